@@ -1,0 +1,88 @@
+"""File formats: IDX (MNIST, Fashion-MNIST) and the CIFAR-10 binary archive."""
+
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbilevel.data.errors import DataError
+
+BATCH, SIDE, CHANNELS = 10_000, 32, 3
+RECORD = 1 + CHANNELS * SIDE * SIDE  # one label byte, then the planes R, G, B
+CIFAR_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+CIFAR_TEST = ("test_batch.bin",)
+
+
+def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]:
+    """The array in a gzipped IDX file of unsigned bytes.
+
+    IDX: two zero bytes, the type (8: unsigned byte), the number of axes, each length as a big-endian int32,
+    the entries. ndim: the number of axes it must have. where: the name for errors. Returns uint8, read-only.
+    DataError if it cannot be unpacked, or if its magic, axes or length are wrong.
+    """
+    try:
+        raw = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{where} is not a whole gzip file: {error}.") from error
+    magic, start = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
+    if raw[:4] != magic or len(raw) < start:
+        raise DataError(
+            f"{where} starts with {raw[:4].hex(' ')}, expected {magic.hex(' ')} (IDX, {ndim} axes of bytes)."
+        )
+    shape = struct.unpack(f">{ndim}i", raw[4:start])
+    expected = int(np.prod(shape, dtype=np.int64))
+    if min(shape) < 0 or len(raw) - start != expected:
+        raise DataError(
+            f"{where} holds {len(raw) - start:,} entries, expected {expected:,} for its shape {shape}."
+        )
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
+
+
+def parse_cifar(
+    content: bytes, where: str | Path
+) -> tuple[tuple[NDArray[np.uint8], NDArray[np.int32]], tuple[NDArray[np.uint8], NDArray[np.int32]]]:
+    """(images, labels) of the 50,000 training and of the 10,000 test records of a CIFAR-10 binary archive.
+
+    Images (n, 32, 32, 3) uint8, labels (n,) int32. Any compression that `tarfile` knows. Nothing is unpacked
+    to disk. DataError if the archive is damaged, a batch has another size, or the classes are not equally
+    frequent.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            batches = {name: _batch(archive, name, where) for name in CIFAR_TRAIN + CIFAR_TEST}
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+        raise DataError(f"{where} is not a whole tar archive: {error}.") from error
+    return _records([batches[name] for name in CIFAR_TRAIN], where), _records(
+        [batches[name] for name in CIFAR_TEST], where
+    )
+
+
+def _batch(archive: tarfile.TarFile, name: str, where: str | Path) -> bytes:
+    path = f"cifar-10-batches-bin/{name}"
+    try:
+        member = archive.getmember(path)
+    except KeyError as error:
+        raise DataError(f"{where} does not contain {path}.") from error
+    stream = archive.extractfile(member) if member.size == BATCH * RECORD else None
+    if stream is None:
+        raise DataError(f"{where}: {path} has {member.size:,} bytes, expected {BATCH * RECORD:,}.")
+    return stream.read()
+
+
+def _records(batches: list[bytes], where: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    records = np.frombuffer(b"".join(batches), np.uint8).reshape(-1, RECORD)
+    labels = records[:, 0].astype(np.int32)
+    # The published sets are exactly balanced: a re-packed archive without a known checksum must be too.
+    counts = np.bincount(labels, minlength=10)
+    if counts.size != 10 or np.any(counts != len(labels) // 10):
+        raise DataError(
+            f"{where} has {counts.tolist()} images per class, expected {len(labels) // 10:,} of each of 10."
+        )
+    planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
+    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
