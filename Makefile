@@ -1,0 +1,40 @@
+# The commands of this project; every one installs what it needs first. `make help` lists them.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format lock clean
+
+# What another project left in the environment must not leak into this one.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+
+setup:  ## install everything into .venv (quick when nothing has changed)
+	@$(PYTHON) scripts/bootstrap.py
+
+demo: setup  ## train on the embedded handwritten digits
+	$(BIN)/fedbilevel run
+
+test: lint  ## the checks of `make lint`, then the tests
+	$(BIN)/pytest
+
+test-slow: setup  ## the tests that take minutes or need downloaded data
+	$(BIN)/pytest -m slow
+
+lint: setup  ## format, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: setup  ## put the format right, and what lint can mend
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+lock:  ## rewrite uv.lock after a change of dependencies, and install it
+	@$(PYTHON) scripts/bootstrap.py --lock
+
+clean:  ## remove everything that the commands above made
+	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

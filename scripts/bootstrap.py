@@ -1,0 +1,268 @@
+"""Make .venv: the locked dependencies and this project, from nothing but Python 3.11, git and make.
+
+Standard library only, and no pip: Debian's python3 has neither pip nor ensurepip. The uv that uv.lock pins
+is fetched (its checksum is in uv.lock too), and uv builds .venv from uv.lock. Running it again does nothing
+unless pyproject.toml, uv.lock, the Python or the place has changed.
+
+A package mirror, certificates and a proxy are taken from pip's usual settings (PIP_INDEX_URL, PIP_CERT,
+REQUESTS_CA_BUNDLE, PIP_PROXY, pip.conf) and from uv's (UV_DEFAULT_INDEX, SSL_CERT_FILE, HTTPS_PROXY).
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import hashlib
+import html
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+import zipfile
+from pathlib import Path
+
+OLDEST = (3, 11)
+PYPI = "https://pypi.org/simple"
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / ".bootstrapped"
+
+
+class SetupError(Exception):
+    """Something the person at the keyboard has to put right; its text says what."""
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+# --- which Python, and is there anything to do -------------------------------------------------------
+
+
+def require_python() -> None:
+    """Go on under a newer Python on PATH when this one is too old; say so when there is none."""
+    if sys.version_info[:2] >= OLDEST:
+        return
+    newer = [shutil.which(f"python3.{minor}") for minor in (13, 12, 11, 14)]
+    for found in filter(None, newer):  # a pyenv shim may exist for a version that is switched off
+        if subprocess.run([found, "-c", ""], stderr=subprocess.DEVNULL, check=False).returncode == 0:
+            os.execv(found, [found, *sys.argv])
+    raise SetupError(
+        f"Python 3.11 or newer is needed; {sys.executable} is {platform.python_version()}. "
+        "Install one (Debian: apt install python3), or name one: make PYTHON=/path/to/python3.11 …"
+    )
+
+
+def interpreter() -> str:
+    """The Python that .venv is made from: never one inside a virtual environment, which may be .venv."""
+    return str(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def fingerprint() -> str:
+    digest = hashlib.sha256(f"{interpreter()} {sys.version} {ROOT}".encode())
+    for name in ("pyproject.toml", "uv.lock", "scripts/bootstrap.py"):
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def up_to_date() -> bool:
+    runs = (VENV / "bin" / "python").exists()  # false, too, for a link to a Python that has been removed
+    return runs and STAMP.exists() and STAMP.read_text() == fingerprint()
+
+
+# --- the network settings of this machine ------------------------------------------------------------
+
+
+def pip_setting(name: str) -> str | None:
+    """A pip option from PIP_NAME, else from pip.conf, else None."""
+    value = os.environ.get("PIP_" + name.upper().replace("-", "_"))
+    if value:
+        return value
+    home = Path.home()
+    places = [home / ".config/pip/pip.conf", home / ".pip/pip.conf", Path("/etc/pip.conf")]
+    if os.environ.get("PIP_CONFIG_FILE"):
+        places.insert(0, Path(os.environ["PIP_CONFIG_FILE"]))
+    for place in places:
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(place)
+        except (configparser.Error, OSError):
+            continue
+        for section in ("install", "global"):
+            value = parser.get(section, name, fallback=None)
+            if value:
+                return value.strip()
+    return None
+
+
+def uv_environment() -> dict[str, str]:
+    """This process's environment with what uv needs, so that one set of settings serves both."""
+    env = dict(os.environ)
+    for unwanted in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PYTHON"):
+        env.pop(unwanted, None)
+    certificates = pip_setting("cert") or env.get("REQUESTS_CA_BUNDLE")
+    if certificates:
+        env.setdefault("SSL_CERT_FILE", certificates)
+    proxy = pip_setting("proxy")
+    if proxy:
+        env.setdefault("HTTPS_PROXY", proxy)
+        env.setdefault("HTTP_PROXY", proxy)
+    env.setdefault("UV_SYSTEM_CERTS", "true")  # as pip and git do; a company's own authority is there
+    env.setdefault("UV_HTTP_TIMEOUT", "180")
+    env["UV_PYTHON_DOWNLOADS"] = "never"
+    env["UV_PROJECT_ENVIRONMENT"] = str(VENV)
+    return env
+
+
+def mirror() -> str | None:
+    """The package index to use in place of PyPI, if one is set."""
+    index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL") or pip_setting("index-url")
+    return None if index is None or index.rstrip("/") == PYPI else index.rstrip("/")
+
+
+def fetch(url: str) -> bytes:
+    """The bytes at a URL, with user:password@ honoured, tried three times."""
+    parts = urllib.parse.urlsplit(url)
+    login, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host).geturl())
+    if login:
+        token = base64.b64encode(urllib.parse.unquote(login).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {token}")
+    for wait in (1, 4, None):
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return bytes(response.read())
+        except OSError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise SetupError(
+                    f"the certificate of {host} is not trusted here. Install ca-certificates, "
+                    "or set SSL_CERT_FILE to your authority's certificates."
+                ) from error
+            if wait is None:
+                raise SetupError(
+                    f"cannot fetch {parts._replace(netloc=host).geturl()}: {error}. "
+                    "Behind a proxy set HTTPS_PROXY; for a package mirror set PIP_INDEX_URL."
+                ) from error
+            time.sleep(wait)
+    raise AssertionError
+
+
+# --- uv ----------------------------------------------------------------------------------------------
+
+
+def platform_pattern() -> str:
+    """A regular expression for the wheels of uv that run here."""
+    machine = {"arm64": "aarch64", "amd64": "x86_64"}.get(platform.machine().lower(), platform.machine())
+    if sys.platform == "darwin":
+        return r"macosx_\w+_" + {"aarch64": "arm64"}.get(machine, machine)
+    if sys.platform == "linux":
+        libc = "manylinux" if platform.libc_ver()[0] == "glibc" else "musllinux"
+        return rf"{libc}_?\w+_{machine}"
+    raise SetupError(f"set-up knows Linux and macOS, not {sys.platform}; on Windows use WSL.")
+
+
+def pinned_uv() -> tuple[str, str, str]:
+    """(version, URL, sha256) of the wheel of uv for this machine, from uv.lock."""
+    import tomllib  # not at the top: an older Python has to get as far as require_python
+
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    package = next(package for package in lock["package"] if package["name"] == "uv")
+    for wheel in package["wheels"]:
+        if re.search(platform_pattern(), wheel["url"].rpartition("/")[2]):
+            return package["version"], wheel["url"], wheel["hash"].removeprefix("sha256:")
+    raise SetupError(f"uv {package['version']} has no wheel for {sys.platform} on {platform.machine()}.")
+
+
+def url_on_mirror(index: str, url: str) -> str:
+    """Where the mirror keeps the file that uv.lock knows under `url`."""
+    name = url.rpartition("/")[2]
+    page = f"{index}/uv/"
+    for link in re.findall(r'href\s*=\s*["\']([^"\']+)', fetch(page).decode()):
+        target = urllib.parse.urldefrag(urllib.parse.urljoin(page, html.unescape(link))).url
+        if urllib.parse.urlsplit(target).path.rpartition("/")[2] == name:
+            return target
+    raise SetupError(f"the package index at {urllib.parse.urlsplit(index).hostname} does not have {name}.")
+
+
+def install_uv() -> Path:
+    """The path of the pinned uv, fetched into .uv/ unless it is there."""
+    version, url, sha256 = pinned_uv()
+    target = ROOT / ".uv" / f"uv-{version}-{sha256[:8]}"
+    if target.exists():
+        return target
+    say(f"fetching uv {version}")
+    index = mirror()
+    wheel = fetch(url_on_mirror(index, url) if index else url)
+    if hashlib.sha256(wheel).hexdigest() != sha256:
+        raise SetupError(f"uv {version} as fetched has not the checksum in uv.lock; nothing was installed.")
+    target.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        archive = Path(scratch, "uv.whl")
+        archive.write_bytes(wheel)
+        with zipfile.ZipFile(archive) as opened:
+            program = Path(opened.extract(f"uv-{version}.data/scripts/uv", scratch))
+        program.chmod(0o755)
+        program.replace(target)  # in one step: an interrupted set-up leaves no half a program
+    return target
+
+
+def call(uv: Path, env: dict[str, str], *arguments: str) -> None:
+    status = subprocess.run([str(uv), *arguments], cwd=ROOT, env=env, check=False).returncode
+    if status:
+        raise SetupError(f"`uv {' '.join(arguments)}` failed (status {status}); see above.")
+
+
+def install_project(uv: Path, env: dict[str, str]) -> None:
+    """Bring .venv to what uv.lock says, with all extras, the tools and the project itself (editable)."""
+
+    if VENV.exists() and not (VENV / "pyvenv.cfg").exists():  # half made when it was interrupted
+        shutil.rmtree(VENV)
+    python = interpreter()
+    index = mirror()
+    if index is None:
+        call(uv, env, "sync", "--quiet", "--locked", "--all-extras", "--python", python)
+        return
+    # uv.lock names PyPI's own addresses, so for a mirror the same versions and checksums go by way of a list.
+    env = {**env, "UV_DEFAULT_INDEX": index, "VIRTUAL_ENV": str(VENV)}
+    with tempfile.TemporaryDirectory() as scratch:
+        pins = str(Path(scratch, "requirements.txt"))
+        export = ("--frozen", "--all-extras", "--no-emit-project", "--output-file", pins)
+        call(uv, env, "export", "--quiet", *export, "--python", python)
+        call(uv, env, "venv", "--quiet", "--allow-existing", "--python", python, str(VENV))
+        call(uv, env, "pip", "sync", "--quiet", "--require-hashes", pins)
+        call(uv, env, "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT))
+
+
+def main(lock: bool) -> None:
+    require_python()
+    if up_to_date() and not lock:
+        return
+    started = time.monotonic()
+    say(f"Python {platform.python_version()} at {interpreter()}")
+    env = uv_environment()
+    os.environ.update({name: env[name] for name in env if name.upper().endswith(("_PROXY", "CERT_FILE"))})
+    STAMP.unlink(missing_ok=True)
+    uv = install_uv()
+    if lock:
+        say("solving the dependencies into uv.lock")
+        call(uv, env, "lock", "--python", interpreter())
+        uv = install_uv()  # uv itself may have moved
+    say("installing the locked packages into .venv (the first time, some 200 MB)")
+    install_project(uv, env)
+    STAMP.write_text(fingerprint())
+    say(f"done in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    try:
+        main(lock="--lock" in sys.argv[1:])
+    except SetupError as error:
+        sys.exit(f"setup: {error}")
+    except KeyboardInterrupt:
+        sys.exit("setup: interrupted; run the same command again to go on")
