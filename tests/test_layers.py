@@ -1,0 +1,147 @@
+"""Who may import whom (docs/architecture.md), what `import fedbilevel` loads, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fedbilevel"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+BELOW_EXPERIMENTS = {"engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
+ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py
+    "core": set(),
+    "data": set(),
+    "oracles": {"core"},
+    "algorithms": {"oracles", "core"},
+    "engines": {"core"},
+    "flower": {"core"},
+    "tasks": {"core", "data"},
+    "experiments": {"root", *BELOW_EXPERIMENTS},
+    "cli": {"root", "experiments", *BELOW_EXPERIMENTS},
+    "root": {"core", "oracles", "algorithms", "engines", "tasks", "data"},
+}
+ARRAYS = {"jax", "optax", "numpy"}
+# Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
+ONLY = {"core": ARRAYS, "oracles": ARRAYS, "algorithms": ARRAYS}
+NEVER = dict.fromkeys(ROOMS.keys() - {"flower"}, {"flwr"}) | {"data": {"flwr", "jax", "optax"}}
+HEAVY = {"flwr", "matplotlib", "sklearn", "rich"}
+
+
+def room_of(path: Path) -> str:
+    """The room that a file, given relative to the package, belongs to."""
+    name = path.with_suffix("").parts[0]
+    return {"__init__": "root", "__main__": "cli"}.get(name, name)
+
+
+def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
+    """(absolute dotted name, line) of each import in a file; `from a import b` gives "a.b"."""
+    package = ("fedbilevel", *path.parent.parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join([*start, *([node.module] if node.module else [])])
+            yield from ((f"{origin}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def without_functions(tree: ast.Module) -> ast.Module:
+    """The statements that run when the module is imported: root may load a room later, on request."""
+    kept = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+def forbidden(source: str, path: Path) -> list[str]:
+    """One line of text for each import that the file, at `path` inside the package, may not make."""
+    room = room_of(path)
+    if room not in ROOMS:
+        return [f"{path}: a new room; say in tests/test_layers.py what it may import"]
+    tree = ast.parse(source)
+    if room == "root":
+        tree = without_functions(tree)
+    found = []
+    for name, line in imported(tree, path):
+        top, *rest = name.split(".")
+        if top == "fedbilevel":
+            target = rest[0] if rest and rest[0] in ROOMS else "root"
+            wrong = target not in ROOMS[room] | {room}
+        else:
+            known = top in sys.stdlib_module_names or top in ONLY.get(room, {top})
+            wrong = not known or top in NEVER.get(room, ())
+        if wrong:
+            found.append(f"{path}:{line}: {room} may not import {name}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_a_file_imports_only_what_its_room_may(file: Path) -> None:
+    assert forbidden(file.read_text(), file.relative_to(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("algorithms/simfbo.py", "from fedbilevel.engines.local import Local"),
+        ("algorithms/simfbo.py", "import fedbilevel.engines"),
+        ("algorithms/simfbo.py", "from fedbilevel import engines"),
+        ("algorithms/simfbo.py", "from ..engines import local"),
+        ("algorithms/simfbo.py", "from .. import solve"),
+        ("algorithms/simfbo.py", "def f():\n    from fedbilevel.data import load"),
+        ("engines/local.py", "from fedbilevel.algorithms.simfbo import SimFBO"),
+        ("oracles/cg.py", "from fedbilevel.algorithms import SimFBO"),
+        ("core/tree.py", "from fedbilevel.oracles import products"),
+        ("core/tree.py", "import scipy.linalg"),
+        ("data/packing.py", "import jax.numpy as jnp"),
+        ("data/packing.py", "from fedbilevel.core.errors import require"),
+        ("tasks/quadratic.py", "from fedbilevel import solve"),
+        ("experiments/run.py", "from fedbilevel.cli import main"),
+        ("experiments/run.py", "import flwr"),
+        ("__init__.py", "from fedbilevel.experiments import run"),
+        ("__init__.py", "from fedbilevel import flower"),
+        ("attic/old.py", ""),
+    ],
+)
+def test_the_check_finds_a_forbidden_import(path: str, source: str) -> None:
+    assert len(forbidden(source, Path(path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "algorithms/simfbo.py",
+            "import math\nimport jax.numpy as jnp\nfrom fedbilevel.oracles import products",
+        ),
+        ("algorithms/simfbo.py", "from .local_coefficients import Plain\nfrom ..core.tree import XYV"),
+        ("core/__init__.py", "from . import tree\nfrom .tree import XYV"),
+        ("flower/server_app.py", "import flwr\nfrom fedbilevel.core.fed import Fed"),
+        ("cli.py", "import rich\nimport fedbilevel as fb\nfrom fedbilevel.experiments import run"),
+        (
+            "__init__.py",
+            "from fedbilevel import core, engines\ndef later():\n    from fedbilevel import flower",
+        ),
+    ],
+)
+def test_the_check_lets_an_allowed_import_pass(path: str, source: str) -> None:
+    assert forbidden(source, Path(path)) == []
+
+
+def test_import_fedbilevel_loads_nothing_heavy() -> None:
+    program = "import sys, fedbilevel; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    loaded = set(shown.stdout.split())
+    assert "fedbilevel" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_files_are_short() -> None:
+    lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in FILES}
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+    assert statistics.median(lengths.values()) <= 150
