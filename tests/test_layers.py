@@ -30,7 +30,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
 ARRAYS = {"jax", "optax", "numpy"}
 # Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
 ONLY = {"core": ARRAYS, "oracles": ARRAYS, "algorithms": ARRAYS}
-NEVER = dict.fromkeys(ROOMS.keys() - {"flower"}, {"flwr"}) | {"data": {"flwr", "jax", "optax"}}
+NEVER = {room: {"flwr"} for room in ROOMS.keys() - {"flower"}} | {"data": {"flwr", "jax", "optax"}}
 HEAVY = {"flwr", "matplotlib", "sklearn", "rich"}
 
 
