@@ -42,9 +42,7 @@ class Dataset:
         )
 
 
-def standardise(
-    images: Images, mean: float | Sequence[float], std: float | Sequence[float]
-) -> NDArray[np.float32]:
+def standardise(images: Images, mean: float | Sequence[float], std: float | Sequence[float]) -> NDArray[np.float32]:
     """(pixel - mean) / std, per channel, with the pixels of uint8 images first divided by 255.
 
     images: (n, height, width[, channel]), uint8 in 0..255 or float in [0, 1]. mean, std: one number, or one

@@ -65,15 +65,11 @@ def open_clients(folder: str | Path) -> Packed:
     except DataError:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{root / MANIFEST} is not a manifest of {FORMAT} version {VERSION}: {error}."
-        ) from error
+        raise DataError(f"{root / MANIFEST} is not a manifest of {FORMAT} version {VERSION}: {error}.") from error
     start, total = starts(size), int(size.sum())
     for name, array in arrays.items():
         if len(array) != total:
-            raise DataError(
-                f"{root} has {len(array)} rows of {name!r}, expected {total}, the sum of the sizes."
-            )
+            raise DataError(f"{root} has {len(array)} rows of {name!r}, expected {total}, the sum of the sizes.")
     return Packed(arrays, start, size)
 
 
@@ -94,9 +90,7 @@ def _write(part: Path, sizes: NDArray[np.int64], clients: Iterable[Mapping[str, 
             lengths = {array.shape[:1] for array in client.values()}
             if written == len(sizes) or found != like or lengths != {(sizes[written],)}:
                 allowed = f"{sizes[written]} rows of {like}" if written < len(sizes) else "no such client"
-                raise DataError(
-                    f"client {written} has {sorted(lengths)} rows of {found}; allowed: {allowed}."
-                )
+                raise DataError(f"client {written} has {sorted(lengths)} rows of {found}; allowed: {allowed}.")
             for name, array in client.items():
                 outs[name].write(np.ascontiguousarray(array).tobytes())
             written += 1
@@ -146,15 +140,11 @@ def _open(root: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
     path = root / f"{name}.npy"
     found = path.stat().st_size if path.is_file() else 0
     if found != entry["bytes"]:
-        raise DataError(
-            f"{path} has {found:,} bytes, expected {entry['bytes']:,}: it is missing or truncated."
-        )
+        raise DataError(f"{path} has {found:,} bytes, expected {entry['bytes']:,}: it is missing or truncated.")
     try:
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be mapped: {error}.") from error
     if list(array.shape) != list(entry["shape"]) or array.dtype.str != entry["dtype"]:
-        raise DataError(
-            f"{path} holds {array.shape} {array.dtype.str}, expected {entry['shape']} {entry['dtype']}."
-        )
+        raise DataError(f"{path} holds {array.shape} {array.dtype.str}, expected {entry['shape']} {entry['dtype']}.")
     return array

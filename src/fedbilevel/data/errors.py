@@ -13,4 +13,4 @@ def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
     names = sorted(allowed)
     near = get_close_matches(str(got), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return DataError(f"{field} {got!r} is unknown.{hint} Allowed: {', '.join(names)}.")
+    return DataError(f"{field} {got!r} is unknown.{hint} Allowed: {', '.join(names) or 'none'}.")

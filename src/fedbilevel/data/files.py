@@ -48,9 +48,7 @@ def read(name: str, file: File, progress: Progress | None = None) -> bytes:
         download(SOURCES[name].home + file.name, path, file, progress or bar(f"{name}/{file.name}"))
     content = read_bytes(path)
     if len(content) != file.size:
-        raise DataError(
-            f"{path} has {len(content):,} bytes, expected {file.size:,}: delete it and fetch it again."
-        )
+        raise DataError(f"{path} has {len(content):,} bytes, expected {file.size:,}: delete it and fetch it again.")
     found = hashlib.sha256(content).hexdigest()
     if found != file.sha256:
         raise DataError(f"{path} has sha256 {found}, expected {file.sha256}: delete it and fetch it again.")

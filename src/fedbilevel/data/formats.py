@@ -38,9 +38,7 @@ def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]
     shape = struct.unpack(f">{ndim}i", raw[4:start])
     expected = int(np.prod(shape, dtype=np.int64))
     if min(shape) < 0 or len(raw) - start != expected:
-        raise DataError(
-            f"{where} holds {len(raw) - start:,} entries, expected {expected:,} for its shape {shape}."
-        )
+        raise DataError(f"{where} holds {len(raw) - start:,} entries, expected {expected:,} for its shape {shape}.")
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
@@ -55,24 +53,28 @@ def parse_cifar(
     """
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            batches = {name: _batch(archive, name, where) for name in CIFAR_TRAIN + CIFAR_TEST}
+            batches = _batches(archive, where)
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         raise DataError(f"{where} is not a whole tar archive: {error}.") from error
-    return _records([batches[name] for name in CIFAR_TRAIN], where), _records(
-        [batches[name] for name in CIFAR_TEST], where
-    )
+    train, test = ([batches[name] for name in names] for names in (CIFAR_TRAIN, CIFAR_TEST))
+    return _records(train, where), _records(test, where)
 
 
-def _batch(archive: tarfile.TarFile, name: str, where: str | Path) -> bytes:
-    path = f"cifar-10-batches-bin/{name}"
-    try:
-        member = archive.getmember(path)
-    except KeyError as error:
-        raise DataError(f"{where} does not contain {path}.") from error
-    stream = archive.extractfile(member) if member.size == BATCH * RECORD else None
-    if stream is None:
-        raise DataError(f"{where}: {path} has {member.size:,} bytes, expected {BATCH * RECORD:,}.")
-    return stream.read()
+def _batches(archive: tarfile.TarFile, where: str | Path) -> dict[str, bytes]:
+    # One pass in file order: asking for members by name would unpack a compressed archive once per member.
+    batches = {}
+    for member in archive:
+        folder, _, name = member.name.rpartition("/")
+        if folder != "cifar-10-batches-bin" or name not in CIFAR_TRAIN + CIFAR_TEST:
+            continue
+        stream = archive.extractfile(member) if member.size == BATCH * RECORD else None
+        if stream is None:
+            raise DataError(f"{where}: {name} has {member.size:,} bytes, expected {BATCH * RECORD:,}.")
+        batches[name] = stream.read()
+    missing = set(CIFAR_TRAIN + CIFAR_TEST) - set(batches)
+    if missing:
+        raise DataError(f"{where} lacks {', '.join(sorted(missing))} in cifar-10-batches-bin.")
+    return batches
 
 
 def _records(batches: list[bytes], where: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:

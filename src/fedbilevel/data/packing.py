@@ -50,9 +50,7 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.i
     start = starts(size)
     for client, part in enumerate(parts):
         if np.min(part) < 0 or np.max(part) >= rows:
-            raise DataError(
-                f"client {client} names rows {np.min(part)} to {np.max(part)}; allowed: 0 to {rows - 1}."
-            )
+            raise DataError(f"client {client} names rows {np.min(part)} to {np.max(part)}; allowed: 0 to {rows - 1}.")
     order = np.concatenate(parts)
     return Packed({name: array[order] for name, array in arrays.items()}, start, size)
 

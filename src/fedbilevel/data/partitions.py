@@ -43,9 +43,7 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
     return [rng.permutation(np.concatenate([cut[shard] for shard in row])) for row in owner]
 
 
-def dirichlet(
-    labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed
-) -> list[Indices]:
+def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed) -> list[Indices]:
     """Label skew: for each class, the clients' shares of it are drawn from a symmetric Dirichlet(alpha).
 
     A share has mean 1/K and variance (1/K)(1 - 1/K) / (K alpha + 1) for K clients: small alpha gives few
@@ -94,9 +92,7 @@ def one_label(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
     for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
         owners = range(number, clients, len(kinds))
         if len(owners) > count:
-            raise DataError(
-                f"clients is {clients}: {len(owners)} of them share the {count} samples of label {kind}."
-            )
+            raise DataError(f"clients is {clients}: {len(owners)} of them share the {count} samples of label {kind}.")
         parts = np.array_split(rng.permutation(np.flatnonzero(y == kind)), len(owners))
         for client, part in zip(owners, parts, strict=True):
             held[client] = part
@@ -124,7 +120,7 @@ def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **optio
     allowed = [key for key in parameters if key not in ("labels", "clients", "seed")]
     for key in options:
         if key not in allowed:
-            raise unknown_name(f"option of partition {name!r}", key, allowed or ["(none)"])
+            raise unknown_name(f"option of partition {name!r}", key, allowed)
     for key in allowed:
         if parameters[key].default is inspect.Parameter.empty and key not in options:
             raise DataError(f"partition {name!r} needs the option {key!r}.")

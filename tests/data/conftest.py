@@ -1,0 +1,33 @@
+"""What the tests of loading and of downloading share."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+
+from fedbilevel.data import formats
+
+
+@pytest.fixture
+def cifar_archive(monkeypatch):
+    """Makes small tar.xz archives in the layout of CIFAR-10, with one record per label in each batch.
+
+    Pixel (row, column, channel) of every image is 64 channel + 2 row + column % 2.
+    """
+    monkeypatch.setattr(formats, "BATCH", 10)
+
+    def make(skip: str = "", labels: bytes = bytes(range(10)), extra: bytes = b"") -> bytes:
+        channel, row, column = np.ogrid[:3, :32, :32]
+        pixels = (64 * channel + 2 * row + column % 2).astype(np.uint8).tobytes()
+        records = b"".join(bytes([label]) + pixels for label in labels) + extra
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:xz") as archive:
+            for name in (*formats.CIFAR_TRAIN, "batches.meta.txt", *formats.CIFAR_TEST):
+                if name != skip:
+                    member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+                    member.size = len(records)
+                    archive.addfile(member, io.BytesIO(records))
+        return out.getvalue()
+
+    return make

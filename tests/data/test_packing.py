@@ -1,0 +1,204 @@
+"""Does a packed population, in memory or on disk, give back each client's samples and nothing else?"""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fedbilevel import data
+
+IMAGES = np.arange(7 * 4, dtype=np.float32).reshape(7, 2, 2)
+LABELS = np.arange(7, dtype=np.int32) % 3
+PARTS = [np.array([4, 1]), np.array([6]), np.array([0, 5, 3])]
+
+
+def clients(packed):
+    return (packed.client(i) for i in range(len(packed.size)))
+
+
+@pytest.fixture
+def packed():
+    return data.pack(IMAGES, LABELS, PARTS)
+
+
+@pytest.fixture
+def folder(packed, tmp_path):
+    return data.write_clients(tmp_path / "population", packed.size, clients(packed))
+
+
+def test_client_rows_are_where_start_and_size_say(packed):
+    assert packed.start.tolist() == [0, 2, 3]
+    assert packed.size.tolist() == [2, 1, 3]
+    for client, part in enumerate(PARTS):
+        rows = slice(packed.start[client], packed.start[client] + packed.size[client])
+        np.testing.assert_array_equal(packed.arrays["image"][rows], IMAGES[part])
+        np.testing.assert_array_equal(packed.client(client)["label"], LABELS[part])
+    assert packed.arrays["image"].dtype == np.float32
+    assert len(packed.arrays["label"]) == 6  # row 2 belongs to nobody
+
+
+@pytest.mark.parametrize(
+    ("arrays", "parts", "words"),
+    [
+        ({"a": LABELS}, [], "no clients"),
+        ({"a": LABELS}, [[0], []], "client 1 has 0 samples"),
+        ({"a": LABELS}, [[0], [7]], "client 1 names rows 7 to 7; allowed: 0 to 6"),
+        ({"a": LABELS}, [[-1, 2]], "client 0 names rows -1"),
+        ({"a": LABELS, "b": LABELS[1:]}, [[0]], "same length"),
+        ({}, [[0]], "at least one array"),
+        ({"a": np.array(3)}, [[0]], "at least one array"),
+    ],
+)
+def test_pack_refuses_what_is_no_population(arrays, parts, words):
+    with pytest.raises(data.DataError, match=words):
+        data.pack_arrays(arrays, [np.array(part, int) for part in parts])
+
+
+def test_a_population_on_disk_comes_back_as_it_was(packed, folder):
+    found = data.open_clients(folder)
+    assert sorted(found.arrays) == ["image", "label"]
+    np.testing.assert_array_equal(found.start, packed.start)
+    np.testing.assert_array_equal(found.size, packed.size)
+    for name, array in packed.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+        assert found.arrays[name].dtype == array.dtype
+        assert isinstance(found.arrays[name], np.memmap)
+
+
+def test_a_population_on_disk_cannot_be_written_to(folder):
+    found = data.open_clients(folder)
+    with pytest.raises(ValueError, match="read-only"):
+        found.arrays["label"][0] = 1
+
+
+def test_it_is_plain_npy_files(packed, folder):
+    np.testing.assert_array_equal(np.load(folder / "image.npy"), packed.arrays["image"])
+
+
+@pytest.mark.parametrize("name", ["image.npy", "label.npy", "size.npy"])
+@pytest.mark.parametrize("cut", [1, None])
+def test_a_truncated_or_missing_file_is_refused_by_name(folder, name, cut):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-cut]) if cut else (folder / name).unlink()
+    with pytest.raises(data.DataError, match=rf"{name} has .* bytes, expected {len(content)}"):
+        data.open_clients(folder)
+
+
+def edit(folder, **changes):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "version 1: format is 'fedbilevel-clients' 2"),
+        ({"format": "other"}, "not a manifest"),
+        ({"arrays": 3}, "not a manifest"),
+        ({"arrays": {"../label": {"shape": [6], "dtype": "<i4", "bytes": 152}}}, "array name '../label'"),
+        (
+            {"arrays": {"label": {"shape": [7], "dtype": "<i4", "bytes": 152}}},
+            r"holds \(6,\) <i4, expected \[7\]",
+        ),
+        ({"arrays": {"label": {"shape": [6], "dtype": "<f4", "bytes": 152}}}, "expected .* <f4"),
+        ({"arrays": {"label": {"shape": [6], "dtype": "<i4", "bytes": 152}}, "size": 1}, "not a manifest"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(folder, changes, words):
+    assert (folder / "label.npy").stat().st_size == 152
+    edit(folder, **changes)
+    with pytest.raises(data.DataError, match=words):
+        data.open_clients(folder)
+
+
+def test_a_folder_without_a_manifest_a_broken_one_and_altered_entries_are_refused(folder, tmp_path):
+    with pytest.raises(data.DataError, match=r"manifest\.json cannot be read"):
+        data.open_clients(tmp_path / "nothing")
+    content = (folder / "label.npy").read_bytes()
+    (folder / "label.npy").write_bytes(b"x" + content[1:])
+    with pytest.raises(data.DataError, match=r"label\.npy cannot be mapped"):
+        data.open_clients(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(data.DataError, match="not a manifest"):
+        data.open_clients(folder)
+
+
+def test_rows_must_add_up_to_the_sizes(folder):
+    np.save(folder / "size.npy", np.array([2, 1, 4]))
+    with pytest.raises(data.DataError, match="6 rows of 'image', expected 7"):
+        data.open_clients(folder)
+
+
+A = {"a": np.zeros((1, 2))}
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "words"),
+    [
+        ([1, 1], [A], "clients ended after 1; allowed: 2"),
+        ([1], [A, A], "client 1 has .*; allowed: no such client"),
+        ([1, 2], [A, A], r"client 1 has \[\(1,\)\] rows .*; allowed: 2 rows"),
+        ([1, 1], [A, {"a": np.zeros((1, 3))}], "client 1"),
+        ([1, 1], [A, {"a": np.zeros((1, 2), int)}], "client 1"),
+        ([1, 1], [A, {"b": np.zeros((1, 2))}], "client 1"),
+        ([1, 1], [A, {"a": A["a"], "b": A["a"]}], "client 1"),
+        ([1], [{"a": np.array([None])}], "object; allowed: numbers"),
+        ([1], [{"../a": A["a"]}], r"'\.\./a'"),
+        ([1], [{"size": A["a"]}], "other than 'size'"),
+        ([1], [{}], "client 0"),
+        ([0], [A], "client 0 has 0 samples"),
+        ([], [], "no clients"),
+    ],
+)
+def test_a_client_that_does_not_fit_leaves_nothing(tmp_path, size, given, words):
+    with pytest.raises(data.DataError, match=words):
+        data.write_clients(tmp_path / "population", size, iter(given))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_not_touched(packed, folder):
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    with pytest.raises(data.DataError, match="exists"):
+        data.write_clients(folder, packed.size, clients(packed))
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_an_error_of_the_writer_leaves_nothing_and_is_not_hidden(tmp_path):
+    def broken():
+        yield A
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        data.write_clients(tmp_path / "population", [1, 1], broken())
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(data.DataError, match="cannot be written"):
+        data.write_clients(tmp_path / "file" / "population", [1], [A])
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from fedbilevel import data
+def clients():
+    yield {"a": np.zeros(1)}
+    os.kill(os.getpid(), signal.SIGKILL)
+data.write_clients(sys.argv[1], [1, 1], clients())
+"""
+
+
+def test_a_killed_writer_leaves_no_population(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "population")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "population").exists()
+
+
+def test_a_hundred_thousand_clients_stream_through(tmp_path):
+    size = np.random.default_rng(0).integers(1, 4, 100_000)
+    data.write_clients(tmp_path / "many", size, ({"id": np.full(n, i)} for i, n in enumerate(size)))
+    found = data.open_clients(tmp_path / "many")
+    np.testing.assert_array_equal(found.arrays["id"], np.repeat(np.arange(len(size)), size))
+    assert set(found.client(77_777)["id"]) == {77_777}

@@ -1,0 +1,222 @@
+"""Is every sample used once, and does each partition follow its definition?"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbilevel import data
+from fedbilevel.data import partitions
+
+LABELS = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 100))
+OPTIONS = {"dirichlet": {"alpha": 0.5}, "iid": {}, "one_label": {}, "quantity": {"alpha": 0.5}, "shards": {}}
+
+
+def make(name, labels=LABELS, clients=20, seed=0, **options):
+    return data.partition(name, labels, clients, seed=seed, **{**OPTIONS[name], **options})
+
+
+def same(a, b):
+    return all(np.array_equal(i, j) for i, j in zip(a, b, strict=True))
+
+
+def test_every_partition_is_tested():
+    assert sorted(OPTIONS) == sorted(data.PARTITIONS)
+
+
+@given(
+    name=st.sampled_from(sorted(OPTIONS)),
+    counts=st.lists(st.integers(16, 40), min_size=1, max_size=6),
+    clients=st.integers(1, 8),
+    seed=st.integers(0, 2**70),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_sample_belongs_to_exactly_one_client(name, counts, clients, seed):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)) * 3 - 1, counts))
+    if name == "one_label":
+        clients = max(clients, len(counts))
+    skewed = name in ("dirichlet", "quantity")
+    parts = make(name, labels, clients, seed, **({"minimum": 0} if skewed else {}))
+    assert len(parts) == clients
+    assert skewed or min(map(len, parts)) >= 1
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
+    enough = [part for part in parts if len(part) > 1]
+    for inner, outer, part in zip(*data.split(enough, seed=seed), enough, strict=True):
+        assert len(inner)
+        assert len(outer)
+        np.testing.assert_array_equal(np.sort(np.concatenate([inner, outer])), np.sort(part))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_the_seed_decides_and_nothing_else(name):
+    before = np.random.get_state()[1].copy()  # noqa: NPY002 - the global state is what must not move
+    assert same(make(name, seed=3), make(name, seed=3))
+    assert not same(make(name, seed=3), make(name, seed=4))
+    rng = np.random.default_rng(3)
+    first, second = make(name, seed=rng), make(name, seed=rng)
+    assert not same(first, second)
+    assert same(first, make(name, seed=np.random.default_rng(3)))
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_the_order_within_a_client_is_shuffled(name):
+    for part in make(name, clients=10):
+        if len(part) > 10:  # 10! orders: a shuffle that happens to sort does not occur
+            assert not np.all(np.diff(part) > 0)
+            kinds = LABELS[part]
+            assert len(set(kinds)) == 1 or np.any(np.diff(kinds) < 0)
+
+
+def test_iid_and_one_label_sizes_are_equal_to_within_one():
+    assert sorted({len(part) for part in make("iid", clients=7)}) == [142, 143]
+    parts = make("one_label", clients=23)
+    assert [set(LABELS[part]) for part in parts] == [{k % 10} for k in range(23)]
+    assert [len(part) for part in parts[:3]] == [34, 34, 34]
+    assert sorted(len(parts[k]) for k in (3, 13)) == [50, 50]
+
+
+def test_iid_gives_each_client_the_same_chance_of_each_sample():
+    draws, clients = 2000, 4
+    labels = np.zeros(10, int)
+    held = np.array([[np.isin(np.arange(10), part) for part in make("iid", labels, clients, s)] for s in range(draws)])
+    expected = np.array([3, 3, 2, 2])[:, None] / 10  # sizes 3, 3, 2, 2
+    error = np.sqrt(expected * (1 - expected) / draws)
+    assert np.all(np.abs(held.mean(0) - expected) <= 5 * error)  # 40 cells: 5 errors fail once in 40,000 seeds
+
+
+def test_shards_are_runs_of_the_sorted_labels():
+    parts = make("shards", clients=20, per_client=2)
+    rank = np.empty(1000, int)
+    rank[np.argsort(LABELS, kind="stable")] = np.arange(1000)
+    # 40 shards of 25: in each client exactly two numbers of shard, each complete; no shard twice.
+    shards = [np.unique(rank[part] // 25, return_counts=True) for part in parts]
+    assert all(len(which) == 2 and counts.tolist() == [25, 25] for which, counts in shards)
+    assert sorted(np.concatenate([which for which, _ in shards])) == list(range(40))
+
+
+@pytest.mark.parametrize("per_client", [1, 2, 5])
+def test_shards_bound_the_labels_of_a_client(per_client):
+    clients = 100 // per_client  # shards of 10, of one label each
+    for part in make("shards", clients=clients, per_client=per_client):
+        kinds, counts = np.unique(LABELS[part], return_counts=True)
+        assert len(kinds) <= per_client
+        assert np.all(counts % 10 == 0)
+
+
+def test_shards_are_drawn_at_random():
+    # Client 0 holds 2 of 40 shards, 4 of each label: both of one label with probability 3/39.
+    draws, chance = 2000, 3 / 39
+    one = [len(set(LABELS[make("shards", seed=s)[0]])) == 1 for s in range(draws)]
+    assert abs(np.mean(one) - chance) <= 5 * np.sqrt(chance * (1 - chance) / draws)
+
+
+def beta_moments(a: float, b: float) -> tuple[float, float, float]:
+    """Mean, variance and fourth central moment of Beta(a, b)."""
+    s = a + b
+    variance = a * b / (s**2 * (s + 1))
+    excess = 6 * ((a - b) ** 2 * (s + 1) - a * b * (s + 2)) / (a * b * (s + 2) * (s + 3))
+    return a / s, variance, (3 + excess) * variance**2
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
+@pytest.mark.parametrize("name", ["dirichlet", "quantity"])
+def test_shares_have_the_moments_of_the_dirichlet_law(name, alpha):
+    clients, draws, each = 5, 400, 1000
+    labels = np.repeat(np.arange(10), each) if name == "dirichlet" else np.zeros(each, int)
+    shares = []
+    for seed in range(draws):
+        part = make(name, labels, clients, seed, alpha=alpha, minimum=0)[seed % clients]
+        shares.append(np.bincount(labels[part], minlength=labels[-1] + 1) / each)
+    found = np.concatenate(shares)  # one client of each draw: independent numbers
+    mean, variance, fourth = beta_moments(alpha, (clients - 1) * alpha)
+    assert mean == pytest.approx(1 / clients, rel=1e-15)
+    assert variance == pytest.approx(mean * (1 - mean) / (clients * alpha + 1), rel=1e-15)
+    # Five standard errors, plus whole samples: two rounded edges move a share by at most 1/each.
+    n = found.size
+    assert abs(found.mean() - mean) <= 5 * np.sqrt(variance / n) + 1 / each
+    spread = np.mean((found - mean) ** 2)
+    assert abs(spread - variance) <= 5 * np.sqrt((fourth - variance**2) / n) + 2 / each * np.sqrt(variance)
+
+
+def test_dirichlet_becomes_iid_for_large_alpha_and_one_client_per_class_for_small():
+    for part in make("dirichlet", clients=7, alpha=1e9):
+        assert set(np.bincount(LABELS[part], minlength=10)) <= {14, 15}  # 100 / 7
+    assert {len(part) for part in make("quantity", clients=8, alpha=1e9)} == {125}
+    for kind in range(10):
+        held = [np.sum(LABELS[part] == kind) for part in make("dirichlet", alpha=1e-9, minimum=0)]
+        assert sorted(held)[-1] == 100
+
+
+def test_minimum_is_kept_by_redrawing_and_refused_when_hopeless(monkeypatch):
+    plain = make("dirichlet", clients=10, alpha=0.1, minimum=0, seed=5)
+    assert min(map(len, plain)) < 20
+    kept = make("dirichlet", clients=10, alpha=0.1, minimum=20, seed=5)
+    assert min(map(len, kept)) >= 20
+    assert min(len(part) for part in make("quantity", clients=10, minimum=20)) >= 20
+    with pytest.raises(data.DataError, match=r"alpha = 1e-06 over 50 clients .* minimum = 1 .* 1000 draws"):
+        make("dirichlet", clients=50, alpha=1e-6)
+    monkeypatch.setattr(partitions, "ATTEMPTS", 1)
+    assert len(make("quantity", clients=10, minimum=0)) == 10  # a first draw is always made
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("iid", {"clients": 1001}, "clients is 1001; allowed: 1 to 1000"),
+        ("iid", {"clients": 0}, "clients is 0"),
+        ("iid", {"seed": None}, "seed is None"),
+        ("iid", {"seed": -1}, "seed is -1"),
+        ("iid", {"labels": np.zeros((2, 2), int)}, r"shape \(2, 2\)"),
+        ("iid", {"labels": np.zeros(30)}, "float64"),
+        ("shards", {"clients": 501}, "per_client is 2; allowed: 1 to 1 for 501 clients"),
+        ("shards", {"per_client": 0}, "per_client is 0"),
+        ("dirichlet", {"alpha": 0}, "alpha is 0"),
+        ("dirichlet", {"alpha": -1.0}, "alpha is -1"),
+        ("dirichlet", {"alpha": np.nan}, "alpha is nan"),
+        ("quantity", {"alpha": np.inf}, "alpha is inf"),
+        ("dirichlet", {"minimum": 51}, "minimum is 51; allowed: 0 to 50"),
+        ("dirichlet", {"minimum": -1}, "minimum is -1"),
+        ("one_label", {"clients": 9}, "clients is 9; allowed: at least one per label, 10"),
+        ("one_label", {"labels": [0, 1, 1, 1], "clients": 3}, "2 of them share the 1 samples of label 0"),
+        ("dirichlet", {"alhpa": 1}, "'alhpa' is unknown. Did you mean 'alpha'"),
+        ("iid", {"alpha": 1}, "Allowed: none"),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_named(name, options, words):
+    with pytest.raises(data.DataError, match=words):
+        make(name, **options)
+
+
+def test_an_unknown_partition_and_a_missing_option_are_named():
+    with pytest.raises(data.DataError, match=r"'dirichlett'.*'dirichlet'.*iid, one_label"):
+        data.partition("dirichlett", LABELS, 10, seed=0)
+    with pytest.raises(data.DataError, match="'dirichlet' needs the option 'alpha'"):
+        data.partition("dirichlet", LABELS, 10, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("held", "fraction", "training"), [(10, 0.5, 5), (10, 0.8, 8), (3, 0.01, 1), (3, 0.99, 2), (2, 0.5, 1)]
+)
+def test_split_gives_the_fraction_and_never_an_empty_side(held, fraction, training):
+    (inner,), (outer,) = data.split([np.arange(held)], fraction, seed=0)
+    assert (len(inner), len(outer)) == (training, held - training)
+
+
+def test_split_is_random_and_independent_of_a_partition_with_the_same_seed():
+    part = np.arange(1000)
+    (inner,), _ = data.split([part], seed=0)
+    assert not np.array_equal(np.sort(inner), part[:500])
+    assert not np.array_equal(inner, make("iid", np.zeros(1000, int), 1)[0][:500])
+    assert same(data.split([part], seed=0)[0], [inner])
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.5, np.nan])
+def test_split_refuses_a_fraction_outside_the_interval(fraction):
+    with pytest.raises(data.DataError, match="fraction is"):
+        data.split([np.arange(5)], fraction, seed=0)
+
+
+def test_split_names_the_client_that_is_too_small():
+    with pytest.raises(data.DataError, match="client 1 holds 1 samples"):
+        data.split([np.arange(5), np.arange(1)], seed=0)
