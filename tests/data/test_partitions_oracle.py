@@ -17,7 +17,7 @@ def oracle(partitioner) -> list[np.ndarray]:
     datasets = pytest.importorskip("datasets")
     partitioner.dataset = datasets.Dataset.from_dict({"label": LABELS, "row": np.arange(len(LABELS))})
     clients = partitioner.num_partitions
-    return [np.array(partitioner.load_partition(client)["row"]) for client in range(clients)]
+    return [np.array(partitioner.load_partition(client)["row"], int) for client in range(clients)]
 
 
 def table(parts) -> np.ndarray:
@@ -42,7 +42,7 @@ def test_dirichlet_gives_the_same_counts_from_the_same_numbers(alpha, seed):
 def test_shards_gives_the_same_clients_from_the_same_numbers(per_client, seed):
     published = pytest.importorskip("flwr_datasets.partitioner")
     clients = 20  # 1,200 samples: the shards are equal
-    expected = oracle(published.ShardPartitioner(clients, "label", num_shards_per_node=per_client, seed=seed))
+    expected = oracle(published.ShardPartitioner(clients, "label", num_shards_per_partition=per_client, seed=seed))
     found = data.shards(LABELS, clients, per_client=per_client, seed=np.random.default_rng(seed))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
