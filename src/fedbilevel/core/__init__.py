@@ -1,0 +1,1 @@
+"""Problems, clients, algorithms and the protocol between them; everything else builds on this room."""

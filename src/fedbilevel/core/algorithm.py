@@ -1,0 +1,59 @@
+"""What an algorithm is: a configuration with an `init`, a `round`, and the phases that clients run.
+
+init(x, y) -> state            the server's; it has .x and .y
+init_client(x, y) -> state     what each client keeps between rounds; left out where clients keep nothing
+round(fed, state, key) -> state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
+
+from jax import Array
+
+from fedbilevel.core.config import config, fraction, positive, static, steps
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.fed import Fed
+from fedbilevel.core.tree import PyTree
+
+T = TypeVar("T", bound=type)
+
+
+class Algorithm(Protocol):
+    """What engines need of an algorithm."""
+
+    phases: ClassVar[frozenset[str]]
+
+    def init(self, x: PyTree, y: PyTree) -> Any: ...
+
+    def round(self, fed: Fed, state: Any, key: Array) -> Any: ...
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(static, steps, positive, fraction))
+def algorithm(cls: T) -> T:
+    """Make a class an algorithm: a configuration whose methods marked @phase are its allow-list."""
+    made: Any = config(cls)
+    made.phases = frozenset(name for name in dir(made) if hasattr(getattr(made, name), "__phase__"))
+    return made
+
+
+def phase(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone."""
+    function.__phase__ = True  # type: ignore[attr-defined]
+    return function
+
+
+def init_client(algorithm: Any, x: PyTree, y: PyTree) -> PyTree:
+    """The state that each client keeps between rounds, or None for an algorithm whose clients keep none."""
+    return algorithm.init_client(x, y) if hasattr(algorithm, "init_client") else None
+
+
+def phase_name(algorithm: Algorithm, function: Any) -> str:
+    """The name of a phase, after making sure that it is one of this algorithm's."""
+    name = getattr(function, "__name__", repr(function))
+    if getattr(function, "__self__", None) is not algorithm or name not in algorithm.phases:
+        raise ConfigurationError(
+            f"{type(algorithm).__name__}: an exchange takes one of its phases {sorted(algorithm.phases)}, got {name}"
+        )
+    return name

@@ -1,0 +1,231 @@
+"""Who holds the data: a population of clients of unequal size, and one client as a phase sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.problem import Bilevel, Padded
+from fedbilevel.core.tree import PyTree
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of unequal length, stored flat: row i is `values[start[i] : start[i] + size[i]]` of every leaf.
+
+    No padding is stored, so a client with ten samples costs ten samples; leaves may be memory maps.
+    """
+
+    values: PyTree  # leaves (total, ...)
+    start: np.ndarray  # (rows,) int64
+    size: np.ndarray  # (rows,) int64, all positive
+
+    @classmethod
+    def stacked(cls, name: str, arrays: PyTree, sizes: np.ndarray | None) -> Ragged:
+        """From leaves (clients, samples, ...); client i uses its first sizes[i] samples. Copies nothing."""
+        shapes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(arrays)}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ConfigurationError(
+                f"Clients.{name}: every leaf needs the same two leading axes (clients, samples), got {_shapes(arrays)}"
+            )
+        clients, samples = shapes.pop()
+        size = np.full(clients, samples) if sizes is None else np.asarray(sizes, np.int64)
+        require(size.shape == (clients,), f"Clients sizes for {name}", size.shape, f"of shape ({clients},)")
+        if size.max(initial=0) > samples:
+            raise ConfigurationError(f"Clients.{name}: a size of {size.max()} exceeds the {samples} samples stored")
+        flat = jax.tree.map(lambda leaf: np.asanyarray(leaf).reshape(-1, *np.shape(leaf)[2:]), arrays)
+        return cls(flat, np.arange(clients) * samples, size).checked(name)
+
+    @classmethod
+    def listed(cls, name: str, entries: Sequence[PyTree]) -> Ragged:
+        """From one pytree per client with leaves (samples, ...)."""
+        structures = {jax.tree.structure(entry) for entry in entries}
+        if len(structures) != 1:
+            raise ConfigurationError(f"Clients.{name}: the entries have different tree structures: {structures}")
+        size = np.array([_length(name, i, entry) for i, entry in enumerate(entries)], np.int64)
+        trailing = {tuple(np.shape(leaf)[1:] for leaf in jax.tree.leaves(entry)) for entry in entries}
+        if len(trailing) != 1:
+            raise ConfigurationError(f"Clients.{name}: the samples of the entries differ in shape: {trailing}")
+        flat = jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
+        return cls(flat, np.cumsum(size) - size, size).checked(name)
+
+    def checked(self, name: str) -> Ragged:
+        """Refuse empty clients at once, and NaN or infinity in what is already in memory."""
+        empty = np.flatnonzero(self.size <= 0)
+        if empty.size:
+            raise ConfigurationError(
+                f"Clients.{name}: client {empty[0]} is empty ({empty.size} in all); every client needs a sample"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.values):
+            if not isinstance(leaf, np.memmap):  # memory maps are checked row by row, when they are read
+                check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
+        return self
+
+    def row(self, i: int) -> PyTree:
+        """The samples of row i, leaves (size[i], ...)."""
+        start, stop = int(self.start[i]), int(self.start[i] + self.size[i])
+        return jax.tree.map(lambda leaf: leaf[start:stop], self.values)
+
+
+@dataclass(frozen=True, init=False)
+class Clients:
+    """The population: each client's samples for the two losses, its weight, and how much local work it does.
+
+    Args:
+        outer: samples of the outer loss: one pytree per client in a list (of unequal lengths), or one pytree of
+            stacked arrays with leading axes (client, sample), or a `Ragged`.
+        inner: samples of the inner loss, likewise. The two never mix.
+        weights: p_i ≥ 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
+        outer_sizes, inner_sizes: (M,) true numbers of samples, where stacked arrays are padded at the end.
+        local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
+            client, or (low, high): drawn uniformly, both included, for each client and round.
+
+    Raises:
+        ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree.
+    """
+
+    outer: Ragged
+    inner: Ragged
+    weights: np.ndarray = field(repr=False)
+    local_steps: np.ndarray | tuple[int, int] | None
+
+    def __init__(
+        self,
+        outer: PyTree,
+        inner: PyTree,
+        *,
+        weights: Any = None,
+        outer_sizes: Any = None,
+        inner_sizes: Any = None,
+        local_steps: Any = None,
+    ) -> None:
+        rows = {"outer": _rows("outer", outer, outer_sizes), "inner": _rows("inner", inner, inner_sizes)}
+        count = len(rows["inner"].size)
+        if len(rows["outer"].size) != count:
+            raise ConfigurationError(
+                f"Clients: outer has {len(rows['outer'].size)} clients and inner has {count}; they must agree"
+            )
+        object.__setattr__(self, "outer", rows["outer"])
+        object.__setattr__(self, "inner", rows["inner"])
+        object.__setattr__(self, "weights", _weights(weights, rows["inner"].size))
+        object.__setattr__(self, "local_steps", _local_steps(local_steps, count))
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
+    if isinstance(data, Ragged):
+        return data.checked(name)
+    if isinstance(data, list):
+        require(len(data) > 0, f"Clients.{name}", data, "a list with one entry per client")
+        require(sizes is None, f"Clients.{name}_sizes", sizes, "left out when the data is a list")
+        return Ragged.listed(name, data)
+    return Ragged.stacked(name, data, sizes)
+
+
+def _weights(weights: Any, sizes: np.ndarray) -> np.ndarray:
+    if weights is None:
+        weights = np.ones(len(sizes))
+    elif isinstance(weights, str):
+        require(weights == "size", "Clients.weights", weights, "None, 'size' or one number per client")
+        weights = sizes
+    p = np.asarray(weights, np.float64)
+    require(p.shape == sizes.shape, "Clients.weights", p.shape, f"of shape {sizes.shape}, one per client")
+    require(
+        bool(np.all(np.isfinite(p)) and np.all(p >= 0) and p.sum() > 0),
+        "Clients.weights",
+        weights,
+        "≥ 0, finite",
+    )
+    return np.asarray(p / p.sum())
+
+
+def _local_steps(steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:
+    if steps is None:
+        return None
+    allowed = f"None, a pair (low, high) with 1 ≤ low ≤ high, or {count} positive integers"
+    if isinstance(steps, tuple):
+        require(len(steps) == 2 and 1 <= steps[0] <= steps[1], "Clients.local_steps", steps, allowed)
+        return int(steps[0]), int(steps[1])
+    array = np.asarray(steps)
+    fits = array.shape == (count,) and np.issubdtype(array.dtype, np.integer) and bool(np.all(array >= 1))
+    require(fits, "Clients.local_steps", steps, allowed)
+    return array.astype(np.int32)
+
+
+def _length(name: str, i: int, entry: PyTree) -> int:
+    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(entry)}
+    if len(lengths) != 1 or () in lengths:
+        raise ConfigurationError(
+            f"Clients.{name}: leaves of client {i} disagree in their leading (sample) axis: {_shapes(entry)}"
+        )
+    return int(lengths.pop()[0])
+
+
+def _shapes(tree: PyTree) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return ", ".join(f"{jax.tree_util.keystr(path) or 'leaf'} {np.shape(leaf)}" for path, leaf in leaves)
+
+
+def check_finite(name: str, array: Any) -> None:
+    """Raise ConfigurationError if a floating array holds NaN or infinity."""
+    if jnp.issubdtype(array.dtype, jnp.floating) and not np.all(np.isfinite(array)):
+        where = np.argwhere(~np.isfinite(array))[0]
+        raise ConfigurationError(f"{name} holds NaN or infinity, first at index {tuple(int(i) for i in where)}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Samples:
+    """One client's samples for one loss, inside an engine: a window of flat arrays."""
+
+    values: PyTree  # leaves (total, ...), shared by all clients
+    start: Array  # scalar
+    size: Array  # scalar
+    longest: int = field(metadata={"static": True})  # the largest size of any client
+    equal: bool = field(metadata={"static": True})  # whether all clients have that size
+
+    def batch(self, key: Array, batch_size: int | None) -> PyTree:
+        """`batch_size` samples drawn uniformly with replacement, or every sample when it is None."""
+        if batch_size is not None:
+            chosen = self.start + jax.random.randint(key, (batch_size,), 0, self.size)
+            return jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values)
+        if self.equal:
+            return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)
+        offset = jnp.arange(self.longest)
+        chosen = self.start + jnp.minimum(offset, self.size - 1)
+        return Padded(jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values), offset < self.size)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Client:
+    """What a phase may use of the client that runs it."""
+
+    problem: Bilevel = field(metadata={"static": True})
+    outer: Samples
+    inner: Samples
+    id: Array
+    weight: Array  # p_i; the engine applies it, a phase rarely needs it
+    state: PyTree  # the client's own, kept by the engine, never sent
+    work: Array | None  # this client's number of local steps in this round, if the population says one
+
+    def outer_batch(self, key: Array, batch_size: int | None) -> PyTree:
+        """Samples for the outer loss: `batch_size` independent draws, or all of them when it is None."""
+        return self.outer.batch(key, batch_size)
+
+    def inner_batch(self, key: Array, batch_size: int | None) -> PyTree:
+        """Samples for the inner loss, likewise."""
+        return self.inner.batch(key, batch_size)
+
+    def local_steps(self, default: int) -> int | Array:
+        """How many local steps to make: the population's word if it has one, else the algorithm's `default`."""
+        return default if self.work is None else self.work

@@ -1,0 +1,132 @@
+"""Hyperparameters: frozen dataclasses that are pytrees, checked when built.
+
+Numbers are pytree leaves, so that a sweep is a `vmap` over the configuration itself; static fields recompile. A step
+size may be an optax schedule: `at` replaces it by its value at a round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.tree import XYV
+
+T = TypeVar("T", bound=type)
+Step = Any
+"""A step size: a positive number or an optax schedule (round -> number)."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A hyperparameter that depends on the round; a pytree without leaves."""
+
+    function: Callable[[Any], Any]
+
+
+def static(default: Any) -> Any:
+    """A field that shapes the compiled program (a count, a flag, a choice)."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+def steps(x: Step, y: Step, v: Step) -> Any:
+    """A field of three step sizes; a single number or schedule given for it serves all three."""
+    return dataclasses.field(default=XYV(x, y, v), metadata={"prepare": _prepare_steps})
+
+
+def positive(default: float) -> Any:
+    """A field that must be a positive number or a schedule; infinity is allowed."""
+    return dataclasses.field(default=default, metadata={"prepare": _prepare_number})
+
+
+def fraction(default: float) -> Any:
+    """A field that must be a number strictly between 0 and 1, or a schedule."""
+
+    def prepare(name: str, value: Any) -> Any:
+        return _prepare_number(name, value, below=1.0, allowed="a number strictly between 0 and 1, or a schedule")
+
+    return dataclasses.field(default=default, metadata={"prepare": prepare})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(static, steps, positive, fraction))
+def config(cls: T) -> T:
+    """Make a class a configuration: frozen keyword-only dataclass and pytree, its fields checked when built.
+
+    A method `validate`, if there is one, checks what concerns several fields or a static one.
+    """
+
+    def post_init(self: Any) -> None:
+        for field in dataclasses.fields(self):
+            if prepare := field.metadata.get("prepare"):
+                name = f"{type(self).__name__}.{field.name}"
+                object.__setattr__(self, field.name, prepare(name, getattr(self, field.name)))
+        if hasattr(self, "validate"):
+            self.validate()
+
+    cls.__post_init__ = post_init  # type: ignore[attr-defined]
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    _explain_misspelt(made)
+    fields = dataclasses.fields(made)
+    return jax.tree_util.register_dataclass(
+        made,
+        data_fields=[f.name for f in fields if not f.metadata.get("static")],
+        meta_fields=[f.name for f in fields if f.metadata.get("static")],
+    )
+
+
+def at(configuration: Any, round: Array | int) -> Any:
+    """The configuration with every schedule replaced by its value at `round` (0 is the first)."""
+    return jax.tree.map(
+        lambda leaf: leaf.function(round) if isinstance(leaf, Schedule) else leaf,
+        configuration,
+        is_leaf=lambda leaf: isinstance(leaf, Schedule),
+    )
+
+
+def _explain_misspelt(cls: type) -> None:
+    """Let a misspelt keyword be answered with the nearest field."""
+    original: Any = cls.__init__  # type: ignore[misc]
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def __init__(self: Any, **fields: Any) -> None:
+        for name in fields:
+            if name not in names:
+                raise unknown(f"field of {cls.__name__}", name, names)
+        original(self, **fields)
+
+    __init__.__wrapped__ = original  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+
+
+def _prepare_number(
+    name: str, value: Any, below: float = math.inf, allowed: str = "a positive number or a schedule"
+) -> Any:
+    if callable(value):
+        return Schedule(value)
+    if isinstance(value, int | float | np.number):  # what remains is a tracer or a placeholder in a tree map
+        number = float(value)
+        require(number > 0 and (number < below or below == math.inf), name, value, allowed)
+    elif isinstance(value, str):
+        require(False, name, value, allowed)
+    return value
+
+
+def _prepare_steps(name: str, value: Any) -> Any:
+    if not isinstance(value, XYV):
+        if isinstance(value, dict):
+            require(set(value) == {"x", "y", "v"}, name, value, "a number, or one for each of x, y and v")
+            value = XYV(**value)
+        elif callable(value) or isinstance(value, int | float | str):
+            value = XYV(value, value, value)
+        else:
+            return value
+    largest = sys.float_info.max
+    return XYV(*(_prepare_number(f"{name}.{part}", size, largest) for part, size in zip("xyv", value, strict=True)))

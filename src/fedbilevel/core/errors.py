@@ -1,0 +1,34 @@
+"""What can go wrong, one class per kind, each message saying which field, what it got and what is allowed."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedbilevelError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class ConfigurationError(FedbilevelError, ValueError):
+    """A field has a value that is not allowed; the message names the field, the value and what is allowed."""
+
+
+class NonFiniteError(FedbilevelError, ArithmeticError):
+    """A NaN or an infinity appeared; the message names the round, the phase and the quantity."""
+
+
+class CheckpointError(FedbilevelError, OSError):
+    """A checkpoint could not be written, or does not belong to this run."""
+
+
+def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
+    """The error for a misspelt name: offers the nearest valid one and lists them all."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigurationError(f"unknown {kind} {str(name)!r}{hint} (allowed: {', '.join(names)})")
+
+
+def require(holds: bool, field: str, got: object, allowed: str) -> None:
+    """Raise ConfigurationError unless `holds`: «field = got: allowed»."""
+    if not holds:
+        raise ConfigurationError(f"{field} = {got!r} is not allowed: it must be {allowed}")

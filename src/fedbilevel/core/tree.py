@@ -1,0 +1,57 @@
+"""The few pytree helpers that optax.tree does not have."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+PyTree = Any
+
+
+class XYV(NamedTuple):
+    """One entry for each of the outer variable x, the inner variable y and the auxiliary variable v."""
+
+    x: Any
+    y: Any
+    v: Any
+
+
+def nbytes(tree: PyTree) -> int:
+    """Bytes that the leaves of `tree` (arrays or shape structs) take on the wire."""
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def all_finite(tree: PyTree) -> Array:
+    """True (a scalar array) when no floating leaf of `tree` holds a NaN or an infinity."""
+    flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
+
+
+def nonfinite_leaves(tree: PyTree) -> list[str]:
+    """Paths of the leaves of `tree` that hold a NaN or an infinity, e.g. ['.y.weight']."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    bad = (path for path, leaf in leaves if is_floating(leaf) and not np.all(np.isfinite(np.asarray(leaf))))
+    return [jax.tree_util.keystr(path) or "value" for path in bad]
+
+
+def is_floating(leaf: object) -> bool:
+    """Whether `leaf` is an array (or number) of a real floating type, hence something to differentiate."""
+    dtype = getattr(leaf, "dtype", None)
+    return isinstance(leaf, float) if dtype is None else bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def split(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Split a model into (floating arrays, everything else); each has None where the other has a leaf.
+
+    An Equinox module, for one, carries activation functions among its leaves; only the arrays are variables.
+    """
+    variable = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_floating(leaf) else None, tree)
+    fixed = jax.tree.map(lambda leaf: None if is_floating(leaf) else leaf, tree)
+    return variable, fixed
+
+
+def join(variable: PyTree, fixed: PyTree) -> PyTree:
+    """Undo `split`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, variable, fixed, is_leaf=lambda leaf: leaf is None)

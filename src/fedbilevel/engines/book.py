@@ -1,0 +1,87 @@
+"""What a round cost and measured: a small pytree that engines fill, exchange by exchange."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.tree import PyTree, nbytes
+
+Call = tuple[str, int, int]
+"""(phase, bytes down per client, bytes up per client)."""
+
+
+class Book(NamedTuple):
+    """Sums over the exchanges made so far; leaves are scalars (per round) or (rounds,) arrays."""
+
+    calls: dict[Call, Any]  # how many exchanges of each kind
+    responders: Array  # replies that counted
+    gradients: Array  # batch gradients, summed over clients
+    products: Array  # Hessian- and Jacobian-vector products, likewise
+    metrics: dict[str, Any]  # name -> (Σ weight·value, Σ weight)
+
+
+def empty() -> Book:
+    zero = jnp.zeros((), jnp.int32)
+    return Book({}, zero, zero, zero, {})
+
+
+def merge(a: Book, b: Book) -> Book:
+    """The sum of two books."""
+    calls = {call: a.calls.get(call, 0) + b.calls.get(call, 0) for call in {**a.calls, **b.calls}}
+    none = (jnp.zeros(()), jnp.zeros(()))
+    names = {**a.metrics, **b.metrics}
+    metrics = {
+        n: tuple(p + q for p, q in zip(a.metrics.get(n, none), b.metrics.get(n, none), strict=True)) for n in names
+    }
+    return Book(
+        calls,
+        a.responders + b.responders,
+        a.gradients + b.gradients,
+        a.products + b.products,
+        metrics,
+    )
+
+
+def entry(phase: str, message: PyTree, update: PyTree, sums: "Sums") -> Book:
+    """The book of one exchange."""
+    calls = {(phase, nbytes(message), nbytes(update)): jnp.ones((), jnp.int32)}
+    metrics = {name: (value, sums.weight) for name, value in sums.metrics.items()}
+    return Book(calls, sums.responders, sums.gradients, sums.products, metrics)
+
+
+class Sums(NamedTuple):
+    """Weighted sums over clients of one exchange's replies: all that ever reaches the server."""
+
+    update: PyTree  # Σ p_i u_i
+    weight: Array  # Σ p_i
+    metrics: dict[str, Array]  # Σ p_i m_i
+    responders: Array
+    gradients: Array
+    products: Array
+
+
+def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
+    """One client's contribution; `counts` is 1, or 0 for a place that only pads the cohort."""
+    weight = weight * counts
+
+    def weighted(leaf: Array) -> Array:
+        return leaf * weight.astype(leaf.dtype)
+
+    return Sums(
+        jax.tree.map(weighted, reply.update),
+        weight,
+        {name: weight * value for name, value in (reply.metrics or {}).items()},
+        counts.astype(jnp.int32),
+        (counts * reply.gradients).astype(jnp.int32),
+        (counts * reply.products).astype(jnp.int32),
+    )
+
+
+def normalise(sums: Sums, population: int, cohort: int, unbiased: bool) -> PyTree:
+    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i."""
+    if unbiased:
+        return jax.tree.map(lambda leaf: leaf * (population / cohort), sums.update)
+    return jax.tree.map(lambda leaf: leaf / sums.weight.astype(leaf.dtype), sums.update)

@@ -1,0 +1,88 @@
+"""Saving and loading trees of arrays: atomic, checked, and never a pickle."""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.core.errors import CheckpointError
+from fedbilevel.core.tree import PyTree
+
+META = "__meta__"
+
+
+def save(path: Path, tree: PyTree, meta: dict[str, Any]) -> None:
+    """Write the leaves of `tree` and the JSON object `meta`, so that `path` is at any moment whole, old or new.
+
+    Raises:
+        CheckpointError: no space, no permission; what stood at `path` before still does.
+    """
+    arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    arrays[META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+
+
+def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    """Read what `save` wrote; `like` gives the structure, shapes and dtypes that are expected.
+
+    Raises:
+        CheckpointError: not a checkpoint, or one of another model or algorithm; the message names the leaf.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise CheckpointError(f"{path} is not a readable checkpoint: {error}") from error
+    if META not in arrays:
+        raise CheckpointError(f"{path} is not a checkpoint of this library")
+    meta = json.loads(arrays.pop(META).tobytes())
+    expected = {_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(like)}
+    if odd := sorted(expected ^ set(arrays)):
+        raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
+    return jax.tree_util.tree_map_with_path(lambda p, leaf: _restore(path, p, arrays[_name(p)], leaf), like), meta
+
+
+def write_atomically(path: Path, write: Any) -> None:
+    """Call write(file) on a temporary file beside `path`, flush it to disk, then rename it into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"could not write {path}: {error.strerror or error}; nothing was changed") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "."
+
+
+def _plain(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _restore(file: Path, path: Any, array: np.ndarray, like: Any) -> Any:
+    expected = _plain(like)
+    dtype = np.dtype(expected.dtype)
+    if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
+        array = array.view(dtype)  # NumPy's format has no name for bfloat16 and its kin
+    if array.shape != expected.shape or array.dtype != dtype:
+        raise CheckpointError(
+            f"{file} belongs to another model: {_name(path)} is {array.dtype}{list(array.shape)} there, "
+            f"{dtype}{list(expected.shape)} here"
+        )
+    return jax.random.wrap_key_data(jnp.asarray(array)) if _is_key(like) else jnp.asarray(array)

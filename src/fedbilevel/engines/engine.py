@@ -1,0 +1,75 @@
+"""What every engine offers to `solve`: a run that advances a carry by some rounds."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.core.algorithm import init_client
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import require
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.book import Book
+
+
+class Carry(NamedTuple):
+    """All that a run is between two rounds; with the run's key, all that resuming needs."""
+
+    round: Array  # rounds done
+    state: Any  # the server's
+    clients: PyTree  # leaves (M, ...): every client's own state, or None
+
+
+class Progress(NamedTuple):
+    """The result of advancing."""
+
+    carry: Carry
+    rounds: int  # rounds that were done
+    books: Book  # leaves (rounds,)
+
+
+class Run(Protocol):
+    """One algorithm on one population, ready to go."""
+
+    compile_seconds: float
+
+    def advance(self, carry: Carry, rounds: int) -> Progress:
+        """Do at most `rounds` rounds (at least one), consuming `carry`.
+
+        Raises NonFiniteError, naming round, phase and quantity, where an iterate is not finite.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release threads and buffers."""
+        ...
+
+
+class Engine(Protocol):
+    """A way to simulate (or reach) clients."""
+
+    def start(self, algorithm: Any, problem: Bilevel, clients: Clients, cohort: int, key: Array, carry: Carry) -> Run:
+        """Prepare a run; `carry` gives shapes and dtypes."""
+        ...
+
+
+def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int) -> Carry:
+    """The carry before round 0."""
+    state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, x, y)
+    one = init_client(algorithm, x, y)
+    clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
+    return Carry(jnp.zeros((), jnp.int32), state, clients)
+
+
+def check_cohort(cohort: int | None, population: int) -> int:
+    """The size of the cohort: everyone when it is None."""
+    cohort = population if cohort is None else cohort
+    require(
+        isinstance(cohort, int) and 1 <= cohort <= population,
+        "cohort",
+        cohort,
+        f"1 to {population} (all clients)",
+    )
+    return cohort

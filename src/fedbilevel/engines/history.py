@@ -1,0 +1,48 @@
+"""What a run measured, row by row."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.core.errors import unknown
+
+Row = dict[str, float | int]
+
+
+@dataclass
+class History:
+    """Rows of numbers, one per evaluation; the columns of a row are its keys.
+
+    Always there: round, exchanges, bytes_down, bytes_up, gradients, products (totals so far, see Ledger), seconds
+    (spent in rounds: no compilation, no evaluation). From the algorithm's phases: e.g. outer_loss and inner_loss,
+    means over the rounds since the row before. From the user's metrics: each by its name.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        """A column, NaN where a row lacks it (there are no losses yet in row 0)."""
+        if column not in self.columns:
+            raise unknown("column of the history", column, self.columns)
+        return np.array([row.get(column, np.nan) for row in self.rows])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def to_jsonl(self) -> str:
+        """One JSON object per line."""
+        return "".join(json.dumps(row) + "\n" for row in self.rows)
+
+    @classmethod
+    def from_jsonl(cls, text: str) -> "History":
+        return cls([_row(json.loads(line)) for line in text.splitlines() if line.strip()])
+
+
+def _row(parsed: Any) -> Row:
+    return {str(name): value for name, value in parsed.items()}

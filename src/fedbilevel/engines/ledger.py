@@ -1,0 +1,55 @@
+"""What a run has cost so far, in exact integers on the host."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from fedbilevel.engines.book import Book
+
+
+@dataclass
+class Ledger:
+    """Totals since round 0; resuming continues them.
+
+    An exchange is one message down to the cohort and one reply up. Bytes are those of the arrays, summed over the
+    clients of the cohort; gradients and products count batch evaluations, summed over clients.
+    """
+
+    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "products")
+
+    rounds: int = 0
+    exchanges: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    replies: int = 0
+    gradients: int = 0
+    products: int = 0
+    exchanges_by_phase: dict[str, int] = field(default_factory=dict)
+
+    def add(self, book: Book, rounds: int, cohort: int) -> None:
+        """Add a book whose leaves are (rounds,) arrays or scalars."""
+        self.rounds += rounds
+        for (phase, down, up), calls in book.calls.items():
+            count = _total(calls)
+            self.exchanges += count
+            self.bytes_down += count * cohort * down
+            self.bytes_up += count * cohort * up
+            self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
+        self.replies += _total(book.responders)
+        self.gradients += _total(book.gradients)
+        self.products += _total(book.products)
+
+    @property
+    def gradients_per_client(self) -> float:
+        """Gradients of the average participant, per exchange that it answered."""
+        return self.gradients / max(self.replies, 1)
+
+    @property
+    def products_per_client(self) -> float:
+        """Products of the average participant, per exchange that it answered."""
+        return self.products / max(self.replies, 1)
+
+
+def _total(counts: object) -> int:
+    return int(np.sum(np.asarray(counts), dtype=np.int64))

@@ -1,0 +1,219 @@
+"""The fast engine on this machine: many rounds per compiled program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.config import at
+from fedbilevel.core.errors import NonFiniteError, require
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import PyTree, is_floating, nbytes
+from fedbilevel.engines.book import Book
+from fedbilevel.engines.cohort import draw_cohort, round_keys, work_of
+from fedbilevel.engines.engine import Carry, Progress
+from fedbilevel.engines.local_fed import AXIS, Data, Layout, LocalFed, Members
+from fedbilevel.engines.reference import Reference
+from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped
+
+LARGE_MESSAGE = 2**18  # bytes; above it a client's matrix products fill a CPU by themselves
+
+
+class Inputs(NamedTuple):
+    """Arguments of the compiled program: nothing big is ever captured as a constant."""
+
+    algorithm: Any
+    data: Data
+    table: Members  # the population (M,), or, when streaming, the cohort itself (P,)
+    ids: Array | None  # the cohort, when streaming; else it is drawn inside
+    key: Array
+
+
+@dataclass(frozen=True)
+class Local:
+    """Simulate clients on this machine's devices.
+
+    Args:
+        chunk: clients vectorised together; None chooses: everyone where models are small or the device is a
+            GPU, one at a time where one client's matrix products fill the CPU or clients work unequally.
+        devices: how many devices to spread each cohort over.
+        stream: keep the samples on the host and bring each round's cohort to the device, prefetched: for populations
+            that do not fit. None streams exactly when some leaf is a NumPy memory map.
+        prefetch: cohorts to read ahead when streaming.
+    """
+
+    chunk: int | None = None
+    devices: int = 1
+    stream: bool | None = None
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.chunk is None or self.chunk >= 1, "Local.chunk", self.chunk, "positive or None")
+        require(self.devices >= 1, "Local.devices", self.devices, "positive")
+        require(self.prefetch >= 1, "Local.prefetch", self.prefetch, "positive")
+
+    def start(
+        self, algorithm: Any, problem: Bilevel, clients: Clients, cohort: int, key: Array, carry: Carry
+    ) -> LocalRun:
+        available = len(jax.devices())
+        require(
+            self.devices <= available,
+            "Local.devices",
+            self.devices,
+            f"at most {available}, the devices of this machine",
+        )
+        mesh = Mesh(np.array(jax.devices()[: self.devices]), (AXIS,)) if self.devices > 1 else None
+        share = -(-cohort // self.devices)  # clients per device, rounded up
+        chunk = min(self.chunk or default_chunk(carry.state, clients, share), share)
+        layout = Layout(
+            problem=problem.over_batches(),
+            population=len(clients),
+            cohort=cohort,
+            outer_longest=int(clients.outer.size.max()),
+            outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
+            inner_longest=int(clients.inner.size.max()),
+            inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
+            chunk=chunk,
+            axis=AXIS if mesh else None,
+        )
+        stream = is_memory_mapped(clients) if self.stream is None else self.stream
+        make: Callable[..., Any] = Streamed if stream else Resident
+        return LocalRun(algorithm, layout, make(clients, layout, key, mesh, self.prefetch), mesh, key, clients, problem)
+
+
+def default_chunk(state: PyTree, clients: Clients, share: int) -> int:
+    """How many clients to vectorise together."""
+    if clients.local_steps is not None:
+        return 1  # vectorised clients all run as long as the slowest
+    if jax.default_backend() == "cpu" and nbytes(state) > LARGE_MESSAGE:
+        return 1
+    return share
+
+
+class LocalRun:
+    """A compiled program, its data, and the host's side of it."""
+
+    def __init__(
+        self,
+        algorithm: Any,
+        layout: Layout,
+        source: Any,
+        mesh: Mesh | None,
+        key: Array,
+        clients: Clients,
+        problem: Bilevel,
+    ) -> None:
+        self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
+        self.clients, self.problem = clients, problem
+        self.local_steps = clients.local_steps if isinstance(clients.local_steps, tuple) else None
+        self.program: Any = None
+        self.compile_seconds = 0.0
+
+    def advance(self, carry: Carry, rounds: int) -> Progress:
+        data, table, ids = self.source.inputs(int(carry.round))
+        inputs = Inputs(self.algorithm, data, table, ids, self.key)
+        if self.program is None:
+            self.program = self.compile(carry, inputs)
+        count = min(rounds, self.source.rounds_per_call)
+        carry, done, books, finite = self.program(carry, np.int32(count), inputs)
+        done = int(done)
+        if not np.all(finite):
+            self.explain(carry, np.asarray(finite))
+        return Progress(carry, done, jax.tree.map(lambda leaf: np.asarray(leaf)[:done], books))
+
+    def compile(self, carry: Carry, inputs: Inputs) -> Any:
+        began = time.perf_counter()
+        program = jax.jit(self.rounds, donate_argnums=0).lower(carry, np.int32(1), inputs).compile()
+        self.compile_seconds = time.perf_counter() - began
+        return program
+
+    def rounds(self, carry: Carry, count: Array, inputs: Inputs) -> tuple[Carry, Array, Book, Array]:
+        """Up to `count` rounds; stops before committing one whose state is not finite.
+
+        The trip count is an argument, so that the same program, hence the same bits, serve any partition of a run.
+        """
+        shapes = jax.eval_shape(lambda c: self.one_round(c, inputs)[1:], carry)
+        books = jax.tree.map(lambda s: jnp.zeros((self.source.rounds_per_call, *s.shape), s.dtype), shapes[0])
+        finite = jnp.ones(shapes[1].shape, bool)
+
+        def unfinished(loop: tuple[Carry, Array, Book, Array]) -> Array:
+            return (loop[1] < count) & jnp.all(loop[3])
+
+        def step(loop: tuple[Carry, Array, Book, Array]) -> tuple[Carry, Array, Book, Array]:
+            carry, done, books, _ = loop
+            new, entry, finite = self.one_round(carry, inputs)
+            good = jnp.all(finite)
+            carry = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry)
+            books = jax.tree.map(lambda all_, one: all_.at[done].set(one), books, entry)
+            return carry, done + good, books, finite
+
+        return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), books, finite))
+
+    def one_round(self, carry: Carry, inputs: Inputs) -> tuple[Carry, Book, Array]:
+        """One round, its book, and for each floating leaf of the new state whether it is finite."""
+        keys = round_keys(inputs.key, carry.round)
+        ids, members = self.cohort(keys.cohort, keys.work, inputs)
+        states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
+        algorithm = at(inputs.algorithm, carry.round)
+
+        def play(algorithm: Any, data: Data, members: Members, states: PyTree, state: Any, key: Array) -> Any:
+            fed = LocalFed(self.layout, algorithm, data, members, states)
+            state = algorithm.round(fed, state, key)
+            return state, fed.states, fed.book
+
+        if self.mesh:
+            spread, same = PartitionSpec(AXIS), PartitionSpec()
+            play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
+                play,
+                mesh=self.mesh,
+                in_specs=(same, same, spread, spread, same, same),
+                out_specs=(same, spread, same),
+                check_vma=False,
+            )
+        state, states, book = play(algorithm, inputs.data, members, states, carry.state, keys.algorithm)
+        size = self.layout.cohort  # the places that pad the cohort are dropped here
+        clients = jax.tree.map(lambda full, new: full.at[ids].set(new[:size]), carry.clients, states)
+        flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
+        return Carry(carry.round + 1, state, clients), book, jnp.stack(flags)
+
+    def cohort(self, cohort_key: Array, work_key: Array, inputs: Inputs) -> tuple[Array, Members]:
+        """The ids of the round's cohort, and its members, padded for the chunks and sorted by work."""
+        size, table = self.layout.cohort, inputs.table
+        if inputs.ids is None:
+            ids = draw_cohort(cohort_key, self.layout.population, size)
+            members = jax.tree.map(lambda column: column[ids], table)
+        else:
+            ids, members = inputs.ids, table
+        if self.local_steps is not None:
+            members = members._replace(work=work_of(work_key, ids, self.local_steps))
+        if members.work is not None:
+            order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
+            ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
+        places = self.layout.chunk * (self.mesh.size if self.mesh else 1)
+        extra = -size % places
+        if extra:
+            members = jax.tree.map(lambda c: jnp.concatenate([c, jnp.broadcast_to(c[:1], (extra,))]), members)
+            members = members._replace(counts=members.counts.at[size:].set(0))
+        return ids, members
+
+    def explain(self, carry: Carry, finite: np.ndarray) -> None:
+        """Play the failing round again, client by client, and raise what it finds."""
+        round = int(carry.round)
+        leaves = jax.tree_util.tree_leaves_with_path(carry.state)
+        names = [jax.tree_util.keystr(path) for path, leaf in leaves if is_floating(leaf)]
+        bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
+        replay = Reference().start(self.algorithm, self.problem, self.clients, self.layout.cohort, self.key, carry)
+        replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
+        raise NonFiniteError(f"round {round}, server update: {bad} is not finite")
+
+    def close(self) -> None:
+        self.source.close()

@@ -1,0 +1,108 @@
+"""The engine that defines the semantics: a Python loop over clients, nothing compiled. For debugging and tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.algorithm import phase_name
+from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.config import at
+from fedbilevel.core.errors import NonFiniteError
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.engines import book
+from fedbilevel.engines.cohort import draw_cohort, round_keys, work_of
+from fedbilevel.engines.engine import Carry, Progress
+
+
+class ReferenceFed:
+    """One round's exchanges, one client after the other. An error names the client."""
+
+    def __init__(self, run: "ReferenceRun", algorithm: Any, round: int, ids: Array, work: Array | None, states: PyTree):
+        self.run, self.algorithm, self.round = run, algorithm, round
+        self.ids, self.work, self.states = ids, work, states
+        self.book = book.empty()
+
+    def mean(self, phase: Callable[..., Reply], message: PyTree, key: Array, *, unbiased: bool = False) -> PyTree:
+        name = phase_name(self.algorithm, phase)
+        total = None
+        for place, i in enumerate(self.ids.tolist()):
+            client = self.client(place, i)
+            reply = phase(client, message, jax.random.fold_in(key, i))
+            if bad := nonfinite_leaves(reply.update):
+                raise NonFiniteError(f"round {self.round}, phase {name}, client {i}: {', '.join(bad)} is not finite")
+            if reply.state is not None:
+                self.states = jax.tree.map(lambda full, new, i=i: full.at[i].set(new), self.states, reply.state)
+            sums = book.weigh(reply, client.weight, jnp.ones(()))
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        assert total is not None
+        self.book = book.merge(self.book, book.entry(name, message, total.update, total))
+        return book.normalise(total, len(self.run.clients), len(self.ids), unbiased)
+
+    def repeat(self, n: int | Array, body: Callable[[Fed, Any, Array], Any], carry: PyTree, key: Array) -> PyTree:
+        for i in range(int(n)):
+            carry = body(self, carry, jax.random.fold_in(key, i))
+        return carry
+
+    def client(self, place: int, i: int) -> Client:
+        clients = self.run.clients
+        return Client(
+            problem=self.run.problem,
+            outer=_samples(clients.outer, i),
+            inner=_samples(clients.inner, i),
+            id=jnp.asarray(i),
+            weight=jnp.asarray(clients.weights[i], float),
+            state=jax.tree.map(lambda leaf: leaf[i], self.states),
+            work=None if self.work is None else self.work[place],
+        )
+
+
+@dataclass
+class ReferenceRun:
+    algorithm: Any
+    problem: Bilevel
+    clients: Clients
+    cohort: int
+    key: Array
+    compile_seconds: float = 0.0
+
+    def advance(self, carry: Carry, rounds: int) -> Progress:
+        books = []
+        for round in range(int(carry.round), int(carry.round) + rounds):
+            keys = round_keys(self.key, round)
+            ids = draw_cohort(keys.cohort, len(self.clients), self.cohort)
+            work = work_of(keys.work, ids, self.clients.local_steps)
+            algorithm = at(self.algorithm, round)
+            fed = ReferenceFed(self, algorithm, round, ids, work, carry.clients)
+            state = algorithm.round(fed, carry.state, keys.algorithm)
+            if bad := nonfinite_leaves(state):
+                raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
+            carry = Carry(carry.round + 1, state, fed.states)
+            books.append(fed.book)
+        return Progress(carry, rounds, jax.tree.map(lambda *leaves: np.stack(leaves), *books))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Simulate clients one at a time, without compiling anything: slow, exact, easy to step through."""
+
+    def start(
+        self, algorithm: Any, problem: Bilevel, clients: Clients, cohort: int, key: Array, carry: Carry
+    ) -> ReferenceRun:
+        return ReferenceRun(algorithm, problem, clients, cohort, key)
+
+
+def _samples(rows: Ragged, i: int) -> Samples:
+    """Client i's own samples alone, unpadded."""
+    size = int(rows.size[i])
+    values = jax.tree.map(jnp.asarray, rows.row(i))
+    return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True)

@@ -1,0 +1,82 @@
+"""What a run gives back."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.tree import PyTree, join, split
+from fedbilevel.engines import checkpoint
+from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.ledger import Ledger
+
+
+@dataclass
+class Result:
+    """Where a run stands: at its end, or, for callbacks, on the way."""
+
+    x: PyTree
+    y: PyTree
+    round: int  # rounds done
+    rounds: int  # rounds asked for
+    history: History
+    ledger: Ledger
+    compile_seconds: float = 0.0
+    stopped: str = ""  # why the run ended early, if a callback ended it
+    state: Any = None  # the server's
+
+    def save(self, path: str | Path) -> None:
+        """Write x, y, history and ledger to one .npz file, atomically; `load_result` reads it back."""
+        meta = {
+            "history": self.history.rows,
+            "ledger": asdict(self.ledger),
+            "round": self.round,
+            "rounds": self.rounds,
+            "compile_seconds": self.compile_seconds,
+            "stopped": self.stopped,
+        }
+        checkpoint.save(Path(path), _variables(self.x, self.y), meta)
+
+
+Callback = Callable[[Result, Row | None], str | None]
+"""(result so far, the row just measured or None between rows) -> a reason to stop, or None to go on."""
+
+
+def load_result(path: str | Path, x0: PyTree, y0: PyTree) -> Result:
+    """Read what `Result.save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
+    tree, meta = checkpoint.load(Path(path), _variables(x0, y0))
+    history, ledger = History(meta.pop("history")), Ledger(**meta.pop("ledger"))
+    x, y = join(tree["x"], split(x0)[1]), join(tree["y"], split(y0)[1])
+    return Result(x, y, history=history, ledger=ledger, **meta)
+
+
+def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:
+    """A callback that ends the run once `metric` of a row reaches a value."""
+
+    def check(result: Result, row: Row | None) -> str | None:
+        if row is None or metric not in row:
+            return None
+        if above is not None and row[metric] >= above:
+            return f"{metric} reached {above}"
+        if below is not None and row[metric] <= below:
+            return f"{metric} fell to {below}"
+        return None
+
+    return check
+
+
+def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool = True) -> Callback:
+    """A callback that ends the run when `metric` has not improved for `rows` rows."""
+
+    def check(result: Result, row: Row | None) -> str | None:
+        if row is None or metric not in row:
+            return None
+        values = [r[metric] if larger_is_better else -r[metric] for r in result.history.rows if metric in r]
+        since = len(values) - 1 - values.index(max(values))
+        return f"{metric} has not improved for {rows} evaluations" if since >= rows else None
+
+    return check
+
+
+def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:
+    return {"x": split(x)[0], "y": split(y)[0]}

@@ -1,0 +1,252 @@
+"""The loop over rounds: advance, evaluate, save, tell."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import CheckpointError, NonFiniteError, require
+from fedbilevel.core.problem import Bilevel, check_losses
+from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
+from fedbilevel.engines import checkpoint as files
+from fedbilevel.engines.engine import Carry, Engine, Run, check_cohort, first_carry
+from fedbilevel.engines.evaluation import Evaluation, Metric
+from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.ledger import Ledger
+from fedbilevel.engines.local import Local
+from fedbilevel.engines.result import Callback, Result
+
+STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
+
+
+def solve(
+    algorithm: Any,
+    problem: Bilevel,
+    clients: Clients,
+    x0: PyTree,
+    y0: PyTree,
+    *,
+    rounds: int,
+    cohort: int | None = None,
+    key: int | Array = 0,
+    engine: Engine | None = None,
+    eval_every: int | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+) -> Result:
+    """Run a federated bilevel algorithm.
+
+    Args:
+        algorithm: e.g. SimFBO(local_steps=10).
+        problem: the two losses.
+        clients: who holds which samples.
+        x0, y0: where to start; any pytrees (their floating arrays are the variables).
+        rounds: how many rounds in total, those before a resumption included.
+        cohort: clients per round, drawn uniformly without replacement; None takes everyone.
+        key: a seed or a JAX key; with the arguments above it determines the numbers, whatever the engine.
+        engine: Local() by default.
+        eval_every: rounds between rows of the history; None writes the first and the last row only.
+        metrics: functions (x, y) -> scalar by name, computed for every row.
+        callbacks: called after every stretch of rounds; one that returns a reason stops the run.
+        checkpoint: a file to save the whole run to, atomically, and to resume from.
+        checkpoint_every: rounds between saves; None saves at each row. Also at the end and on Ctrl-C.
+        resume: continue from `checkpoint`; the result is bit-identical to that of an unbroken run.
+
+    Raises:
+        ConfigurationError: an argument is not allowed; nothing was computed.
+        NonFiniteError: an iterate or a metric is NaN or infinite; the last good checkpoint stays.
+        CheckpointError: a checkpoint could not be written, or belongs to another run.
+    """
+    _check_counts(rounds=rounds, eval_every=eval_every, checkpoint_every=checkpoint_every)
+    require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
+    cohort = check_cohort(cohort, len(clients))
+    key = jax.random.key(key) if isinstance(key, int) else key
+    (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
+    _check_start(x0=x, y0=y)
+    problem = problem.with_fixed(x_fixed, y_fixed)
+    check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
+
+    carry = first_carry(algorithm, x, y, len(clients))
+    identity = {
+        "algorithm": type(algorithm).__name__,
+        "clients": len(clients),
+        "cohort": cohort,
+        "key": np.asarray(jax.random.key_data(key)).tolist(),
+    }
+    path = None if checkpoint is None else Path(checkpoint)
+    plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
+    loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks)
+    if resume:
+        carry = loop.restore(carry)
+    run = (engine or Local()).start(algorithm, problem, clients, cohort, key, carry)
+    try:
+        return loop.play(run, carry)
+    finally:
+        run.close()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When to do what."""
+
+    rounds: int
+    eval_every: int
+    save_every: int
+    path: Path | None
+    identity: dict[str, Any]
+
+    def until_next_stop(self, round: int) -> int:
+        """Rounds to the next row, save or end: multiples of absolute round numbers, so that resuming keeps them."""
+        stops = [every - round % every for every in (self.eval_every, self.save_every)]
+        return min(self.rounds - round, *stops)
+
+    def row_due(self, round: int) -> bool:
+        return round % self.eval_every == 0 or round == self.rounds
+
+    def save_due(self, round: int) -> bool:
+        return self.path is not None and (round % self.save_every == 0 or round == self.rounds)
+
+
+@dataclass
+class Loop:
+    """A run in progress, on the host's side."""
+
+    plan: Plan
+    evaluation: Evaluation
+    callbacks: Sequence[Callback]
+    history: History = field(default_factory=History)
+    ledger: Ledger = field(default_factory=Ledger)
+    seconds: float = 0.0  # in rounds, without compilation and evaluation
+    losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
+
+    def play(self, run: Run, carry: Carry) -> Result:
+        result, reason = self.result(run, carry), ""
+        if not self.history.rows:
+            reason = self.tell(result, self.add_row(result))
+        speed = 0.0  # rounds per second; not known before the first stretch
+        with hold_interrupt() as interrupted:
+            while result.round < self.plan.rounds and not reason:
+                stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
+                carry, speed = self.advance(run, carry, stretch)
+                result = self.result(run, carry)
+                row = self.add_row(result) if self.plan.row_due(result.round) else None
+                reason = self.tell(result, row)
+                if self.plan.save_due(result.round) or (self.plan.path and (reason or interrupted.is_set())):
+                    self.save(carry)
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+        return replace(result, stopped=reason)
+
+    def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
+        """Some rounds, their costs and losses noted; the speed they had."""
+        began, compiling = time.perf_counter(), run.compile_seconds
+        carry, done, book = run.advance(carry, rounds)
+        elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
+        self.seconds += elapsed
+        self.ledger.add(book, done, self.plan.identity["cohort"])
+        for name, (total, weight) in book.metrics.items():
+            self.losses.setdefault(name, []).extend((np.asarray(total, float) / np.asarray(weight, float)).tolist())
+        return carry, done / max(elapsed, 1e-9)
+
+    def result(self, run: Run, carry: Carry) -> Result:
+        """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
+        state = jax.tree.map(jnp.copy, carry.state)
+        x_fixed, y_fixed = self.evaluation.fixed
+        return Result(
+            x=join(state.x, x_fixed),
+            y=join(state.y, y_fixed),
+            round=int(carry.round),
+            rounds=self.plan.rounds,
+            history=self.history,
+            ledger=self.ledger,
+            compile_seconds=run.compile_seconds,
+            state=state,
+        )
+
+    def add_row(self, result: Result) -> Row:
+        """Evaluate and append to the history. Means are of exactly rounded sums: no partition of rounds shows."""
+        costs = {name: getattr(self.ledger, name) for name in Ledger.COLUMNS}
+        row: Row = {"round": result.round, **costs, "seconds": self.seconds}
+        for name, values in self.losses.items():
+            row[name] = math.fsum(values) / len(values) if np.all(np.isfinite(values)) else math.nan
+            if math.isnan(row[name]):
+                raise NonFiniteError(f"a round up to {result.round}, local steps: {name} is not finite")
+        row |= self.evaluation(result.round, result.state.x, result.state.y)
+        self.losses.clear()
+        self.history.rows.append(row)
+        return row
+
+    def tell(self, result: Result, row: Row | None) -> str:
+        reasons = [callback(result, row) for callback in self.callbacks]
+        return next((reason for reason in reasons if reason), "")
+
+    def save(self, carry: Carry) -> None:
+        assert self.plan.path is not None
+        meta = {
+            "identity": self.plan.identity,
+            "history": self.history.rows,
+            "ledger": asdict(self.ledger),
+            "seconds": self.seconds,
+            "losses": self.losses,
+        }
+        files.save(self.plan.path, carry, meta)
+
+    def restore(self, carry: Carry) -> Carry:
+        """Continue from the plan's checkpoint; `carry` gives structure and shapes."""
+        assert self.plan.path is not None
+        carry, meta = files.load(self.plan.path, carry)
+        for name, mine in self.plan.identity.items():
+            if (theirs := meta["identity"][name]) != mine:
+                raise CheckpointError(f"{self.plan.path} belongs to another run: its {name} is {theirs}, not {mine}")
+        self.history, self.ledger = History(meta["history"]), Ledger(**meta["ledger"])
+        self.seconds, self.losses = meta["seconds"], meta["losses"]
+        return carry
+
+
+@contextmanager
+def hold_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event that is looked at between stretches; a second one acts at once."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        yield pressed
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        optional = name != "rounds"
+        allowed = "a positive integer" + (" or None" if optional else "")
+        require((optional and count is None) or (isinstance(count, int) and count >= 1), name, count, allowed)
+
+
+def _check_start(**trees: PyTree) -> None:
+    for name, tree in trees.items():
+        require(bool(jax.tree.leaves(tree)), name, tree, "a pytree with at least one floating array")
+        require(not nonfinite_leaves(tree), name, nonfinite_leaves(tree), "finite in every leaf")

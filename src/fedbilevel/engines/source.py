@@ -1,0 +1,113 @@
+"""Where the samples lie: on the device, all of them; or on the host, each round's cohort brought over in time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedbilevel.core.client import Clients, Ragged, check_finite
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.cohort import draw_cohort, round_keys
+from fedbilevel.engines.local_fed import Data, Layout, Members
+
+Round = tuple[Data, Members, Array | None]
+
+
+class Resident:
+    """All samples on the device; cohorts are drawn inside the program."""
+
+    rounds_per_call = 1024  # how many rounds' books one call can hold
+
+    def __init__(self, clients: Clients, layout: Layout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
+        for name, rows in (("outer", clients.outer), ("inner", clients.inner)):
+            if int(rows.start[-1]) + int(rows.size[-1]) >= 2**31:
+                raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
+        every = np.arange(len(clients), dtype=np.int32)
+        table = members(clients, every, clients.outer.start, clients.inner.start)
+        data = Data(clients.outer.values, clients.inner.values)
+        self.round: Round = (*replicate((data, table), mesh), None)
+
+    def inputs(self, round: int) -> Round:
+        return self.round
+
+    def close(self) -> None:
+        pass
+
+
+class Streamed:
+    """Samples stay on the host; a thread draws and gathers the next cohorts while the device works."""
+
+    rounds_per_call = 1
+
+    def __init__(self, clients: Clients, layout: Layout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
+        self.clients, self.layout, self.mesh, self.prefetch = clients, layout, mesh, prefetch
+        self.key = key
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedbilevel-prefetch")
+        self.pending: OrderedDict[int, Future[Round]] = OrderedDict()
+
+    def inputs(self, round: int) -> Round:
+        for ahead in range(round, round + 1 + self.prefetch):
+            if ahead not in self.pending:
+                self.pending[ahead] = self.thread.submit(self.gather, ahead)
+        return self.pending.pop(round).result()
+
+    def gather(self, round: int) -> Round:
+        """Draw the cohort of a round and copy its samples, padded to the longest client, to the device."""
+        clients, layout = self.clients, self.layout
+        ids = np.asarray(draw_cohort(round_keys(self.key, round).cohort, len(clients), layout.cohort))
+        outer = padded("outer", clients.outer, ids, layout.outer_longest)
+        inner = padded("inner", clients.inner, ids, layout.inner_longest)
+        place = np.arange(len(ids), dtype=np.int64)
+        table = members(clients, ids, place * layout.outer_longest, place * layout.inner_longest)
+        data, table, device_ids = replicate((Data(outer, inner), table, ids), self.mesh)
+        return data, table, device_ids
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+
+
+def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray) -> Members:
+    """The table of the clients `ids`, whose windows begin at the given starts."""
+    per_client = clients.local_steps if isinstance(clients.local_steps, np.ndarray) else None
+    return Members(
+        id=ids.astype(np.int32),
+        weight=np.asarray(clients.weights[ids], jnp.result_type(float)),
+        outer_start=outer_start.astype(np.int32),
+        outer_size=clients.outer.size[ids].astype(np.int32),
+        inner_start=inner_start.astype(np.int32),
+        inner_size=clients.inner.size[ids].astype(np.int32),
+        work=None if per_client is None else per_client[ids],
+        counts=np.ones(len(ids), jnp.result_type(float)),
+    )
+
+
+def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
+    """Samples of the given rows, each padded with zeros to `longest`, flat: leaves (len(ids)·longest, ...)."""
+
+    def gather(path: Any, leaf: np.ndarray) -> np.ndarray:
+        out = np.zeros((len(ids), longest, *leaf.shape[1:]), leaf.dtype)
+        for place, i in enumerate(ids):
+            start, size = int(rows.start[i]), int(rows.size[i])
+            out[place, :size] = leaf[start : start + size]
+        check_finite(f"Clients.{name}{jax.tree_util.keystr(path)} of the cohort {ids[:3]}…", out)
+        return out.reshape(-1, *leaf.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(gather, rows.values)
+
+
+def is_memory_mapped(clients: Clients) -> bool:
+    leaves = jax.tree.leaves((clients.outer.values, clients.inner.values))
+    return any(isinstance(leaf, np.memmap) for leaf in leaves)
+
+
+def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Put arrays on the device, or a copy on every device of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()) if mesh else None)

@@ -1,0 +1,93 @@
+"""Approximate solutions of H v = b for a symmetric operator H given by its products, each with its diagnostics."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.flatten_util import ravel_pytree
+
+from fedbilevel.core.errors import require
+from fedbilevel.core.tree import PyTree
+
+Operator = Callable[[PyTree], PyTree]
+"""v -> H v, linear and symmetric; trees of the shape of b."""
+
+
+class Solution(NamedTuple):
+    """An approximate solution and how far it may be trusted."""
+
+    v: PyTree
+    residual: Array  # ‖H v − b‖ / ‖b‖, computed from H itself, not from a recurrence; 0 when b = 0
+    iterations: Array  # products with H that were spent on v
+    negative_curvature: Array  # first iteration whose direction p had pᵀHp ≤ 0, or -1: then H is not definite
+
+
+def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -> Solution:
+    """v = step · Σ_{n < terms} (I − step·H)ⁿ b, the truncated Neumann series.
+
+    Converges to H⁻¹b for 0 < step < 2/λ_max(H), with error (1 − step·λ_min)^terms. Curvature is not looked at.
+    """
+    require(terms >= 1, "neumann terms", terms, "at least 1")
+
+    def add_term(_: int, sums: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        power, total = sums
+        power = optax.tree.add_scale(power, -step, operator(power))
+        return power, optax.tree.add(total, power)
+
+    _, total = lax.fori_loop(0, terms - 1, add_term, (b, b))
+    v = optax.tree.scale(step, total)
+    return Solution(v, _relative_residual(operator, v, b), jnp.asarray(terms - 1), jnp.asarray(-1))
+
+
+class _Iteration(NamedTuple):
+    v: PyTree
+    r: PyTree  # residual b − H v
+    p: PyTree  # search direction
+    rr: Array  # ⟨r, r⟩
+    spent: Array
+    negative: Array
+
+
+def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6, iterations: int = 100) -> Solution:
+    """Conjugate gradient from v = 0, until ‖b − H v‖ ≤ tolerance·‖b‖ by its recurrence or `iterations` products.
+
+    At a direction of non-positive curvature it stops and says so in `negative_curvature`, keeping the iterate so far:
+    H is then not positive definite, and no claim is made for v.
+    """
+    require(iterations >= 1, "conjugate_gradient iterations", iterations, "at least 1")
+    require(tolerance >= 0, "conjugate_gradient tolerance", tolerance, "at least 0")
+    target = tolerance**2 * optax.tree.vdot(b, b)
+
+    def unfinished(it: _Iteration) -> Array:
+        return (it.rr > target) & (it.spent < iterations) & (it.negative < 0)
+
+    def advance(it: _Iteration) -> _Iteration:
+        hp = operator(it.p)
+        curvature = optax.tree.vdot(it.p, hp)
+        good = curvature > 0
+        length = jnp.where(good, it.rr / jnp.where(good, curvature, 1), 0)
+        r = optax.tree.add_scale(it.r, -length, hp)
+        rr = optax.tree.vdot(r, r)
+        p = optax.tree.add_scale(r, rr / it.rr, it.p)
+        negative = jnp.where(good, it.negative, it.spent)
+        return _Iteration(optax.tree.add_scale(it.v, length, it.p), r, p, rr, it.spent + 1, negative)
+
+    none = jnp.asarray(-1)
+    start = _Iteration(optax.tree.zeros_like(b), b, b, optax.tree.vdot(b, b), jnp.asarray(0), none)
+    end = lax.while_loop(unfinished, advance, start)
+    return Solution(end.v, _relative_residual(operator, end.v, b), end.spent, end.negative)
+
+
+def _relative_residual(operator: Operator, v: PyTree, b: PyTree) -> Array:
+    size = optax.tree.norm(b)
+    return jnp.where(size > 0, optax.tree.norm(optax.tree.sub(operator(v), b)) / jnp.where(size > 0, size, 1), 0)
+
+
+def dense_matrix(operator: Operator, like: PyTree) -> Array:
+    """The matrix of `operator` on the flattened tree: for tests and tiny problems only."""
+    flat, unravel = ravel_pytree(like)
+    columns = jax.vmap(lambda e: ravel_pytree(operator(unravel(e)))[0])(jnp.eye(flat.size))
+    return columns.T

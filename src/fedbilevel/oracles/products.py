@@ -1,0 +1,67 @@
+"""Products with second derivatives of the inner loss, by one pass and without ever forming a Hessian."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+from jax import Array
+
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import XYV, PyTree
+
+
+class Directions(NamedTuple):
+    """The three descent directions of single-loop bilevel methods and the two losses, all on the given batches."""
+
+    step: XYV
+    outer_loss: Array
+    inner_loss: Array
+
+
+def hess_v(problem: Bilevel, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
+    """∇²yy g(x, y)·v, of the shape of y: one forward-over-reverse pass."""
+    return jax.jvp(lambda y: jax.grad(problem.inner, 1)(x, y, batch), (y,), (v,))[1]
+
+
+def cross_v(problem: Bilevel, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
+    """∇²xy g(x, y)·v, of the shape of x: the gradient in x of ⟨∇y g(x, y), v⟩."""
+    return jax.grad(lambda x: optax.tree.vdot(jax.grad(problem.inner, 1)(x, y, batch), v))(x)
+
+
+def directions(problem: Bilevel, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
+    """The three directions at (x, y, v), each batch used for all of them.
+
+        x: ∇x f − ∇²xy g·v        y: ∇y g        v: ∇²yy g·v − ∇y f
+
+    One reverse pass over the scalar f(x, y) − ⟨∇y g(x, y), v⟩ gives x's direction and the negative of v's, with ∇y g
+    as a by-product: one gradient of g, then one joint pass. Two separate products would cost a third more.
+    """
+
+    def surrogate(x: PyTree, y: PyTree) -> tuple[Array, tuple[PyTree, Array, Array]]:
+        inner_loss, grad_y = jax.value_and_grad(problem.inner, 1)(x, y, inner_batch)
+        outer_loss = problem.outer(x, y, outer_batch)
+        return outer_loss - optax.tree.vdot(grad_y, iterate.v), (grad_y, outer_loss, inner_loss)
+
+    (dx, minus_dv), (dy, outer_loss, inner_loss) = jax.grad(surrogate, (0, 1), has_aux=True)(iterate.x, iterate.y)
+    return Directions(XYV(dx, dy, optax.tree.scale(-1, minus_dv)), outer_loss, inner_loss)
+
+
+def independent_directions(
+    problem: Bilevel,
+    iterate: XYV,
+    inner_batch: PyTree,
+    system_batches: tuple[PyTree, PyTree],
+    outer_batches: tuple[PyTree, PyTree],
+) -> Directions:
+    """The same directions with a draw of its own for each: ζ for y, ψ for v, ξ for x.
+
+    `system_batches` and `outer_batches` are pairs (outer samples, inner samples), since both directions need ∇f
+    and a product with ∇²g.
+    """
+    x, y, v = iterate
+    inner_loss, dy = jax.value_and_grad(problem.inner, 1)(x, y, inner_batch)
+    grad_f_y = jax.grad(problem.outer, 1)(x, y, system_batches[0])
+    outer_loss, grad_f_x = jax.value_and_grad(problem.outer)(x, y, outer_batches[0])
+    dv = optax.tree.sub(hess_v(problem, x, y, v, system_batches[1]), grad_f_y)
+    dx = optax.tree.sub(grad_f_x, cross_v(problem, x, y, v, outer_batches[1]))
+    return Directions(XYV(dx, dy, dv), outer_loss, inner_loss)

@@ -1,0 +1,111 @@
+"""Small networks cut in two: x, everything up to the last layer, and y, the linear head."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fedbilevel.core.errors import require
+from fedbilevel.core.tree import PyTree
+
+EVALUATION_BATCH = 2000  # images per pass when measuring accuracy: bounds the memory of activations
+
+
+class Network(NamedTuple):
+    """A classifier."""
+
+    init: Callable[[Array], tuple[PyTree, PyTree]]  # key -> (x, y)
+    logits: Callable[[PyTree, PyTree, Array], Array]  # (x, y, images) -> (n, classes)
+    prepare: Callable[[np.ndarray], np.ndarray]  # images as the data set has them -> as `logits` takes them
+
+
+def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """Fully connected, ReLU: image pixels → hidden widths → classes."""
+    require(len(hidden) >= 1 and all(width >= 1 for width in hidden), "hidden", hidden, "one or more positive widths")
+    widths = [int(np.prod(image_shape)), *hidden]
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        *keys, last = jax.random.split(key, len(widths))
+        x = [dense(k, into, out) for k, into, out in zip(keys, widths[:-1], widths[1:], strict=True)]
+        return x, dense(last, widths[-1], classes)
+
+    def logits(x: PyTree, y: PyTree, images: Array) -> Array:
+        features = images
+        for layer in x:
+            features = jax.nn.relu(features @ layer["weight"] + layer["bias"])
+        return features @ y["weight"] + y["bias"]
+
+    return Network(init, logits, lambda images: images.reshape(len(images), -1))
+
+
+def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """Two 3×3 convolutions, each with ReLU and 2×2 max-pooling, a dense layer with ReLU, and the head.
+
+    `hidden` is (channels, channels, dense width), e.g. (16, 32, 64).
+    """
+    require(len(hidden) == 3 and min(hidden) >= 1, "hidden", hidden, "three positive widths for a CNN, e.g. 16, 32, 64")
+    height, width, channels = (*image_shape, 1)[:3]
+    first, second, dense_width = hidden
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        a, b, c, last = jax.random.split(key, 4)
+        pooled = (-(-height // 4)) * (-(-width // 4)) * second
+        x = {
+            "convolutions": [convolution(a, channels, first), convolution(b, first, second)],
+            "dense": dense(c, pooled, dense_width),
+        }
+        return x, dense(last, dense_width, classes)
+
+    def logits(x: PyTree, y: PyTree, images: Array) -> Array:
+        maps = images
+        for layer in x["convolutions"]:
+            maps = lax.conv_general_dilated(
+                maps, layer["weight"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            maps = max_pool(jax.nn.relu(maps + layer["bias"]))
+        features = jax.nn.relu(maps.reshape(len(maps), -1) @ x["dense"]["weight"] + x["dense"]["bias"])
+        return features @ y["weight"] + y["bias"]
+
+    return Network(init, logits, lambda images: images.reshape(len(images), height, width, channels))
+
+
+def max_pool(maps: Array) -> Array:
+    """2×2, stride 2; odd edges are padded. (n, height, width, channels) in and out."""
+    n, height, width, channels = maps.shape
+    padded = jnp.pad(maps, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), constant_values=-jnp.inf)
+    return padded.reshape(n, padded.shape[1] // 2, 2, padded.shape[2] // 2, 2, channels).max(axis=(2, 4))
+
+
+def dense(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
+    """A dense layer, weights normal with variance 2/inputs (He et al. 2015), bias 0."""
+    return {"weight": jax.random.normal(key, (inputs, outputs)) * (2 / inputs) ** 0.5, "bias": jnp.zeros(outputs)}
+
+
+def convolution(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
+    """A 3×3 convolution, weights normal with variance 2/(9·inputs), bias 0."""
+    weight = jax.random.normal(key, (3, 3, inputs, outputs)) * (2 / (9 * inputs)) ** 0.5
+    return {"weight": weight, "bias": jnp.zeros(outputs)}
+
+
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    """Mean of −log softmax at the labels."""
+    chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    return -jnp.mean(jnp.sum(chosen * jax.nn.log_softmax(logits), axis=-1))
+
+
+def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Any]:
+    """(x, y) -> share of these images whose largest logit is at their label."""
+    prepared = jnp.asarray(network.prepare(images))
+    truth = jnp.asarray(labels)
+
+    def measure(x: PyTree, y: PyTree) -> Array:
+        def correct(pair: tuple[Array, Array]) -> Array:
+            image, label = pair
+            return jnp.argmax(network.logits(x, y, image[None])[0]) == label
+
+        return jnp.mean(lax.map(correct, (prepared, truth), batch_size=EVALUATION_BATCH))
+
+    return measure
