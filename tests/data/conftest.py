@@ -11,18 +11,18 @@ from fedbilevel.data import formats
 
 @pytest.fixture
 def cifar_archive(monkeypatch):
-    """Makes small tar.xz archives in the layout of CIFAR-10, with one record per label in each batch.
+    """Makes small tar archives in the layout of CIFAR-10, with one record per label in each batch.
 
     Pixel (row, column, channel) of every image is 64 channel + 2 row + column % 2.
     """
     monkeypatch.setattr(formats, "BATCH", 10)
 
-    def make(skip: str = "", labels: bytes = bytes(range(10)), extra: bytes = b"") -> bytes:
+    def make(skip: str = "", labels: bytes = bytes(range(10)), extra: bytes = b"", packed: str = "xz") -> bytes:
         channel, row, column = np.ogrid[:3, :32, :32]
         pixels = (64 * channel + 2 * row + column % 2).astype(np.uint8).tobytes()
         records = b"".join(bytes([label]) + pixels for label in labels) + extra
         out = io.BytesIO()
-        with tarfile.open(fileobj=out, mode="w:xz") as archive:
+        with tarfile.open(fileobj=out, mode=f"w:{packed}") as archive:
             for name in (*formats.CIFAR_TRAIN, "batches.meta.txt", *formats.CIFAR_TEST):
                 if name != skip:
                     member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")

@@ -27,6 +27,9 @@ def server():
             if how == "missing":
                 self.send_error(404)
                 return
+            if how == "garbage":
+                self.wfile.write(b"no status line\r\n\r\n")
+                return
             self.send_response(200)
             self.send_header("Content-Length", str(len(body) + (how == "longer")))
             self.end_headers()
@@ -76,6 +79,7 @@ def test_a_good_download_is_there_and_reported(server, tmp_path):
         ("altered", f"expected {FILE.sha256}"),
         ("longer", f"more than {FILE.size:,} bytes"),
         ("stalled", "timed out"),
+        ("garbage", "BadStatusLine"),
     ],
 )
 def test_a_failed_download_leaves_nothing_and_says_what_to_do(server, tmp_path, how, why):

@@ -1,5 +1,6 @@
 """Are the images and labels that `load` returns the published ones, and is anything else refused?"""
 
+import contextlib
 import gzip
 import hashlib
 import os
@@ -95,6 +96,7 @@ GOOD = bytes((0, 0, 8, 1)) + struct.pack(">i", 3) + b"abc"
     [
         (b"no gzip", "gzip"),
         (gzip.compress(GOOD)[:-3], "gzip"),
+        (gzip.compress(GOOD)[:10] + b"\xff" + gzip.compress(GOOD)[11:], "gzip"),
         (gzip.compress(b""), "expected 00 00 08 01"),
         (gzip.compress(b"\0\0\x0d\x01" + GOOD[4:]), "00 00 0d 01"),
         (gzip.compress(b"\0\0\x08\x03" + GOOD[4:]), "00 00 08 03"),
@@ -139,6 +141,16 @@ def test_a_truncated_cifar_archive_is_refused(cifar_archive):
     for end in (0, 10, len(whole) // 2, len(whole) - 40):
         with pytest.raises(data.DataError, match=r"file is not a whole tar archive|file lacks"):
             formats.parse_cifar(whole[:end], "file")
+
+
+@pytest.mark.parametrize("packed", ["xz", "gz", "bz2"])
+def test_an_altered_cifar_archive_never_fails_otherwise(cifar_archive, packed):
+    whole = cifar_archive(packed=packed)
+    for place in range(20, len(whole), len(whole) // 40):
+        altered = bytes([*whole[:place], whole[place] ^ 0xFF, *whole[place + 1 :]])
+        # A changed checksum at the very end may go unread; anything else is refused, and as a DataError.
+        with contextlib.suppress(data.DataError):
+            formats.parse_cifar(altered, "file")
 
 
 def test_digits_are_all_there_split_by_class_and_always_the_same():

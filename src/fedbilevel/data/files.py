@@ -76,7 +76,7 @@ def download(url: str, path: Path, file: File, progress: Progress, timeout: floa
             progress(0, file.size)
             # One byte above the size is enough to know that this is not the file; no more of it reaches the
             # disk.
-            while done <= file.size and (chunk := reply.read(min(CHUNK, file.size + 1 - done))):
+            while chunk := reply.read(min(CHUNK, file.size + 1 - done)):
                 out.write(chunk)
                 found.update(chunk)
                 done += len(chunk)

@@ -82,7 +82,7 @@ def _records(batches: list[bytes], where: str | Path) -> tuple[NDArray[np.uint8]
     labels = records[:, 0].astype(np.int32)
     # The published sets are exactly balanced: a re-packed archive without a known checksum must be too.
     counts = np.bincount(labels, minlength=10)
-    if counts.size != 10 or np.any(counts != len(labels) // 10):
+    if np.any(counts != len(labels) // 10):
         raise DataError(
             f"{where} has {counts.tolist()} images per class, expected {len(labels) // 10:,} of each of 10."
         )

@@ -163,8 +163,8 @@ def _drawn(
         )
     for _ in range(ATTEMPTS):
         edges = np.cumsum(rng.dirichlet(np.full(clients, alpha), size=len(totals)), axis=1)
-        edges[:, -1] = 1  # the sum is 1 only up to rounding
-        # Rounded edges: every client's expected count is its exact share, to within half a sample.
+        # Rounded, not cut down: no client is favoured, and the last edge is the total whatever the sum's
+        # rounding.
         cuts = np.rint(edges * totals[:, None]).astype(np.int64)
         counts: NDArray[np.int64] = np.diff(cuts, axis=1, prepend=np.int64(0))
         if counts.sum(axis=0).min() >= minimum:
