@@ -1,0 +1,46 @@
+"""Experiments: typed specs, run folders, comparisons. What the command line does, from Python.
+
+    from fedbilevel import experiments
+
+    spec = experiments.configure(task="hyper_representation", algorithm="simfbo", settings=["run.rounds=100"])
+    result = experiments.run(spec, "runs/first")
+    run = experiments.load_run("runs/first")      # run.spec, run.history, run.ledger, run.summary
+
+The names below are loaded when they are first used, so that the command line can look at its arguments before.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
+    from fedbilevel.experiments.parts import Parts, build
+    from fedbilevel.experiments.runner import resume, run
+    from fedbilevel.experiments.spec import EnginePlan, Named, RunPlan, Spec, assign, configure, read_spec, resolve
+
+__all__ = [
+    "EnginePlan",
+    "Folder",
+    "LoadedRun",
+    "Named",
+    "Parts",
+    "RunPlan",
+    "Spec",
+    "assign",
+    "build",
+    "configure",
+    "load_run",
+    "read_spec",
+    "resolve",
+    "resume",
+    "run",
+]
+
+_MODULES = {"Folder": "folder", "LoadedRun": "folder", "Parts": "parts", "build": "parts", "load_run": "folder"}
+_MODULES |= {"resume": "runner", "run": "runner"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'spec')}"), name)

@@ -1,0 +1,97 @@
+"""What there is to run: facts about algorithms and tasks, read from their docstrings and signatures."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.experiments import schema
+from fedbilevel.tasks import TASKS
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class AlgorithmFacts:
+    """One line of `fedbilevel algorithms`."""
+
+    name: str
+    title: str
+    paper: str
+    exchanges: str
+    client_state: str
+    cost: str
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """One entry of `fedbilevel tasks`."""
+
+    name: str
+    title: str
+    fields: dict[str, Any]  # defaults
+
+
+def algorithms() -> list[AlgorithmFacts]:
+    """Every algorithm, by name. The facts stand in the docstring of its module, under fixed headings."""
+    return [_algorithm(name, cls) for name, cls in sorted(ALGORITHMS.items())]
+
+
+def _algorithm(name: str, cls: Any) -> AlgorithmFacts:
+    text = inspect.getdoc(inspect.getmodule(cls)) or ""
+    return AlgorithmFacts(
+        name=name,
+        title=_sentence(inspect.getdoc(cls) or ""),
+        paper=_paper(text),
+        exchanges=_entry(text, "Exchanges per round"),
+        client_state=_entry(text, "Client state"),
+        cost=_entry(text, "Cost per local step"),
+    )
+
+
+def tasks() -> list[TaskFacts]:
+    """Every task, by name."""
+    found = []
+    for name, function in sorted(TASKS.items()):
+        module = inspect.getmodule(function)
+        whole = module is not None and module.__name__.rpartition(".")[2] == name
+        title = _line(inspect.getdoc(module if whole else function) or "")
+        found.append(TaskFacts(name, title, {f.name: f.default for f in schema.of_function(function).values()}))
+    return found
+
+
+def _entry(text: str, heading: str) -> str:
+    """What follows "heading:" up to the end of the sentence; docstrings break lines anywhere."""
+    words = r"\s+".join(map(re.escape, heading.split()))
+    match = re.search(rf"\b{words}:\s*(.+?)(?:\.\s|\.$|\n\n|$)", text, re.DOTALL)
+    return _joined(match.group(1)) if match else MISSING
+
+
+def _paper(text: str) -> str:
+    """First author, year and arXiv number or venue, from the paragraph that quotes the paper's title."""
+    for paragraph in text.split("\n\n"):
+        match = re.search(r'"(?P<title>.+?)[.,]?"', paragraph, re.DOTALL)
+        year = re.search(r"\b(19|20)\d\d\b", paragraph)
+        if match and year:
+            authors = _joined(paragraph[: match.start()]).rstrip(". ,")
+            surname = authors.split(",")[0].split(" and ")[0].split()[-1] if authors else ""
+            arxiv = re.search(r"arXiv:\s*(\S+?)[.,;)]?(?:\s|$)", paragraph)
+            where = f"arXiv:{arxiv.group(1)}" if arxiv else ""
+            several = " et al." if "," in authors or " and " in authors else ""
+            return ", ".join(part for part in (f"{surname}{several} {year.group()}", where) if part)
+    return MISSING
+
+
+def _sentence(text: str) -> str:
+    return _joined(re.split(r"\.\s|\.$", text, maxsplit=1)[0])
+
+
+def _line(text: str) -> str:
+    return text.partition("\n")[0].rstrip(".")
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())

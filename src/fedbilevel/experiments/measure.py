@@ -1,0 +1,48 @@
+"""How metrics are read: which way is better, how they are written, which levels count as milestones."""
+
+import math
+from collections.abc import Sequence
+
+from fedbilevel.engines.history import History
+
+LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
+TINY = [10.0**-power for power in range(1, 13)]
+
+
+def larger_is_better(metric: str) -> bool:
+    """Accuracies are to grow; errors and losses to fall."""
+    return "accuracy" in metric
+
+
+def best(metric: str, values: Sequence[float]) -> float:
+    """The best of some values of a metric."""
+    return max(values) if larger_is_better(metric) else min(values)
+
+
+def text(metric: str, value: float | None) -> str:
+    """A value for people: accuracies in per cent, the rest in four digits."""
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{100 * value:.2f} %" if larger_is_better(metric) else f"{value:.4g}"
+
+
+def levels(metric: str) -> Sequence[float]:
+    """Milestones, each harder than the one before."""
+    return LEVELS if larger_is_better(metric) else TINY
+
+
+def rounds_to(history: History, metric: str, level: float) -> int | None:
+    """The first evaluated round at which a metric is at least as good as a level, or None."""
+    for row in history.rows:
+        if metric in row and (row[metric] >= level if larger_is_better(metric) else row[metric] <= level):
+            return int(row["round"])
+    return None
+
+
+def mean_and_spread(metric: str, values: Sequence[float]) -> str:
+    """Mean ± sample standard deviation, for people."""
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return text(metric, mean)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return f"{text(metric, mean).removesuffix(' %')} ± {text(metric, spread)}"

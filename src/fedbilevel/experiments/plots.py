@@ -1,0 +1,126 @@
+"""Curves of runs: a metric against exchanges, bytes and seconds, in colours that everyone can tell apart."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.history import History
+from fedbilevel.experiments import measure
+
+# M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")
+AXES = {
+    "exchanges": "exchanges",
+    "megabytes": "traffic (MB, down + up, whole cohort)",
+    "seconds": "seconds in rounds",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: its values at the rows, with the spread between seeds if there are several."""
+
+    label: str
+    rounds: np.ndarray
+    costs: dict[str, np.ndarray]  # by the names of AXES
+    value: np.ndarray
+    spread: np.ndarray | None = None
+
+
+def curve(label: str, histories: Sequence[History], metric: str) -> Curve:
+    """The mean of some histories of one metric, at the rounds that all of them have."""
+    tables = [{int(row["round"]): row for row in history.rows if metric in row} for history in histories]
+    rounds = sorted(set.intersection(*(set(table) for table in tables)))
+    values = np.array([[table[round][metric] for round in rounds] for table in tables], float)
+
+    def mean(*columns: str) -> np.ndarray:
+        return np.mean([[sum(t[round][c] for c in columns) for round in rounds] for t in tables], axis=0)
+
+    costs = {
+        "exchanges": mean("exchanges"),
+        "megabytes": mean("bytes_down", "bytes_up") / 1e6,
+        "seconds": mean("seconds"),
+    }
+    spread = values.std(axis=0, ddof=1) if len(tables) > 1 else None
+    return Curve(label, np.array(rounds), costs, values.mean(axis=0), spread)
+
+
+def draw_run(file: Any, history: History, metric: str, title: str) -> None:
+    """Three panels of the metric, and the losses below, as PNG."""
+    losses = [name for name in ("outer_loss", "inner_loss") if name in history.columns]
+    figure, rows = _figure(2 if losses else 1)
+    _draw_panels(rows[0], [curve(_words(metric), [history], metric)], metric, legend=False)
+    if losses:
+        curves = [curve(_words(name), [history], name) for name in losses]
+        _draw_panels(rows[1], curves, "loss", legend=True)
+    _finish(figure, title, file)
+
+
+def draw_comparison(file: Any, curves: Sequence[Curve], metric: str, title: str) -> None:
+    """Three panels with a line per curve, as PNG."""
+    figure, rows = _figure(1)
+    _draw_panels(rows[0], curves, metric, legend=True)
+    _finish(figure, title, file)
+
+
+def require_matplotlib() -> None:
+    """Say what to install where matplotlib is missing, before anything was computed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError('plots need matplotlib, which is not installed: pip install "fedbilevel[cli]"')
+
+
+def _figure(rows: int) -> tuple[Any, Any]:
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 3.7 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, 3, sharey="row", squeeze=False)
+
+
+def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str, legend: bool) -> None:
+    for panel, (cost, label) in zip(axes, AXES.items(), strict=True):
+        for i, line in enumerate(curves):
+            _draw_curve(panel, line, cost, metric, COLOURS[i % len(COLOURS)], DASHES[i // 2 % len(DASHES)])
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.3, linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_xlim(left=0)
+    percent = measure.larger_is_better(metric)
+    axes[0].set_ylabel(f"{_words(metric)} (%)" if percent else _words(metric))
+    if not percent and _spans_decades(curves):
+        axes[0].set_yscale("log")
+    if legend:
+        axes[0].legend(frameon=False, fontsize=9)
+
+
+def _draw_curve(panel: Any, line: Curve, cost: str, metric: str, colour: str, dashes: str) -> None:
+    scale = 100 if measure.larger_is_better(metric) else 1
+    x, y = line.costs[cost], scale * line.value
+    panel.plot(x, y, color=colour, linestyle=dashes, linewidth=1.8, label=line.label)
+    if line.spread is not None:
+        low, high = y - scale * line.spread, y + scale * line.spread
+        low = np.maximum(low, y.min() / 10) if not measure.larger_is_better(metric) else low
+        panel.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _spans_decades(curves: Sequence[Curve]) -> bool:
+    values = np.concatenate([line.value for line in curves])
+    return bool(values.min() > 0 and values.max() > 50 * values.min())
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _finish(figure: Any, title: str, file: Any) -> None:
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(file, format="png", dpi=130, metadata={"Software": None})

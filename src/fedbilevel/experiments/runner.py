@@ -1,0 +1,160 @@
+"""One run in one folder: start, resume, write what it found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.engines.checkpoint import write_atomically
+from fedbilevel.engines.history import Row
+from fedbilevel.engines.result import Callback, Result
+from fedbilevel.engines.solve import solve
+from fedbilevel.experiments import environment, measure, plots
+from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.parts import Parts, build
+from fedbilevel.experiments.places import require_free, write_json, write_text
+from fedbilevel.experiments.spec import Spec, read_spec
+
+HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
+
+
+def run(
+    spec: Spec,
+    folder: str | Path | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    plot: bool = True,
+    parts: Parts | None = None,
+) -> Result:
+    """Run a spec and write everything about it to a new folder.
+
+    Args:
+        spec: see `resolve` and `read_spec`.
+        folder: must not exist or be empty; None chooses runs/<task>-<algorithm>-<data>-<time>.
+        callbacks: see `fedbilevel.solve`.
+        plot: draw plot.png, which needs matplotlib.
+        parts: what the spec describes, where the caller has built it already.
+
+    Raises:
+        ConfigurationError, DataError: nothing was written.
+        NonFiniteError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
+    """
+    place = Folder.new(spec) if folder is None else Folder(Path(folder))
+    require_free(place.path)
+    return _play(spec, place, parts or build(spec), callbacks, plot, resume=False)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    rounds: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    plot: bool = True,
+    parts: Parts | None = None,
+) -> Result:
+    """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger one.
+
+    Raises:
+        CheckpointError: there is no checkpoint that fits; nothing was changed.
+    """
+    place = Folder(Path(folder))
+    spec = resumable(place, rounds)
+    return _play(spec, place, parts or build(spec), callbacks, plot, resume=True)
+
+
+def resumable(place: Folder, rounds: int | None) -> Spec:
+    """The spec with which a folder's run can go on."""
+    if not place.spec.is_file():
+        raise ConfigurationError(f"{place.path} is not the folder of a run: it has no spec.toml")
+    if not place.checkpoint.is_file():
+        raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from")
+    spec = read_spec(place.spec)
+    if rounds is not None and rounds < spec.run.rounds:
+        raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
+    return spec if rounds is None else spec.replace(run={"rounds": rounds})
+
+
+def _play(
+    spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: bool
+) -> Result:
+    if plot:
+        plots.require_matplotlib()
+    began = time.perf_counter()
+    task = parts.task
+    result = solve(
+        parts.algorithm,
+        task.problem,
+        task.clients,
+        task.x0,
+        task.y0,
+        rounds=spec.run.rounds,
+        cohort=spec.run.cohort,
+        key=spec.run.seed,
+        engine=parts.engine,
+        eval_every=spec.run.eval_every,
+        metrics=task.metrics,
+        callbacks=[Scribe(spec, place), *callbacks],
+        checkpoint=place.checkpoint,
+        checkpoint_every=spec.run.checkpoint_every,
+        resume=resume,
+    )
+    finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
+    return result
+
+
+class Scribe:
+    """A callback that opens the folder when the run really starts, and keeps its history up to date."""
+
+    def __init__(self, spec: Spec, place: Folder) -> None:
+        self.spec, self.place = spec, place
+        self.opened, self.written = False, 0.0
+
+    def __call__(self, result: Result, row: Row | None) -> None:
+        if not self.opened:
+            self.place.path.mkdir(parents=True, exist_ok=True)
+            write_text(self.place.spec, self.spec.to_toml())
+            write_json(self.place.environment, environment.describe())
+            self.opened = True
+        if row is not None and time.monotonic() - self.written >= HISTORY_SECONDS:
+            write_text(self.place.history, result.history.to_jsonl())
+            self.written = time.monotonic()
+
+
+def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
+    """Write what is known at the end; the summary last, so that it marks a finished run."""
+    write_text(place.spec, spec.to_toml())
+    write_text(place.history, result.history.to_jsonl())
+    write_json(place.ledger, asdict(result.ledger))
+    result.save(place.result)
+    if plot:
+        title = " · ".join(part for part in (spec.task.name, spec.algorithm.name, spec.data) if part)
+        write_atomically(place.plot, lambda file: plots.draw_run(file, result.history, metric, title))
+    write_json(place.summary, summary(spec, result, metric, seconds))
+
+
+def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str, Any]:
+    """The few numbers that people compare."""
+    rows = [row for row in result.history.rows if metric in row]
+    values = [row[metric] for row in rows]
+    best = measure.best(metric, values)
+    last = result.history.rows[-1]
+    return {
+        "task": spec.task.name,
+        "algorithm": spec.algorithm.name,
+        "data": spec.data,
+        "seed": spec.run.seed,
+        "rounds": result.round,
+        "stopped": result.stopped,
+        "metric": metric,
+        "final": values[-1],
+        "best": best,
+        "best_round": rows[values.index(best)]["round"],
+        "last_row": last,
+        "seconds_in_rounds": last["seconds"],
+        "seconds_compiling": result.compile_seconds,
+        "seconds_in_all": seconds,
+    }

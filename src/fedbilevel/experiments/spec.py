@@ -1,0 +1,228 @@
+"""The typed spec: everything that determines a run, read from and written to TOML.
+
+[task] and [algorithm] have a name and the fields of what it names; [run] and [engine] are below. A spec is always
+complete: `resolve` fills in what it is not told, from the presets and then from the defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedbilevel import __version__
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.experiments import schema, toml
+from fedbilevel.experiments.presets import preset
+from fedbilevel.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Named:
+    """A task or an algorithm: its name, and all its fields as TOML can hold them."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """How long to run and what to write on the way.
+
+    Args:
+        rounds: in total.
+        cohort: clients per round; None takes everyone.
+        seed: of the cohorts and of all samples drawn (the task has a seed of its own).
+        eval_every: rounds between two rows of the history.
+        checkpoint_every: rounds between checkpoints; None writes one with each row.
+    """
+
+    rounds: int = 300
+    cohort: int | None = None
+    seed: int = 0
+    eval_every: int = 10
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "cohort", "eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"run.{name}", value, "a positive whole number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """Where clients run: see `fedbilevel.Local`, whose fields these are."""
+
+    chunk: int | None = None
+    devices: int = 1
+    stream: bool | None = None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A complete description of a run."""
+
+    task: Named
+    algorithm: Named
+    run: RunPlan
+    engine: EnginePlan
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """As TOML has it, section by section."""
+        return {
+            "task": {"name": self.task.name, **self.task.fields},
+            "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
+            "run": dataclasses.asdict(self.run),
+            "engine": dataclasses.asdict(self.engine),
+        }
+
+    def to_toml(self) -> str:
+        comment = f"A run of fedbilevel {__version__}; repeat it with: fedbilevel run --spec THIS_FILE"
+        return toml.dumps(self.tables(), comment)
+
+    def replace(self, **tables: Mapping[str, Any]) -> Spec:
+        """A copy with some fields changed, e.g. spec.replace(run={"rounds": 500})."""
+        changed = self.tables()
+        for section, fields in tables.items():
+            changed[_section(section)] |= fields
+        return resolve(changed)
+
+    @property
+    def data(self) -> str | None:
+        """The data set, for tasks that have one."""
+        return self.task.fields.get("data")
+
+
+SECTIONS = [field.name for field in dataclasses.fields(Spec)]
+DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
+
+
+def resolve(tables: Mapping[str, Any]) -> Spec:
+    """A complete spec from as much of one as is given: {"task": {"name": …, …}, "algorithm": …, …}.
+
+    Raises:
+        ConfigurationError: a section, a name or a field that does not exist, or a value that does not fit it.
+    """
+    given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    given |= {_section(name): _table(name, fields) for name, fields in tables.items()}
+    task, task_fields = _named("task", given["task"], DEFAULT_TASK, TASKS)
+    algorithm, algorithm_fields = _named("algorithm", given["algorithm"], DEFAULT_ALGORITHM, ALGORITHMS)
+    known = fields_of(task, algorithm)
+    data = known["task"].get("data")
+    values = preset(task, task_fields.get("data", data.default) if data else None)
+    plan = schema.complete("run", known["run"], given["run"], values.run)
+    engine = schema.complete("engine", known["engine"], given["engine"], {})
+    return Spec(
+        Named(task, schema.complete("task", known["task"], task_fields, values.task)),
+        Named(algorithm, schema.complete("algorithm", known["algorithm"], algorithm_fields, values.of(algorithm))),
+        RunPlan(**plan),
+        EnginePlan(**engine),
+    )
+
+
+def fields_of(task: str, algorithm: str) -> dict[str, dict[str, schema.Field]]:
+    """The fields of each section, for this task and this algorithm."""
+    return {
+        "task": schema.of_function(TASKS[task]),
+        "algorithm": schema.of_algorithm(ALGORITHMS[algorithm]),
+        "run": schema.of_algorithm(RunPlan),
+        "engine": schema.of_algorithm(EnginePlan),
+    }
+
+
+def read_spec(path: str | Path) -> Spec:
+    """A spec from a TOML file; what the file leaves out is filled in."""
+    return resolve(toml.read(Path(path)))
+
+
+def assign(spec: Spec, settings: Sequence[str]) -> Spec:
+    """A spec with settings like "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05" made in it.
+
+    Without a section, a field of the algorithm is meant if it has one of that name, else the only one of that name.
+    """
+    tables = spec.tables()
+    known = fields_of(spec.task.name, spec.algorithm.name)
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        require(bool(equals and name.strip()), "--set", setting, "of the form field=value")
+        path = _full_path(name.strip().split("."), known)
+        *parents, last = path
+        table: Any = tables
+        for depth, parent in enumerate(parents):
+            table = table[parent] if depth < 2 else table.get(parent)
+            if not isinstance(table, dict):
+                raise ConfigurationError(
+                    f"{'.'.join(path[: depth + 1])} has no parts, so {name.strip()} is not a field"
+                )
+        table[last] = toml.parse_value(text.strip())
+    return resolve(tables)
+
+
+def configure(
+    base: Mapping[str, Any] | None = None,
+    *,
+    task: str | None = None,
+    algorithm: str | None = None,
+    data: str | None = None,
+    settings: Sequence[str] = (),
+) -> Spec:
+    """A spec from the tables of `base`, then the names, then settings as `assign` takes them.
+
+    Names come first, wherever they are given: they decide which presets fill in the rest.
+    """
+    tables = {name: _table(name, fields) for name, fields in (base or {}).items()}
+    names = {"task.name": task, "algorithm.name": algorithm, "task.data": data}
+    others = []
+    for setting in settings:
+        path, _, text = setting.partition("=")
+        path = "task.data" if path.strip() == "data" else path.strip()
+        if path in names:
+            names[path] = toml.parse_value(text.strip())
+        else:
+            others.append(setting)
+    for path, name in names.items():
+        section, _, field = path.partition(".")
+        if name is not None:
+            tables.setdefault(section, {})[field] = name
+    return assign(resolve(tables), others)
+
+
+def _full_path(path: list[str], known: Mapping[str, Mapping[str, schema.Field]]) -> list[str]:
+    """The path with its section in front."""
+    if path[0] in known and len(path) > 1:
+        section, field = path[:2]
+        if field not in known[section] and field != "name":
+            raise unknown(f"field of {section}", field, known[section])
+        return path
+    holders = [section for section in known if path[0] in known[section]]
+    if not holders:
+        raise unknown("field", path[0], {name for fields in known.values() for name in fields})
+    if "algorithm" in holders:
+        return ["algorithm", *path]
+    if len(holders) > 1:
+        choices = " or ".join(f"{section}.{path[0]}" for section in holders)
+        raise ConfigurationError(f"{path[0]!r} is a field of {' and of '.join(holders)}: write {choices}")
+    return [holders[0], *path]
+
+
+def _section(name: str) -> str:
+    if name not in SECTIONS:
+        raise unknown("section of a spec", name, SECTIONS)
+    return name
+
+
+def _table(name: str, fields: Any) -> dict[str, Any]:
+    if isinstance(fields, str) and name in ("task", "algorithm"):
+        return {"name": fields}
+    require(isinstance(fields, Mapping), name, fields, f"a table: [{name}]")
+    return dict(fields)
+
+
+def _named(kind: str, table: dict[str, Any], default: str, registry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    name = table.pop("name", default)
+    if name not in registry:
+        raise unknown(kind, name, registry)
+    return name, table

@@ -1,0 +1,70 @@
+"""Writing TOML, which the standard library only reads, and reading single values.
+
+TOML has no null: None is written "none", and "none" is read as None where a field may be None.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import ConfigurationError
+
+WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
+
+
+def dumps(tables: Mapping[str, Mapping[str, Any]], comment: str = "") -> str:
+    """A document of one [section] per entry; tables inside a section are written inline."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    for section, fields in tables.items():
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        lines += [f"{_key(name)} = {value(content)}" for name, content in fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+def value(content: Any) -> str:
+    """One value in TOML's notation."""
+    if content is None:
+        return '"none"'
+    if isinstance(content, bool):
+        return "true" if content else "false"
+    if isinstance(content, int | float):
+        return repr(content)  # inf and nan are spelt alike
+    if isinstance(content, str):
+        return json.dumps(content, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(content, Mapping):
+        inside = ", ".join(f"{_key(name)} = {value(item)}" for name, item in content.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(content, list | tuple):
+        return f"[{', '.join(value(item) for item in content)}]"
+    raise ConfigurationError(f"a spec cannot hold {content!r}: numbers, text, lists and tables only")
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value, or a bare word as text: 3, 0.1, true, [64, 32], {name = "adam"}, mnist."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        if text and set(text) <= WORD:
+            return text
+        raise ConfigurationError(f"{text!r} is not a TOML value (quote text that is not a single word)") from None
+    if list(document) != ["value"]:
+        raise ConfigurationError(f"{text!r} is not a single TOML value")
+    return document["value"]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a TOML file; errors name the file, and the line where the notation is wrong."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no file {path}") from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from error
+
+
+def _key(name: str) -> str:
+    return name if name and set(name) <= WORD - {".", "/"} else json.dumps(name)
