@@ -67,23 +67,25 @@ def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6
     def advance(it: _Iteration) -> _Iteration:
         hp = operator(it.p)
         curvature = optax.tree.vdot(it.p, hp)
-        good = curvature > 0
-        length = jnp.where(good, it.rr / jnp.where(good, curvature, 1), 0)
+        bad = curvature <= 0  # False for NaN, which must reach v
+        length = jnp.where(bad, 0, it.rr / jnp.where(bad, 1, curvature))
         r = optax.tree.add_scale(it.r, -length, hp)
         rr = optax.tree.vdot(r, r)
         p = optax.tree.add_scale(r, rr / it.rr, it.p)
-        negative = jnp.where(good, it.negative, it.spent)
+        negative = jnp.where(bad, it.spent, it.negative)
         return _Iteration(optax.tree.add_scale(it.v, length, it.p), r, p, rr, it.spent + 1, negative)
 
     none = jnp.asarray(-1)
-    start = _Iteration(optax.tree.zeros_like(b), b, b, optax.tree.vdot(b, b), jnp.asarray(0), none)
+    zero = optax.tree.scale(0, b)  # a NaN in b stays
+    start = _Iteration(zero, b, b, optax.tree.vdot(b, b), jnp.asarray(0), none)
     end = lax.while_loop(unfinished, advance, start)
     return Solution(end.v, _relative_residual(operator, end.v, b), end.spent, end.negative)
 
 
 def _relative_residual(operator: Operator, v: PyTree, b: PyTree) -> Array:
     size = optax.tree.norm(b)
-    return jnp.where(size > 0, optax.tree.norm(optax.tree.sub(operator(v), b)) / jnp.where(size > 0, size, 1), 0)
+    zero = size == 0
+    return jnp.where(zero, 0, optax.tree.norm(optax.tree.sub(operator(v), b)) / jnp.where(zero, 1, size))
 
 
 def dense_matrix(operator: Operator, like: PyTree) -> Array:
