@@ -1,0 +1,19 @@
+"""What every test needs before jax is imported: float64, two devices, one place for compiled programs."""
+
+import os
+
+import pytest
+
+os.environ["JAX_ENABLE_X64"] = "1"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=2"])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs between runs: JAX's key for one covers the program, the flags and the compiler."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -1,0 +1,163 @@
+"""Are the one-pass products those of dense second derivatives, and do they cost one pass?"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import XYV
+from fedbilevel.oracles.products import cross_v, directions, hess_v, independent_directions
+
+ROUNDING = 1e-12  # relative; the sums below have fewer than 10³ terms of size ≤ 10³·result, each off by 2⁻⁵³
+EPS = np.finfo(np.float64).eps
+
+joint_directions = jax.jit(directions, static_argnums=0)
+independent = jax.jit(independent_directions, static_argnums=0)
+
+
+def flat(tree):
+    return np.asarray(ravel_pytree(tree)[0])
+
+
+def close(tree, expected):
+    got = flat(tree)
+    assert np.linalg.norm(got - expected) <= ROUNDING * np.linalg.norm(expected)
+
+
+def dense(instance, batch):
+    """Gradients of both losses, and the blocks yy and xy of the Hessian of the inner one, as NumPy arrays."""
+    return {name: np.asarray(value) for name, value in dense_parts(instance.problem, instance.iterate, batch).items()}
+
+
+@partial(jax.jit, static_argnums=0)
+def dense_parts(problem, iterate, batch):
+    x, to_x = ravel_pytree(iterate.x)
+    y, to_y = ravel_pytree(iterate.y)
+
+    def on_flat(loss):
+        return lambda a, b: loss(to_x(a), to_y(b), batch)
+
+    outer, inner = on_flat(problem.outer), on_flat(problem.inner)
+    return {
+        "f": outer(x, y),
+        "g": inner(x, y),
+        "f_x": jax.grad(outer, 0)(x, y),
+        "f_y": jax.grad(outer, 1)(x, y),
+        "g_y": jax.grad(inner, 1)(x, y),
+        "yy": jax.hessian(inner, 1)(x, y),
+        "xy": jax.jacfwd(jax.grad(inner, 0), 1)(x, y),
+    }
+
+
+def test_products_are_those_of_the_dense_blocks(instance):
+    (x, y, v), batch = instance.iterate, instance.batches[0]
+    exact = dense(instance, batch)
+    close(jax.jit(hess_v, static_argnums=0)(instance.problem, x, y, v, batch), exact["yy"] @ flat(v))
+    close(jax.jit(cross_v, static_argnums=0)(instance.problem, x, y, v, batch), exact["xy"] @ flat(v))
+
+
+def test_directions_are_those_of_the_dense_blocks(instance):
+    exact_f, exact_g = (dense(instance, batch) for batch in instance.batches[:2])
+    v = flat(instance.iterate.v)
+    got = joint_directions(instance.problem, instance.iterate, *instance.batches[:2])
+    close(got.step.x, exact_f["f_x"] - exact_g["xy"] @ v)
+    close(got.step.y, exact_g["g_y"])
+    close(got.step.v, exact_g["yy"] @ v - exact_f["f_y"])
+    assert float(got.outer_loss) == pytest.approx(exact_f["f"], rel=ROUNDING)
+    assert float(got.inner_loss) == pytest.approx(exact_g["g"], rel=ROUNDING)
+    assert jax.tree.structure(got.step) == jax.tree.structure(instance.iterate)
+
+
+def test_independent_directions_use_each_batch_where_it_belongs(instance):
+    exact = [dense(instance, batch) for batch in instance.batches]
+    v = flat(instance.iterate.v)
+    zeta, psi_f, psi_g, xi_f, xi_g = instance.batches
+    got = independent(instance.problem, instance.iterate, zeta, (psi_f, psi_g), (xi_f, xi_g))
+    close(got.step.y, exact[0]["g_y"])
+    close(got.step.v, exact[2]["yy"] @ v - exact[1]["f_y"])
+    close(got.step.x, exact[3]["f_x"] - exact[4]["xy"] @ v)
+    assert float(got.outer_loss) == pytest.approx(exact[3]["f"], rel=ROUNDING)
+    assert float(got.inner_loss) == pytest.approx(exact[0]["g"], rel=ROUNDING)
+
+
+def test_independent_directions_on_one_batch_are_the_joint_ones(instance):
+    batch = instance.batches[0]
+    joint = joint_directions(instance.problem, instance.iterate, batch, batch)
+    apart = independent(instance.problem, instance.iterate, batch, (batch, batch), (batch, batch))
+    for one, other in zip(joint.step, apart.step, strict=True):
+        close(one, flat(other))
+
+
+@pytest.mark.parametrize("variable", ["x", "y"])
+def test_products_are_the_slopes_of_gradients(instance, variable):
+    """Central differences of ∇g along v in y: error h²/6·‖∇⁴-type term‖ and rounding of ∇g divided by h."""
+    (x, y, v), batch = instance.iterate, instance.batches[0]
+    index = "xy".index(variable)
+    product = {"x": cross_v, "y": hess_v}[variable]
+
+    @jax.jit
+    def slope(h):
+        """∇g at y + h v: a vector that depends on one number."""
+        moved = jax.tree.map(lambda a, b: a + h * b, y, v)
+        return ravel_pytree(jax.grad(instance.problem.inner, index)(x, moved, batch))[0]
+
+    third = jax.jit(jax.jacfwd(jax.jacfwd(jax.jacfwd(slope))))
+    h = EPS ** (1 / 3)
+    difference = np.asarray(slope(h) - slope(-h)) / (2 * h)
+    truncation = h**2 / 6 * max(float(jnp.linalg.norm(third(t))) for t in np.linspace(-h, h, 5))
+    # a gradient is a sum over 6 samples and 2 + 3 + 4 units of terms about as large as itself
+    rounding = 64 * EPS * float(jnp.linalg.norm(slope(0.0))) / h
+    exact = flat(jax.jit(product, static_argnums=0)(instance.problem, x, y, v, batch))
+    assert np.linalg.norm(difference - exact) <= 2 * truncation + rounding
+    assert truncation + rounding <= 1e-6 * np.linalg.norm(exact)  # the bound says something
+
+    def error(h):
+        return np.linalg.norm(np.asarray(slope(h) - slope(-h)) / (2 * h) - exact)
+
+    # quartering of the error: second order, hence the same derivative; its own error is O(h²) again
+    assert error(1e-2) / error(5e-3) == pytest.approx(4, rel=0.05)
+
+
+def mlp_instance():
+    """A problem of three dense layers, the first two of them x, and everything else elementwise."""
+    rng = np.random.default_rng(1)
+    x = [rng.normal(size=(16, 16)), rng.normal(size=(16, 16))]
+    y, v, batch = rng.normal(size=(16, 4)), rng.normal(size=(16, 4)), rng.normal(size=(8, 16))
+
+    def loss(x, y, batch):
+        hidden = batch
+        for weight in x:
+            hidden = jnp.tanh(hidden @ weight)
+        return jnp.mean(jnp.tanh(hidden @ y) ** 2)
+
+    return Bilevel(outer=loss, inner=loss), XYV(x, y, v), batch
+
+
+def test_directions_cost_no_more_than_three_gradients():
+    """One gradient of f, and a gradient of ⟨∇y g, v⟩, which costs at most twice a gradient of g."""
+    problem, iterate, batch = mlp_instance()
+
+    def gradient(iterate, batch):
+        return jax.grad(problem.inner, (0, 1))(iterate.x, iterate.y, batch)
+
+    def joint(iterate, batch):
+        return directions(problem, iterate, batch + 1, batch)  # two batches, so that f and g share nothing
+
+    def separate(iterate, batch):
+        x, y, v = iterate
+        f = jax.grad(problem.outer, (0, 1))(x, y, batch + 1)
+        return f, *(product(problem, x, y, v, batch) for product in (hess_v, cross_v)), gradient(iterate, batch)[1]
+
+    def written(function):
+        return str(jax.make_jaxpr(function)(iterate, batch)).count("dot_general")
+
+    def compiled(function):
+        return jax.jit(function).lower(iterate, batch).compile().as_text().count(" dot(")
+
+    assert written(gradient) == 3 + 3 + 2  # forward, weights, and activations except the data
+    assert written(joint) <= 3 * written(gradient) < written(separate)
+    assert 0 < compiled(joint) <= 3 * written(gradient)
