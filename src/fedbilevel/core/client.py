@@ -36,12 +36,13 @@ class Ragged:
                 f"Clients.{name}: every leaf needs the same two leading axes (clients, samples), got {_shapes(arrays)}"
             )
         clients, samples = shapes.pop()
-        size = np.full(clients, samples) if sizes is None else np.asarray(sizes, np.int64)
-        require(size.shape == (clients,), f"Clients sizes for {name}", size.shape, f"of shape ({clients},)")
+        size = np.full(clients, samples) if sizes is None else np.asarray(sizes)
+        fits = size.shape == (clients,) and np.issubdtype(size.dtype, np.integer)
+        require(fits, f"Clients.{name}_sizes", sizes, f"integers of shape ({clients},)")
         if size.max(initial=0) > samples:
             raise ConfigurationError(f"Clients.{name}: a size of {size.max()} exceeds the {samples} samples stored")
         flat = jax.tree.map(lambda leaf: np.asanyarray(leaf).reshape(-1, *np.shape(leaf)[2:]), arrays)
-        return cls(flat, np.arange(clients) * samples, size).checked(name)
+        return cls(flat, np.arange(clients) * samples, size.astype(np.int64)).checked(name)
 
     @classmethod
     def listed(cls, name: str, entries: Sequence[PyTree]) -> Ragged:
@@ -57,11 +58,21 @@ class Ragged:
         return cls(flat, np.cumsum(size) - size, size).checked(name)
 
     def checked(self, name: str) -> Ragged:
-        """Refuse empty clients at once, and NaN or infinity in what is already in memory."""
+        """Refuse empty clients, rows outside what is stored, and NaN or infinity in what is already in memory."""
+        shapes = np.shape(self.start), np.shape(self.size)
+        fits = shapes[0] == shapes[1] and len(shapes[0]) == 1
+        require(fits, f"Clients.{name}: shapes of start and size", shapes, "(rows,) both")
         empty = np.flatnonzero(self.size <= 0)
         if empty.size:
             raise ConfigurationError(
                 f"Clients.{name}: client {empty[0]} is empty ({empty.size} in all); every client needs a sample"
+            )
+        stored = min((len(leaf) for leaf in jax.tree.leaves(self.values)), default=0)
+        outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))
+        if outside.size:
+            i = outside[0]
+            raise ConfigurationError(
+                f"Clients.{name}: row {i} (start {self.start[i]}, size {self.size[i]}) is outside the {stored} samples"
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.values):
             if not isinstance(leaf, np.memmap):  # memory maps are checked row by row, when they are read
@@ -143,7 +154,7 @@ def _weights(weights: Any, sizes: np.ndarray) -> np.ndarray:
         bool(np.all(np.isfinite(p)) and np.all(p >= 0) and p.sum() > 0),
         "Clients.weights",
         weights,
-        "≥ 0, finite",
+        "≥ 0, finite and not all 0",
     )
     return np.asarray(p / p.sum())
 
@@ -153,7 +164,8 @@ def _local_steps(steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:
         return None
     allowed = f"None, a pair (low, high) with 1 ≤ low ≤ high, or {count} positive integers"
     if isinstance(steps, tuple):
-        require(len(steps) == 2 and 1 <= steps[0] <= steps[1], "Clients.local_steps", steps, allowed)
+        whole = len(steps) == 2 and all(isinstance(step, int | np.integer) for step in steps)
+        require(whole and 1 <= steps[0] <= steps[1], "Clients.local_steps", steps, allowed)
         return int(steps[0]), int(steps[1])
     array = np.asarray(steps)
     fits = array.shape == (count,) and np.issubdtype(array.dtype, np.integer) and bool(np.all(array >= 1))
