@@ -1,0 +1,177 @@
+"""Does every client get its own samples, all of them and no others, however they were handed over?"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.problem import Bilevel, Padded
+
+SIZES = np.array([3, 1, 4, 2])
+EPS = np.finfo(np.float64).eps
+
+
+def entries(seed=0):
+    rng = np.random.default_rng(seed)
+    return [{"u": rng.normal(size=(n, 2)), "t": rng.integers(0, 9, n)} for n in SIZES]
+
+
+def stacked(data, filler):
+    """Padded to the longest, the padding filled with something that may not be used."""
+
+    def pad(*leaves):
+        out = np.full((len(leaves), SIZES.max(), *leaves[0].shape[1:]), filler, leaves[0].dtype)
+        for i, leaf in enumerate(leaves):
+            out[i, : len(leaf)] = leaf
+        return out
+
+    return jax.tree.map(pad, *data)
+
+
+def ragged(data):
+    """The same rows in another order, with a gap between them."""
+    order, gap = [2, 0, 3, 1], 5
+    start, flat, position = np.zeros(4, np.int64), [], 0
+    for i in order:
+        start[i] = position
+        position += SIZES[i] + gap
+        flat += [data[i], jax.tree.map(lambda a: np.full_like(a[:1], 77).repeat(gap, 0), data[i])]
+    return Ragged(jax.tree.map(lambda *leaves: np.concatenate(leaves), *flat), start, SIZES.copy())
+
+
+def populations(data):
+    return {
+        "list": Clients(data, data),
+        "stacked": Clients(*[stacked(data, 55)] * 2, outer_sizes=SIZES, inner_sizes=SIZES),
+        "ragged": Clients(ragged(data), ragged(data)),
+    }
+
+
+@pytest.mark.parametrize("form", ["list", "stacked", "ragged"])
+def test_each_form_holds_the_same_rows(form):
+    data = entries()
+    clients = populations(data)[form]
+    assert len(clients) == 4
+    for rows in (clients.outer, clients.inner):
+        assert rows.size.tolist() == SIZES.tolist()
+        for i, own in enumerate(data):
+            jax.tree.map(np.testing.assert_array_equal, rows.row(i), own)
+
+
+def test_outer_and_inner_samples_never_mix():
+    clients = Clients(entries(seed=1), entries(seed=2))
+    np.testing.assert_array_equal(clients.outer.row(2)["u"], entries(seed=1)[2]["u"])
+    np.testing.assert_array_equal(clients.inner.row(2)["u"], entries(seed=2)[2]["u"])
+
+
+def test_stacking_copies_nothing():
+    array = np.zeros((4, 6, 2))
+    assert np.shares_memory(Clients(array, array).outer.values, array)
+
+
+def window(rows, i, longest=4, equal=False):
+    """Client i's samples as an engine hands them to a phase."""
+    return Samples(rows.values, jnp.asarray(rows.start[i]), jnp.asarray(rows.size[i]), longest, equal)
+
+
+def alone(own):
+    """The same client's samples as the only ones there are."""
+    size = len(jax.tree.leaves(own)[0])
+    return Samples(own, jnp.asarray(0), jnp.asarray(size), size, True)
+
+
+@pytest.mark.parametrize("form", ["list", "stacked", "ragged"])
+def test_draws_depend_on_the_key_and_the_client_alone(form):
+    """Not on padding, on the place in the flat arrays, nor on the other clients."""
+    data = entries()
+    rows = populations(data)[form].inner
+    for i, own in enumerate(data):
+        key = jax.random.key(i)
+        jax.tree.map(np.testing.assert_array_equal, window(rows, i).batch(key, 50), alone(own).batch(key, 50))
+
+
+def test_draws_are_uniform_with_replacement():
+    count = 4000
+    numbered = Clients(*[[np.arange(n) + 100 * i for i, n in enumerate(SIZES)]] * 2).inner
+    for i, size in enumerate(SIZES):
+        drawn = np.asarray(window(numbered, i).batch(jax.random.key(i), count)) - 100 * i
+        assert drawn.min() == 0
+        assert drawn.max() == size - 1
+        share = 1 / size
+        error = np.sqrt(share * (1 - share) / count)
+        assert np.all(np.abs(np.bincount(drawn) / count - share) <= 5 * error)
+        assert len(drawn) > size  # more draws than samples: with replacement
+
+
+def test_two_keys_draw_differently():
+    samples = alone(np.arange(1000))
+    one, other = (samples.batch(jax.random.key(seed), 20) for seed in (0, 1))
+    assert not np.array_equal(one, other)
+
+
+def loss(x, y, batch):
+    """A mean over samples plus a term without any."""
+    return jnp.mean(jnp.log1p(jnp.exp(batch["u"] @ y * x)) * batch["t"]) + jnp.sum(x**2) * jnp.sum(jnp.cosh(y))
+
+
+def test_a_padded_full_batch_gives_the_loss_of_the_true_samples():
+    """Value, gradients and second derivatives, for unequal sizes."""
+    data = entries()
+    x, y = jnp.asarray(0.7), jnp.asarray([0.3, -1.1])
+    extended = Bilevel(loss, loss).over_batches()
+
+    @jax.jit
+    def everything(batch):
+        hessian = jax.hessian(extended.inner, 1)(x, y, batch)
+        return jax.value_and_grad(extended.outer, (0, 1))(x, y, batch), hessian
+
+    @jax.jit
+    def exact(own):
+        return jax.value_and_grad(loss, (0, 1))(x, y, own), jax.hessian(loss, 1)(x, y, own)
+
+    rows = populations(data)["stacked"].inner
+    batches = [window(rows, i).batch(jax.random.key(0), None) for i in range(4)]
+    assert all(isinstance(batch, Padded) for batch in batches)
+    for own, batch in zip(data, batches, strict=True):
+        true = exact(own)
+        # at most 4 samples of 2 features, none larger than 10² times the sum: 10² roundings are plenty
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=100 * EPS), everything(batch), true)
+
+
+def test_a_full_batch_of_equal_clients_is_not_padded():
+    array = np.arange(24.0).reshape(4, 3, 2)
+    rows = Clients(array, array).inner
+    batch = window(rows, 2, longest=3, equal=True).batch(jax.random.key(0), None)
+    np.testing.assert_array_equal(batch, array[2])
+
+
+def test_weights_are_normalised():
+    data = entries()
+    assert Clients(data, data).weights.tolist() == [0.25] * 4
+    assert Clients(data, data, weights="size").weights.tolist() == (SIZES / 10).tolist()
+    assert Clients(data, data, weights=[1, 0, 2, 1]).weights.tolist() == [0.25, 0, 0.5, 0.25]
+
+
+def test_weights_by_size_count_the_inner_samples():
+    outer, inner = entries(), entries()[::-1]
+    assert Clients(outer, inner, weights="size").weights.tolist() == (SIZES[::-1] / 10).tolist()
+
+
+def test_local_steps_have_three_forms():
+    data = entries()
+    assert Clients(data, data).local_steps is None
+    assert Clients(data, data, local_steps=(2, 5)).local_steps == (2, 5)
+    each = Clients(data, data, local_steps=[1, 2, 3, 9]).local_steps
+    assert each.dtype == np.int32
+    assert each.tolist() == [1, 2, 3, 9]
+
+
+def test_clients_local_steps_are_the_populations_or_else_the_algorithms():
+    make = lambda work: Client(  # noqa: E731
+        Bilevel(loss, loss), SimpleNamespace(), SimpleNamespace(), jnp.asarray(0), jnp.asarray(1.0), None, work
+    )
+    assert make(None).local_steps(7) == 7
+    assert int(make(jnp.asarray(3)).local_steps(7)) == 3

@@ -1,0 +1,93 @@
+"""Is every mistake in describing a population refused, in words that name the field?"""
+
+import numpy as np
+import pytest
+
+from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.errors import ConfigurationError
+
+GOOD = np.zeros((3, 4, 2))
+ENTRIES = [np.zeros((n, 2)) for n in (4, 1, 2)]
+
+
+def with_value(value, dtype=float):
+    array = np.zeros((3, 4, 2), dtype)
+    array[1, 2, 1] = value
+    return array
+
+
+def flat(start, size, total=10):
+    return Ragged(np.zeros((total, 2)), np.array(start), np.array(size))
+
+
+SAMPLES = {
+    "empty client in a list": ([np.zeros((2, 2)), np.zeros((0, 2))], {}, "client 1 is empty"),
+    "no clients": ([], {}, "list with one entry per client"),
+    "empty client by size": (GOOD, {"sizes": [4, 0, 4]}, "client 1 is empty"),
+    "negative size": (GOOD, {"sizes": [4, -1, 4]}, "client 1 is empty"),
+    "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, "size of 5 exceeds the 4 samples"),
+    "sizes of the wrong length": (GOOD, {"sizes": [4, 4]}, r"_sizes .*\(3,\)"),
+    "sizes that are no integers": (GOOD, {"sizes": [4.0, 2.5, 4.0]}, "_sizes .*integers"),
+    "sizes beside a list": (ENTRIES, {"sizes": [4, 1, 2]}, "_sizes .*left out"),
+    "a NaN": (with_value(np.nan), {}, r"NaN or infinity, first at index \(6, 1\)"),
+    "an infinity": (with_value(-np.inf, np.float32), {}, "NaN or infinity"),
+    "a NaN in a list": ([np.zeros((2, 2)), np.full((1, 2), np.nan)], {}, "NaN or infinity"),
+    "a NaN in one leaf": ({"u": GOOD, "t": with_value(np.nan)}, {}, r"\['t'\] holds NaN"),
+    "leaves of different lengths": ({"u": GOOD, "t": GOOD[:, :3]}, {}, r"\['t'\] \(3, 3, 2\), \['u'\] \(3, 4, 2\)"),
+    "leaves of different lengths in a list": ([{"u": np.zeros(3), "t": np.zeros(2)}], {}, "client 0 disagree"),
+    "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, "client 0 disagree"),
+    "one leading axis": (np.zeros(3), {}, "two leading axes"),
+    "nothing": ({}, {}, "two leading axes"),
+    "entries of different structure": ([{"u": np.zeros(2)}, {"t": np.zeros(2)}], {}, "different tree structures"),
+    "samples of different shape": ([np.zeros((2, 2)), np.zeros((2, 3))], {}, "differ in shape"),
+    "a row beyond the end": (flat([0, 8], [3, 3]), {}, "row 1 .*10"),
+    "a row before the beginning": (flat([-1, 3], [3, 3]), {}, "row 0 "),
+    "starts and sizes of different lengths": (flat([0, 3, 6], [3, 3]), {}, "start.*size"),
+    "flat leaves of different lengths": (
+        Ragged({"u": np.zeros(9), "t": np.zeros(6)}, np.array([0, 3]), np.array([3, 4])),
+        {},
+        "row 1 .*6",
+    ),
+}
+
+
+@pytest.mark.parametrize("field", ["outer", "inner"])
+@pytest.mark.parametrize("case", SAMPLES)
+def test_bad_samples_are_refused(case, field):
+    data, options, words = SAMPLES[case]
+    other = {"outer": "inner", "inner": "outer"}[field]
+    options = {f"{field}_{name}": value for name, value in options.items()}
+    with pytest.raises(ConfigurationError, match=words) as raised:
+        Clients(**{field: data, other: GOOD}, **options)
+    assert f"Clients.{field}" in str(raised.value)
+
+
+def test_both_losses_need_the_same_clients():
+    with pytest.raises(ConfigurationError, match="outer has 2 clients and inner has 3"):
+        Clients(GOOD[:2], GOOD)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([1.0, 1.0], r"\(3,\), one per client"),
+        ([1.0, -0.1, 1.0], "≥ 0"),
+        ([1.0, np.nan, 1.0], "finite"),
+        ([1.0, np.inf, 1.0], "finite"),
+        ([0.0, 0.0, 0.0], "not all 0"),
+        ("sizes", "'size'"),
+    ],
+)
+def test_bad_weights_are_refused(weights, words):
+    with pytest.raises(ConfigurationError, match=words) as raised:
+        Clients(GOOD, GOOD, weights=weights)
+    assert "Clients.weights" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [5, 0, (3, 2), (0, 2), (1, 2, 3), (1.5, 3), [1, 2], [1, 2, 0], [1.0, 2.0, 3.0], "3", [True, True, True]],
+)
+def test_bad_local_steps_are_refused(steps):
+    with pytest.raises(ConfigurationError, match=r"Clients\.local_steps = .*pair \(low, high\).* or 3 positive"):
+        Clients(GOOD, GOOD, local_steps=steps)
