@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fedbilevel"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW_EXPERIMENTS = {"engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
-ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py
+ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py and public.py
     "core": set(),
     "data": set(),
     "oracles": {"core"},
@@ -37,7 +37,7 @@ HEAVY = {"flwr", "matplotlib", "sklearn", "rich"}
 def room_of(path: Path) -> str:
     """The room that a file, given relative to the package, belongs to."""
     name = path.with_suffix("").parts[0]
-    return {"__init__": "root", "__main__": "cli"}.get(name, name)
+    return {"__init__": "root", "public": "root", "__main__": "cli"}.get(name, name)
 
 
 def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:

@@ -1,50 +1,23 @@
 """Federated bilevel optimization: choose x so that the model y trained on it, by many clients, is best."""
 
-from fedbilevel.algorithms import ALGORITHMS, ShroFBO, SimFBO
-from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
-from fedbilevel.core.algorithm import algorithm, phase
-from fedbilevel.core.client import Client, Clients, Ragged
-from fedbilevel.core.errors import CheckpointError, ConfigurationError, FedbilevelError, NonFiniteError
-from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.problem import Bilevel
-from fedbilevel.core.tree import XYV
-from fedbilevel.engines.history import History
-from fedbilevel.engines.ledger import Ledger
-from fedbilevel.engines.local import Local
-from fedbilevel.engines.reference import Reference
-from fedbilevel.engines.result import Result, load_result, stop_when, stop_without_progress
-from fedbilevel.engines.solve import solve
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedbilevel.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ALGORITHMS",
-    "XYV",
-    "Bilevel",
-    "CheckpointError",
-    "Client",
-    "Clients",
-    "ConfigurationError",
-    "Fed",
-    "FedbilevelError",
-    "History",
-    "Ledger",
-    "Local",
-    "Momentum",
-    "NonFiniteError",
-    "Plain",
-    "Proximal",
-    "Ragged",
-    "Reference",
-    "Reply",
-    "Result",
-    "ShroFBO",
-    "SimFBO",
-    "__version__",
-    "algorithm",
-    "load_result",
-    "phase",
-    "solve",
-    "stop_when",
-    "stop_without_progress",
-]
+
+def __getattr__(name: str) -> Any:
+    """Hand out a public name; they are loaded on first use, so that `fedbilevel --help` does not wait for JAX."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = import_module("fedbilevel.public")
+    if name != "__all__" and name not in public.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(public, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *import_module("fedbilevel.public").__all__]

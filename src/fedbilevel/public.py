@@ -1,0 +1,47 @@
+"""The public names of the library, which `fedbilevel` hands out; import them from there."""
+
+from fedbilevel.algorithms import ALGORITHMS, ShroFBO, SimFBO
+from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Client, Clients, Ragged
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, FedbilevelError, NonFiniteError
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import XYV
+from fedbilevel.engines.history import History
+from fedbilevel.engines.ledger import Ledger
+from fedbilevel.engines.local import Local
+from fedbilevel.engines.reference import Reference
+from fedbilevel.engines.result import Result, load_result, stop_when, stop_without_progress
+from fedbilevel.engines.solve import solve
+
+__all__ = [
+    "ALGORITHMS",
+    "XYV",
+    "Bilevel",
+    "CheckpointError",
+    "Client",
+    "Clients",
+    "ConfigurationError",
+    "Fed",
+    "FedbilevelError",
+    "History",
+    "Ledger",
+    "Local",
+    "Momentum",
+    "NonFiniteError",
+    "Plain",
+    "Proximal",
+    "Ragged",
+    "Reference",
+    "Reply",
+    "Result",
+    "ShroFBO",
+    "SimFBO",
+    "algorithm",
+    "load_result",
+    "phase",
+    "solve",
+    "stop_when",
+    "stop_without_progress",
+]
