@@ -50,7 +50,10 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ("hyper_representation", "fashion-mnist"): MNIST,
     ("quadratic", None): Preset(
         shared={"local_steps": 5, "batch_size": None},
-        algorithms=_single_loop(client_lr={"x": 0.01, "y": 0.1, "v": 0.1}, server_lr={"x": 0.01, "y": 0.1, "v": 0.1}),
+        algorithms=_single_loop(
+            client_lr={"x": 1e-4, "y": 1e-3, "v": 1e-3},  # where they end is off by a multiple of these
+            server_lr={"x": 0.01, "y": 0.1, "v": 0.1},
+        ),
         run={"rounds": 500, "cohort": None, "eval_every": 10},
     ),
 }
