@@ -124,9 +124,10 @@ def _prepare_steps(name: str, value: Any) -> Any:
         if isinstance(value, dict):
             require(set(value) == {"x", "y", "v"}, name, value, "a number, or one for each of x, y and v")
             value = XYV(**value)
-        elif callable(value) or isinstance(value, int | float | str):
+        elif callable(value) or isinstance(value, int | float | str | np.number | np.ndarray | Array):
             value = XYV(value, value, value)
-        else:
+        else:  # a placeholder in a tree map, unless it is a sequence, whose order nobody could know
+            require(not isinstance(value, tuple | list), name, value, "a number, or one for each of x, y and v by name")
             return value
     largest = sys.float_info.max
     return XYV(*(_prepare_number(f"{name}.{part}", size, largest) for part, size in zip("xyv", value, strict=True)))
