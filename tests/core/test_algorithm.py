@@ -1,0 +1,79 @@
+"""May an exchange name the algorithm's own phases and nothing else?"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.algorithm import init_client, phase_name
+from fedbilevel.core.errors import ConfigurationError
+
+
+@fb.algorithm
+class Keeps:
+    """Counts the rounds in which a client took part."""
+
+    def init(self, x, y):
+        return SimpleNamespace(x=x, y=y)
+
+    def init_client(self, x, y):
+        return {"seen": jnp.zeros((), int)}
+
+    def helper(self, client, message, key):
+        return fb.Reply(message)
+
+    @fb.phase
+    def visit(self, client, message, key):
+        return fb.Reply(message, state={"seen": client.state["seen"] + 1})
+
+
+def test_the_allow_list_is_what_is_marked():
+    assert Keeps.phases == {"visit"}
+    assert fb.SimFBO.phases == fb.ShroFBO.phases == {"local_updates", "normalised_updates"}
+
+
+def test_own_phases_are_allowed_by_name():
+    algorithm = Keeps()
+    assert phase_name(algorithm, algorithm.visit) == "visit"
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (lambda client, message, key: fb.Reply(message), "<lambda>"),
+        (Keeps.visit, "visit"),
+        (Keeps().visit, "visit"),  # equal configurations, yet another object: its fields need not be the client's
+        (fb.SimFBO().local_updates, "local_updates"),
+        (Keeps().helper, "helper"),
+        ("visit", "'visit'"),
+    ],
+)
+def test_anything_else_is_refused(function, named):
+    with pytest.raises(ConfigurationError, match=rf"Keeps: .*phases \['visit'\], got {named}"):
+        phase_name(Keeps(), function)
+
+
+def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
+    algorithm = Keeps()
+    with pytest.raises(ConfigurationError, match="got helper"):
+        phase_name(algorithm, algorithm.helper)
+
+
+@pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
+def test_a_round_that_sends_code_is_stopped_in_every_engine(engine):
+    @fb.algorithm
+    class SendsCode(fb.SimFBO):
+        def round(self, fed, state, key):
+            return state._replace(iterate=fed.mean(lambda client, message, key: fb.Reply(message), state.iterate, key))
+
+    loss = lambda x, y, batch: jnp.mean((y - batch) ** 2) + x**2  # noqa: E731
+    clients = fb.Clients([jnp.ones(2).__array__()], [jnp.ones(2).__array__()])
+    with pytest.raises(ConfigurationError, match="SendsCode: an exchange takes one of its phases"):
+        fb.solve(SendsCode(), fb.Bilevel(loss, loss), clients, jnp.ones(()), jnp.ones(()), rounds=1, engine=engine)
+
+
+def test_clients_keep_what_the_algorithm_says():
+    assert init_client(fb.SimFBO(), jnp.zeros(2), jnp.zeros(3)) is None
+    assert jax.tree.map(int, init_client(Keeps(), jnp.zeros(2), jnp.zeros(3))) == {"seen": 0}

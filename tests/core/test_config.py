@@ -1,0 +1,180 @@
+"""Are hyperparameters checked when built, fixed or traced as declared, and able to follow a schedule or a sweep?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedbilevel.algorithms.local_coefficients import Momentum, Proximal
+from fedbilevel.algorithms.simfbo import SimFBO
+from fedbilevel.core.config import Schedule, at, config, fraction, positive, static, steps
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.tree import XYV
+
+
+@config
+class Example:
+    """One field of each kind."""
+
+    count: int = static(3)
+    lr: XYV = steps(x=0.1, y=0.2, v=0.3)
+    radius: float = positive(2.0)
+    decay: float = fraction(0.5)
+
+
+def test_defaults_stand():
+    assert (Example().count, Example().lr, Example().radius, Example().decay) == (3, XYV(0.1, 0.2, 0.3), 2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [0.7, np.float64(0.7), np.float32(0.7), np.array(0.7), {"x": 0.7, "y": 0.7, "v": 0.7}, XYV(0.7, 0.7, 0.7)],
+)
+def test_one_number_serves_x_y_and_v(given):
+    lr = Example(lr=given).lr
+    assert isinstance(lr, XYV)
+    assert [float(size) for size in lr] == pytest.approx([0.7] * 3, rel=2.0**-23)
+
+
+def test_one_traced_or_swept_number_serves_x_y_and_v():
+    sizes = jnp.array([0.1, 0.2, 0.3])  # three of them: they must not be taken for x, y and v
+    assert all(np.array_equal(size, sizes) for size in Example(lr=sizes).lr)
+    assert jax.jit(lambda size: Example(lr=size).lr.v)(0.25) == 0.25
+
+
+def test_names_decide_which_is_which():
+    assert Example(lr={"v": 3.0, "x": 1.0, "y": 2.0}).lr == XYV(1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), "0.1", np.float32(-1), {"x": 1.0}, (1.0, 2.0)])
+def test_bad_step_sizes_are_refused(bad):
+    with pytest.raises(ConfigurationError, match=r"Example\.lr"):
+        Example(lr=bad)
+
+
+def test_a_bad_step_size_is_named_by_its_variable():
+    with pytest.raises(ConfigurationError, match=r"Example\.lr\.v = -3.* a positive number or a schedule"):
+        Example(lr={"x": 1.0, "y": 1.0, "v": -3})
+
+
+@pytest.mark.parametrize("bad", [0.0, -1, float("nan"), "wide"])
+def test_bad_positive_numbers_are_refused(bad):
+    with pytest.raises(ConfigurationError, match=r"Example\.radius = .* a positive number"):
+        Example(radius=bad)
+
+
+def test_a_radius_may_be_infinite():
+    assert Example(radius=float("inf")).radius == float("inf")
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, 1.5, -0.5, float("nan"), "half"])
+def test_bad_fractions_are_refused(bad):
+    with pytest.raises(ConfigurationError, match=r"Example\.decay = .* strictly between 0 and 1"):
+        Example(decay=bad)
+    for cls, name in ((Momentum, "decay"), (Proximal, "pull")):
+        with pytest.raises(ConfigurationError, match=f"{cls.__name__}.{name}"):
+            cls(**{name: bad})
+
+
+@pytest.mark.parametrize("bad", [{"local_steps": 0}, {"batch_size": 0}])
+def test_bad_counts_of_simfbo_are_refused(bad):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(bad))} = 0"):
+        SimFBO(**bad)
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest():
+    with pytest.raises(
+        ConfigurationError, match=r"field of SimFBO 'sever_lr'; did you mean 'server_lr'\?.*local_steps"
+    ):
+        SimFBO(sever_lr=0.1)
+    with pytest.raises(
+        ConfigurationError, match=r"unknown field of Example 'qqq' \(allowed: count, decay, lr, radius\)"
+    ):
+        Example(qqq=1)
+
+
+def test_configurations_are_frozen_and_take_names_only():
+    with pytest.raises(AttributeError, match="count"):
+        Example().count = 4
+    with pytest.raises(TypeError):
+        Example(4)
+
+
+def test_numbers_are_arguments_and_static_fields_are_not():
+    """A changed number reuses the compiled program; a changed count makes another."""
+    traces = []
+
+    @jax.jit
+    def program(configuration):
+        traces.append(configuration.count)
+        return configuration.lr.x * configuration.count
+
+    assert float(program(Example(lr=0.5))) == 1.5
+    assert float(program(Example(lr=0.25, radius=7.0, decay=0.1))) == 0.75
+    assert traces == [3]
+    assert float(program(Example(lr=0.5, count=4))) == 2.0
+    assert traces == [3, 4]
+
+
+def test_equal_algorithms_share_a_program():
+    traces = []
+    program = jax.jit(lambda algorithm: traces.append(1) or algorithm.server_lr.x)
+    for size in (0.1, 0.2, 0.3):
+        program(SimFBO(server_lr=size, coefficients=Momentum(decay=size)))
+    assert len(traces) == 1
+    program(SimFBO(server_lr=0.1, batch_size=None))
+    assert len(traces) == 2
+
+
+def halving(round):
+    return 0.5**round
+
+
+def test_schedules_are_evaluated_at_a_traced_round():
+    traces = []
+
+    @jax.jit
+    def program(configuration, round):
+        traces.append(1)
+        now = at(configuration, round)
+        return now.lr.x, now.lr.y, now.radius
+
+    schedule = optax.linear_schedule(1.0, 0.5, 4)
+    scheduled = Example(lr={"x": halving, "y": 0.3, "v": 1.0}, radius=schedule)
+    assert isinstance(scheduled.lr.x, Schedule)
+    for round in range(6):
+        got = [float(value) for value in program(scheduled, round)]
+        assert got == pytest.approx([0.5**round, 0.3, 1 - min(round, 4) / 8], rel=1e-15)
+    assert len(traces) == 1
+
+
+def test_one_schedule_serves_x_y_and_v():
+    assert list(at(Example(lr=halving), 2).lr) == [0.25] * 3
+
+
+def test_without_schedules_at_changes_nothing():
+    assert at(Example(), 5) == Example()
+
+
+def sweep(algorithms):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *algorithms)
+
+
+@pytest.mark.parametrize("form", ["stacked", "array"])
+def test_a_sweep_is_a_vmap_over_the_algorithm(form):
+    sizes, radius = [0.1, 0.5, 1.0], 0.75
+    x, y = jnp.array([1.0, -2.0]), jnp.array([0.5, 0.25, 2.0])
+    q = XYV(x * 2, y * 3, y - 1)
+    each = [SimFBO(server_lr=size, radius=radius) for size in sizes]
+    if form == "stacked":
+        together = jax.vmap(lambda algorithm: algorithm.server_update(algorithm.init(x, y), q))(sweep(each))
+    else:
+        together = jax.vmap(lambda size: SimFBO(server_lr=size, radius=radius).server_update(each[0].init(x, y), q))(
+            jnp.array(sizes)
+        )
+    for i, algorithm in enumerate(each):
+        alone = algorithm.server_update(algorithm.init(x, y), q).iterate
+        for a, b in zip(together.iterate, alone, strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=4 * np.finfo(float).eps)
+    assert not np.array_equal(together.iterate.x[0], together.iterate.x[1])
