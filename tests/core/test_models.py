@@ -1,0 +1,125 @@
+"""Do models of Equinox and Flax run as they are, with the numbers of plain dictionaries of arrays?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+
+ROUNDS = 3
+# 3 rounds of 2 steps on sums of at most 5 samples and 4 units: well below 10³ roundings of numbers of order 1
+AGREEMENT = 1e-12
+
+
+def samples(seed):
+    rng = np.random.default_rng(seed)
+    return [{"u": rng.normal(size=(n, 3)), "t": rng.normal(size=n)} for n in (4, 2, 5)]
+
+
+CLIENTS = fb.Clients(samples(0), samples(1), weights=[1.0, 2.0, 0.5])
+
+
+def problem(features, head):
+    """A representation x of the inputs under a linear head y; both losses regularise a little."""
+
+    def loss(x, y, batch):
+        prediction = jax.vmap(lambda u: head(y, features(x, u)))(batch["u"])[:, 0]
+        return jnp.mean((prediction - batch["t"]) ** 2)
+
+    def size(tree):
+        return sum(jnp.sum(a**2) for a in jax.tree.leaves(tree) if hasattr(a, "dtype"))
+
+    return fb.Bilevel(outer=loss, inner=lambda x, y, batch: loss(x, y, batch) + 0.1 * size(y))
+
+
+def run(features, head, x, y):
+    algorithm = fb.SimFBO(local_steps=2, batch_size=None, client_lr=0.05, server_lr=0.1)
+    return fb.solve(algorithm, problem(features, head), CLIENTS, x, y, rounds=ROUNDS, key=1)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Start and result with dictionaries of arrays."""
+    rng = np.random.default_rng(2)
+    x = {"w": rng.normal(size=(4, 3)), "b": rng.normal(size=4)}
+    y = {"w": rng.normal(size=(1, 4)), "b": rng.normal(size=1)}
+    result = run(lambda x, u: jnp.tanh(x["w"] @ u + x["b"]), lambda y, h: y["w"] @ h + y["b"], x, y)
+    assert not np.allclose(result.x["w"], x["w"], rtol=1e-3)  # it has moved
+    return x, y, result
+
+
+def agree(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert np.all(np.isfinite(a))
+        np.testing.assert_allclose(a, b, rtol=0, atol=AGREEMENT)
+
+
+def test_equinox_modules(plain):
+    eqx = pytest.importorskip("equinox")
+
+    class Features(eqx.Module):
+        layer: eqx.nn.Linear
+        activation: object  # a function among the leaves
+        width: int = eqx.field(static=True)
+
+        def __call__(self, u):
+            return self.activation(self.layer(u))
+
+    def linear(weight, bias):
+        made = eqx.nn.Linear(weight.shape[1], weight.shape[0], key=jax.random.key(0))
+        return eqx.tree_at(lambda m: (m.weight, m.bias), made, (jnp.asarray(weight), jnp.asarray(bias)))
+
+    x0, y0, expected = plain
+    x, y = Features(linear(x0["w"], x0["b"]), jnp.tanh, 4), linear(y0["w"], y0["b"])
+    result = run(lambda x, u: x(u), lambda y, h: y(h), x, y)
+    assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
+    assert result.x.activation is jnp.tanh
+    agree([result.x.layer.weight, result.x.layer.bias], [expected.x["w"], expected.x["b"]])
+    agree([result.y.weight, result.y.bias], [expected.y["w"], expected.y["b"]])
+    assert result.x(jnp.ones(3)).shape == (4,)  # a module still
+
+
+def test_an_equinox_module_without_a_bias():
+    eqx = pytest.importorskip("equinox")
+    x = eqx.nn.MLP(3, 4, 5, 1, key=jax.random.key(0), dtype=float)
+    y = eqx.nn.Linear(4, 1, use_bias=False, key=jax.random.key(1), dtype=float)
+    result = run(lambda x, u: x(u), lambda y, h: y(h), x, y)
+    assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
+    assert result.y.bias is None
+    assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(eqx.filter((result.x, result.y), eqx.is_array)))
+
+
+def test_flax_linen_parameters(plain):
+    nn = pytest.importorskip("flax.linen")
+    layers = {"x": nn.Dense(4, param_dtype=float), "y": nn.Dense(1, param_dtype=float)}
+
+    def params(tree):
+        return {"params": {"kernel": jnp.asarray(tree["w"].T), "bias": jnp.asarray(tree["b"])}}
+
+    x0, y0, expected = plain
+    x, y = params(x0), params(y0)
+    assert jax.tree.structure(x) == jax.tree.structure(layers["x"].init(jax.random.key(0), jnp.ones(3)))
+    result = run(lambda x, u: jnp.tanh(layers["x"].apply(x, u)), layers["y"].apply, x, y)
+    assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
+    for got, plain_tree in ((result.x, expected.x), (result.y, expected.y)):
+        agree([got["params"]["kernel"].T, got["params"]["bias"]], [plain_tree["w"], plain_tree["b"]])
+
+
+def test_flax_nnx_states(plain):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def taken_apart(tree):
+        rows, columns = tree["w"].shape
+        layer = nnx.Linear(columns, rows, param_dtype=float, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(layer, nnx.Param)
+        state["kernel"].set_value(jnp.asarray(tree["w"].T))
+        state["bias"].set_value(jnp.asarray(tree["b"]))
+        return graph, state
+
+    x0, y0, expected = plain
+    (x_graph, x), (y_graph, y) = taken_apart(x0), taken_apart(y0)
+    result = run(lambda x, u: jnp.tanh(nnx.merge(x_graph, x)(u)), lambda y, h: nnx.merge(y_graph, y)(h), x, y)
+    assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
+    for got, plain_tree in ((result.x, expected.x), (result.y, expected.y)):
+        agree([got["kernel"][...].T, got["bias"][...]], [plain_tree["w"], plain_tree["b"]])

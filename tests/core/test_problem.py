@@ -1,0 +1,126 @@
+"""Are losses that are not one real number refused, and models taken apart and put together again unharmed?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.problem import check_losses
+from fedbilevel.core.tree import all_finite, is_floating, join, nbytes, nonfinite_leaves, split
+
+SAMPLES = [np.arange(6.0).reshape(3, 2), np.ones((1, 2))]
+
+
+def good(x, y, batch):
+    return jnp.mean((batch @ y - x) ** 2)
+
+
+BAD = {
+    "a vector": lambda x, y, batch: jnp.mean((batch @ y - x) ** 2, keepdims=True),
+    "a value per sample": lambda x, y, batch: (batch @ y - x) ** 2,
+    "an integer": lambda x, y, batch: jnp.sum(batch @ y > x),
+    "a complex number": lambda x, y, batch: jnp.mean(batch @ y - x) * 1j,
+    "a pair": lambda x, y, batch: (jnp.mean(batch), 0.0),
+    "nothing": lambda x, y, batch: None,
+}
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+@pytest.mark.parametrize("case", BAD)
+def test_a_loss_returns_one_real_number(which, case):
+    problem = fb.Bilevel(**{"outer": good, "inner": good, which: BAD[case]})
+    with pytest.raises(ConfigurationError, match=f"the {which} loss must return one real number"):
+        check_losses(problem, jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
+
+
+def test_solve_refuses_such_a_loss_before_computing():
+    problem = fb.Bilevel(good, BAD["a value per sample"])
+    with pytest.raises(ConfigurationError, match="the inner loss must return one real number"):
+        fb.solve(fb.SimFBO(), problem, fb.Clients(SAMPLES, SAMPLES), jnp.ones(()), jnp.ones(2), rounds=1)
+
+
+def test_checking_computes_nothing():
+    def loss(x, y, batch):
+        calls.append(isinstance(x, jax.core.Tracer))
+        return good(x, y, batch)
+
+    calls: list[bool] = []
+    check_losses(fb.Bilevel(loss, loss), jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
+    assert calls
+    assert all(calls)
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_a_problem_is_made_of_functions(which):
+    with pytest.raises(ConfigurationError, match=rf"Bilevel\.{which} = 3 .* a function"):
+        fb.Bilevel(**{"outer": good, "inner": good, which: 3})
+
+
+TREE = {
+    "weight": np.ones((2, 3), np.float32),
+    "half": jnp.ones(2, jnp.bfloat16),
+    "number": 0.5,
+    "count": 3,
+    "table": np.arange(4),
+    "mask": np.array([True, False]),
+    "key": jax.random.key(0),
+    "activation": jnp.tanh,
+    "name": "linear",
+    "nothing": None,
+}
+
+
+def test_split_takes_the_floating_leaves_and_join_gives_the_tree_back():
+    variable, fixed = split(TREE)
+    assert {name for name, leaf in variable.items() if leaf is not None} == {"weight", "half", "number"}
+    assert {name for name, leaf in fixed.items() if leaf is None} == {"weight", "half", "number", "nothing"}
+    again = join(variable, fixed)
+    assert jax.tree.structure(again) == jax.tree.structure(TREE)
+    for name in TREE.keys() - variable.keys():
+        assert again[name] is TREE[name]
+    assert again["half"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(again["weight"], TREE["weight"])
+
+
+def test_with_fixed_is_the_same_problem_in_the_variables_alone():
+    def loss(x, y, batch):
+        assert x["power"] == 2
+        return jnp.mean(y["activation"](batch @ y["w"]) ** x["power"]) * x["scale"]
+
+    x, y = {"scale": jnp.asarray(0.5), "power": 2}, {"w": jnp.array([1.0, -0.5]), "activation": jnp.sin}
+    (x_variable, x_fixed), (y_variable, y_fixed) = split(x), split(y)
+    problem = fb.Bilevel(loss, loss)
+    fixed = problem.with_fixed(x_fixed, y_fixed)
+    value, gradients = jax.value_and_grad(fixed.inner, (0, 1))(x_variable, y_variable, SAMPLES[0])
+    assert float(value) == float(loss(x, y, SAMPLES[0]))
+    assert jax.tree.structure(gradients) == jax.tree.structure((x_variable, y_variable))
+
+
+def test_with_nothing_fixed_the_problem_stays_itself():
+    problem = fb.Bilevel(good, good)
+    assert problem.with_fixed({"a": None}, None) is problem
+
+
+def test_bytes_are_those_of_the_arrays():
+    assert nbytes({"a": np.zeros((3, 4), np.float32), "b": jnp.zeros(5, jnp.bfloat16), "c": None}) == 3 * 4 * 4 + 5 * 2
+    assert nbytes(jax.ShapeDtypeStruct((7,), np.float64)) == 56
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_found_and_named(bad):
+    tree = {"a": jnp.ones(3), "b": [np.arange(2), np.array([1.0, bad])]}
+    assert not all_finite(tree)
+    assert nonfinite_leaves(tree) == ["['b'][1]"]
+    assert nonfinite_leaves(jnp.asarray(bad)) == ["value"]
+    tree["b"][1] = np.ones(2)
+    assert all_finite(tree)
+    assert nonfinite_leaves(tree) == []
+
+
+def test_integers_are_always_finite():
+    assert all_finite({"n": np.arange(3)})
+    assert all_finite({})
+    assert not is_floating(3)
+    assert not is_floating(1j)
