@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 from jax import Array
 
 from fedbilevel.core.config import config, fraction, positive, static, steps
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import PyTree
 
@@ -47,6 +47,12 @@ def phase(function: Callable[..., Any]) -> Callable[..., Any]:
 def init_client(algorithm: Any, x: PyTree, y: PyTree) -> PyTree:
     """The state that each client keeps between rounds, or None for an algorithm whose clients keep none."""
     return algorithm.init_client(x, y) if hasattr(algorithm, "init_client") else None
+
+
+def check_algorithm(candidate: object) -> None:
+    """Refuse what is no instance of a class made by @algorithm."""
+    made = "phases" in vars(type(candidate))
+    require(made, "algorithm", candidate, "an instance of a class decorated with @algorithm, e.g. SimFBO()")
 
 
 def phase_name(algorithm: Algorithm, function: Any) -> str:

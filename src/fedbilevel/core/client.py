@@ -208,13 +208,22 @@ class Samples:
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
         """`batch_size` samples drawn uniformly with replacement, or every sample when it is None."""
         if batch_size is not None:
-            chosen = self.start + jax.random.randint(key, (batch_size,), 0, self.size)
+            chosen = self.start + uniform_below(key, self.size, (batch_size,))
             return jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values)
         if self.equal:
             return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)
         offset = jnp.arange(self.longest)
         chosen = self.start + jnp.minimum(offset, self.size - 1)
         return Padded(jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values), offset < self.size)
+
+
+def uniform_below(key: Array, bound: Array | int, shape: tuple[int, ...] = ()) -> Array:
+    """Integers uniform on 0..bound − 1, int32.
+
+    One hash where jax.random.randint takes three, which a third of a small program's compilation would go to; the
+    probabilities differ by less than 2⁻³² from each other.
+    """
+    return (jax.random.bits(key, shape, jnp.uint32) % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)
 
 
 @jax.tree_util.register_dataclass

@@ -14,6 +14,8 @@ from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree
 
 META = "__meta__"
+UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile)
+"""What reading a damaged archive was seen to raise; ValueError includes JSON's and Unicode's."""
 
 
 def save(path: Path, tree: PyTree, meta: dict[str, Any]) -> None:
@@ -34,17 +36,24 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         CheckpointError: not a checkpoint, or one of another model or algorithm; the message names the leaf.
     """
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        arrays = _read(path)
+        meta = json.loads(arrays.pop(META).tobytes())
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} is not a readable checkpoint: {error}") from error
-    if META not in arrays:
-        raise CheckpointError(f"{path} is not a checkpoint of this library")
-    meta = json.loads(arrays.pop(META).tobytes())
     expected = {_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(like)}
     if odd := sorted(expected ^ set(arrays)):
         raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
     return jax.tree_util.tree_map_with_path(lambda p, leaf: _restore(path, p, arrays[_name(p)], leaf), like), meta
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    stored = np.load(path, allow_pickle=False)
+    if isinstance(stored, np.ndarray):
+        raise ValueError("it holds a single array")
+    with stored:
+        if META not in stored.files:
+            raise ValueError("it was not written by this library")
+        return {name: stored[name] for name in stored.files}
 
 
 def write_atomically(path: Path, write: Any) -> None:
@@ -52,15 +61,16 @@ def write_atomically(path: Path, write: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}; nothing was changed") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _name(path: Any) -> str:
@@ -85,4 +95,5 @@ def _restore(file: Path, path: Any, array: np.ndarray, like: Any) -> Any:
             f"{file} belongs to another model: {_name(path)} is {array.dtype}{list(array.shape)} there, "
             f"{dtype}{list(expected.shape)} here"
         )
-    return jax.random.wrap_key_data(jnp.asarray(array)) if _is_key(like) else jnp.asarray(array)
+    restored = jnp.asarray(array)
+    return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(like)) if _is_key(like) else restored

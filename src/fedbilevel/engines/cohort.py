@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fedbilevel.core.client import uniform_below
+
 FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; beyond this a permutation of all M is quicker
 
 
@@ -38,7 +40,7 @@ def draw_cohort(key: Array, population: int, size: int) -> Array:
 
     def add(j: Array, chosen: Array) -> Array:
         top = population - size + j
-        draw = jax.random.randint(jax.random.fold_in(key, j), (), 0, top + 1, jnp.int32)
+        draw = uniform_below(jax.random.fold_in(key, j), top + 1)
         return chosen.at[j].set(jnp.where(jnp.any(chosen == draw), top, draw))
 
     return lax.fori_loop(0, size, add, jnp.full(size, -1, jnp.int32))
@@ -47,7 +49,7 @@ def draw_cohort(key: Array, population: int, size: int) -> Array:
 def draw_work(key: Array, ids: Array, bounds: tuple[int, int]) -> Array:
     """Local steps of each client of a cohort, uniform on low..high, both included; (P,) int32."""
     low, high = bounds
-    one = lambda i: jax.random.randint(jax.random.fold_in(key, i), (), low, high + 1, jnp.int32)  # noqa: E731
+    one = lambda i: low + uniform_below(jax.random.fold_in(key, i), high + 1 - low)  # noqa: E731
     return jax.vmap(one)(ids)
 
 

@@ -25,7 +25,7 @@ from fedbilevel.engines.local_fed import AXIS, Data, Layout, LocalFed, Members
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped
 
-LARGE_MESSAGE = 2**18  # bytes; above it a client's matrix products fill a CPU by themselves
+SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
 
 
 class Inputs(NamedTuple):
@@ -43,8 +43,8 @@ class Local:
     """Simulate clients on this machine's devices.
 
     Args:
-        chunk: clients vectorised together; None chooses: everyone where models are small or the device is a
-            GPU, one at a time where one client's matrix products fill the CPU or clients work unequally.
+        chunk: clients vectorised together; None chooses: everyone where models are small or on a GPU (in quarters
+            sorted by work where clients work unequally), one at a time where one client's products fill the CPU.
         devices: how many devices to spread each cohort over.
         stream: keep the samples on the host and bring each round's cohort to the device, prefetched: for populations
             that do not fit. None streams exactly when some leaf is a NumPy memory map.
@@ -92,11 +92,11 @@ class Local:
 
 def default_chunk(state: PyTree, clients: Clients, share: int) -> int:
     """How many clients to vectorise together."""
-    if clients.local_steps is not None:
-        return 1  # vectorised clients all run as long as the slowest
-    if jax.default_backend() == "cpu" and nbytes(state) > LARGE_MESSAGE:
+    if nbytes(state) <= SMALL_STATE:
+        return share
+    if jax.default_backend() == "cpu":
         return 1
-    return share
+    return share if clients.local_steps is None else -(-share // 4)  # a chunk lasts as long as its slowest client
 
 
 class LocalRun:

@@ -78,9 +78,10 @@ class ReferenceRun:
             keys = round_keys(self.key, round)
             ids = draw_cohort(keys.cohort, len(self.clients), self.cohort)
             work = work_of(keys.work, ids, self.clients.local_steps)
-            algorithm = at(self.algorithm, round)
+            algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
             fed = ReferenceFed(self, algorithm, round, ids, work, carry.clients)
-            state = algorithm.round(fed, carry.state, keys.algorithm)
+            with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
+                state = algorithm.round(fed, carry.state, keys.algorithm)
             if bad := nonfinite_leaves(state):
                 raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
             carry = Carry(carry.round + 1, state, fed.states)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedbilevel.core.algorithm import check_algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CheckpointError, NonFiniteError, require
 from fedbilevel.core.problem import Bilevel, check_losses
@@ -73,6 +74,7 @@ def solve(
         NonFiniteError: an iterate or a metric is NaN or infinite; the last good checkpoint stays.
         CheckpointError: a checkpoint could not be written, or belongs to another run.
     """
+    check_algorithm(algorithm)
     _check_counts(rounds=rounds, eval_every=eval_every, checkpoint_every=checkpoint_every)
     require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
     cohort = check_cohort(cohort, len(clients))
@@ -160,8 +162,12 @@ class Loop:
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
         self.ledger.add(book, done, self.plan.identity["cohort"])
+        first = int(carry.round) - done
         for name, (total, weight) in book.metrics.items():
-            self.losses.setdefault(name, []).extend((np.asarray(total, float) / np.asarray(weight, float)).tolist())
+            means = np.asarray(total, float) / np.asarray(weight, float)
+            for bad in np.flatnonzero(~np.isfinite(means)):
+                raise NonFiniteError(f"round {first + bad}, local steps: {name} is {means[bad]}")
+            self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9)
 
     def result(self, run: Run, carry: Carry) -> Result:
@@ -184,9 +190,7 @@ class Loop:
         costs = {name: getattr(self.ledger, name) for name in Ledger.COLUMNS}
         row: Row = {"round": result.round, **costs, "seconds": self.seconds}
         for name, values in self.losses.items():
-            row[name] = math.fsum(values) / len(values) if np.all(np.isfinite(values)) else math.nan
-            if math.isnan(row[name]):
-                raise NonFiniteError(f"a round up to {result.round}, local steps: {name} is not finite")
+            row[name] = math.fsum(values) / len(values)
         row |= self.evaluation(result.round, result.state.x, result.state.y)
         self.losses.clear()
         self.history.rows.append(row)

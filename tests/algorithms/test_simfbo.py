@@ -1,0 +1,252 @@
+"""Does SimFBO compute what its paper says, and do its two theorems hold on closed forms?
+
+The problem is the quadratic task: heterogeneous, weighted, with a non-symmetric cross term (equal clients would hide
+every weighting mistake). Float64 throughout (tests/conftest.py).
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.algorithms.simfbo import project_ball
+from fedbilevel.tasks.quadratic import quadratic, solution
+
+WORK = np.array([1, 2, 3, 4, 5, 1, 2, 3])
+SERVER = fb.XYV(x=0.02, y=1.0, v=1.0)
+COEFFICIENTS = {"plain": fb.Plain(), "momentum": fb.Momentum(decay=0.6), "proximal": fb.Proximal(pull=0.2)}
+
+
+def relative_error(x, exact):
+    return float(jnp.linalg.norm(x - exact) / np.linalg.norm(exact))
+
+
+def weights_of(coefficients, work):
+    """a_k written out from the definitions in the paper's section 2.3 and FedNova, and its 1-norm."""
+    a = {
+        "Plain": lambda tau: np.ones(tau),
+        "Momentum": lambda tau: np.array([sum(0.6**j for j in range(tau - k)) for k in range(tau)]),
+        "Proximal": lambda tau: np.array([0.8 ** (tau - 1 - k) for k in range(tau)]),
+    }[type(coefficients).__name__]
+    return [a(int(tau)) for tau in work]
+
+
+def run(algorithm, task, rounds, **options):
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_reaches_the_closed_form(seed):
+    """τ = 1, full batches, everyone: plain gradient steps on all three, so x* to rounding."""
+    task = quadratic(seed=seed, condition=10)
+    algorithm = fb.SimFBO(local_steps=1, batch_size=None, client_lr=1.0, server_lr=fb.XYV(0.02, 0.5, 0.5))
+    result = run(algorithm, task, 6000)
+    exact = solution(task.clients)
+    assert relative_error(result.x, exact.x) < 1e-8
+    assert relative_error(result.y, exact.y) < 1e-8
+    assert relative_error(result.state.iterate.v, exact.v) < 1e-8
+
+
+@pytest.mark.parametrize("name", sorted(COEFFICIENTS))
+def test_theorems_1_and_2(name):
+    """Unequal work, local steps so short that drift vanishes: SimFBO solves the problem with weights
+    w_i ∝ p_i‖a_i‖₁, ShroFBO the one that was asked."""
+    task = quadratic(clients=8, local_steps=WORK, condition=5)
+    coefficients = COEFFICIENTS[name]
+    norms = np.array([a.sum() for a in weights_of(coefficients, WORK)])
+    w = task.clients.weights * norms
+    common = {"batch_size": None, "client_lr": 1e-13, "coefficients": coefficients}
+    server = fb.XYV(*(lr / norms.max() for lr in SERVER))
+    reweighted, true = solution(task.clients, w / w.sum()).x, solution(task.clients).x
+    assert relative_error(reweighted, true) > 1e-2  # else the two theorems could not be told apart
+    simfbo = run(fb.SimFBO(server_lr=server, **common), task, 4_000)
+    shrofbo = run(fb.ShroFBO(server_lr=server, **common), task, 4_000)
+    assert relative_error(simfbo.x, reweighted) < 1e-8
+    assert relative_error(shrofbo.x, true) < 1e-8
+
+
+@pytest.mark.parametrize(("method", "target"), [(fb.SimFBO, "reweighted"), (fb.ShroFBO, "true")])
+def test_drift_is_proportional_to_the_local_step(method, target):
+    """The limit point is x(η) = x° + η·a + O(η²): halving η halves the distance, up to the next order.
+
+    At these η the quadratic term is about a tenth of the linear one or less, so the ratio is 2 within 10 %.
+    """
+    task = quadratic(clients=8, local_steps=WORK, condition=5)
+    w = task.clients.weights * (WORK if target == "reweighted" else 1)
+    exact = solution(task.clients, w / w.sum()).x
+    server = fb.XYV(*(lr / WORK.max() for lr in SERVER))
+
+    def distance(eta):
+        algorithm = method(batch_size=None, client_lr=fb.XYV(eta / 10, eta, eta), server_lr=server)
+        return np.asarray(run(algorithm, task, 4_000).x) - exact
+
+    large, middle, small = (distance(eta) for eta in (4e-3, 2e-3, 1e-3))
+    assert np.linalg.norm(small) > 1e-6  # there is a drift to speak of
+    for twice, once in ((large, middle), (middle, small)):
+        assert np.linalg.norm(twice - 2 * once) < 0.1 * np.linalg.norm(twice)
+
+
+def test_equal_work_makes_the_two_coincide():
+    """‖a_i‖₁ the same for all and Σp_i = 1 over everyone: ρh = q."""
+    task = quadratic()
+    common = {"local_steps": 4, "batch_size": 3, "coefficients": fb.Momentum(decay=0.5)}
+    a, b = (run(method(**common), task, 5).state for method in (fb.SimFBO, fb.ShroFBO))
+    np.testing.assert_allclose(*(np.concatenate(jax.tree.leaves(s.iterate)) for s in (a, b)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(COEFFICIENTS))
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
+def test_equals_algorithm_1_written_out(method, name):
+    """Three rounds against the equations (3)-(8) in NumPy, with matrices in place of differentiation."""
+    task = quadratic(clients=8, local_steps=WORK, noise=0.0)
+    eta, gamma, radius = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2), 0.4
+    algorithm = method(batch_size=None, client_lr=eta, server_lr=gamma, radius=radius, coefficients=COEFFICIENTS[name])
+    state = run(algorithm, task, 3).state.iterate
+    expected = written_out(task, weights_of(COEFFICIENTS[name], WORK), eta, gamma, radius, method is fb.ShroFBO)
+    for computed, wanted in zip(state, expected, strict=True):
+        np.testing.assert_allclose(computed, wanted, rtol=1e-12, atol=1e-12)
+    assert float(jnp.linalg.norm(state.v)) <= radius * (1 + 1e-12)
+
+
+def written_out(task, coefficients, eta, gamma, radius, normalised, rounds=3):
+    clients = task.clients
+    x, y, v = np.zeros(5), np.zeros(8), np.zeros(8)
+    touched = False
+    for _ in range(rounds):
+        total, rho = [np.zeros(5), np.zeros(8), np.zeros(8)], 0.0
+        for i, a in enumerate(coefficients):
+            f, g = ({k: m[0] for k, m in rows.row(i).items()} for rows in (clients.outer, clients.inner))
+            xi, yi, vi, q = x, y, v, [0.0, 0.0, 0.0]
+            for a_k in a:
+                dy = g["A"] @ yi - g["B"] @ xi - g["c"]
+                dv = g["A"] @ vi - (f["D"] @ (yi - f["t"]) + f["E"].T @ xi)
+                dx = xi + f["E"] @ yi + g["B"].T @ vi  # ∇²xy g = −Bᵀ
+                q = [s + a_k * d for s, d in zip(q, (dx, dy, dv), strict=True)]
+                xi, yi, vi = xi - a_k * eta.x * dx, yi - a_k * eta.y * dy, vi - a_k * eta.v * dv
+            scale = clients.weights[i] / (a.sum() if normalised else 1)
+            total = [t + scale * s for t, s in zip(total, q, strict=True)]
+            rho += clients.weights[i] * a.sum()
+        factor = rho if normalised else 1.0
+        x, y, v = x - factor * gamma.x * total[0], y - factor * gamma.y * total[1], v - factor * gamma.v * total[2]
+        if np.linalg.norm(v) > radius:
+            v, touched = v * radius / np.linalg.norm(v), True
+    assert touched  # the projection took part
+    return x, y, v
+
+
+def test_cohorts_are_unbiased():
+    """The mean over all cohorts of P out of M, each as likely, of p̃-weighted sums is the sum over everyone.
+
+    γ = 1, one full-batch step from the same start: the state is affine in q, so states average as q does.
+    """
+    task = quadratic(clients=4)
+    algorithm = fb.SimFBO(local_steps=1, batch_size=None, server_lr=1.0)
+    everyone = run(algorithm, task, 1).y
+    seen = {}
+    for seed in range(40):  # (5/6)^40 · 6 < 0.5 %: the chance that a given pair is missing, were seeds not fixed
+        y = np.asarray(run(algorithm, task, 1, cohort=2, key=seed, engine=fb.Reference()).y)
+        seen[tuple(y.round(9))] = y
+    assert len(seen) == len(list(itertools.combinations(range(4), 2)))
+    np.testing.assert_allclose(np.mean(list(seen.values()), axis=0), everyone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
+def test_independent_batches_have_the_same_mean(method):
+    """Drawn separately or not, full batches are the same numbers."""
+    task = quadratic()
+    a, b = (run(method(batch_size=None, independent_batches=flag), task, 3).state for flag in (False, True))
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
+
+
+def test_independent_batches_differ_from_shared_ones():
+    task = quadratic()
+    a, b = (run(fb.SimFBO(batch_size=2, independent_batches=flag), task, 1).state for flag in (False, True))
+    assert float(jnp.linalg.norm(a.iterate.y - b.iterate.y)) > 1e-6
+
+
+def test_server_optimizer_sees_q():
+    """With heavy-ball momentum μ on the server: m ← μm + q, iterate ← iterate − γm."""
+    task = quadratic()
+    plain = fb.SimFBO(local_steps=1, batch_size=None, client_lr=1e-13, server_lr=SERVER)
+    momentum = fb.SimFBO(
+        local_steps=1, batch_size=None, client_lr=1e-13, server_lr=SERVER, server_optimizer=optax.sgd(1.0, momentum=0.5)
+    )
+    one = run(plain, task, 1).state.iterate
+    q_0 = [-np.asarray(o) / lr for o, lr in zip(one, SERVER, strict=True)]  # the start is 0 in all three
+    after = fb.solve(plain, task.problem, task.clients, one.x, one.y, rounds=1)
+    two = run(momentum, task, 2).state.iterate
+    q_1x = (one.x - after.x) / SERVER.x + task_v_term(task, one)
+    np.testing.assert_allclose(two.x, one.x - SERVER.x * (0.5 * q_0[0] + q_1x), rtol=1e-11, atol=1e-12)
+
+
+def task_v_term(task, iterate):
+    """−∇²xy G·v: what x's direction lacks when v restarts from zero."""
+    rows = [task.clients.inner.row(i)["B"][0] for i in range(len(task.clients))]
+    return np.einsum("i,ijk,j->k", task.clients.weights, np.stack(rows), iterate.v)
+
+
+def test_schedules_are_read_at_the_round():
+    """A schedule that is γ in round 0 and γ/2 from round 1 on equals two runs with these numbers."""
+    task = quadratic()
+    halving = optax.piecewise_constant_schedule(0.2, {1: 0.5})
+    scheduled = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=halving, v=0.1))
+    first = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.2, v=0.1))
+    second = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.1, v=0.1))
+    state = run(first, task, 1).state
+    fed_state = run(scheduled, task, 2).state.iterate
+    from fedbilevel.engines.engine import Carry
+
+    engine = fb.Reference().start(second, task.problem, task.clients, 10, jax.random.key(0), None)
+    expected = engine.advance(Carry(jnp.asarray(1), state, None), 1).carry.state.iterate
+    for left, right in zip(fed_state, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tau", [1, 2, 7])
+def test_momentum_coefficients_are_those_of_heavy_ball(tau):
+    """u ← μu + d, z ← z − u moves z by Σ a_k d_k in τ steps, for any gradients d."""
+    d, mu = np.random.default_rng(0).normal(size=tau), 0.7
+    z = u = 0.0
+    for d_k in d:
+        u = mu * u + d_k
+        z -= u
+    momentum = fb.Momentum(decay=mu)
+    assert -z == pytest.approx(sum(float(momentum.at(k, tau)) * d[k] for k in range(tau)), rel=1e-12)
+    assert float(momentum.total(tau)) == pytest.approx(sum(float(momentum.at(k, tau)) for k in range(tau)), rel=1e-12)
+
+
+@pytest.mark.parametrize("tau", [1, 2, 7])
+def test_proximal_coefficients_are_those_of_a_pull_to_the_start(tau):
+    """z ← z − d − α(z − z_0) moves z by Σ a_k d_k in τ steps, for any gradients d."""
+    d, alpha = np.random.default_rng(0).normal(size=tau), 0.3
+    z = 0.0
+    for d_k in d:
+        z = z - d_k - alpha * z
+    proximal = fb.Proximal(pull=alpha)
+    assert -z == pytest.approx(sum(float(proximal.at(k, tau)) * d[k] for k in range(tau)), rel=1e-12)
+    assert float(proximal.total(tau)) == pytest.approx(sum(float(proximal.at(k, tau)) for k in range(tau)), rel=1e-12)
+
+
+def test_projection():
+    v = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}  # norm 5 over the whole tree
+    inside = project_ball(v, 6.0)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, inside, v))
+    assert float(optax.tree.norm(project_ball(v, 2.0))) == pytest.approx(2.0, rel=1e-15)
+    assert float(project_ball(v, 2.0)["b"][0, 0]) == pytest.approx(1.6, rel=1e-15)
+    zero = jax.tree.map(jnp.zeros_like, v)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, project_ball(zero, float("inf")), zero))
+
+
+def test_ledger_counts_one_exchange_and_the_local_work():
+    task = quadratic(clients=8, local_steps=WORK)
+    result = run(fb.ShroFBO(), task, 3)
+    numbers = 5 + 8 + 8  # x, y, v in float64
+    assert result.ledger.exchanges == 3
+    assert result.ledger.bytes_down == 3 * 8 * numbers * 8
+    assert result.ledger.bytes_up == 3 * 8 * (numbers + 1) * 8  # and ‖a_i‖₁
+    assert result.ledger.gradients == result.ledger.products == 3 * 2 * WORK.sum()

@@ -1,0 +1,201 @@
+"""Does `solve` keep its promises: rows, callbacks, early stops, and errors that name what is wrong?"""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.tasks.quadratic import quadratic
+
+ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
+DIVERGING = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e300, 1e-3))
+
+
+@pytest.fixture(scope="module")
+def task():
+    return quadratic(clients=6)
+
+
+def run(task, algorithm=ALGORITHM, **options):
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **{"rounds": 7, **options})
+
+
+def same_bits(a, b):
+    return all(np.array_equal(p, q) for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
+    result = run(task, eval_every=3, metrics=task.metrics)
+    assert result.history["round"].tolist() == [0, 3, 6, 7]
+    assert result.history["exchanges"].tolist() == [0, 3, 6, 7]
+    assert np.isnan(result.history["outer_loss"][0])
+    assert np.all(np.isfinite(result.history["relative_error"]))
+    assert result.ledger.exchanges_by_phase == {"local_updates": 7}
+
+
+def test_the_cut_into_stretches_changes_no_bit(task, monkeypatch):
+    """Rows, saves and the length of a stretch decide where the program returns; never what it computes."""
+    from fedbilevel.engines import solve as module
+
+    whole = run(task, eval_every=7)
+    monkeypatch.setattr(module, "STRETCH_SECONDS", 0.0)  # one round at a time
+    pieces = run(task, eval_every=7)
+    assert same_bits(whole.state, pieces.state)
+    assert whole.history["outer_loss"][-1] == pieces.history["outer_loss"][-1]
+
+
+def test_row_losses_are_means_over_the_rounds_since_the_row_before(task):
+    each = run(task, eval_every=1).history["outer_loss"]
+    some = run(task, eval_every=3).history["outer_loss"]
+    np.testing.assert_allclose(some[1:], [each[1:4].mean(), each[4:7].mean(), each[7]], rtol=1e-14)
+
+
+def test_same_key_same_bits_other_key_other_numbers(task):
+    a, b, c = (run(task, cohort=3, key=key) for key in (5, 5, 6))
+    assert same_bits(a.state, b.state)
+    assert not same_bits(a.state, c.state)
+
+
+def test_a_callback_stops_the_run(task):
+    seen = []
+
+    def watch(result, row):
+        seen.append((result.round, row is not None))
+        return "enough" if result.round >= 4 and row else None
+
+    result = run(task, rounds=100, eval_every=2, callbacks=[watch])
+    assert result.stopped == "enough"
+    assert result.round == 4
+    assert (0, True) in seen
+    assert (2, True) in seen
+
+
+def test_stop_when(task):
+    stop = fb.stop_when("relative_error", below=0.99)
+    result = run(task, rounds=500, eval_every=1, metrics=task.metrics, callbacks=[stop])
+    assert result.history["relative_error"][-1] <= 0.99 < result.history["relative_error"][-2]
+
+
+def test_what_a_callback_keeps_stays_valid(task):
+    """The engine reuses the carry's memory; a snapshot must not be part of it."""
+    kept = []
+    run(task, eval_every=1, callbacks=[lambda result, row: kept.append(result.x)])
+    assert len({np.asarray(x).tobytes() for x in kept}) > 3
+
+
+def test_start_values_are_untouched(task):
+    x0, y0 = jnp.zeros(5), jnp.zeros(8)
+    fb.solve(ALGORITHM, task.problem, task.clients, x0, y0, rounds=2)
+    assert float(jnp.sum(jnp.abs(x0)) + jnp.sum(jnp.abs(y0))) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rounds": 0}, "rounds = 0 .* positive integer"),
+        ({"rounds": 2.5}, "rounds = 2.5"),
+        ({"cohort": 7}, "cohort = 7 .* 1 to 6"),
+        ({"cohort": 0}, "cohort = 0"),
+        ({"eval_every": 0}, "eval_every = 0"),
+        ({"resume": True}, "resume = True .* together with checkpoint"),
+        ({"metrics": {"pair": lambda x, y: x}}, r"metrics\['pair'\].*one number"),
+        ({"engine": fb.Local(devices=64)}, "Local.devices = 64 .* at most"),
+    ],
+)
+def test_wrong_arguments_are_named(task, options, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        run(task, **options)
+
+
+def test_a_loss_that_is_no_scalar(task):
+    problem = fb.Bilevel(outer=task.problem.outer, inner=lambda x, y, batch: batch["c"] @ y)
+    with pytest.raises(fb.ConfigurationError, match="the inner loss must return one real number"):
+        fb.solve(ALGORITHM, problem, task.clients, task.x0, task.y0, rounds=1)
+
+
+def test_a_start_that_is_not_finite(task):
+    with pytest.raises(fb.ConfigurationError, match=r"y0 .* finite"):
+        fb.solve(ALGORITHM, task.problem, task.clients, task.x0, task.y0.at[2].set(np.nan), rounds=1)
+
+
+@pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
+def test_divergence_names_round_and_quantity(task, engine):
+    """y is about 1e300 after round 0: in round 1 its gradient is finite still, the server's step is not."""
+    with pytest.raises(fb.NonFiniteError, match=r"round 1, server update: \.iterate\.y is not finite"):
+        run(task, DIVERGING, rounds=50, engine=engine)
+
+
+@pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
+def test_a_bad_client_is_named_with_its_phase(task, engine):
+    """√(1 − s‖y‖²) is finite at the start, y = 0, and not once y has moved, at the one client whose s is huge."""
+
+    def inner(x, y, batch):
+        return task.problem.inner(x, y, batch) + jnp.mean(jnp.sqrt(1 - batch["s"] * jnp.vdot(y, y)))
+
+    rows = [{**task.clients.inner.row(i), "s": np.full(task.clients.inner.size[i], 1e9 * (i == 2))} for i in range(6)]
+    clients = fb.Clients(outer=task.clients.outer, inner=rows)
+    with pytest.raises(fb.NonFiniteError, match=r"round 1, phase local_updates, client 2: .* is not finite"):
+        fb.solve(
+            fb.SimFBO(local_steps=1), fb.Bilevel(task.problem.outer, inner), clients, task.x0, task.y0,
+            rounds=9, engine=engine,
+        )  # fmt: skip
+
+
+def test_a_loss_that_is_not_finite_is_not_masked(task):
+    """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
+    outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
+    with pytest.raises(fb.NonFiniteError, match=r"round \d, local steps: outer_loss is nan"):
+        fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
+
+
+def test_a_metric_that_is_not_finite_is_not_masked(task):
+    with pytest.raises(fb.NonFiniteError, match="round 0, evaluation: odd is nan"):
+        run(task, metrics={"odd": lambda x, y: jnp.log(-1.0 + 0 * jnp.sum(x))})
+
+
+def test_the_last_good_checkpoint_stays(task, tmp_path):
+    path = tmp_path / "run.npz"
+    with pytest.raises(fb.NonFiniteError):
+        run(task, DIVERGING, rounds=50, checkpoint=path, checkpoint_every=1)
+    again = run(task, DIVERGING, rounds=1, checkpoint=path, resume=True)
+    assert again.round == 1
+    assert np.all(np.isfinite(again.y))
+
+
+def test_ctrl_c_saves_and_resuming_ends_with_the_same_bits(task, tmp_path):
+    path = tmp_path / "run.npz"
+    whole = run(task, rounds=9, eval_every=4)
+
+    def press(result, row):
+        if result.round == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(task, rounds=9, eval_every=4, checkpoint=path, checkpoint_every=100, callbacks=[press])
+    resumed = run(task, rounds=9, eval_every=4, checkpoint=path, resume=True)
+    assert same_bits(whole.state, resumed.state)
+    strip = [{k: v for k, v in row.items() if k != "seconds"} for row in whole.history.rows]
+    assert [{k: v for k, v in row.items() if k != "seconds"} for row in resumed.history.rows] == strip
+    assert resumed.ledger == whole.ledger
+
+
+def test_a_checkpoint_of_another_run_is_refused(task, tmp_path):
+    path = tmp_path / "run.npz"
+    run(task, checkpoint=path)
+    with pytest.raises(fb.CheckpointError, match="belongs to another run: its key"):
+        run(task, checkpoint=path, resume=True, key=9)
+    with pytest.raises(fb.CheckpointError, match="belongs to another run: its cohort"):
+        run(task, checkpoint=path, resume=True, cohort=2)
+    with pytest.raises(fb.CheckpointError, match="not a readable checkpoint"):
+        run(task, checkpoint=tmp_path / "none.npz", resume=True)
+
+
+def test_resuming_with_more_rounds_equals_the_longer_run(task, tmp_path):
+    path = tmp_path / "run.npz"
+    run(task, rounds=5, checkpoint=path)
+    longer = run(task, rounds=11, checkpoint=path, resume=True)
+    assert same_bits(longer.state, run(task, rounds=11).state)
