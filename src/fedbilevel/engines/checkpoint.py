@@ -14,8 +14,8 @@ from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree
 
 META = "__meta__"
-UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile)
-"""What reading a damaged archive was seen to raise; ValueError includes JSON's and Unicode's."""
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile)
+"""What reading a damaged or foreign archive may raise; ValueError includes JSON's and Unicode's."""
 
 
 def save(path: Path, tree: PyTree, meta: dict[str, Any]) -> None:
@@ -25,7 +25,8 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any]) -> None:
         CheckpointError: no space, no permission; what stood at `path` before still does.
     """
     arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    arrays[META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format knows no bfloat16
+    arrays[META] = np.frombuffer(json.dumps({"meta": meta, "dtypes": dtypes}).encode(), np.uint8)
     write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
 
 
@@ -37,13 +38,19 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
     """
     try:
         arrays = _read(path)
-        meta = json.loads(arrays.pop(META).tobytes())
+        header = json.loads(arrays.pop(META).tobytes())
+        meta, dtypes = header["meta"], header["dtypes"]
     except UNREADABLE as error:
         raise CheckpointError(f"{path} is not a readable checkpoint: {error}") from error
     expected = {_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(like)}
     if odd := sorted(expected ^ set(arrays)):
         raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
-    return jax.tree_util.tree_map_with_path(lambda p, leaf: _restore(path, p, arrays[_name(p)], leaf), like), meta
+
+    def restore(place: Any, leaf: Any) -> Any:
+        name = _name(place)
+        return _restore(path, name, arrays[name], dtypes[name], leaf)
+
+    return jax.tree_util.tree_map_with_path(restore, like), meta
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -85,15 +92,12 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _restore(file: Path, path: Any, array: np.ndarray, like: Any) -> Any:
+def _restore(path: Path, name: str, array: np.ndarray, dtype: str, like: Any) -> Any:
     expected = _plain(like)
-    dtype = np.dtype(expected.dtype)
-    if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
-        array = array.view(dtype)  # NumPy's format has no name for bfloat16 and its kin
-    if array.shape != expected.shape or array.dtype != dtype:
+    if array.shape != expected.shape or dtype != str(expected.dtype):
         raise CheckpointError(
-            f"{file} belongs to another model: {_name(path)} is {array.dtype}{list(array.shape)} there, "
-            f"{dtype}{list(expected.shape)} here"
+            f"{path} belongs to another model: {name} is {dtype}{list(array.shape)} there, "
+            f"{expected.dtype}{list(expected.shape)} here"
         )
-    restored = jnp.asarray(array)
+    restored = jnp.asarray(array if array.dtype == expected.dtype else array.view(expected.dtype))
     return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(like)) if _is_key(like) else restored
