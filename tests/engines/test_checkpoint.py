@@ -1,0 +1,265 @@
+"""Does a file give back what was saved, whole or not at all, and refuse everything else in words?"""
+
+import errno
+import json
+import os
+import pickle
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedbilevel.core.errors import CheckpointError
+from fedbilevel.engines import checkpoint
+
+
+class State(NamedTuple):
+    weights: dict
+    count: object
+
+
+def tree(seed=0):
+    rng = np.random.default_rng(seed)
+    weights = {"a/b": jnp.asarray(rng.normal(size=(2, 3))), "half": jnp.asarray(rng.normal(size=4), jnp.bfloat16)}
+    return {
+        "state": State(weights, jnp.asarray(seed)),
+        "optimizer": optax.adam(optax.linear_schedule(0.1, 0.2, 5)).init(weights),
+        "key": jax.random.key(seed),
+        "keys": jax.random.split(jax.random.key(seed), 3),
+        "rbg": jax.random.key(seed, impl="rbg"),
+        "small": jnp.asarray([1, -2], jnp.int8),
+        "flag": jnp.asarray(True),
+        "eighth": jnp.asarray([0.5, seed], jnp.float8_e4m3fn),
+        "nothing": None,
+        "empty": jnp.zeros((0, 3)),
+    }
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert one.dtype == other.dtype
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        assert one.shape == other.shape
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "run.npz"
+    checkpoint.save(path, tree(), {"round": 3})
+    return path
+
+
+def test_what_was_saved_comes_back_bit_for_bit(saved):
+    got, meta = checkpoint.load(saved, tree(seed=1))
+    same(got, tree())
+    assert meta == {"round": 3}
+    assert jax.random.uniform(got["rbg"]) == jax.random.uniform(tree()["rbg"])
+
+
+@pytest.mark.parametrize("empty", [None, {}, [], {"a": None}])
+def test_an_empty_tree_comes_back(tmp_path, empty):
+    checkpoint.save(tmp_path / "e.npz", empty, {"note": "µ", "rows": [1.5, {"x": None}]})
+    assert checkpoint.load(tmp_path / "e.npz", empty) == (empty, {"note": "µ", "rows": [1.5, {"x": None}]})
+
+
+def test_a_bare_array_comes_back(tmp_path):
+    checkpoint.save(tmp_path / "bare.npz", jnp.arange(3), {})
+    assert checkpoint.load(tmp_path / "bare.npz", jnp.zeros(3, int))[0].tolist() == [0, 1, 2]
+
+
+def test_missing_folders_are_made(tmp_path):
+    path = tmp_path / "a" / "b" / "run.npz"
+    checkpoint.save(path, {"x": jnp.ones(2)}, {})
+    assert [file.name for file in path.parent.iterdir()] == ["run.npz"]
+
+
+def changed(**entries):
+    return {**tree(), **entries}
+
+
+OTHERS = {
+    "another shape": (changed(small=jnp.zeros(3, jnp.int8)), r"\['small'\] is int8\[2\] there, int8\[3\] here"),
+    "another dtype": (changed(small=jnp.zeros(2, jnp.int16)), r"\['small'\] is int8\[2\] there, int16\[2\] here"),
+    "bytes of another kind": (changed(flag=jnp.asarray(0, jnp.int8)), r"\['flag'\] is bool\[\] there, int8\[\] here"),
+    "another half": (
+        changed(state=State({**tree()["state"].weights, "half": jnp.zeros(4, jnp.float16)}, jnp.asarray(0))),
+        "half",
+    ),
+    "another eighth": (changed(eighth=jnp.zeros(2, jnp.float8_e5m2)), "float8_e4m3fn.* there, float8_e5m2"),
+    "another kind of key": (changed(key=jax.random.key(0, impl="rbg")), r"\['key'\] is uint32\[2\] there"),
+    "more keys": (changed(keys=jax.random.split(jax.random.key(0), 4)), r"\['keys'\] is uint32\[3, 2\] there"),
+    "a leaf more": (changed(more=jnp.ones(1)), r"differs in \['more'\]"),
+    "a leaf fewer": ({k: v for k, v in tree().items() if k != "flag"}, r"differs in \['flag'\]"),
+    "another optimiser": (changed(optimizer=optax.sgd(0.1).init({})), r"differs in \['optimizer'\]\[0\]"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_model_is_refused_and_the_leaf_named(saved, case):
+    like, words = OTHERS[case]
+    with pytest.raises(CheckpointError, match=rf"run\.npz belongs to another model.*{words}"):
+        checkpoint.load(saved, like)
+
+
+def not_an_archive(path):
+    path.write_text("rounds = 3\n")
+
+
+def no_file(path):
+    path.unlink()
+
+
+def nothing_in_it(path):
+    path.write_bytes(b"")
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def a_pickle(path):
+    path.write_bytes(pickle.dumps({"x": 1}))
+
+
+def one_array(path):
+    with open(path, "wb") as file:
+        np.save(file, np.ones(3))
+
+
+def another_archive(path):
+    np.savez(path, x=np.ones(3))
+
+
+def no_json(path):
+    np.savez(path, __meta__=np.frombuffer(b"{round: 3", np.uint8))
+
+
+def other_json(path):
+    np.savez(path, __meta__=np.frombuffer(b"[3]", np.uint8))
+
+
+def no_text(path):
+    np.savez(path, __meta__=np.frombuffer(b"\xff\xfe", np.uint8))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        not_an_archive,
+        no_file,
+        nothing_in_it,
+        a_folder,
+        a_pickle,
+        one_array,
+        another_archive,
+        no_json,
+        other_json,
+        no_text,
+    ],
+    ids=lambda spoil: spoil.__name__,
+)
+def test_other_files_are_refused(saved, spoil):
+    spoil(saved)
+    with pytest.raises(CheckpointError, match=r"run\.npz is not a"):
+        checkpoint.load(saved, tree())
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(saved):
+    whole = saved.read_bytes()
+    for length in np.linspace(1, len(whole) - 1, 40).astype(int):
+        saved.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="not a readable checkpoint"):
+            checkpoint.load(saved, tree())
+
+
+def test_a_damaged_file_never_gives_other_numbers(saved):
+    """Any flipped byte is either refused or, where the format does not look, harmless."""
+    whole = saved.read_bytes()
+    refused = 0
+    for position in np.random.default_rng(0).integers(0, len(whole), 300):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        saved.write_bytes(damaged)
+        try:
+            same(checkpoint.load(saved, tree())[0], tree())
+        except CheckpointError:
+            refused += 1
+    assert refused > 100
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+def test_nothing_is_unpickled(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    meta = np.frombuffer(json.dumps({}).encode(), np.uint8)
+    np.savez(saved, __meta__=meta, **{"['x']": np.array([Bomb()], object)})
+    with pytest.raises(CheckpointError, match="not a readable checkpoint"):
+        checkpoint.load(saved, {"x": jnp.ones(1)})
+    assert not (tmp_path / "exploded").exists()
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def half(file, **arrays):
+    file.write(b"PK half of it")
+    full()
+
+
+@pytest.mark.parametrize(("owner", "name", "fails"), [(os, "fsync", full), (os, "replace", full), (np, "savez", half)])
+def test_a_full_disk_leaves_the_old_file_and_no_other(saved, monkeypatch, owner, name, fails):
+    before = saved.read_bytes()
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(CheckpointError, match=r"could not write .*run\.npz: No space left on device; nothing was chan"):
+        checkpoint.save(saved, tree(seed=1), {})
+    assert saved.read_bytes() == before
+    assert [file.name for file in saved.parent.iterdir()] == ["run.npz"]
+
+
+def test_an_interruption_while_writing_leaves_the_old_file_and_no_other(saved, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    before = saved.read_bytes()
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(saved, tree(seed=1), {})
+    assert saved.read_bytes() == before
+    assert [file.name for file in saved.parent.iterdir()] == ["run.npz"]
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(CheckpointError, match="could not write"):
+        checkpoint.save(tmp_path / "runs" / "run.npz", {"x": jnp.ones(1)}, {})
+    assert (tmp_path / "runs").read_text() == "a file"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_folder_without_permission(saved):
+    before = saved.read_bytes()
+    saved.parent.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            checkpoint.save(saved, tree(seed=1), {})
+    finally:
+        saved.parent.chmod(0o700)
+    assert saved.read_bytes() == before
+
+
+def test_a_folder_of_that_name_stays(tmp_path):
+    (tmp_path / "run.npz").mkdir()
+    with pytest.raises(CheckpointError, match="could not write"):
+        checkpoint.save(tmp_path / "run.npz", {"x": jnp.ones(1)}, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["run.npz"]
