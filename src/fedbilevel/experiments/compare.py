@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError
@@ -56,27 +57,28 @@ def compare(paths: Sequence[str | Path], picture: str | Path = "comparison.png")
     plots.require_matplotlib()
     groups = load_groups(paths)
     metric = groups[0].runs[0].metric
-    curves = [plots.curve(group.label, [run.history for run in group.runs], metric) for group in groups]
-    title = " / ".join(dict.fromkeys(_what(group.runs[0]) for group in groups))
-    write_atomically(Path(picture), lambda file: plots.draw_comparison(file, curves, metric, title))
+    curves = [plots.curve(_legend(group), [run.history for run in group.runs], metric) for group in groups]
+    write_atomically(Path(picture), lambda file: plots.draw_comparison(file, curves, metric, _tasks(groups)))
     return comparison_table(groups, metric)
 
 
 def comparison_table(groups: Sequence[Group], metric: str) -> Table:
     """One row per group; costs are means over its seeds."""
     targets = common_targets(groups, metric)
-    table = Table(title=f"final and best {metric}", title_style="bold", title_justify="left")
-    for name in ("run", "algorithm", "task"):
+    title = f"{_tasks(groups)}: {metric}"
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    several = len({_what(group.runs[0]) for group in groups}) > 1
+    for name in ("run", "algorithm", *(["task"] if several else [])):
         table.add_column(name, overflow="fold")
     numbers = ("rounds", "exchanges", "MB", "gradients", "products", "final", "best", "seconds")
-    for name in (*numbers, *(f"rounds to {measure.text(metric, target)}" for target in targets)):
-        table.add_column(name, justify="right")
+    for name in (*numbers, *(f"rounds\nto {measure.text(metric, target)}" for target in targets)):
+        table.add_column(name, justify="right", no_wrap=True)
     for group in groups:
         first = group.runs[0].summary
         table.add_row(
             group.label,
             first["algorithm"],
-            _what(group.runs[0]),
+            *([_what(group.runs[0])] if several else []),
             f"{statistics.fmean(group.values('rounds')):,.0f}",
             f"{group.costs('exchanges'):,.0f}",
             f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}",
@@ -122,11 +124,20 @@ def _but_for_seeds(run: LoadedRun) -> str:
 
 
 def _label(runs: Sequence[LoadedRun]) -> str:
-    name = runs[0].folder.path.resolve().name
+    first = runs[0].folder.path.resolve()
     if len(runs) == 1:
-        return name
-    parents = {run.folder.path.resolve().parent.name for run in runs}
-    return f"{parents.pop() if len(parents) == 1 else name} ({len(runs)} seeds)"
+        return first.name
+    parents = {run.folder.path.resolve().parent for run in runs}
+    return f"{first.parent.name if len(parents) == 1 else first.name} ({len(runs)} seeds)"
+
+
+def _legend(group: Group) -> str:
+    algorithm = group.runs[0].spec.algorithm.name
+    return group.label if algorithm in group.label else f"{group.label}, {algorithm}"
+
+
+def _tasks(groups: Sequence[Group]) -> str:
+    return " / ".join(dict.fromkeys(_what(group.runs[0]) for group in groups))
 
 
 def _what(run: LoadedRun) -> str:

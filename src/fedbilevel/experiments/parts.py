@@ -25,12 +25,17 @@ def build(spec: Spec) -> Parts:
     Raises:
         ConfigurationError, DataError: some value is not allowed; the message names it.
     """
-    known = fields_of(spec.task.name, spec.algorithm.name)
-    algorithm = _made("algorithm", ALGORITHMS, spec.algorithm, known["algorithm"])
+    algorithm = algorithm_of(spec)
     engine = Local(chunk=spec.engine.chunk, devices=spec.engine.devices, stream=spec.engine.stream)
-    task = _made("task", TASKS, spec.task, known["task"])
+    task = _made("task", TASKS, spec.task, fields_of(spec.task.name, spec.algorithm.name)["task"])
     check_cohort(spec.run.cohort, len(task.clients))
     return Parts(task, algorithm, engine)
+
+
+def algorithm_of(spec: Spec) -> Any:
+    """The algorithm alone, which needs no data."""
+    fields = fields_of(spec.task.name, spec.algorithm.name)["algorithm"]
+    return _made("algorithm", ALGORITHMS, spec.algorithm, fields)
 
 
 def _made(kind: str, registry: Any, named: Named, fields: Any) -> Any:

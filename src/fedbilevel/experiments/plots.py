@@ -94,10 +94,13 @@ def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str, lege
         panel.grid(alpha=0.3, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_xlim(left=0)
+        panel.locator_params(axis="x", nbins=6)
     percent = measure.larger_is_better(metric)
     axes[0].set_ylabel(f"{_words(metric)} (%)" if percent else _words(metric))
     if not percent and _spans_decades(curves):
         axes[0].set_yscale("log")
+    if percent and (lowest := _lowest_after_start(curves)) is not None:
+        axes[0].set_ylim(bottom=100 * max(0.0, lowest - 0.03))
     if legend:
         axes[0].legend(frameon=False, fontsize=9)
 
@@ -115,6 +118,12 @@ def _draw_curve(panel: Any, line: Curve, cost: str, metric: str, colour: str, da
 def _spans_decades(curves: Sequence[Curve]) -> bool:
     values = np.concatenate([line.value for line in curves])
     return bool(values.min() > 0 and values.max() > 50 * values.min())
+
+
+def _lowest_after_start(curves: Sequence[Curve]) -> float | None:
+    """The lowest value, leaving out the untrained model, beside which all else would look flat."""
+    values = [line.value[line.rounds > 0] for line in curves]
+    return min((float(part.min()) for part in values if part.size), default=None)
 
 
 def _words(name: str) -> str:

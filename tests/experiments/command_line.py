@@ -1,0 +1,36 @@
+"""What tests of the command line share: reading what a run left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+QUADRATIC = ["run", "quadratic", "--quiet"]
+
+
+def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> None:
+    """Wait until a file exists."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def outcome(folder: Path) -> tuple[dict, list, dict]:
+    """All that a run found, but for wall-clock times: arrays as bytes, rows, ledger."""
+    with np.load(folder / "result.npz") as stored:
+        arrays = {name: (stored[name].dtype, stored[name].tobytes()) for name in stored.files if name != "__meta__"}
+    rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["seconds"]
+    return arrays, rows, json.loads((folder / "ledger.json").read_text())
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Names of temporary files that atomic writing has left behind."""
+    return [path.name for path in folder.rglob("*.tmp")]

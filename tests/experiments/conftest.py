@@ -1,0 +1,53 @@
+"""Helpers for tests that run the command line, in this process or in one that can be killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from fedbilevel import cli
+
+
+@pytest.fixture(autouse=True)
+def _one_cache_for_compiled_programs(pytestconfig, monkeypatch) -> None:
+    """The command line then leaves JAX's cache where tests/conftest.py has put it."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("jax")))
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("pyc")))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # children would compile all of JAX each time
+
+
+@pytest.fixture
+def run(capsys) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line here: exit code, standard output, standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 1
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def start():
+    """Start the command line as a process of its own; what still runs is killed at the end of the test."""
+    started: list[subprocess.Popen] = []
+
+    def call(*arguments: object) -> subprocess.Popen:
+        command = [sys.executable, "-m", "fedbilevel.cli", *map(str, arguments)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,202 @@
+"""The command line: what it writes, what it shows, and one clear sentence for everything that can go wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import QUADRATIC, leftovers
+
+from fedbilevel import experiments
+
+FILES = ["checkpoint.npz", "environment.json", "history.jsonl", "ledger.json", "plot.png", "result.npz"]
+FILES += ["spec.toml", "summary.json"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_writes_its_folder_and_says_where(run, here) -> None:
+    code, shown, error = run("run", "quadratic", "--rounds", 20)
+    assert (code, error) == (0, "")
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.startswith("quadratic-simfbo-")
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    lines = shown.splitlines()
+    assert lines[0].startswith("round 0/20  relative_error 1")
+    assert lines[2].startswith("round 20/20  outer_loss ")
+    assert lines[-1] == f"plot  {Path('runs') / folder.name / 'plot.png'}"
+    environment = json.loads((folder / "environment.json").read_text())
+    assert {"python", "jax", "jaxlib", "optax", "numpy", "fedbilevel", "device_kind", "cpus"} <= set(environment)
+    assert os.uname().nodename not in (folder / "environment.json").read_text()
+    assert leftovers(here) == []
+
+
+def test_the_default_run_learns_the_digits(run, here) -> None:
+    assert run("run", "--rounds", 100, "--quiet", "--out", "digits")[0] == 0
+    found = experiments.load_run("digits")
+    assert (found.spec.task.name, found.spec.algorithm.name, found.spec.data) == (
+        "hyper_representation",
+        "simfbo",
+        "digits",
+    )
+    assert found.summary["final"] > 0.95  # the full 300 rounds reach 97 %
+
+
+def test_seeds_make_one_run_each(run, here) -> None:
+    code, shown, _ = run("run", "quadratic", "--rounds", 20, "--seeds", "3,4", "--out", "both")
+    assert code == 0
+    specs = [experiments.load_run(here / "both" / f"seed-{seed}").spec for seed in (3, 4)]
+    assert [(spec.run.seed, spec.task.fields["seed"]) for spec in specs] == [(3, 3), (4, 4)]
+    assert "mean ± sd" in shown
+
+
+def test_quiet_prints_the_folder_alone(run, here) -> None:
+    assert run(*QUADRATIC, "--rounds", 5, "--out", "folder") == (0, "folder\n", "")
+
+
+def test_algorithms_and_tasks_are_listed(run) -> None:
+    code, shown, _ = run("algorithms")
+    assert code == 0
+    assert "arXiv:2305.19442" in shown
+    code, shown, _ = run("tasks")
+    assert code == 0
+    assert "dim_x=5" in shown
+    assert "hidden=[64]" in shown
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["run", "--rounds", "x"], []])
+def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
+    program = (
+        "import sys, fedbilevel.cli as cli\ntry: cli.main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "assert not {'jax', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quadratik"], "did you mean 'quadratic'"),
+        (["--algorithm", "simfob"], "did you mean 'simfbo'"),
+        (["--data", "minst"], "Did you mean 'mnist'"),
+        (["quadratic", "--data", "mnist"], "unknown field of task 'data'"),
+        (["quadratic", "--set", "local_stesp=3"], "did you mean 'local_steps'"),
+        (["quadratic", "--set", "server_lr.x=0"], "algorithm.server_lr.x = 0 is not allowed"),
+        (["quadratic", "--set", "client_lr=-1"], "algorithm.client_lr.x = -1 is not allowed"),
+        (["quadratic", "--set", "algorithm.local_steps=0"], "local_steps = 0"),
+        (["quadratic", "--set", "dim_x=-1"], "task quadratic cannot be made"),
+        (["quadratic", "--set", "devices=64"], "devices = 64"),
+        (["quadratic", "--cohort", "11"], "cohort = 11"),
+        (["quadratic", "--rounds", "0"], "'0' is not a whole number of at least 1"),
+        (["quadratic", "--seeds", "1,1"], "a seed twice"),
+        (["quadratic", "--spec", "nowhere.toml"], "no file nowhere.toml"),
+        (["--spec", "broken.toml"], "broken.toml is not TOML"),
+        (["--spec", "binary.toml"], "binary.toml is not TOML"),
+        (["--spec", "folder"], "cannot read folder"),
+        (["quadratic", "--out", "full"], "cannot write a run to full: that folder is not empty"),
+        (["quadratic", "--out", "broken.toml"], "cannot write a run to broken.toml: it is a file"),
+        (["--resume", "full"], "no spec.toml"),
+        (["--resume", "nowhere"], "no spec.toml"),
+        (["quadratic", "--resume", "full"], "task cannot be given with it"),
+    ],
+)
+def test_wrong_input_gets_one_sentence_and_leaves_nothing(arguments, words, run, here) -> None:
+    (here / "broken.toml").write_text("[task\n")
+    (here / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    (here / "folder").mkdir()
+    (here / "full").mkdir()
+    (here / "full" / "precious").write_text("x")
+    before = sorted(here.rglob("*"))
+    code, shown, error = run("run", "--quiet", *arguments)
+    assert code == 2
+    assert shown == ""
+    assert words in error.splitlines()[-1]
+    assert error.startswith(("fedbilevel: ", "usage: "))
+    assert "Traceback" not in error
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "another model", "missing", "fewer rounds"])
+def test_a_run_that_cannot_be_resumed_is_left_as_it_is(damage, run, here) -> None:
+    assert run(*QUADRATIC, "--rounds", 10, "--out", "old")[0] == 0
+    checkpoint, spec = here / "old" / "checkpoint.npz", here / "old" / "spec.toml"
+    content = checkpoint.read_bytes()
+    more = []
+    match damage:
+        case "truncated":
+            checkpoint.write_bytes(content[: len(content) // 2])
+        case "empty":
+            checkpoint.write_bytes(b"")
+        case "another model":
+            spec.write_text(spec.read_text().replace("dim_x = 5", "dim_x = 6"))
+        case "missing":
+            checkpoint.unlink()
+        case "fewer rounds":
+            more = ["--rounds", 5]
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    code, _, error = run("run", "--resume", "old", "--quiet", *more)
+    assert code == (2 if damage == "fewer rounds" else 4)
+    assert len(error.splitlines()) == 1
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+
+
+def test_a_number_that_is_not_finite_ends_the_run_with_its_checkpoint_kept(run, here) -> None:
+    code, _, error = run(*QUADRATIC, "--set", "server_lr=50", "--rounds", 2000, "--out", "wild")
+    assert code == 3
+    assert len(error.splitlines()) == 1
+    assert re.match(r"fedbilevel: round \d+, .+ (is inf|is nan|is not finite); ", error)
+    assert "the last good checkpoint stays in wild" in error
+
+
+def test_a_full_disk_ends_the_run_with_one_sentence(run, here, monkeypatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, error = run(*QUADRATIC, "--rounds", 10, "--out", "disk")
+    assert code == 4
+    assert error.startswith("fedbilevel: could not write disk")
+    assert "No space left on device" in error
+    assert len(error.splitlines()) == 1
+    assert leftovers(here) == []
+
+
+def test_a_disk_that_is_really_full(run, here) -> None:
+    (here / "tiny").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", "tiny"]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system takes a privileged user")
+    try:
+        code, _, error = run(*QUADRATIC, "--set", "dim_y=200", "--rounds", 10, "--out", "tiny/run")
+        assert code == 4
+        assert "No space left on device" in error
+        assert len(error.splitlines()) == 1
+        assert leftovers(here) == []
+    finally:
+        subprocess.run(["umount", "tiny"], check=True)
+
+
+def test_an_interruption_before_the_first_checkpoint(run, here, monkeypatch) -> None:
+    from fedbilevel.experiments import runner
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "solve", interrupted)
+    code, _, error = run(*QUADRATIC, "--out", "never")
+    assert (code, error) == (
+        130,
+        "fedbilevel: interrupted before the first checkpoint; there is nothing to resume\n",
+    )
+    assert not (here / "never").exists()

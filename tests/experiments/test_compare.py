@@ -1,0 +1,91 @@
+"""Runs side by side."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from fedbilevel import experiments
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.history import History
+from fedbilevel.experiments import measure, plots
+from fedbilevel.experiments.compare import common_targets, load_groups
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three seeds of SimFBO and one of ShroFBO on the quadratic."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, algorithm, seeds in (("sim", "simfbo", (0, 1, 2)), ("shro", "shrofbo", (0,))):
+        for seed in seeds:
+            spec = experiments.configure(task="quadratic", algorithm=algorithm, settings=["rounds=60"])
+            spec = spec.replace(run={"seed": seed}, task={"seed": seed})
+            experiments.run(spec, root / name / f"seed-{seed}", plot=False)
+    return root
+
+
+def test_seeds_of_one_spec_form_one_group(runs) -> None:
+    groups = load_groups([runs / "sim", runs / "shro" / "seed-0"])
+    assert [(group.label, len(group.runs)) for group in groups] == [("sim (3 seeds)", 3), ("seed-0", 1)]
+
+
+def test_the_table_and_the_picture(runs, tmp_path, run) -> None:
+    code, shown, error = run("compare", runs / "sim", runs / "shro" / "seed-0", "--out", tmp_path / "c.png")
+    assert (code, error) == (0, "")
+    assert "sim (3 seeds)" in shown
+    assert "shrofbo" in shown
+    assert "±" in shown
+    assert "to 0.1" in shown
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_mean_and_the_spread_of_a_curve() -> None:
+    cost = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "seconds": 0.5}
+    one = History([{"round": 0, **cost, "e": 1.0}, {"round": 5, **cost, "e": 0.2}, {"round": 7, **cost, "e": 9.0}])
+    two = History([{"round": 0, **cost, "e": 3.0}, {"round": 5, **cost, "e": 0.4}])
+    curve = plots.curve("x", [one, two], "e")
+    np.testing.assert_array_equal(curve.rounds, [0, 5])
+    np.testing.assert_allclose(curve.value, [2.0, 0.3])
+    np.testing.assert_allclose(curve.spread, [2**0.5, 0.1 * 2**0.5])
+    np.testing.assert_allclose(curve.costs["megabytes"], [30e-6, 30e-6])
+
+
+def test_milestones_and_the_rounds_to_them(runs) -> None:
+    rising = History([{"round": r, "accuracy": a} for r, a in ((0, 0.1), (10, 0.91), (20, 0.89), (30, 0.96))])
+    assert measure.rounds_to(rising, "accuracy", 0.9) == 10
+    assert measure.rounds_to(rising, "accuracy", 0.97) is None
+    assert common_targets(load_groups([runs / "sim"]), "relative_error")[0] == 0.1
+    assert measure.mean_and_spread("accuracy", [0.9, 0.92]) == "91.00 ± 1.41 %"
+
+
+def test_runs_that_measure_different_things_are_refused(runs, tmp_path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(runs / "shro" / "seed-0", other)
+    summary = (other / "summary.json").read_text()
+    (other / "summary.json").write_text(summary.replace('"relative_error"', '"test_accuracy"'))
+    with pytest.raises(ConfigurationError, match=r"measure different things: relative_error .*, test_accuracy"):
+        load_groups([runs / "sim", other])
+
+
+def test_an_unfinished_run_and_a_folder_of_something_else_are_refused(runs, tmp_path) -> None:
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(runs / "shro" / "seed-0", unfinished)
+    (unfinished / "summary.json").unlink()
+    with pytest.raises(ConfigurationError, match="has not finished: fedbilevel run --resume"):
+        load_groups([unfinished])
+    with pytest.raises(ConfigurationError, match=r"no spec\.toml"):
+        load_groups([runs])
+    with pytest.raises(ConfigurationError, match="an existing folder"):
+        load_groups([tmp_path / "nowhere"])
+
+
+def test_a_loaded_run_has_what_the_result_had(runs) -> None:
+    spec = experiments.configure(task="quadratic", settings=["rounds=60"])
+    loaded = experiments.load_run(runs / "sim" / "seed-0")
+    assert loaded.spec == spec
+    assert loaded.metric == "relative_error"
+    assert len(loaded.history) == 7
+    assert loaded.ledger["exchanges"] == 60
+    assert loaded.summary["final"] == loaded.history["relative_error"][-1]

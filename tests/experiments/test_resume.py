@@ -1,0 +1,84 @@
+"""Runs that are killed, interrupted, repeated or extended end with the same bits as runs left in peace."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import QUADRATIC, outcome, wait_for
+
+LONG = [*QUADRATIC, "--rounds", 6000, "--eval-every", 300, "--set", "run.checkpoint_every=100", "--cohort", 4]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> tuple:
+    """What LONG finds when nobody disturbs it."""
+    from fedbilevel import cli
+
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    assert cli.main([*map(str, LONG), "--out", str(folder)]) == 0
+    return outcome(folder)
+
+
+def kill_and_resume(folder: Path, delay: float, run, start) -> bool:
+    """Kill -9 a run some time after its first checkpoint, resume it to its end; whether it was killed on the way."""
+    process = start(*LONG, "--out", folder)
+    wait_for(folder / "checkpoint.npz", process)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    unfinished = not (folder / "summary.json").exists()
+    code, _, error = run("run", "--resume", folder, "--quiet")
+    assert code == 0, error
+    return unfinished
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_killed_run_resumes_to_the_same_bits(attempt: int, unbroken, tmp_path, run, start) -> None:
+    kill_and_resume(tmp_path / "run", 0.3 * random.Random(attempt).random(), run, start)
+    assert outcome(tmp_path / "run") == unbroken
+
+
+@pytest.mark.slow
+def test_ten_killed_runs_resume_to_the_same_bits(unbroken, tmp_path, run, start) -> None:
+    chance = random.Random()
+    on_the_way = 0
+    for attempt in range(10):
+        on_the_way += kill_and_resume(tmp_path / str(attempt), 1.5 * chance.random(), run, start)
+        assert outcome(tmp_path / str(attempt)) == unbroken
+    assert on_the_way >= 5
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(unbroken, tmp_path, run, start) -> None:
+    folder = tmp_path / "run"
+    process = start(*LONG, "--out", folder)
+    wait_for(folder / "checkpoint.npz", process)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == f"fedbilevel: interrupted; continue with: fedbilevel run --resume {folder}\n"
+    assert run("run", "--resume", folder, "--quiet")[0] == 0
+    assert outcome(folder) == unbroken
+
+
+def test_a_run_is_repeated_from_its_spec(tmp_path, run) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    more = ["--set", "task.local_steps={low = 1, high = 4}", "--set", "server_optimizer=adam"]
+    assert run(*QUADRATIC, "--rounds", 30, "--seed", 5, *more, "--out", first)[0] == 0
+    assert run("run", "--spec", first / "spec.toml", "--quiet", "--out", second)[0] == 0
+    assert outcome(first) == outcome(second)
+    assert (first / "spec.toml").read_text() == (second / "spec.toml").read_text()
+
+
+def test_a_run_is_extended(tmp_path, run) -> None:
+    short, long = tmp_path / "short", tmp_path / "long"
+    assert run(*QUADRATIC, "--rounds", 30, "--out", short)[0] == 0
+    assert run("run", "--resume", short, "--rounds", 50, "--quiet")[0] == 0
+    assert run(*QUADRATIC, "--rounds", 50, "--out", long)[0] == 0
+    assert outcome(short) == outcome(long)
+    assert (short / "spec.toml").read_text() == (long / "spec.toml").read_text()
+    assert json.loads((short / "summary.json").read_text())["rounds"] == 50

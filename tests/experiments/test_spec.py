@@ -1,0 +1,181 @@
+"""Specs: complete, the same after writing and reading, and clear about what is wrong in them."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+
+import numpy as np
+import optax
+import pytest
+
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.algorithms.local_coefficients import Momentum
+from fedbilevel.core.config import at
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.tree import XYV
+from fedbilevel.experiments import Spec, assign, configure, read_spec, resolve, toml
+from fedbilevel.experiments.choices import OPTIMIZERS, SCHEDULES
+from fedbilevel.experiments.parts import algorithm_of
+from fedbilevel.experiments.presets import PRESETS
+from fedbilevel.tasks import TASKS
+
+COSINE = '{x = {schedule = "cosine", start = 0.1, steps = 500, end = 0.01}, y = 0.2, v = 0.3}'
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_default_spec_is_complete_and_survives_writing(task: str, algorithm: str, tmp_path) -> None:
+    spec = resolve({"task": task, "algorithm": algorithm})
+    file = tmp_path / "spec.toml"
+    file.write_text(spec.to_toml())
+    assert read_spec(file) == spec
+    assert resolve(tomllib.loads(spec.to_toml())) == spec
+    algorithm_of(spec)
+
+
+@pytest.mark.parametrize(("task", "data"), PRESETS)
+def test_presets_name_fields_that_exist(task: str, data: str | None) -> None:
+    preset = PRESETS[task, data]
+    for algorithm in {*preset.algorithms, "simfbo"}:
+        fields = {**preset.shared, **preset.algorithms.get(algorithm, {})}
+        given = {"task": {"name": task, **preset.task}, "algorithm": {"name": algorithm, **fields}, "run": preset.run}
+        resolve(given)
+
+
+def test_settings_reach_their_fields() -> None:
+    spec = configure(
+        settings=[
+            "local_steps=10",
+            "task.local_steps={low = 1, high = 4}",
+            "clients=50",
+            "server_lr.x=0.05",
+            f"client_lr={COSINE}",
+            "coefficients={name = 'momentum', decay = 0.5}",
+            "server_optimizer=adam",
+            "rounds=7",
+            "chunk=4",
+            "batch_size=none",
+            "radius=inf",
+        ]
+    )
+    assert spec.algorithm.fields["local_steps"] == 10
+    assert spec.task.fields["local_steps"] == {"low": 1, "high": 4}
+    assert spec.task.fields["clients"] == 50
+    assert spec.algorithm.fields["server_lr"] == {"x": 0.05, "y": 0.1, "v": 0.1}
+    assert spec.algorithm.fields["server_optimizer"] == {"name": "adam", "b1": 0.9, "b2": 0.999, "eps": 1e-8}
+    assert (spec.run.rounds, spec.engine.chunk) == (7, 4)
+    assert spec.algorithm.fields["batch_size"] is None
+    assert spec.algorithm.fields["radius"] == math.inf
+    assert resolve(tomllib.loads(spec.to_toml())) == spec
+
+    made = algorithm_of(spec)
+    expected = optax.cosine_decay_schedule(0.1, 500, 0.1)(100)  # alpha is end / start
+    np.testing.assert_allclose(at(made, 100).client_lr.x, expected, rtol=1e-6)
+    assert made.client_lr[1:] == (0.2, 0.3)
+    assert made.coefficients == Momentum(decay=0.5)
+
+
+def test_names_decide_the_presets_wherever_they_are_given() -> None:
+    assert configure(data="mnist") == configure(settings=["data=mnist"]) == configure(settings=["task.data=mnist"])
+    assert configure(data="mnist").task.fields["clients"] == 100
+    assert configure({"task": {"clients": 30}}, data="mnist").task.fields["clients"] == 30
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.makers)
+def test_server_optimizers_have_learning_rate_one(name: str) -> None:
+    optimizer = OPTIMIZERS.build(OPTIMIZERS.complete("server_optimizer", name))
+    reference = {"sgd": optax.sgd(1.0), "momentum": optax.sgd(1.0, 0.9), "adagrad": optax.adagrad(1.0)}
+    reference |= {"adam": optax.adam(1.0), "amsgrad": optax.amsgrad(1.0), "yogi": optax.yogi(1.0)}
+    g = np.array([1.0, -2.0])
+    got, want = ([o.update(g, o.init(g), g)[0]] for o in (optimizer, reference[name]))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [  # by hand, at rounds 0, 50 and 100
+        ({"schedule": "linear", "start": 1.0, "steps": 100}, (1, 0.5, 0)),
+        ({"schedule": "exponential", "start": 1.0, "steps": 50, "rate": 0.5}, (1, 0.5, 0.25)),
+        ({"schedule": "polynomial", "start": 1.0, "steps": 100, "power": 2.0}, (1, 0.25, 0)),
+        ({"schedule": "cosine", "start": 1.0, "steps": 100}, (1, 0.5, 0)),
+        ({"schedule": "inverse_sqrt", "start": 1.0, "steps": 50}, (1, 2**-0.5, 3**-0.5)),
+    ],
+)
+def test_schedules(table: dict, values: tuple) -> None:
+    schedule = SCHEDULES.build(SCHEDULES.complete("client_lr.x", table))
+    np.testing.assert_allclose([schedule(round) for round in (0, 50, 100)], values, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["local_stesp=3"], ["'local_stesp'", "did you mean 'local_steps'"]),
+        (["algorithm.local_stesp=3"], ["field of algorithm", "did you mean 'local_steps'"]),
+        (["algoritm.local_steps=3"], ["'algoritm'"]),
+        (["seed=3"], ["task.seed or run.seed"]),
+        (["local_steps"], ["field=value"]),
+        (["local_steps=many"], ["algorithm.local_steps", "'many'", "a whole number"]),
+        (["local_steps=2.5"], ["algorithm.local_steps", "2.5"]),
+        (["local_steps=true"], ["algorithm.local_steps", "True"]),
+        (["local_steps.x=2"], ["algorithm.local_steps has no parts"]),
+        (["client_lr.z=2"], ["'z'", "algorithm.client_lr"]),
+        (["client_lr.x=fast"], ["algorithm.client_lr.x", "'fast'", "positive number"]),
+        (["server_lr=0"], ["algorithm.server_lr.x", "0", "positive number"]),
+        (["server_lr.y=-0.1"], ["algorithm.server_lr.y", "-0.1", "positive number"]),
+        (["client_lr.x={schedule = 'cosin', start = 0.1, steps = 5}"], ["did you mean 'cosine'"]),
+        (["client_lr.x={schedule = 'cosine', start = 0.1}"], ["algorithm.client_lr.x.steps is missing"]),
+        (["client_lr.x={schedule = 'cosine', start = 0.1, steps = 5, stop = 1}"], ["'stop'", "'cosine'"]),
+        (["coefficients=momentun"], ["did you mean 'momentum'"]),
+        (["coefficients=3"], ["algorithm.coefficients", "a table"]),
+        (["server_optimizer=adamm"], ["did you mean 'adam'"]),
+        (["server_optimizer={name = 'adam', b1 = 'x'}"], ["algorithm.server_optimizer.b1", "a number"]),
+        (["hidden=64"], ["task.hidden", "a list"]),
+        (["hidden=[a]"], ["not a TOML value"]),
+        (["hidden=['a']"], ["task.hidden[0]", "a whole number"]),
+        (["task.data=3"], ["task.data", "text"]),
+        (["ridge=nan"], ["task.ridge"]),
+        (["task.seed=-1"], ["task.seed"]),
+        (["rounds=0"], ["run.rounds = 0", "positive"]),
+        (["run.eval_every=0"], ["run.eval_every = 0", "positive"]),
+    ],
+)
+def test_a_wrong_setting_is_explained(settings: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        assign(resolve({}), settings)
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"task": {"name": "quadratik"}}, ["unknown task", "did you mean 'quadratic'"]),
+        ({"algorithm": "simfob"}, ["unknown algorithm", "did you mean 'simfbo'"]),
+        ({"tasks": {}}, ["section", "did you mean 'task'"]),
+        ({"run": 3}, ["run = 3", "a table"]),
+        ({"run": {"round": 3}}, ["field of run", "did you mean 'rounds'"]),
+    ],
+)
+def test_a_wrong_table_is_explained(tables: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        resolve(tables)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, -0.5, 1e-8, 1e300, math.inf, True, "a \"b\" \\ \n é \x7f", [1, [2.0, "x"]], {"a b": {"c": 1}}, [], {}],
+)  # fmt: skip
+def test_values_survive_being_written_as_toml(value: object) -> None:
+    assert tomllib.loads(toml.dumps({"section": {"field": value}}))["section"]["field"] == value
+
+
+def test_a_replaced_spec_is_checked() -> None:
+    spec: Spec = resolve({})
+    assert spec.replace(run={"rounds": 5}).run.rounds == 5
+    with pytest.raises(ConfigurationError, match="rounds"):
+        spec.replace(run={"rounds": "x"})
+    assert isinstance(spec.algorithm.fields["client_lr"], dict)
+    assert resolve({"algorithm": {"client_lr": XYV(1, 2, 3)}}).algorithm.fields["client_lr"] == {"x": 1, "y": 2, "v": 3}
