@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import phase_name
-from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import NonFiniteError
 from fedbilevel.core.fed import Fed, Reply
@@ -54,8 +54,8 @@ class ReferenceFed:
         clients = self.run.clients
         return Client(
             problem=self.run.problem,
-            outer=_samples(clients.outer, i),
-            inner=_samples(clients.inner, i),
+            outer=_samples("outer", clients.outer, i),
+            inner=_samples("inner", clients.inner, i),
             id=jnp.asarray(i),
             weight=jnp.asarray(clients.weights[i], float),
             state=jax.tree.map(lambda leaf: leaf[i], self.states),
@@ -102,8 +102,11 @@ class Reference:
         return ReferenceRun(algorithm, problem, clients, cohort, key)
 
 
-def _samples(rows: Ragged, i: int) -> Samples:
+def _samples(name: str, rows: Ragged, i: int) -> Samples:
     """Client i's own samples alone, unpadded."""
-    size = int(rows.size[i])
-    values = jax.tree.map(jnp.asarray, rows.row(i))
+    size, row = int(rows.size[i]), rows.row(i)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(row):
+        if isinstance(leaf, np.memmap):
+            check_finite(f"Clients.{name}{jax.tree_util.keystr(path)} of client {i}", leaf)
+    values = jax.tree.map(jnp.asarray, row)
     return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True)

@@ -30,6 +30,9 @@ class Resident:
         for name, rows in (("outer", clients.outer), ("inner", clients.inner)):
             if int(rows.start[-1]) + int(rows.size[-1]) >= 2**31:
                 raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
+            for path, leaf in jax.tree_util.tree_leaves_with_path(rows.values):
+                if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
+                    check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
         every = np.arange(len(clients), dtype=np.int32)
         table = members(clients, every, clients.outer.start, clients.inner.start)
         data = Data(clients.outer.values, clients.inner.values)
