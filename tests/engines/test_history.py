@@ -1,0 +1,39 @@
+"""Are columns and rows what was measured, also after a file?"""
+
+import numpy as np
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.history import History
+
+ROWS = [{"round": 0, "seconds": 0.0}, {"round": 5, "seconds": 0.1, "loss": 0.1 + 0.2}, {"round": 10, "loss": 1e-300}]
+
+
+def test_a_column_is_nan_where_a_row_lacks_it():
+    history = History(ROWS)
+    assert len(history) == 3
+    assert history["round"].tolist() == [0, 5, 10]
+    np.testing.assert_array_equal(history["loss"], [np.nan, 0.1 + 0.2, 1e-300])
+
+
+def test_columns_stand_in_the_order_of_their_appearance():
+    assert History(ROWS).columns == ["round", "seconds", "loss"]
+    assert History().columns == []
+
+
+def test_a_misspelt_column_is_answered_with_the_nearest():
+    with pytest.raises(ConfigurationError, match="column of the history 'los'; did you mean 'loss'"):
+        History(ROWS)["los"]
+
+
+def test_lines_of_json_give_back_the_same_numbers():
+    text = History(ROWS).to_jsonl()
+    assert len(text.splitlines()) == 3
+    assert History.from_jsonl(text + "\n  \n") == History(ROWS)
+    assert History.from_jsonl("") == History()
+
+
+def test_two_histories_share_no_rows():
+    one, other = History(), History()
+    one.rows.append({"round": 0})
+    assert len(other) == 0

@@ -1,0 +1,84 @@
+"""Does the ledger add up what exchanges cost, in exact integers?"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.core.fed import Reply
+from fedbilevel.engines import book
+from fedbilevel.engines.ledger import Ledger
+
+
+def a_book(calls, responders=0, gradients=0, products=0):
+    return book.Book(calls, *(np.asarray(count) for count in (responders, gradients, products)), {})
+
+
+def test_bytes_are_counted_per_client_and_exchange():
+    ledger = Ledger()
+    calls = {("ask", 100, 7): np.array([1, 2, 0]), ("tell", 30, 50): np.array([1, 1, 1])}
+    ledger.add(a_book(calls, [20, 30, 10], [5, 0, 1], [2, 2, 2]), rounds=3, cohort=10)
+    assert (ledger.rounds, ledger.exchanges) == (3, 3 + 3)
+    assert ledger.bytes_down == 10 * (3 * 100 + 3 * 30)
+    assert ledger.bytes_up == 10 * (3 * 7 + 3 * 50)
+    assert (ledger.replies, ledger.gradients, ledger.products) == (60, 6, 6)
+    assert ledger.exchanges_by_phase == {"ask": 3, "tell": 3}
+    assert ledger.gradients_per_client == ledger.products_per_client == 0.1
+
+
+def test_one_phase_with_two_kinds_of_message_is_one_line():
+    ledger = Ledger()
+    ledger.add(a_book({("ask", 8, 8): 2, ("ask", 16, 8): 1}), rounds=1, cohort=3)
+    assert ledger.exchanges_by_phase == {"ask": 3}
+    assert ledger.bytes_down == 3 * (2 * 8 + 16)
+
+
+def test_parts_of_a_run_add_up_to_the_whole():
+    calls = {("ask", 4, 2): np.arange(6)}
+    counts = np.arange(6) * 3
+    whole, parts = Ledger(), Ledger()
+    whole.add(a_book(calls, counts, counts, counts), rounds=6, cohort=5)
+    for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        some = {call: n[part] for call, n in calls.items()}
+        parts.add(a_book(some, *[counts[part]] * 3), rounds=part.stop - part.start, cohort=5)
+    assert parts == whole
+
+
+def test_totals_do_not_overflow():
+    """Books are int32 per round; 10 rounds of 2³⁰ gradients, and petabytes, are still exact."""
+    ledger = Ledger()
+    much = np.full(10, 2**30, np.int32)
+    ledger.add(a_book({("ask", 2**40, 2**41): much}, much, much, much), rounds=10, cohort=2**20)
+    assert ledger.gradients == 10 * 2**30
+    assert ledger.bytes_up == 10 * 2**30 * 2**41 * 2**20
+    assert isinstance(ledger.bytes_up, int)
+
+
+def test_a_fresh_ledger_divides_by_nothing():
+    assert Ledger().gradients_per_client == 0
+
+
+def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
+    reply = Reply({"u": jnp.array([1.0, 2.0])}, metrics={"loss": jnp.asarray(3.0)}, gradients=4, products=5)
+    for counts in (1.0, 0.0):
+        sums = book.weigh(reply, jnp.asarray(0.25), jnp.asarray(counts))
+        assert sums.update["u"].tolist() == [0.25 * counts, 0.5 * counts]
+        assert float(sums.metrics["loss"]) == 0.75 * counts
+        assert [int(n) for n in (sums.responders, sums.gradients, sums.products)] == [counts, 4 * counts, 5 * counts]
+
+
+def test_the_two_means():
+    sums = book.Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
+    assert float(book.normalise(sums, population=10, cohort=2, unbiased=True)) == 15.0
+    assert float(book.normalise(sums, population=10, cohort=2, unbiased=False)) == 3.0 / 0.2
+
+
+def test_books_merge_by_kind_of_exchange_and_metric():
+    sums = book.Sums(jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)])
+    ask = book.entry("ask", {"m": jnp.zeros(3)}, jnp.ones(2), sums)
+    tell = book.entry("tell", jnp.zeros(1), jnp.ones(2), sums._replace(metrics={"gain": jnp.asarray(1.0)}))
+    both = book.merge(book.merge(ask, tell), ask)
+    assert {call: int(n) for call, n in both.calls.items()} == {("ask", 24, 16): 2, ("tell", 8, 16): 1}
+    assert [int(n) for n in (both.responders, both.gradients, both.products)] == [9, 12, 15]
+    assert {name: [float(n) for n in pair] for name, pair in both.metrics.items()} == {
+        "loss": [4.0, 1.0],
+        "gain": [1.0, 0.5],
+    }

@@ -1,0 +1,156 @@
+"""Does a client get its own samples whether they lie on the device, in memory, or in a file on disk?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.client import Ragged, Samples
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.cohort import draw_cohort, round_keys
+from fedbilevel.engines.local_fed import Layout
+from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, padded
+
+OUTER, INNER = np.array([2, 5, 1, 3, 4, 2]), np.array([4, 1, 3, 2, 2, 6])
+KEY = jax.random.key(5)
+COHORT = 3
+
+
+def loss(x, y, batch):
+    return jnp.mean(jnp.cosh(batch["u"] @ y - batch["t"] * x)) + jnp.sum(y**2)
+
+
+PROBLEM = fb.Bilevel(outer=loss, inner=loss)
+
+
+def rows(sizes, seed):
+    rng = np.random.default_rng(seed)
+    return [{"u": rng.uniform(-1, 1, (n, 2)), "t": rng.integers(0, 3, n)} for n in sizes]
+
+
+def population(**options):
+    return fb.Clients(rows(OUTER, 0), rows(INNER, 1), weights=np.arange(1, 7), **options)
+
+
+def layout(clients):
+    return Layout(PROBLEM, len(clients), COHORT, int(OUTER.max()), False, int(INNER.max()), False, COHORT, None)
+
+
+def client_samples(data, start, size, longest):
+    return Samples(data, jnp.asarray(start), jnp.asarray(size), longest, False)
+
+
+def test_padded_gives_each_row_in_its_place_and_zeros_after_it():
+    data = rows(INNER, 1)
+    ragged = Ragged.listed("inner", data)
+    ids = np.array([5, 1, 3])
+    out = padded("inner", ragged, ids, longest=6)
+    assert out["u"].shape == (18, 2)
+    assert out["t"].dtype == data[0]["t"].dtype
+    for place, i in enumerate(ids):
+        block = jax.tree.map(lambda leaf, at=6 * place: leaf[at : at + 6], out)
+        jax.tree.map(lambda leaf, own, n=INNER[i]: np.testing.assert_array_equal(leaf[:n], own), block, data[i])
+        assert not np.any(block["u"][INNER[i] :])
+
+
+@pytest.mark.parametrize("local_steps", [None, [3, 1, 4, 1, 5, 9]])
+def test_streamed_members_have_the_samples_of_resident_ones(local_steps):
+    clients = population(local_steps=local_steps)
+    resident = Resident(clients, layout(clients), KEY, None, 1)
+    streamed = Streamed(clients, layout(clients), KEY, None, 2)
+    try:
+        for round in range(3):
+            all_data, table, none = resident.inputs(round)
+            data, members, ids = streamed.inputs(round)
+            assert none is None
+            assert ids.tolist() == draw_cohort(round_keys(KEY, round).cohort, 6, COHORT).tolist()
+            assert members.id.tolist() == ids.tolist()
+            for place, i in enumerate(ids.tolist()):
+                for name in ("weight", "outer_size", "inner_size", "work", "counts"):
+                    mine, theirs = getattr(members, name), getattr(table, name)
+                    assert mine is theirs is None or mine[place] == theirs[i]
+                for name, longest in (("outer", 5), ("inner", 6)):
+                    starts, sizes = f"{name}_start", f"{name}_size"
+                    here = client_samples(
+                        getattr(data, name), getattr(members, starts)[place], getattr(members, sizes)[place], longest
+                    )
+                    there = client_samples(
+                        getattr(all_data, name), getattr(table, starts)[i], getattr(table, sizes)[i], longest
+                    )
+                    for batch_size in (7, None):
+                        draws = [samples.batch(jax.random.key(round), batch_size) for samples in (here, there)]
+                        jax.tree.map(np.testing.assert_array_equal, *draws)
+    finally:
+        streamed.close()
+
+
+def test_streaming_reads_ahead_and_takes_rounds_in_any_order():
+    clients = population()
+    streamed = Streamed(clients, layout(clients), KEY, None, prefetch=2)
+    try:
+        first = streamed.inputs(4)[2].tolist()  # a resumed run begins anywhere
+        assert sorted(streamed.pending) == [5, 6]
+        streamed.inputs(5)
+        assert sorted(streamed.pending) == [6, 7]
+        assert streamed.inputs(4)[2].tolist() == first
+    finally:
+        streamed.close()
+
+
+def mapped(tmp_path, data, name, spoil=None):
+    """The same samples in a file, but for a NaN in the first sample of the client to spoil."""
+
+    def on_disk(leaf):
+        path = tmp_path / f"{name}-{leaf.dtype}.npy"
+        np.save(path, leaf)
+        return np.load(path, mmap_mode="r")
+
+    flat = Ragged.listed(name, data)
+    if spoil is not None:
+        flat.values["u"][flat.start[spoil], 1] = np.nan
+    return Ragged(jax.tree.map(on_disk, flat.values), flat.start, flat.size)
+
+
+def solve(clients, engine=None, rounds=3):
+    algorithm = fb.SimFBO(local_steps=2, batch_size=4, client_lr=0.01, server_lr=0.05)
+    return fb.solve(
+        algorithm, PROBLEM, clients, jnp.ones(()), jnp.ones(2), rounds=rounds, cohort=COHORT, key=3, engine=engine
+    )
+
+
+def test_a_run_from_disk_has_the_numbers_of_one_from_memory(tmp_path):
+    outer, inner = (mapped(tmp_path, rows(s, seed), str(seed)) for seed, s in enumerate((OUTER, INNER)))
+    clients = fb.Clients(outer, inner, weights=np.arange(1, 7))
+    assert is_memory_mapped(clients)
+    assert not is_memory_mapped(population())
+    got, expected = solve(clients), solve(population())
+    np.testing.assert_allclose(got.x, expected.x, rtol=1e-12)  # 3 rounds of sums of at most 4 terms
+    np.testing.assert_allclose(got.y, expected.y, rtol=1e-12)
+    assert got.ledger == expected.ledger
+
+
+def spoilt(tmp_path, client):
+    return fb.Clients(rows(OUTER, 0), mapped(tmp_path, rows(INNER, 1), "inner", spoil=client))
+
+
+def cohorts(rounds):
+    """Who takes part in each round of `solve`."""
+    return [draw_cohort(round_keys(jax.random.key(3), r).cohort, 6, COHORT).tolist() for r in range(rounds)]
+
+
+def test_a_nan_on_disk_is_found_when_it_is_read(tmp_path):
+    """Neither when the population is described, which may be larger than memory, nor where others take part."""
+    early, later = cohorts(2), cohorts(9)
+    unread = next(i for i in later[-1] if i not in early[0] + early[1])
+    clients, engine = spoilt(tmp_path, unread), fb.Local(prefetch=1)
+    solve(clients, engine, rounds=1)
+    with pytest.raises(ConfigurationError, match=r"Clients\.inner\['u'\] of the cohort .* holds NaN"):
+        solve(clients, engine, rounds=9)
+
+
+@pytest.mark.parametrize("engine", [fb.Local(stream=False), fb.Reference()], ids=["resident", "reference"])
+def test_a_nan_on_disk_is_found_by_engines_that_do_not_stream(tmp_path, engine):
+    clients = spoilt(tmp_path, cohorts(1)[0][0])
+    with pytest.raises(ConfigurationError, match=r"Clients\.inner\['u'\].* holds NaN"):
+        solve(clients, engine)
