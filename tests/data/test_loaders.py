@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedbilevel import data
-from fedbilevel.data import formats, sources
+from fedbilevel.data import formats, loaders, sources
 from fedbilevel.data.files import folders
 
 real_files = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
@@ -181,9 +181,17 @@ def test_digits_constants_are_those_of_its_training_pixels():
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(data.DataError, match=r'pip install "fedbilevel\[cli\]"'):
         data.load("digits")
+
+
+def test_digits_are_the_same_through_scikit_learn_itself(monkeypatch):
+    direct = data.load("digits")
+    monkeypatch.setattr(loaders, "DIGITS_FILE", "nowhere.csv.gz")
+    imported = data.load("digits")
+    for field in ("train_images", "train_labels", "test_images", "test_labels"):
+        np.testing.assert_array_equal(getattr(direct, field), getattr(imported, field))
 
 
 def test_an_unknown_name_gets_the_nearest_one_and_the_list():

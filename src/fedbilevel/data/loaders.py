@@ -1,6 +1,8 @@
 """`load`: a data set by its name."""
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from fedbilevel.data.sources import SOURCES
 # Mean and standard deviation of the training images of `digits()` (all pixels together), as for MNIST; the
 # tests derive them again.
 DIGITS_MEAN, DIGITS_STD = 0.3051, 0.3762
+DIGITS_FILE = "datasets/data/digits.csv.gz"  # inside scikit-learn
 CIFAR_REPACKED = "cifar-10-binary.tar.xz"
 
 
@@ -39,19 +42,30 @@ def digits(name: str = "digits", progress: files.Progress | None = None) -> Data
     Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
     Repository, 1998.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            'The data set "digits" needs scikit-learn, which is not installed: pip install "fedbilevel[cli]".'
-        ) from error
-    bunch = load_digits()
-    images = (bunch.images / 16).astype(np.float32)  # pixels count 0..16
-    labels = bunch.target.astype(np.int32)
+    pixels, target = _digits_table()
+    images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)  # pixels count 0..16
+    labels = target.astype(np.int32)
     test = np.zeros(len(labels), bool)
     for label in range(10):
         test[np.flatnonzero(labels == label)[4::5]] = True
     return Dataset(name, images[~test], labels[~test], images[test], labels[test], 10, (DIGITS_MEAN,), (DIGITS_STD,))
+
+
+def _digits_table() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels (1797, 64) and labels (1797,), from scikit-learn's file: importing scikit-learn would take seconds."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None:
+        raise DataError(
+            'The data set "digits" needs scikit-learn, which is not installed: pip install "fedbilevel[cli]".'
+        )
+    for folder in found.submodule_search_locations or []:
+        if (file := Path(folder, DIGITS_FILE)).is_file():
+            table = np.loadtxt(file, delimiter=",")
+            return table[:, :-1], table[:, -1]
+    from sklearn.datasets import load_digits  # a version that keeps the file elsewhere
+
+    bunch = load_digits()
+    return bunch.data, bunch.target
 
 
 def idx(name: str, progress: files.Progress | None) -> Dataset:
