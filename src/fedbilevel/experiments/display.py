@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import catalogue, measure, toml
 
 WINDOW_SECONDS = 5.0  # over which the speed is taken
+
+
+class TwoLines(Progress):
+    """A bar, and below it the numbers of its tasks."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(f"  {task.fields['numbers']}")
 
 
 class Watch:
@@ -35,13 +45,12 @@ class Watch:
         if not self.console.is_terminal:
             yield self
             return
-        self.progress = Progress(
+        self.progress = TwoLines(
             SpinnerColumn(),
             TextColumn("{task.fields[what]}", style="bold"),
             BarColumn(bar_width=None),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
-            TextColumn("{task.fields[numbers]}"),
-            TextColumn("{task.fields[speed]}", style="dim"),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rounds"),
+            TextColumn("{task.fields[speed]}"),
             console=self.console,
             transient=True,
             expand=True,
@@ -107,8 +116,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "exchanges": f"{row['exchanges']:,}",
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
         "gradients / products": f"{row['gradients']:,} / {row['products']:,}",
-        "seconds": f"{summary['seconds_in_rounds']:.1f} in rounds, {summary['seconds_compiling']:.1f} compiling, "
-        f"{summary['seconds_in_all']:.1f} in all",
+        "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",
+        "this time": f"{summary['seconds_compiling']:.1f} s compiling, {summary['seconds_in_all']:.1f} s in all",
     }
     for name, value in lines.items():
         table.add_row(name, value)
