@@ -99,8 +99,8 @@ def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str, lege
     axes[0].set_ylabel(f"{_words(metric)} (%)" if percent else _words(metric))
     if not percent and _spans_decades(curves):
         axes[0].set_yscale("log")
-    if percent and (lowest := _lowest_after_start(curves)) is not None:
-        axes[0].set_ylim(bottom=100 * max(0.0, lowest - 0.03))
+    if percent and (learnt := _range_after_start(curves)):
+        axes[0].set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
     if legend:
         axes[0].legend(frameon=False, fontsize=9)
 
@@ -120,10 +120,10 @@ def _spans_decades(curves: Sequence[Curve]) -> bool:
     return bool(values.min() > 0 and values.max() > 50 * values.min())
 
 
-def _lowest_after_start(curves: Sequence[Curve]) -> float | None:
-    """The lowest value, leaving out the untrained model, beside which all else would look flat."""
-    values = [line.value[line.rounds > 0] for line in curves]
-    return min((float(part.min()) for part in values if part.size), default=None)
+def _range_after_start(curves: Sequence[Curve]) -> tuple[float, float] | None:
+    """Lowest and highest value, leaving out the untrained model, beside which all else would look flat."""
+    values = np.concatenate([line.value[line.rounds > 0] for line in curves])
+    return (float(values.min()), float(values.max())) if values.size else None
 
 
 def _words(name: str) -> str:
