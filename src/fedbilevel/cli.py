@@ -38,9 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.command(options))
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output has left
-        return OK
     except Exception as error:
         code = _exit_code(error)
         if code is None or options.debug:
