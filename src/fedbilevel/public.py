@@ -8,6 +8,7 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError, Fedbilev
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import XYV
+from fedbilevel.engines.cpu import tune_cpu
 from fedbilevel.engines.history import History
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.local import Local
@@ -44,4 +45,5 @@ __all__ = [
     "solve",
     "stop_when",
     "stop_without_progress",
+    "tune_cpu",
 ]

@@ -1,0 +1,32 @@
+"""What the numbers were measured on, and the yardstick of speed: the machine's own matrix-product rate."""
+
+import os
+import platform
+import time
+
+import numpy as np
+
+
+def describe() -> str:
+    """One line: processor, cores, Python, JAX and its device."""
+    import jax
+
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
+    device = jax.devices()[0]
+    return (
+        f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, jax {jax.__version__}, "
+        f"{device.platform} ({device.device_kind})"
+    )
+
+
+def gemm_rate(size: int = 1024, repeats: int = 10) -> float:
+    """Best GFLOP/s of NumPy's float32 matrix product of two size×size matrices, on all cores."""
+    a = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
+    a @ a
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best / 1e9
