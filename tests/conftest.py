@@ -14,6 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled programs between runs: JAX's key for one covers the program, the flags and the compiler."""
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    if cache := getattr(config, "cache", None):  # there is none under `-p no:cacheprovider`
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

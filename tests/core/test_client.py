@@ -141,6 +141,17 @@ def test_a_padded_full_batch_gives_the_loss_of_the_true_samples():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=100 * EPS), everything(batch), true)
 
 
+def test_what_lies_in_the_padding_reaches_no_gradient():
+    """Where the loss of the padding, or of the next client's samples, is infinite: 0·∞ would be NaN."""
+    data = np.array([[1.0, 2.0, 0.0, 0.0], [3.0, 4.0, 5.0, 6.0]])
+    samples = Samples(data.ravel(), jnp.asarray(0), jnp.asarray(2), 4, False)
+    logarithm = lambda x, y, batch: jnp.mean(jnp.log(x * batch))  # noqa: E731
+    extended = Bilevel(logarithm, logarithm).over_batches()
+    value, slope = jax.value_and_grad(extended.inner)(jnp.asarray(0.5), None, samples.batch(jax.random.key(0), None))
+    assert float(value) == pytest.approx(np.log([0.5, 1.0]).mean(), rel=4 * EPS)
+    assert float(slope) == pytest.approx(2.0, rel=4 * EPS)
+
+
 def test_a_full_batch_of_equal_clients_is_not_padded():
     array = np.arange(24.0).reshape(4, 3, 2)
     rows = Clients(array, array).inner
