@@ -21,7 +21,7 @@ class Keeps:
     def init_client(self, x, y):
         return {"seen": jnp.zeros((), int)}
 
-    def helper(self, client, message, key):
+    def unmarked(self, client, message, key):
         return fb.Reply(message)
 
     @fb.phase
@@ -46,7 +46,7 @@ def test_own_phases_are_allowed_by_name():
         (Keeps.visit, "visit"),
         (Keeps().visit, "visit"),  # equal configurations, yet another object: its fields need not be the client's
         (fb.SimFBO().local_updates, "local_updates"),
-        (Keeps().helper, "helper"),
+        (Keeps().unmarked, "unmarked"),
         ("visit", "'visit'"),
     ],
 )
@@ -57,8 +57,8 @@ def test_anything_else_is_refused(function, named):
 
 def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
     algorithm = Keeps()
-    with pytest.raises(ConfigurationError, match="got helper"):
-        phase_name(algorithm, algorithm.helper)
+    with pytest.raises(ConfigurationError, match="got unmarked"):
+        phase_name(algorithm, algorithm.unmarked)
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
