@@ -168,7 +168,14 @@ def _spec(options: argparse.Namespace) -> Spec:
     flags = {"run.rounds": options.rounds, "run.cohort": options.cohort, "run.eval_every": options.eval_every}
     settings += [f"{name}={value}" for name, value in flags.items() if value is not None]
     spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=settings)
+    _tune(spec)
     return spec if options.seed is None else _seeded(spec, options.seed)
+
+
+def _tune(spec: Spec) -> None:
+    from fedbilevel.engines.cpu import tune_cpu
+
+    tune_cpu(spec.engine.devices)  # XLA reads its flags at the first computation, which is still to come
 
 
 def _seeded(spec: Spec, seed: int) -> Spec:
@@ -198,6 +205,7 @@ def _resume(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.runner import resumable
 
     spec = resumable(Folder(options.resume), options.rounds)
+    _tune(spec)
     parts = build(spec)
     metric = next(iter(parts.task.metrics))
     again = lambda show: resume(options.resume, rounds=options.rounds, parts=parts, callbacks=[show])  # noqa: E731

@@ -39,7 +39,7 @@ from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, steps
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.oracles.products import Directions, directions, independent_directions
@@ -85,8 +85,8 @@ class SimFBO:
     independent_batches: bool = static(False)
 
     def validate(self) -> None:
-        require(self.local_steps >= 1, "local_steps", self.local_steps, "a positive integer")
-        require(self.batch_size is None or self.batch_size >= 1, "batch_size", self.batch_size, "positive or None")
+        require_count("local_steps", self.local_steps)
+        require_count("batch_size", self.batch_size, optional=True)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))

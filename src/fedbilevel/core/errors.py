@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class FedbilevelError(Exception):
@@ -32,3 +33,9 @@ def require(holds: bool, field: str, got: object, allowed: str) -> None:
     """Raise ConfigurationError unless `holds`: «field = got: allowed»."""
     if not holds:
         raise ConfigurationError(f"{field} = {got!r} is not allowed: it must be {allowed}")
+
+
+def require_count(field: str, got: object, optional: bool = False) -> None:
+    """Raise ConfigurationError unless `got` is a positive integer, or None where that is allowed."""
+    fits = (optional and got is None) or (isinstance(got, Integral) and not isinstance(got, bool) and int(got) >= 1)
+    require(fits, field, got, "a positive integer or None" if optional else "a positive integer")

@@ -1,8 +1,7 @@
 """XLA's settings for simulating clients on a CPU. They are read once, when JAX first touches a device."""
 
 import os
-
-import jaxlib
+from importlib.metadata import version
 
 from fedbilevel.core.errors import require
 
@@ -21,7 +20,7 @@ def tune_cpu(devices: int = 1) -> None:
     """
     require(devices >= 1, "devices", devices, "positive")
     wanted = {}
-    if jaxlib.__version__.startswith(TESTED):
+    if version("jaxlib").startswith(TESTED):
         wanted["--xla_cpu_experimental_ynn_fusion_type"] = ""
     if devices > 1:
         wanted["--xla_force_host_platform_device_count"] = str(devices)

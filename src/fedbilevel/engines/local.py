@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import NonFiniteError, require
+from fedbilevel.core.errors import NonFiniteError, require, require_count
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.book import Book
@@ -57,9 +57,9 @@ class Local:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        require(self.chunk is None or self.chunk >= 1, "Local.chunk", self.chunk, "positive or None")
-        require(self.devices >= 1, "Local.devices", self.devices, "positive")
-        require(self.prefetch >= 1, "Local.prefetch", self.prefetch, "positive")
+        require_count("Local.chunk", self.chunk, optional=True)
+        require_count("Local.devices", self.devices)
+        require_count("Local.prefetch", self.prefetch)
 
     def start(
         self, algorithm: Any, problem: Bilevel, clients: Clients, cohort: int, key: Array, carry: Carry

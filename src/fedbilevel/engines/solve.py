@@ -19,7 +19,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import check_algorithm
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import CheckpointError, NonFiniteError, require
+from fedbilevel.core.errors import CheckpointError, NonFiniteError, require, require_count
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
@@ -75,7 +75,9 @@ def solve(
         CheckpointError: a checkpoint could not be written, or belongs to another run.
     """
     check_algorithm(algorithm)
-    _check_counts(rounds=rounds, eval_every=eval_every, checkpoint_every=checkpoint_every)
+    require_count("rounds", rounds)
+    require_count("eval_every", eval_every, optional=True)
+    require_count("checkpoint_every", checkpoint_every, optional=True)
     require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
     cohort = check_cohort(cohort, len(clients))
     key = jax.random.key(key) if isinstance(key, int) else key
@@ -241,13 +243,6 @@ def hold_interrupt() -> Iterator[threading.Event]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        optional = name != "rounds"
-        allowed = "a positive integer" + (" or None" if optional else "")
-        require((optional and count is None) or (isinstance(count, int) and count >= 1), name, count, allowed)
 
 
 def _check_start(**trees: PyTree) -> None:

@@ -34,7 +34,7 @@ def directions(problem: Bilevel, iterate: XYV, outer_batch: PyTree, inner_batch:
         x: ∇x f − ∇²xy g·v        y: ∇y g        v: ∇²yy g·v − ∇y f
 
     One reverse pass over the scalar f(x, y) − ⟨∇y g(x, y), v⟩ gives x's direction and the negative of v's, with ∇y g
-    as a by-product: one gradient of g, then one joint pass. Two separate products would cost a third more.
+    as a by-product: one gradient of g, then one joint pass for both products.
     """
 
     def surrogate(x: PyTree, y: PyTree) -> tuple[Array, tuple[PyTree, Array, Array]]:
