@@ -3,10 +3,9 @@
 python benchmarks/exactness.py
 """
 
+from itertools import pairwise
+
 import jax
-
-jax.config.update("jax_enable_x64", True)
-
 import numpy as np
 
 import fedbilevel as fb
@@ -24,6 +23,7 @@ def error(x: np.ndarray, exact: np.ndarray) -> float:
 
 
 def main() -> None:
+    jax.config.update("jax_enable_x64", True)
     task = quadratic()
     plain = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(0.02, 0.5, 0.5))
     found = error(limit(plain, task, 6000), solution(task.clients).x)
@@ -44,7 +44,7 @@ def main() -> None:
                 server_lr=fb.XYV(*(lr / WORK.max() for lr in (0.02, 1.0, 1.0))),
             )
             errors.append(error(limit(algorithm, task, 6000), targets[name]))
-        ratios = [a / b for a, b in zip(errors[:3], errors[1:4], strict=True)]
+        ratios = [a / b for a, b in pairwise(errors[:4])]
         print(
             f"{method.__name__:9s} {name:12s}",
             "  ".join(f"{e:.1e}" for e in errors),

@@ -66,7 +66,7 @@ def solve(
         metrics: functions (x, y) -> scalar by name, computed for every row.
         callbacks: called after every stretch of rounds; one that returns a reason stops the run.
         checkpoint: a file to save the whole run to, atomically, and to resume from.
-        checkpoint_every: rounds between saves; None saves at each row. Also at the end and on Ctrl-C.
+        checkpoint_every: rounds between saves; None saves at each row. Also before round 0, at the end and on Ctrl-C.
         resume: continue from `checkpoint`; the result is bit-identical to that of an unbroken run.
 
     Raises:
@@ -142,7 +142,10 @@ class Loop:
     def play(self, run: Run, carry: Carry) -> Result:
         result, reason = self.result(run, carry), ""
         if not self.history.rows:
-            reason = self.tell(result, self.add_row(result))
+            row = self.add_row(result)
+            if self.plan.path:
+                self.save(carry)  # from now on there is something to resume
+            reason = self.tell(result, row)
         speed = 0.0  # rounds per second; not known before the first stretch
         with hold_interrupt() as interrupted:
             while result.round < self.plan.rounds and not reason:

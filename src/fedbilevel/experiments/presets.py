@@ -32,7 +32,7 @@ MNIST = Preset(
     task={"clients": 100, "hidden": [200]},
     shared={"local_steps": 10, "batch_size": 64},
     algorithms=_single_loop(
-        client_lr={"x": 0.1, "y": 0.1, "v": 0.1}, server_lr={"x": 0.1, "y": 0.1, "v": 0.1}, radius=10.0
+        client_lr={"x": 0.1, "y": 0.1, "v": 0.1}, server_lr={"x": 0.2, "y": 0.2, "v": 0.2}, radius=10.0
     ),
     run={"rounds": 300, "cohort": 10, "eval_every": 10},
 )
