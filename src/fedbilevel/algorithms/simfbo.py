@@ -11,18 +11,20 @@ The server sends (x, y, v). Client i, for k = 0..τ_i − 1, steps all three at 
 and replies with q_i = Σ_k a_k (d_y, d_v, d_x). The server, with P_r the projection on the ball of radius r,
 
     SimFBO    (y, v, x) ← (y − γ_y q_y, P_r(v − γ_v q_v), x − γ_x q_x),   q = Σ_{i∈C} p̃_i q_i, p̃_i = (M/P) p_i  (4), (5)
-    ShroFBO   the same with ρ h for q:   h = Σ p̃_i q_i / ‖a_i‖₁,   ρ = Σ p̃_i ‖a_i‖₁                            (6)-(8)
+    ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} p̃_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁                     (6)-(8)
 
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
 one that was asked (Theorem 2).
 
-Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and one number). Client state: none.
-Cost per local step: a gradient of g, a gradient of f and one joint pass for both products with ∇²g.
+Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none.
+Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
 
 Departures from the paper:
 1. One draw of inner and one of outer samples serves all three directions of a local step, each direction being
    unbiased by itself; `independent_batches` draws separately for each, as the paper's analysis does.
-2. With a cohort, ρ is estimated by Σ_{i∈C} p̃_i‖a_i‖₁: one more number in the same exchange.
+2. ρ sums over all clients, of which a round sees a cohort. ShroFBO takes the mean, over the rounds before, of
+   Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i (round 0: its own). The estimate of the same round would multiply h by something
+   that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
 3. The server's step is an optax transformation of q, scaled by γ; the paper's is the default, plain descent.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems) and tests/engines/test_agreement.py.
@@ -38,7 +40,7 @@ from jax import Array
 from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static, steps
+from fedbilevel.core.config import config, positive, static, steps
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree
@@ -60,9 +62,9 @@ class State(NamedTuple):
         return self.iterate.y
 
 
-@algorithm
-class SimFBO:
-    """One exchange a round; every client moves x, y and v together. See the module's docstring.
+@config
+class SingleLoop:
+    """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
     Args:
         local_steps: τ, where the population does not give each client its own.
@@ -88,7 +90,7 @@ class SimFBO:
         require_count("local_steps", self.local_steps)
         require_count("batch_size", self.batch_size, optional=True)
 
-    def init(self, x: PyTree, y: PyTree) -> State:
+    def start(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return State(iterate, self.server_optimizer.init(iterate))
 
@@ -99,14 +101,6 @@ class SimFBO:
         q, outer_loss, inner_loss = self.local_sum(client, start, tau, key)
         metrics = {"outer_loss": outer_loss / tau, "inner_loss": inner_loss / tau}
         return Reply(q, metrics=metrics, gradients=2 * tau, products=2 * tau)
-
-    @phase
-    def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Client, line 8 (ShroFBO): h_i = q_i/‖a_i‖₁, and ‖a_i‖₁ itself."""
-        reply = self.local_updates(client, start, key)
-        work = self.coefficients.total(client.local_steps(self.local_steps))
-        h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
-        return reply._replace(update=(h, work))
 
     def local_sum(self, client: Client, start: XYV, tau: int | Array, key: Array) -> Directions:
         """Σ_k a_k d_k along the local steps, and the sums of the two losses.
@@ -146,18 +140,60 @@ class SimFBO:
         moved = descend(state.iterate, self.server_lr, optax.tree.scale(-1, updates))
         return State(moved._replace(v=project_ball(moved.v, self.radius)), optimizer)
 
+
+@algorithm
+class SimFBO(SingleLoop):
+    """One exchange a round; every client moves x, y and v together. Fields: see `SingleLoop`."""
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return self.start(x, y)
+
     def round(self, fed: Fed, state: State, key: Array) -> State:
         q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)
         return self.server_update(state, q)
 
 
-@algorithm
-class ShroFBO(SimFBO):
-    """SimFBO made robust to unequal local work: replies are normalised by ‖a_i‖₁ (6)-(8). Same fields."""
+class RobustState(NamedTuple):
+    """What ShroFBO's server keeps."""
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
-        h, rho = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)
-        return self.server_update(state, optax.tree.scale(rho, h))
+    simfbo: State
+    work: Array  # estimates of ρ, summed over the rounds so far
+    rounds: Array
+
+    @property
+    def iterate(self) -> XYV:
+        return self.simfbo.iterate
+
+    @property
+    def x(self) -> PyTree:
+        return self.iterate.x
+
+    @property
+    def y(self) -> PyTree:
+        return self.iterate.y
+
+
+@algorithm
+class ShroFBO(SingleLoop):
+    """SimFBO made robust to unequal local work, by normalised replies. Fields: see `SingleLoop`."""
+
+    def init(self, x: PyTree, y: PyTree) -> RobustState:
+        return RobustState(self.start(x, y), jnp.zeros(()), jnp.zeros(()))
+
+    @phase
+    def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
+        """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights."""
+        reply = self.local_updates(client, start, key)
+        work = self.coefficients.total(client.local_steps(self.local_steps))
+        h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
+        return reply._replace(update=(h, work, jnp.ones_like(work)))
+
+    def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
+        h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)
+        now = work / share
+        rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
+        server = self.server_update(state.simfbo, optax.tree.scale(rho, h))
+        return RobustState(server, state.work + now, state.rounds + 1)
 
 
 def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:

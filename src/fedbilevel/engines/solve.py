@@ -142,10 +142,10 @@ class Loop:
     def play(self, run: Run, carry: Carry) -> Result:
         result, reason = self.result(run, carry), ""
         if not self.history.rows:
-            row = self.add_row(result)
+            first = self.add_row(result)
             if self.plan.path:
                 self.save(carry)  # from now on there is something to resume
-            reason = self.tell(result, row)
+            reason = self.tell(result, first)
         speed = 0.0  # rounds per second; not known before the first stretch
         with hold_interrupt() as interrupted:
             while result.round < self.plan.rounds and not reason:
