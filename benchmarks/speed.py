@@ -13,6 +13,7 @@ layer for each of the two losses, 4 · 2·64·784·200 FLOP, and as many through
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -154,7 +155,21 @@ def main() -> None:
                 found[name].extend(out["seconds_per_round"].tolist())
                 ends[name] = out
         rates.append(gemm_rate())
+        first = first_rounds(here, result, Path(folder, "cache"))
     report(found, ends, rates, describe())
+    print(f"first {CHECKED_ROUNDS} rounds with compilation, tune_cpu(): {first[0]:.1f} s; warm cache: {first[1]:.1f} s")
+
+
+def first_rounds(here: list[str], result: Path, cache: Path) -> tuple[float, float]:
+    """Seconds to the end of the first rounds in a new process, with an empty and with a filled compilation cache."""
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    command = [*here, "--engine", "fedbilevel, tune_cpu()", "--result", str(result)]
+    times = []
+    for _ in range(2):
+        subprocess.run(command, check=True, env={**os.environ, **settings})
+        with np.load(result) as stored:
+            times.append(float(stored["first"]))
+    return times[0], times[1]
 
 
 def report(found: dict[str, list], ends: dict, rates: list[float], machine: str) -> None:

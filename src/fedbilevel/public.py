@@ -4,6 +4,7 @@ from fedbilevel.algorithms import ALGORITHMS, ShroFBO, SimFBO
 from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client, Clients, Ragged
+from fedbilevel.core.config import fraction, positive, static, steps
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, FedbilevelError, NonFiniteError
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel
@@ -40,9 +41,13 @@ __all__ = [
     "ShroFBO",
     "SimFBO",
     "algorithm",
+    "fraction",
     "load_result",
     "phase",
+    "positive",
     "solve",
+    "static",
+    "steps",
     "stop_when",
     "stop_without_progress",
     "tune_cpu",

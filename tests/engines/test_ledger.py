@@ -79,6 +79,6 @@ def test_books_merge_by_kind_of_exchange_and_metric():
     assert {call: int(n) for call, n in both.calls.items()} == {("ask", 24, 16): 2, ("tell", 8, 16): 1}
     assert [int(n) for n in (both.responders, both.gradients, both.products)] == [9, 12, 15]
     assert {name: [float(n) for n in pair] for name, pair in both.metrics.items()} == {
-        "loss": [4.0, 1.0],
-        "gain": [1.0, 0.5],
+        ("ask", "loss"): [4.0, 1.0],
+        ("tell", "gain"): [1.0, 0.5],
     }

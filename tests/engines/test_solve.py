@@ -148,7 +148,7 @@ def test_a_bad_client_is_named_with_its_phase(task, engine):
 def test_a_loss_that_is_not_finite_is_not_masked(task):
     """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
     outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
-    with pytest.raises(fb.NonFiniteError, match=r"round \d, local steps: outer_loss is nan"):
+    with pytest.raises(fb.NonFiniteError, match=r"round \d, phase local_updates: outer_loss is nan"):
         fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
 
 

@@ -20,7 +20,7 @@ class Book(NamedTuple):
     responders: Array  # replies that counted
     gradients: Array  # batch gradients, summed over clients
     products: Array  # Hessian- and Jacobian-vector products, likewise
-    metrics: dict[str, Any]  # name -> (Σ weight·value, Σ weight)
+    metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
 
 
 def empty() -> Book:
@@ -48,7 +48,7 @@ def merge(a: Book, b: Book) -> Book:
 def entry(phase: str, message: PyTree, update: PyTree, sums: "Sums") -> Book:
     """The book of one exchange."""
     calls = {(phase, nbytes(message), nbytes(update)): jnp.ones((), jnp.int32)}
-    metrics = {name: (value, sums.weight) for name, value in sums.metrics.items()}
+    metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
     return Book(calls, sums.responders, sums.gradients, sums.products, metrics)
 
 

@@ -168,10 +168,10 @@ class Loop:
         self.seconds += elapsed
         self.ledger.add(book, done, self.plan.identity["cohort"])
         first = int(carry.round) - done
-        for name, (total, weight) in book.metrics.items():
+        for (phase, name), (total, weight) in book.metrics.items():
             means = np.asarray(total, float) / np.asarray(weight, float)
             for bad in np.flatnonzero(~np.isfinite(means)):
-                raise NonFiniteError(f"round {first + bad}, local steps: {name} is {means[bad]}")
+                raise NonFiniteError(f"round {first + bad}, phase {phase}: {name} is {means[bad]}")
             self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9)
 

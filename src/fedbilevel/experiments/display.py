@@ -64,7 +64,7 @@ class Watch:
             self.bar = self.progress.add_task("", total=rounds, what="compiling", numbers="", speed="")
 
     def __call__(self, result: Result, row: Row | None) -> None:
-        now = time.monotonic()
+        now = time.monotonic() - result.compile_seconds  # the speed is that of rounds
         self.marks = [mark for mark in self.marks if now - mark[0] < WINDOW_SECONDS] or self.marks[-1:]
         self.marks.append((now, result.round))
         if self.progress is not None:

@@ -48,6 +48,14 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ),
     ("hyper_representation", "mnist"): MNIST,
     ("hyper_representation", "fashion-mnist"): MNIST,
+    ("hyper_representation", "cifar-10"): Preset(
+        task={"network": "cnn", "hidden": [16, 32, 64], "clients": 100},
+        shared={"local_steps": 5, "batch_size": 32},
+        algorithms=_single_loop(
+            client_lr={"x": 0.05, "y": 0.05, "v": 0.05}, server_lr={"x": 0.1, "y": 0.1, "v": 0.1}, radius=10.0
+        ),
+        run={"rounds": 300, "cohort": 10, "eval_every": 10},
+    ),
     ("quadratic", None): Preset(
         shared={"local_steps": 5, "batch_size": None},
         algorithms=_single_loop(

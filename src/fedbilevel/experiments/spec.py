@@ -54,7 +54,7 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """Where clients run: see `fedbilevel.Local`, whose fields these are."""
+    """Where clients run: these fields of `fedbilevel.Local`."""
 
     chunk: int | None = None
     devices: int = 1
