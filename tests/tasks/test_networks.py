@@ -1,0 +1,63 @@
+"""Are the small networks what they say?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fedbilevel as fb
+from fedbilevel.tasks import networks
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 1), (3, 8, 8, 6)])
+def test_convolve_is_the_convolution(shape):
+    maps = jax.random.normal(jax.random.key(0), shape)
+    weight = jax.random.normal(jax.random.key(1), (3, 3, shape[-1], 7))
+    expected = lax.conv_general_dilated(maps, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    np.testing.assert_allclose(networks.convolve(maps, weight), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", [4, 5])
+def test_max_pool_pads_odd_edges(side):
+    maps = jax.random.normal(jax.random.key(0), (2, side, side, 3))
+    expected = lax.reduce_window(
+        maps, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), [(0, 0), (0, side % 2), (0, side % 2), (0, 0)]
+    )
+    np.testing.assert_array_equal(networks.max_pool(maps), expected)
+
+
+def test_cross_entropy_of_known_logits():
+    """Two classes, logits (0, ln 3): probabilities ¼ and ¾."""
+    logits = jnp.array([[0.0, jnp.log(3.0)]] * 2)
+    assert float(networks.cross_entropy(logits, jnp.array([0, 1]))) == pytest.approx((np.log(4) + np.log(4 / 3)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "hidden", "pixels"),
+    [
+        (networks.mlp, (8, 8), (16, 12), 64),
+        (networks.cnn, (9, 7), (2, 3, 5), None),
+        (networks.cnn, (8, 8, 3), (2, 3, 5), None),
+    ],
+)
+def test_shapes_and_accuracy(make, shape, hidden, pixels):
+    network = make(shape, hidden, 10)
+    x, y = network.init(jax.random.key(0))
+    images = np.random.default_rng(0).normal(size=(6, *shape))
+    prepared = network.prepare(images)
+    logits = network.logits(x, y, jnp.asarray(prepared))
+    assert logits.shape == (6, 10)
+    assert y["weight"].shape == (hidden[-1], 10)
+    best = np.argmax(logits, axis=1)
+    labels = np.where(np.arange(6) < 4, best, (best + 1) % 10)
+    assert float(networks.accuracy(network, images, labels)(x, y)) == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "hidden", "words"),
+    [(networks.mlp, (), "hidden"), (networks.mlp, (3, 0), "hidden"), (networks.cnn, (3, 4), "three positive widths")],
+)
+def test_wrong_widths(make, hidden, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        make((8, 8), hidden, 10)

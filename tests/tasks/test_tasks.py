@@ -1,0 +1,105 @@
+"""Do the tasks keep their word: closed forms, halves that do not mix, a held-out set, and clear refusals?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.oracles.exact import implicit_gradient
+from fedbilevel.tasks import TASKS, hyper_representation, quadratic
+from fedbilevel.tasks.quadratic import solution
+
+
+@pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
+@pytest.mark.parametrize("weights", [None, "other"])
+def test_the_closed_form_is_stationary(condition, weights):
+    """At x*, y*: ∇y G = 0, the dense hypergradient is 0 and v* is the closed form's, for any weights.
+
+    Rounding is amplified by κ² at the most, through the two solves with Ā.
+    """
+    task = quadratic(condition=condition)
+    clients = task.clients
+    if weights:
+        clients = fb.Clients(outer=clients.outer, inner=clients.inner, weights=np.arange(1.0, 11.0))
+    exact = solution(clients)
+    found = implicit_gradient(task.problem, clients, jnp.asarray(exact.x), jnp.asarray(exact.y))
+    scale = 1e-13 * condition**2 * max(1.0, np.linalg.norm(exact.v))
+    assert float(jnp.linalg.norm(found.inner_gradient)) < scale
+    assert float(jnp.linalg.norm(found.hypergradient)) < scale
+    np.testing.assert_allclose(found.v, exact.v, rtol=1e-6)
+
+
+def test_the_quadratic_is_what_it_says():
+    """κ of each A_i, clients that differ, unequal weights and sizes, and no symmetry in B and E."""
+    task = quadratic(condition=50.0)
+    inner = [task.clients.inner.row(i) for i in range(10)]
+    for row in inner:
+        assert np.linalg.cond(row["A"][0]) == pytest.approx(50.0)
+    assert np.linalg.norm(inner[0]["A"][0] - inner[1]["A"][0]) > 0.1
+    assert len(set(task.clients.weights)) == 10
+    assert len(set(task.clients.inner.size)) > 1
+    assert inner[0]["B"][0].shape == (8, 5)
+    same = quadratic(heterogeneity=0.0, noise=0.0)
+    rows = [same.clients.inner.row(i) for i in range(10)]
+    np.testing.assert_allclose(rows[0]["A"][0], rows[9]["A"][0], atol=1e-15)
+
+
+def test_halves_do_not_mix_and_cover_the_training_set():
+    task = hyper_representation(clients=7, validation=0.3)
+    sizes = task.clients.outer.size + task.clients.inner.size
+    assert sizes.sum() == 1442
+    assert np.all(np.abs(task.clients.outer.size / sizes - 0.3) < 1 / sizes)
+    rows = [task.clients.outer.values["image"], task.clients.inner.values["image"]]
+    seen = {image.tobytes() for image in rows[0]} & {image.tobytes() for image in rows[1]}
+    assert len(seen) <= 1  # the digits hold hardly any image twice
+
+
+def test_a_holdout_takes_training_images_and_never_the_test_set():
+    task, whole = hyper_representation(holdout=0.25), hyper_representation()
+    assert list(task.metrics) == ["validation_accuracy"]
+    assert list(whole.metrics) == ["test_accuracy"]
+    total = lambda t: int(t.clients.outer.size.sum() + t.clients.inner.size.sum())  # noqa: E731
+    assert total(task) == 1442 - round(0.25 * 1442)
+
+
+@pytest.mark.parametrize("options", [{}, {"network": "cnn", "hidden": (4, 8, 16)}, {"hidden": (32, 16)}])
+def test_a_few_rounds_learn(options):
+    """Thirty exchanges bring the digits from chance (10 %) to well above it."""
+    task = hyper_representation(**options)
+    algorithm = fb.SimFBO(local_steps=5, batch_size=32, client_lr=0.1, server_lr=0.1, radius=10.0)
+    result = fb.solve(
+        algorithm, task.problem, task.clients, task.x0, task.y0, rounds=30, cohort=5, metrics=task.metrics
+    )
+    assert result.history["test_accuracy"][-1] > 0.5
+
+
+def test_partitions_reach_the_task():
+    task = hyper_representation(clients=10, partition_by="one_label")
+    for i in range(10):
+        labels = {*task.clients.inner.row(i)["label"].tolist(), *task.clients.outer.row(i)["label"].tolist()}
+        assert len(labels) == 1
+
+
+def test_seeds_reproduce():
+    a, b, c = (hyper_representation(seed=seed) for seed in (3, 3, 4))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, a.x0, b.x0))
+    np.testing.assert_array_equal(a.clients.inner.values["label"], b.clients.inner.values["label"])
+    assert not jax.tree.all(jax.tree.map(jnp.array_equal, a.x0, c.x0))
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "words"),
+    [
+        ("quadratic", {"condition": 0.5}, "condition = 0.5"),
+        ("quadratic", {"clients": 0}, "clients = 0"),
+        ("quadratic", {"samples": (3, 2)}, "samples"),
+        ("hyper_representation", {"network": "resnet"}, "network = 'resnet'"),
+        ("hyper_representation", {"holdout": 1.0}, "holdout = 1.0"),
+        ("hyper_representation", {"validation": 0.0}, "validation = 0.0"),
+        ("hyper_representation", {"ridge": -1.0}, "ridge = -1.0"),
+    ],
+)
+def test_wrong_options_are_named(task, options, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        TASKS[task](**options)
