@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -188,8 +189,7 @@ def _start(options: argparse.Namespace, spec: Spec, folder: Path | None) -> dict
     from fedbilevel.experiments import Folder, build, run
 
     folder = folder or Folder.new(spec).path
-    with _console(options.quiet).status("loading data"):
-        parts = build(spec)
+    parts = build(spec)  # shows downloads by itself
     metric = next(iter(parts.task.metrics))
     return _shown(options, folder, metric, spec, lambda show: run(spec, folder, parts=parts, callbacks=[show]))
 
@@ -217,7 +217,7 @@ def _shown(
     options: argparse.Namespace, folder: Path, metric: str, spec: Spec, play: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end."""
-    from fedbilevel.core.errors import NonFiniteError
+    from fedbilevel.core.errors import CheckpointError, NonFiniteError
     from fedbilevel.experiments import display, load_run
 
     console = _console(options.quiet)
@@ -230,6 +230,12 @@ def _shown(
         raise SystemExit(_fail(INTERRUPTED, _how_to_resume(folder))) from None
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {_what_stays(folder)}") from error
+    except CheckpointError as error:
+        full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full or not (folder / "checkpoint.npz").is_file():
+            raise
+        advice = f"free some space, then continue with: fedbilevel run --resume {folder}"
+        raise CheckpointError(f"{error}; {advice}") from error
     summary = load_run(folder).summary
     console.print(display.summary_table(summary))
     console.print(display.paths(folder, "plot"), highlight=False, soft_wrap=True)
@@ -247,7 +253,7 @@ def _how_to_resume(folder: Path) -> str:
 def _what_stays(folder: Path) -> str:
     if (folder / "checkpoint.npz").is_file():
         return f"the last good checkpoint stays in {folder}"
-    return f"no checkpoint had been written; smaller step sizes may help (spec in {folder})"
+    return "no checkpoint had been written; smaller step sizes may help"
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec) -> int:

@@ -148,6 +148,8 @@ def test_a_run_that_cannot_be_resumed_is_left_as_it_is(damage, run, here) -> Non
     code, _, error = run("run", "--resume", "old", "--quiet", *more)
     assert code == (2 if damage == "fewer rounds" else 4)
     assert len(error.splitlines()) == 1
+    if damage in ("truncated", "empty"):
+        assert "is damaged, and nothing can be resumed from it; start the run again" in error
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
@@ -169,7 +171,22 @@ def test_a_full_disk_ends_the_run_with_one_sentence(run, here, monkeypatch) -> N
     assert error.startswith("fedbilevel: could not write disk")
     assert "No space left on device" in error
     assert len(error.splitlines()) == 1
-    assert leftovers(here) == []
+    assert list(here.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_on_the_way(run, here, monkeypatch) -> None:
+    from fedbilevel.experiments import display
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(display.Watch, "__call__", lambda *_: monkeypatch.setattr(os, "fsync", full))
+    code, _, error = run(*QUADRATIC, "--rounds", 10, "--out", "disk")
+    assert code == 4
+    assert error.endswith("; free some space, then continue with: fedbilevel run --resume disk\n")
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert run("run", "--resume", "disk", "--quiet")[0] == 0
 
 
 def test_a_disk_that_is_really_full(run, here) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import QUADRATIC, outcome, wait_for
+from command_line import QUADRATIC, leftovers, outcome, wait_for
 
 LONG = [*QUADRATIC, "--rounds", 6000, "--eval-every", 300, "--set", "run.checkpoint_every=100", "--cohort", 4]
 
@@ -82,3 +82,48 @@ def test_a_run_is_extended(tmp_path, run) -> None:
     assert outcome(short) == outcome(long)
     assert (short / "spec.toml").read_text() == (long / "spec.toml").read_text()
     assert json.loads((short / "summary.json").read_text())["rounds"] == 50
+
+
+def test_what_marks_a_finished_run_is_gone_while_it_is_extended(tmp_path, run, monkeypatch) -> None:
+    from fedbilevel.experiments import display
+
+    folder = tmp_path / "run"
+    finished = [folder / name for name in ("summary.json", "result.npz", "ledger.json", "plot.png")]
+    assert run(*QUADRATIC, "--rounds", 10, "--out", folder)[0] == 0
+    assert all(file.exists() for file in finished)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(display.Watch, "__call__", interrupted)
+        assert run("run", "--resume", folder, "--rounds", 20, "--quiet")[0] == 130
+    assert not any(file.exists() for file in finished)
+    assert "has not finished" in run("compare", folder)[2]
+    assert run("run", "--resume", folder, "--quiet")[0] == 0
+    assert json.loads((folder / "summary.json").read_text())["rounds"] == 20
+
+
+def test_a_resumed_run_sweeps_what_a_killed_one_left(tmp_path, run) -> None:
+    folder = tmp_path / "run"
+    assert run(*QUADRATIC, "--rounds", 10, "--out", folder)[0] == 0
+    (folder / ".checkpoint.npz.123.tmp").write_bytes(b"half")
+    assert run("run", "--resume", folder, "--rounds", 20, "--quiet")[0] == 0
+    assert leftovers(folder) == []
+
+
+def test_no_checkpoint_is_ever_without_its_spec(tmp_path, monkeypatch) -> None:
+    from fedbilevel import experiments
+    from fedbilevel.engines import checkpoint
+
+    seen = []
+    save = checkpoint.save
+
+    def watched(path: Path, *arguments: object) -> None:
+        seen.append((path.with_name("spec.toml").is_file(), path.with_name("environment.json").is_file()))
+        save(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "save", watched)
+    experiments.run(experiments.configure(task="quadratic", settings=["rounds=5"]), tmp_path / "run", plot=False)
+    assert seen
+    assert all(seen_one == (True, True) for seen_one in seen)

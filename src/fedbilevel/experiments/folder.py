@@ -56,6 +56,11 @@ class Folder:
     def plot(self) -> Path:
         return self.path / "plot.png"
 
+    def sweep(self) -> None:
+        """Remove the temporary files of a process that was killed while it wrote."""
+        for file in self.path.glob(".*.tmp"):
+            file.unlink(missing_ok=True)
+
 
 @dataclass(frozen=True)
 class LoadedRun:

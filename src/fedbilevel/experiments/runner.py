@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,7 @@ def resume(
     """
     place = Folder(Path(folder))
     spec = resumable(place, rounds)
+    place.sweep()
     return _play(spec, place, parts or build(spec), callbacks, plot, resume=True)
 
 
@@ -72,6 +76,9 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
         raise ConfigurationError(f"{place.path} is not the folder of a run: it has no spec.toml")
     if not place.checkpoint.is_file():
         raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from")
+    if not zipfile.is_zipfile(place.checkpoint):  # an archive that was cut short has lost its table of contents
+        again = f"start the run again: fedbilevel run --spec {place.spec}"
+        raise CheckpointError(f"{place.checkpoint} is damaged, and nothing can be resumed from it; {again}")
     spec = read_spec(place.spec)
     if rounds is not None and rounds < spec.run.rounds:
         raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
@@ -85,40 +92,70 @@ def _play(
         plots.require_matplotlib()
     began = time.perf_counter()
     task = parts.task
-    result = solve(
-        parts.algorithm,
-        task.problem,
-        task.clients,
-        task.x0,
-        task.y0,
-        rounds=spec.run.rounds,
-        cohort=spec.run.cohort,
-        key=spec.run.seed,
-        engine=parts.engine,
-        eval_every=spec.run.eval_every,
-        metrics=task.metrics,
-        callbacks=[Scribe(spec, place), *callbacks],
-        checkpoint=place.checkpoint,
-        checkpoint_every=spec.run.checkpoint_every,
-        resume=resume,
-    )
+    scribe = Scribe(spec, place)
+    with contextlib.nullcontext() if resume else _opened(scribe):
+        result = solve(
+            parts.algorithm,
+            task.problem,
+            task.clients,
+            task.x0,
+            task.y0,
+            rounds=spec.run.rounds,
+            cohort=spec.run.cohort,
+            key=spec.run.seed,
+            engine=parts.engine,
+            eval_every=spec.run.eval_every,
+            metrics=task.metrics,
+            callbacks=[scribe, *callbacks],
+            checkpoint=place.checkpoint,
+            checkpoint_every=spec.run.checkpoint_every,
+            resume=resume,
+        )
     finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
     return result
 
 
+@contextmanager
+def _opened(scribe: Scribe) -> Iterator[None]:
+    """Open a new run's folder, so that no checkpoint is ever without its spec; if the run ends before it has a
+    checkpoint, leave nothing of the folder."""
+    place = scribe.place
+    made = [path for path in (place.path, *place.path.parents) if not path.exists()]
+    try:
+        scribe.open()
+        yield
+    except BaseException:
+        if not place.checkpoint.is_file():
+            with contextlib.suppress(OSError):
+                for file in (place.spec, place.environment):
+                    file.unlink(missing_ok=True)
+                for path in made:
+                    path.rmdir()
+        raise
+
+
 class Scribe:
-    """A callback that opens the folder when the run really starts, and keeps its history up to date."""
+    """A callback that keeps the folder's spec and history up to date.
+
+    A resumed run opens its folder at the first call: if nothing comes of the resumption, the folder stays as it was.
+    """
 
     def __init__(self, spec: Spec, place: Folder) -> None:
         self.spec, self.place = spec, place
         self.opened, self.written = False, 0.0
 
+    def open(self) -> None:
+        """Take away what marks a finished run, write what describes this one."""
+        self.place.path.mkdir(parents=True, exist_ok=True)
+        for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
+            file.unlink(missing_ok=True)
+        write_text(self.place.spec, self.spec.to_toml())
+        write_json(self.place.environment, environment.describe())
+        self.opened = True
+
     def __call__(self, result: Result, row: Row | None) -> None:
         if not self.opened:
-            self.place.path.mkdir(parents=True, exist_ok=True)
-            write_text(self.place.spec, self.spec.to_toml())
-            write_json(self.place.environment, environment.describe())
-            self.opened = True
+            self.open()
         if row is not None and time.monotonic() - self.written >= HISTORY_SECONDS:
             write_text(self.place.history, result.history.to_jsonl())
             self.written = time.monotonic()
