@@ -163,7 +163,7 @@ def test_weights_are_normalised():
     data = entries()
     assert Clients(data, data).weights.tolist() == [0.25] * 4
     assert Clients(data, data, weights="size").weights.tolist() == (SIZES / 10).tolist()
-    assert Clients(data, data, weights=[1, 0, 2, 1]).weights.tolist() == [0.25, 0, 0.5, 0.25]
+    assert Clients(data, data, weights=[1, 1, 4, 2]).weights.tolist() == [0.125, 0.125, 0.5, 0.25]
 
 
 def test_weights_by_size_count_the_inner_samples():

@@ -178,3 +178,9 @@ def test_a_sweep_is_a_vmap_over_the_algorithm(form):
         for a, b in zip(together.iterate, alone, strict=True):
             np.testing.assert_allclose(a[i], b, rtol=4 * np.finfo(float).eps)
     assert not np.array_equal(together.iterate.x[0], together.iterate.x[1])
+
+
+@pytest.mark.parametrize("value", [np.array(-1.0), jnp.asarray(-0.5), jnp.array([0.1, 0.0]), True])
+def test_arrays_of_step_sizes_are_checked_too(value):
+    with pytest.raises(ConfigurationError, match=r"SimFBO\.client_lr"):
+        SimFBO(client_lr=value)

@@ -63,8 +63,10 @@ def test_stop_when_between_two_limits():
 
 
 @pytest.mark.parametrize("callback", [fb.stop_when("m", above=0), fb.stop_without_progress("m", rows=1)])
-def test_rows_without_the_metric_say_nothing(callback):
-    assert told(callback, [1, 2, 3], metric="other") == [None] * 3
+def test_a_misspelt_metric_is_refused_once_there_are_rounds(callback):
+    """Row 0 lacks the losses of the rounds; any later row must have the metric."""
+    with pytest.raises(fb.ConfigurationError, match=r"unknown metric 'm'.*other"):
+        told(callback, [1, 2, 3], metric="other")
 
 
 def test_stop_without_progress():

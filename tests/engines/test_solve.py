@@ -100,6 +100,9 @@ def test_start_values_are_untouched(task):
         ({"rounds": 2.5}, "rounds = 2.5"),
         ({"cohort": 7}, "cohort = 7 .* 1 to 6"),
         ({"cohort": 0}, "cohort = 0"),
+        ({"cohort": True}, "cohort = True"),
+        ({"key": "a"}, "key = 'a'"),
+        ({"metrics": ["accuracy"]}, "metrics = "),
         ({"eval_every": 0}, "eval_every = 0"),
         ({"resume": True}, "resume = True .* together with checkpoint"),
         ({"metrics": {"pair": lambda x, y: x}}, r"metrics\['pair'\].*one number"),
@@ -124,9 +127,10 @@ def test_a_start_that_is_not_finite(task):
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 def test_divergence_names_round_and_quantity(task, engine):
-    """y is about 1e300 after round 0: in round 1 its gradient is finite still, the server's step is not."""
-    with pytest.raises(fb.NonFiniteError, match=r"round 1, server update: \.iterate\.y is not finite"):
-        run(task, DIVERGING, rounds=50, engine=engine)
+    """The clients' sums of five gradients are finite, above 1.1 in some entry; the server's step of 1.7e308 is not."""
+    algorithm = fb.SimFBO(local_steps=5, batch_size=None, client_lr=1e-9, server_lr=fb.XYV(1e-3, 1.7e308, 1e-3))
+    with pytest.raises(fb.NonFiniteError, match=r"round 0, server update: \.iterate\.y is not finite"):
+        run(task, algorithm, rounds=50, engine=engine)
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
@@ -148,7 +152,7 @@ def test_a_bad_client_is_named_with_its_phase(task, engine):
 def test_a_loss_that_is_not_finite_is_not_masked(task):
     """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
     outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
-    with pytest.raises(fb.NonFiniteError, match=r"round \d, phase local_updates: outer_loss is nan"):
+    with pytest.raises(fb.NonFiniteError, match=r"round \d, phase local_updates, client \d: outer_loss is not finite"):
         fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
 
 
@@ -181,6 +185,45 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_bits(task, tmp_path):
     strip = [{k: v for k, v in row.items() if k != "seconds"} for row in whole.history.rows]
     assert [{k: v for k, v in row.items() if k != "seconds"} for row in resumed.history.rows] == strip
     assert resumed.ledger == whole.ledger
+
+
+def test_a_checkpoint_is_not_overwritten_unasked(task, tmp_path):
+    path = tmp_path / "run.npz"
+    run(task, checkpoint=path)
+    before = path.read_bytes()
+    with pytest.raises(fb.ConfigurationError, match="unless resume=True"):
+        run(task, checkpoint=path, key=9)
+    assert path.read_bytes() == before
+
+
+def test_other_hyperparameters_do_not_resume(task, tmp_path):
+    path = tmp_path / "run.npz"
+    run(task, checkpoint=path)
+    other = fb.SimFBO(local_steps=2, batch_size=4, client_lr=0.5)
+    with pytest.raises(fb.CheckpointError, match=r"its client_lr\.x is 0.01, not 0.5"):
+        run(task, other, rounds=9, checkpoint=path, resume=True)
+    with pytest.raises(fb.ConfigurationError, match="at least 7, which the checkpoint has done"):
+        run(task, rounds=3, checkpoint=path, resume=True)
+
+
+def test_streaming_under_a_scoped_float64_setting(task):
+    """The setting of the caller's thread reaches the one that reads ahead."""
+    with jax.enable_x64(False):
+        start = (jnp.zeros(5, jnp.float32), jnp.zeros(8, jnp.float32))
+        single = [
+            fb.solve(
+                ALGORITHM, task.problem, task.clients, *start, rounds=2, cohort=3, engine=fb.Local(stream=flag)
+            ).state
+            for flag in (False, True)
+        ]
+    assert {leaf.dtype for leaf in jax.tree.leaves(single)} == {jnp.dtype("float32")}
+    assert same_bits(*single)
+
+
+def test_a_metric_must_not_hide_a_column(task):
+    for name in ("round", "outer_loss"):
+        with pytest.raises(fb.ConfigurationError, match=f"metrics = '{name}' is not allowed"):
+            run(task, metrics={name: lambda x, y: jnp.sum(x)})
 
 
 def test_a_checkpoint_of_another_run_is_refused(task, tmp_path):

@@ -17,7 +17,8 @@ so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁
 one that was asked (Theorem 2).
 
 Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none.
-Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
+Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
+(`independent_batches`: a gradient of g, two of f and the two products apart).
 
 Departures from the paper:
 1. One draw of inner and one of outer samples serves all three directions of a local step, each direction being
@@ -90,7 +91,7 @@ class SingleLoop:
         require_count("local_steps", self.local_steps)
         require_count("batch_size", self.batch_size, optional=True)
 
-    def start(self, x: PyTree, y: PyTree) -> State:
+    def first_state(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return State(iterate, self.server_optimizer.init(iterate))
 
@@ -100,7 +101,8 @@ class SingleLoop:
         tau = client.local_steps(self.local_steps)
         q, outer_loss, inner_loss = self.local_sum(client, start, tau, key)
         metrics = {"outer_loss": outer_loss / tau, "inner_loss": inner_loss / tau}
-        return Reply(q, metrics=metrics, gradients=2 * tau, products=2 * tau)
+        gradients = 3 if self.independent_batches else 2
+        return Reply(q, metrics=metrics, gradients=gradients * tau, products=2 * tau)
 
     def local_sum(self, client: Client, start: XYV, tau: int | Array, key: Array) -> Directions:
         """Σ_k a_k d_k along the local steps, and the sums of the two losses.
@@ -146,7 +148,7 @@ class SimFBO(SingleLoop):
     """One exchange a round; every client moves x, y and v together. Fields: see `SingleLoop`."""
 
     def init(self, x: PyTree, y: PyTree) -> State:
-        return self.start(x, y)
+        return self.first_state(x, y)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)
@@ -178,7 +180,7 @@ class ShroFBO(SingleLoop):
     """SimFBO made robust to unequal local work, by normalised replies. Fields: see `SingleLoop`."""
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:
-        return RobustState(self.start(x, y), jnp.zeros(()), jnp.zeros(()))
+        return RobustState(self.first_state(x, y), jnp.zeros(()), jnp.zeros(()))
 
     @phase
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:

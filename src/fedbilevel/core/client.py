@@ -67,7 +67,10 @@ class Ragged:
             raise ConfigurationError(
                 f"Clients.{name}: client {empty[0]} is empty ({empty.size} in all); every client needs a sample"
             )
-        stored = min((len(leaf) for leaf in jax.tree.leaves(self.values)), default=0)
+        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(self.values)}
+        if len(lengths) != 1 or () in lengths:
+            raise ConfigurationError(f"Clients.{name}: leaves disagree in their leading axis: {_shapes(self.values)}")
+        (stored,) = lengths.pop()
         outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))
         if outside.size:
             i = outside[0]
@@ -93,7 +96,7 @@ class Clients:
         outer: samples of the outer loss: one pytree per client in a list (of unequal lengths), or one pytree of
             stacked arrays with leading axes (client, sample), or a `Ragged`.
         inner: samples of the inner loss, likewise. The two never mix.
-        weights: p_i ≥ 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
+        weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
         outer_sizes, inner_sizes: (M,) true numbers of samples, where stacked arrays are padded at the end.
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
             client, or (low, high): drawn uniformly, both included, for each client and round.
@@ -151,7 +154,7 @@ def _weights(weights: Any, sizes: np.ndarray) -> np.ndarray:
     p = np.asarray(weights, np.float64)
     require(p.shape == sizes.shape, "Clients.weights", p.shape, f"of shape {sizes.shape}, one per client")
     require(
-        bool(np.all(np.isfinite(p)) and np.all(p >= 0) and p.sum() > 0),
+        bool(np.all(np.isfinite(p)) and np.all(p > 0) and p.sum() > 0),
         "Clients.weights",
         weights,
         "≥ 0, finite and not all 0",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from fedbilevel.core.errors import require, unknown
 from fedbilevel.core.tree import XYV
@@ -91,6 +92,17 @@ def at(configuration: Any, round: Array | int) -> Any:
     )
 
 
+def hyperparameters(configuration: Any) -> dict[str, Any]:
+    """Every number and plain choice of a configuration by its path, as JSON has it; functions are left out."""
+    leaves = jax.tree_util.tree_leaves_with_path(configuration)
+    values = {jax.tree_util.keystr(path).lstrip("."): np.asarray(leaf).tolist() for path, leaf in leaves}
+    for field in dataclasses.fields(configuration):
+        value = getattr(configuration, field.name)
+        if field.metadata.get("static") and isinstance(value, int | float | str | None):
+            values[field.name] = value
+    return values
+
+
 def _explain_misspelt(cls: type) -> None:
     """Let a misspelt keyword be answered with the nearest field."""
     original: Any = cls.__init__  # type: ignore[misc]
@@ -111,11 +123,11 @@ def _prepare_number(
 ) -> Any:
     if callable(value):
         return Schedule(value)
-    if isinstance(value, int | float | np.number):  # what remains is a tracer or a placeholder in a tree map
-        number = float(value)
-        require(number > 0 and (number < below or below == math.inf), name, value, allowed)
-    elif isinstance(value, str):
-        require(False, name, value, allowed)
+    require(not isinstance(value, str | bool), name, value, allowed)
+    concrete = isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
+    if concrete:  # what remains is a tracer or a placeholder in a tree map
+        numbers = np.asarray(value, float)
+        require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
     return value
 
 

@@ -1,5 +1,6 @@
 """What every engine offers to `solve`: a run that advances a carry by some rounds."""
 
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -65,11 +66,8 @@ def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int) -> Carry:
 
 def check_cohort(cohort: int | None, population: int) -> int:
     """The size of the cohort: everyone when it is None."""
-    cohort = population if cohort is None else cohort
-    require(
-        isinstance(cohort, int) and 1 <= cohort <= population,
-        "cohort",
-        cohort,
-        f"1 to {population} (all clients)",
-    )
-    return cohort
+    if cohort is None:
+        return population
+    whole = isinstance(cohort, Integral) and not isinstance(cohort, bool)
+    require(whole and 1 <= cohort <= population, "cohort", cohort, f"1 to {population} (all clients)")
+    return int(cohort)

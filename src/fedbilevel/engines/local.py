@@ -127,7 +127,7 @@ class LocalRun:
         carry, done, books, finite = self.program(carry, np.int32(count), inputs)
         done = int(done)
         if not np.all(finite):
-            self.explain(carry, np.asarray(finite))
+            self.explain(carry, np.asarray(finite), sorted(books.metrics))
         return Progress(carry, done, jax.tree.map(lambda leaf: np.asarray(leaf)[:done], books))
 
     def compile(self, carry: Carry, inputs: Inputs) -> Any:
@@ -159,7 +159,7 @@ class LocalRun:
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), books, finite))
 
     def one_round(self, carry: Carry, inputs: Inputs) -> tuple[Carry, Book, Array]:
-        """One round, its book, and for each floating leaf of the new state whether it is finite."""
+        """One round, its book, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, members = self.cohort(keys.cohort, keys.work, inputs)
         states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
@@ -183,6 +183,7 @@ class LocalRun:
         size = self.layout.cohort  # the places that pad the cohort are dropped here
         clients = jax.tree.map(lambda full, new: full.at[ids].set(new[:size]), carry.clients, states)
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
+        flags += [jnp.isfinite(book.metrics[name][0]) for name in sorted(book.metrics)]
         return Carry(carry.round + 1, state, clients), book, jnp.stack(flags)
 
     def cohort(self, cohort_key: Array, work_key: Array, inputs: Inputs) -> tuple[Array, Members]:
@@ -205,15 +206,16 @@ class LocalRun:
             members = members._replace(counts=members.counts.at[size:].set(0))
         return ids, members
 
-    def explain(self, carry: Carry, finite: np.ndarray) -> None:
+    def explain(self, carry: Carry, finite: np.ndarray, metrics: list[tuple[str, str]]) -> None:
         """Play the failing round again, client by client, and raise what it finds."""
         round = int(carry.round)
         leaves = jax.tree_util.tree_leaves_with_path(carry.state)
-        names = [jax.tree_util.keystr(path) for path, leaf in leaves if is_floating(leaf)]
+        names = [f"server update: {jax.tree_util.keystr(path)}" for path, leaf in leaves if is_floating(leaf)]
+        names += [f"phase {phase}: {metric}" for phase, metric in metrics]
         bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
         replay = Reference().start(self.algorithm, self.problem, self.clients, self.layout.cohort, self.key, carry)
         replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
-        raise NonFiniteError(f"round {round}, server update: {bad} is not finite")
+        raise NonFiniteError(f"round {round}, {bad} is not finite")
 
     def close(self) -> None:
         self.source.close()

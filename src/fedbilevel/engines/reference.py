@@ -35,7 +35,8 @@ class ReferenceFed:
         for place, i in enumerate(self.ids.tolist()):
             client = self.client(place, i)
             reply = phase(client, message, jax.random.fold_in(key, i))
-            if bad := nonfinite_leaves(reply.update):
+            losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
+            if bad := nonfinite_leaves(reply.update) + losses:
                 raise NonFiniteError(f"round {self.round}, phase {name}, client {i}: {', '.join(bad)} is not finite")
             if reply.state is not None:
                 self.states = jax.tree.map(lambda full, new, i=i: full.at[i].set(new), self.states, reply.state)

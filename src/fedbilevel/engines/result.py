@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.errors import require, unknown
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.history import History, Row
@@ -53,8 +54,10 @@ def load_result(path: str | Path, x0: PyTree, y0: PyTree) -> Result:
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:
     """A callback that ends the run once `metric` of a row reaches a value."""
 
+    require(above is not None or below is not None, "stop_when", "neither above nor below", "given a value to reach")
+
     def check(result: Result, row: Row | None) -> str | None:
-        if row is None or metric not in row:
+        if row is None or not _has(row, metric):
             return None
         if above is not None and row[metric] >= above:
             return f"{metric} reached {above}"
@@ -69,13 +72,20 @@ def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool = Tr
     """A callback that ends the run when `metric` has not improved for `rows` rows."""
 
     def check(result: Result, row: Row | None) -> str | None:
-        if row is None or metric not in row:
+        if row is None or not _has(row, metric):
             return None
         values = [r[metric] if larger_is_better else -r[metric] for r in result.history.rows if metric in r]
         since = len(values) - 1 - values.index(max(values))
         return f"{metric} has not improved for {rows} evaluations" if since >= rows else None
 
     return check
+
+
+def _has(row: Row, metric: str) -> bool:
+    """Whether a row holds a metric; the first one lacks those of the rounds, any other must have it."""
+    if metric not in row and row["round"] > 0:
+        raise unknown("metric", metric, row)
+    return metric in row
 
 
 def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from jax import Array
 
 from fedbilevel.core.algorithm import check_algorithm
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import CheckpointError, NonFiniteError, require, require_count
+from fedbilevel.core.config import hyperparameters
+from fedbilevel.core.errors import CheckpointError, require, require_count
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
@@ -80,9 +82,14 @@ def solve(
     require_count("checkpoint_every", checkpoint_every, optional=True)
     require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
     cohort = check_cohort(cohort, len(clients))
-    key = jax.random.key(key) if isinstance(key, int) else key
+    require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
+    path = None if checkpoint is None else Path(checkpoint)
+    fresh = resume or path is None or not path.exists()
+    require(fresh, "checkpoint", str(path), "a new file, unless resume=True continues from it")
+    key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
-    _check_start(x0=x, y0=y)
+    _check_start("x0", x0, x)
+    _check_start("y0", y0, y)
     problem = problem.with_fixed(x_fixed, y_fixed)
     check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
 
@@ -92,8 +99,8 @@ def solve(
         "clients": len(clients),
         "cohort": cohort,
         "key": np.asarray(jax.random.key_data(key)).tolist(),
+        **hyperparameters(algorithm),
     }
-    path = None if checkpoint is None else Path(checkpoint)
     plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
     loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks)
     if resume:
@@ -167,11 +174,8 @@ class Loop:
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
         self.ledger.add(book, done, self.plan.identity["cohort"])
-        first = int(carry.round) - done
-        for (phase, name), (total, weight) in book.metrics.items():
+        for (_, name), (total, weight) in book.metrics.items():
             means = np.asarray(total, float) / np.asarray(weight, float)
-            for bad in np.flatnonzero(~np.isfinite(means)):
-                raise NonFiniteError(f"round {first + bad}, phase {phase}: {name} is {means[bad]}")
             self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9)
 
@@ -196,7 +200,9 @@ class Loop:
         row: Row = {"round": result.round, **costs, "seconds": self.seconds}
         for name, values in self.losses.items():
             row[name] = math.fsum(values) / len(values)
-        row |= self.evaluation(result.round, result.state.x, result.state.y)
+        for name, value in self.evaluation(result.round, result.state.x, result.state.y).items():
+            require(name not in row, "metrics", name, "named otherwise: the history has a column of that name")
+            row[name] = value
         self.losses.clear()
         self.history.rows.append(row)
         return row
@@ -221,8 +227,10 @@ class Loop:
         assert self.plan.path is not None
         carry, meta = files.load(self.plan.path, carry)
         for name, mine in self.plan.identity.items():
-            if (theirs := meta["identity"][name]) != mine:
+            if (theirs := meta["identity"].get(name)) != mine:
                 raise CheckpointError(f"{self.plan.path} belongs to another run: its {name} is {theirs}, not {mine}")
+        done = int(carry.round)
+        require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
         self.history, self.ledger = History(meta["history"]), Ledger(**meta["ledger"])
         self.seconds, self.losses = meta["seconds"], meta["losses"]
         return carry
@@ -248,7 +256,16 @@ def hold_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _check_start(**trees: PyTree) -> None:
-    for name, tree in trees.items():
-        require(bool(jax.tree.leaves(tree)), name, tree, "a pytree with at least one floating array")
-        require(not nonfinite_leaves(tree), name, nonfinite_leaves(tree), "finite in every leaf")
+def _as_key(key: object) -> Array:
+    """A JAX key from a seed or a key."""
+    if isinstance(key, Integral) and not isinstance(key, bool):
+        return jax.random.key(int(key))
+    is_key = isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+    require(is_key, "key", key, "a whole number or a key made by jax.random.key")
+    assert isinstance(key, Array)
+    return key
+
+
+def _check_start(name: str, given: PyTree, variable: PyTree) -> None:
+    require(bool(jax.tree.leaves(variable)), name, given, "a pytree with at least one floating array")
+    require(not nonfinite_leaves(variable), name, nonfinite_leaves(variable), "finite in every leaf")

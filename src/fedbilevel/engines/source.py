@@ -53,6 +53,10 @@ class Streamed:
     def __init__(self, clients: Clients, layout: Layout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         self.clients, self.layout, self.mesh, self.prefetch = clients, layout, mesh, prefetch
         self.key = key
+        self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
+        for name, longest in (("outer", layout.outer_longest), ("inner", layout.inner_longest)):
+            if layout.cohort * longest >= 2**31:
+                raise ConfigurationError(f"a cohort of {layout.cohort} with {longest} {name} samples each is too large")
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedbilevel-prefetch")
         self.pending: OrderedDict[int, Future[Round]] = OrderedDict()
 
@@ -65,12 +69,13 @@ class Streamed:
     def gather(self, round: int) -> Round:
         """Draw the cohort of a round and copy its samples, padded to the longest client, to the device."""
         clients, layout = self.clients, self.layout
-        ids = np.asarray(draw_cohort(round_keys(self.key, round).cohort, len(clients), layout.cohort))
-        outer = padded("outer", clients.outer, ids, layout.outer_longest)
-        inner = padded("inner", clients.inner, ids, layout.inner_longest)
-        place = np.arange(len(ids), dtype=np.int64)
-        table = members(clients, ids, place * layout.outer_longest, place * layout.inner_longest)
-        data, table, device_ids = replicate((Data(outer, inner), table, ids), self.mesh)
+        with jax.enable_x64(self.x64):
+            ids = np.asarray(draw_cohort(round_keys(self.key, round).cohort, len(clients), layout.cohort))
+            outer = padded("outer", clients.outer, ids, layout.outer_longest)
+            inner = padded("inner", clients.inner, ids, layout.inner_longest)
+            place = np.arange(len(ids), dtype=np.int64)
+            table = members(clients, ids, place * layout.outer_longest, place * layout.inner_longest)
+            data, table, device_ids = replicate((Data(outer, inner), table, ids), self.mesh)
         return data, table, device_ids
 
     def close(self) -> None:
