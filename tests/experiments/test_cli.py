@@ -53,6 +53,13 @@ def test_the_default_run_learns_the_digits(run, here) -> None:
     assert found.summary["final"] > 0.95  # the full 300 rounds reach 97 %
 
 
+def test_a_network_brings_its_widths(run) -> None:
+    assert run("run", "--set", "network=cnn", "--rounds", 2, "--quiet", "--out", "cnn")[0] == 0
+    assert experiments.load_run("cnn").spec.task.fields["hidden"] == [8, 16, 32]
+    given = experiments.configure(settings=["hidden=[4, 4, 4]", "network=cnn"])
+    assert given.task.fields["hidden"] == [4, 4, 4]
+
+
 def test_seeds_make_one_run_each(run, here) -> None:
     code, shown, _ = run("run", "quadratic", "--rounds", 20, "--seeds", "3,4", "--out", "both")
     assert code == 0
@@ -95,7 +102,11 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
         (["quadratic", "--set", "server_lr.x=0"], "algorithm.server_lr.x = 0 is not allowed"),
         (["quadratic", "--set", "client_lr=-1"], "algorithm.client_lr.x = -1 is not allowed"),
         (["quadratic", "--set", "algorithm.local_steps=0"], "local_steps = 0"),
-        (["quadratic", "--set", "dim_x=-1"], "task quadratic cannot be made"),
+        (["quadratic", "--set", "dim_x=-1"], "dim_x = -1 is not allowed"),
+        (["quadratic", "--set", "dim_x=0"], "dim_x = 0 is not allowed"),
+        (["quadratic", "--set", "dim_y=0"], "dim_y = 0 is not allowed"),
+        (["quadratic", "--set", "noise=-1"], "noise = -1 is not allowed"),
+        (["--set", "network=cn"], "network = 'cn' is not allowed"),
         (["quadratic", "--set", "devices=64"], "devices = 64"),
         (["quadratic", "--cohort", "11"], "cohort = 11"),
         (["quadratic", "--rounds", "0"], "'0' is not a whole number of at least 1"),

@@ -31,6 +31,11 @@ def test_seeds_of_one_spec_form_one_group(runs) -> None:
     assert [(group.label, len(group.runs)) for group in groups] == [("sim (3 seeds)", 3), ("seed-0", 1)]
 
 
+def test_a_run_that_is_named_twice_counts_once(runs) -> None:
+    (group,) = load_groups([runs / "sim", runs / "sim" / "seed-0", runs / "shro" / ".." / "sim" / "seed-1"])
+    assert len(group.runs) == 3
+
+
 def test_the_table_and_the_picture(runs, tmp_path, run) -> None:
     code, shown, error = run("compare", runs / "sim", runs / "shro" / "seed-0", "--out", tmp_path / "c.png")
     assert (code, error) == (0, "")

@@ -179,3 +179,22 @@ def test_a_replaced_spec_is_checked() -> None:
         spec.replace(run={"rounds": "x"})
     assert isinstance(spec.algorithm.fields["client_lr"], dict)
     assert resolve({"algorithm": {"client_lr": XYV(1, 2, 3)}}).algorithm.fields["client_lr"] == {"x": 1, "y": 2, "v": 3}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ('"linear", start = -1, steps = 3', "client_lr.x.start = -1 is not allowed: it must be a positive finite number"),
+        ('"cosine", start = 0, steps = 3', "client_lr.x.start = 0 is not allowed"),
+        ('"cosine", start = inf, steps = 3', "client_lr.x.start = inf is not allowed"),
+        ('"cosine", start = 1, steps = 3, end = -0.1', "client_lr.x.end = -0.1 is not allowed: it must be zero or"),
+        ('"exponential", start = 1, steps = 3, rate = -1', "client_lr.x.rate = -1 is not allowed"),
+        ('"polynomial", start = 1, steps = 3, power = 0', "client_lr.x.power = 0 is not allowed"),
+        ('"inverse_sqrt", start = 1, steps = 0', "client_lr.x.steps = 0 is not allowed"),
+        ('"linear", start = 1, steps = 2.5', "client_lr.x.steps = 2.5 is not allowed: it must be a positive whole"),
+    ],
+)
+def test_numbers_of_schedules_are_checked(schedule: str, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        configure(settings=[f"client_lr={{schedule = {schedule}}}"])
+    assert words in str(caught.value)

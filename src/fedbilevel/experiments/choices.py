@@ -5,8 +5,9 @@ In a spec each is a table with its name and its numbers, e.g. {schedule = "cosin
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,22 +34,26 @@ class Choice:
     kind: str  # as errors call it
     key: str  # the entry of the table that holds the name
     makers: Mapping[str, Maker]
+    rules: Mapping[str, tuple[Callable[[Any], bool], str]] = field(default_factory=dict)  # which numbers are allowed
 
-    def complete(self, field: str, given: Any) -> dict[str, Any]:
+    def complete(self, place: str, given: Any) -> dict[str, Any]:
         """The table with every number filled in, or an error that names the field."""
         table = {self.key: given} if isinstance(given, str) else given
         if not isinstance(table, Mapping) or not isinstance(table.get(self.key), str):
             example = f'{{{self.key} = "{next(iter(self.makers))}", …}}'
-            raise ConfigurationError(f"{field} = {given!r} is not allowed: it must be a table like {example}")
+            raise ConfigurationError(f"{place} = {given!r} is not allowed: it must be a table like {example}")
         name = table[self.key]
         if name not in self.makers:
-            raise unknown(f"{self.kind} for {field}", name, self.makers)
+            raise unknown(f"{self.kind} for {place}", name, self.makers)
         defaults = self.makers[name].defaults
         out: dict[str, Any] = {self.key: name}
         for extra in sorted(set(table) - set(defaults) - {self.key}):
-            raise unknown(f"field of the {self.kind} {name!r} in {field}", extra, defaults)
+            raise unknown(f"field of the {self.kind} {name!r} in {place}", extra, defaults)
         for entry, default in defaults.items():
-            out[entry] = _number(f"{field}.{entry}", table.get(entry, default), isinstance(default, bool))
+            out[entry] = _number(f"{place}.{entry}", table.get(entry, default), isinstance(default, bool))
+            if entry in self.rules:
+                fits, allowed = self.rules[entry]
+                require(fits(out[entry]), f"{place}.{entry}", out[entry], allowed)
         return out
 
     def build(self, table: Mapping[str, Any]) -> Any:
@@ -67,35 +72,39 @@ def _number(field: str, value: Any, flag: bool) -> Any:
     return value
 
 
-def cosine(start: float, steps: float, end: float) -> optax.Schedule:
+def cosine(start: float, steps: int, end: float) -> optax.Schedule:
     """From start to end along half a cosine in `steps` rounds, then constant."""
-    return optax.cosine_decay_schedule(start, _whole(steps), alpha=end / start)
+    return optax.cosine_decay_schedule(start, steps, alpha=end / start)
 
 
-def linear(start: float, steps: float, end: float) -> optax.Schedule:
+def linear(start: float, steps: int, end: float) -> optax.Schedule:
     """From start to end on a line in `steps` rounds, then constant."""
-    return optax.linear_schedule(start, end, _whole(steps))
+    return optax.linear_schedule(start, end, steps)
 
 
-def exponential(start: float, steps: float, rate: float) -> optax.Schedule:
+def exponential(start: float, steps: int, rate: float) -> optax.Schedule:
     """start · rate^(round/steps)."""
-    return optax.exponential_decay(start, _whole(steps), rate)
+    return optax.exponential_decay(start, steps, rate)
 
 
-def polynomial(start: float, steps: float, end: float, power: float) -> optax.Schedule:
+def polynomial(start: float, steps: int, end: float, power: float) -> optax.Schedule:
     """end + (start − end)(1 − round/steps)^power until `steps`, then constant."""
-    return optax.polynomial_schedule(start, end, power, _whole(steps))
+    return optax.polynomial_schedule(start, end, power, steps)
 
 
-def inverse_sqrt(start: float, steps: float) -> optax.Schedule:
+def inverse_sqrt(start: float, steps: int) -> optax.Schedule:
     """start / √(1 + round/steps)."""
-    return lambda round: start / jnp.sqrt(1 + round / _whole(steps))
+    return lambda round: start / jnp.sqrt(1 + round / steps)
 
 
-def _whole(steps: float) -> int:
-    require(steps >= 1 and steps == int(steps), "steps of a schedule", steps, "a positive whole number of rounds")
-    return int(steps)
-
+POSITIVE = (lambda value: 0 < value < math.inf, "a positive finite number")
+STEPS = {
+    "start": POSITIVE,
+    "end": (lambda value: 0 <= value < math.inf, "zero or a positive finite number"),
+    "rate": POSITIVE,
+    "power": POSITIVE,
+    "steps": (lambda value: isinstance(value, int) and value >= 1, "a positive whole number of rounds"),
+}
 
 SCHEDULES = Choice(
     "schedule",
@@ -107,6 +116,7 @@ SCHEDULES = Choice(
         "linear": Maker(linear, {"start": REQUIRED, "steps": REQUIRED, "end": 0.0}),
         "polynomial": Maker(polynomial, {"start": REQUIRED, "steps": REQUIRED, "end": 0.0, "power": 2.0}),
     },
+    STEPS,
 )
 """Step sizes that depend on the round."""
 

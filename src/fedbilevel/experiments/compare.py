@@ -41,7 +41,8 @@ def load_groups(paths: Sequence[str | Path]) -> list[Group]:
     Raises:
         ConfigurationError: a run cannot be read, or the runs measure different things.
     """
-    runs = [load_run(path) for given in paths for path in _runs_in(Path(given))]
+    places = {path.resolve(): path for given in paths for path in _runs_in(Path(given))}  # each run counts once
+    runs = [load_run(path) for path in places.values()]
     metrics = {run.metric: run for run in runs}
     if len(metrics) > 1:
         each = ", ".join(f"{name} ({run.folder.path})" for name, run in metrics.items())

@@ -18,6 +18,10 @@ class Preset:
     shared: Fields = field(default_factory=dict)  # for every algorithm that has such a field
     algorithms: Mapping[str, Fields] = field(default_factory=dict)  # by name
     run: Fields = field(default_factory=dict)
+    networks: Mapping[str, Fields] = field(default_factory=dict)  # of the task, for a network that is asked for
+
+    def of_task(self, network: Any) -> dict[str, Any]:
+        return {**self.task, **next((fields for name, fields in self.networks.items() if name == network), {})}
 
     def of(self, algorithm: str) -> dict[str, Any]:
         return {**self.shared, **self.algorithms.get(algorithm, {})}
@@ -28,6 +32,8 @@ def _single_loop(**fields: Any) -> dict[str, Fields]:
     return {"simfbo": fields, "shrofbo": fields}
 
 
+CNN = {"cnn": {"hidden": [8, 16, 32]}}
+
 MNIST = Preset(
     task={"clients": 100, "hidden": [200]},
     shared={"local_steps": 10, "batch_size": 64},
@@ -35,6 +41,7 @@ MNIST = Preset(
         client_lr={"x": 0.1, "y": 0.1, "v": 0.1}, server_lr={"x": 0.2, "y": 0.2, "v": 0.2}, radius=10.0
     ),
     run={"rounds": 300, "cohort": 10, "eval_every": 10},
+    networks=CNN,
 )
 
 PRESETS: dict[tuple[str, str | None], Preset] = {
@@ -45,6 +52,7 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
             client_lr={"x": 0.1, "y": 0.1, "v": 0.1}, server_lr={"x": 0.1, "y": 0.1, "v": 0.1}, radius=10.0
         ),
         run={"rounds": 300, "cohort": 10, "eval_every": 10},
+        networks=CNN,
     ),
     ("hyper_representation", "mnist"): MNIST,
     ("hyper_representation", "fashion-mnist"): MNIST,
@@ -55,6 +63,7 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
             client_lr={"x": 0.05, "y": 0.05, "v": 0.05}, server_lr={"x": 0.1, "y": 0.1, "v": 0.1}, radius=10.0
         ),
         run={"rounds": 300, "cohort": 10, "eval_every": 10},
+        networks={"mlp": {"hidden": [200]}},
     ),
     ("quadratic", None): Preset(
         shared={"local_steps": 5, "batch_size": None},

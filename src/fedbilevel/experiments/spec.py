@@ -116,7 +116,7 @@ def resolve(tables: Mapping[str, Any]) -> Spec:
     plan = schema.complete("run", known["run"], given["run"], values.run)
     engine = schema.complete("engine", known["engine"], given["engine"], {})
     return Spec(
-        Named(task, schema.complete("task", known["task"], task_fields, values.task)),
+        Named(task, schema.complete("task", known["task"], task_fields, values.of_task(task_fields.get("network")))),
         Named(algorithm, schema.complete("algorithm", known["algorithm"], algorithm_fields, values.of(algorithm))),
         RunPlan(**plan),
         EnginePlan(**engine),
@@ -174,11 +174,12 @@ def configure(
     Names come first, wherever they are given: they decide which presets fill in the rest.
     """
     tables = {name: _table(name, fields) for name, fields in (base or {}).items()}
-    names = {"task.name": task, "algorithm.name": algorithm, "task.data": data}
+    names: dict[str, Any] = {"task.name": task, "algorithm.name": algorithm, "task.data": data, "task.network": None}
     others = []
     for setting in settings:
         path, _, text = setting.partition("=")
-        path = "task.data" if path.strip() == "data" else path.strip()
+        path = path.strip()
+        path = f"task.{path}" if path in ("data", "network") else path
         if path in names:
             names[path] = toml.parse_value(text.strip())
         else:

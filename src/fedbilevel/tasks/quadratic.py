@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.tasks.task import Task
 
@@ -76,8 +76,11 @@ def quadratic(
         seed: of the draw.
     """
     require(clients >= 1, "clients", clients, "positive")
+    require_count("dim_x", dim_x)
+    require_count("dim_y", dim_y)
     require(condition >= 1, "condition", condition, "at least 1")
     require(heterogeneity >= 0, "heterogeneity", heterogeneity, "at least 0")
+    require(noise >= 0, "noise", noise, "at least 0")
     require(1 <= samples[0] <= samples[1], "samples", samples, "a pair (fewest, most), at least 1 each")
     rng = np.random.default_rng(seed)
 
