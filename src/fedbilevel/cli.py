@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     compare = command("compare", _compare, "compare finished runs: a table and a picture")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or a folder of run folders")
     compare.add_argument("--out", default="comparison.png", metavar="FILE", help="the picture (%(default)s)")
-    command("algorithms", _algorithms, "list the algorithms")
+    command("algorithms", _algorithms, "list the algorithms, their fields and defaults")
     command("tasks", _tasks, "list the tasks, their fields and defaults")
     return whole
 
@@ -95,7 +95,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--cohort", type=_count, metavar="N", help="clients per round")
     seeds = run.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=_seed, metavar="N", help="of the run and of the task (0)")
-    seeds.add_argument("--seeds", type=_seeds, metavar="N,N,…", help="one run for each, in subfolders seed-N")
+    seeds.add_argument(
+        "--seeds",
+        type=_seeds,
+        metavar="N,N,…",
+        help="one run for each, in subfolders seed-N; repeated with the same --out, what is missing",
+    )
     run.add_argument("--eval-every", type=_count, metavar="N", help="rounds between evaluations")
     place = run.add_mutually_exclusive_group()
     place.add_argument("--out", type=Path, metavar="DIR", help="the run folder: new or empty (runs/…)")
@@ -146,7 +151,7 @@ def _console(quiet: bool = False) -> Console:
 def _run(options: argparse.Namespace) -> int:
     if options.resume is not None:
         return _resume(options)
-    if options.out is not None:
+    if options.out is not None and not options.seeds:
         from fedbilevel.experiments.places import require_free
 
         require_free(options.out)
@@ -201,16 +206,21 @@ def _resume(options: argparse.Namespace) -> int:
     if given := [name for name in alone if getattr(options, name) not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     _prepare_jax()
+    _continue(options, options.resume)
+    return OK
+
+
+def _continue(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The run in a folder, shown while it goes on from its checkpoint."""
     from fedbilevel.experiments import Folder, build, resume
     from fedbilevel.experiments.runner import resumable
 
-    spec = resumable(Folder(options.resume), options.rounds)
+    spec = resumable(Folder(folder), options.rounds)
     _tune(spec)
     parts = build(spec)
     metric = next(iter(parts.task.metrics))
-    again = lambda show: resume(options.resume, rounds=options.rounds, parts=parts, callbacks=[show])  # noqa: E731
-    _shown(options, options.resume, metric, spec, again)
-    return OK
+    again = lambda show: resume(folder, rounds=options.rounds, parts=parts, callbacks=[show])  # noqa: E731
+    return _shown(options, folder, metric, spec, again)
 
 
 def _shown(
@@ -257,28 +267,43 @@ def _what_stays(folder: Path) -> str:
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec) -> int:
+    """One run for each seed; in a folder that has some of them already, what is missing."""
     from fedbilevel.experiments import Folder, display
+    from fedbilevel.experiments.places import require_seeds
 
     folder = options.out or Folder.new(spec).path
-    runs = [_start(options, _seeded(spec, seed), folder / f"seed-{seed}") for seed in options.seeds]
+    specs = {folder / f"seed-{seed}": _seeded(spec, seed) for seed in options.seeds}
+    require_seeds(folder, {path: one.to_toml() for path, one in specs.items()})
+    runs = [_finish_seed(options, one, path) for path, one in specs.items()]
     _console(options.quiet).print(display.seeds_table(runs))
     return OK
+
+
+def _finish_seed(options: argparse.Namespace, spec: Spec, folder: Path) -> dict[str, Any]:
+    """The summary of one seed's run, which is read, continued or started."""
+    from fedbilevel.experiments import Folder, load_run
+
+    place = Folder(folder)
+    if place.summary.is_file():
+        return load_run(folder).summary
+    return _continue(options, folder) if place.checkpoint.is_file() else _start(options, spec, folder)
 
 
 def _compare(options: argparse.Namespace) -> int:
     console = _console()
     from fedbilevel.experiments.compare import compare
 
-    console.print(compare(options.runs, options.out))
+    console.print(compare(options.runs, options.out, console.width))
     console.print(f"plot  {options.out}", highlight=False, soft_wrap=True)
     return OK
 
 
 def _algorithms(options: argparse.Namespace) -> int:
     console = _console()
-    from fedbilevel.experiments.display import algorithms_table
+    from fedbilevel.experiments.display import algorithm_fields_table, algorithms_table
 
     console.print(algorithms_table())
+    console.print(algorithm_fields_table())
     return OK
 
 

@@ -68,6 +68,22 @@ def test_seeds_make_one_run_each(run, here) -> None:
     assert "mean ± sd" in shown
 
 
+def test_seeds_are_finished_where_they_were_left(run, here) -> None:
+    command = [*QUADRATIC, "--rounds", 20, "--out", "all"]
+    assert run(*command, "--seeds", "0,1,2")[0] == 0
+    kept = (here / "all" / "seed-0" / "summary.json").read_bytes()
+    (here / "all" / "seed-1" / "summary.json").unlink()
+    for file in (here / "all" / "seed-2").iterdir():  # killed before its first checkpoint
+        if file.name != "spec.toml":
+            file.unlink()
+    code, _, error = run(*command, "--seeds", "0,1,2,3")
+    assert (code, error) == (0, "")
+    assert (here / "all" / "seed-0" / "summary.json").read_bytes() == kept
+    assert [experiments.load_run(here / "all" / f"seed-{seed}").spec.run.seed for seed in range(4)] == [0, 1, 2, 3]
+    assert "seed-0/spec.toml is not what was asked for" in run(*command, "--seeds", "0,1,2,3", "--cohort", 3)[2]
+    assert "is not empty" in run(*command, "--seeds", "0,1")[2]
+
+
 def test_quiet_prints_the_folder_alone(run, here) -> None:
     assert run(*QUADRATIC, "--rounds", 5, "--out", "folder") == (0, "folder\n", "")
 
@@ -76,6 +92,8 @@ def test_algorithms_and_tasks_are_listed(run) -> None:
     code, shown, _ = run("algorithms")
     assert code == 0
     assert "arXiv:2305.19442" in shown
+    assert "local_steps=5" in shown
+    assert shown.count("client_lr={ x = 0.01, y = 0.1, v = 0.1 }") == 1
     code, shown, _ = run("tasks")
     assert code == 0
     assert "dim_x=5" in shown
@@ -116,6 +134,8 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
         (["--spec", "binary.toml"], "binary.toml is not TOML"),
         (["--spec", "folder"], "cannot read folder"),
         (["quadratic", "--out", "full"], "cannot write a run to full: that folder is not empty"),
+        (["quadratic", "--seeds", "0,1", "--out", "full"], "cannot write a run to full: that folder is not empty"),
+        (["quadratic", "--seeds", "0,1", "--out", "broken.toml"], "cannot write a run to broken.toml: it is a file"),
         (["quadratic", "--out", "broken.toml"], "cannot write a run to broken.toml: it is a file"),
         (["--resume", "full"], "no spec.toml"),
         (["--resume", "nowhere"], "no spec.toml"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import measure, plots
-from fedbilevel.experiments.compare import common_targets, load_groups
+from fedbilevel.experiments.compare import common_targets, comparison_table, load_groups
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,18 @@ def test_the_table_and_the_picture(runs, tmp_path, run) -> None:
     assert "±" in shown
     assert "to 0.1" in shown
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_narrow_table_keeps_what_matters(runs) -> None:
+    groups = load_groups([runs / "sim", runs / "shro"])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(comparison_table(groups, "relative_error", 80))
+    lines = console.export_text().splitlines()
+    assert sum("sim (3 seeds)" in line for line in lines) == 1
+    assert any("final" in line for line in lines)
+    assert any("on a wider terminal also: products" in line for line in lines)
+    wide = comparison_table(groups, "relative_error")
+    assert len(wide.columns) > len(comparison_table(groups, "relative_error", 80).columns)
 
 
 def test_the_mean_and_the_spread_of_a_curve() -> None:

@@ -184,7 +184,10 @@ def test_a_replaced_spec_is_checked() -> None:
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ('"linear", start = -1, steps = 3', "client_lr.x.start = -1 is not allowed: it must be a positive finite number"),
+        (
+            '"linear", start = -1, steps = 3',
+            "client_lr.x.start = -1 is not allowed: it must be a positive finite number",
+        ),
         ('"cosine", start = 0, steps = 3', "client_lr.x.start = 0 is not allowed"),
         ('"cosine", start = inf, steps = 3', "client_lr.x.start = inf is not allowed"),
         ('"cosine", start = 1, steps = 3, end = -0.1', "client_lr.x.end = -0.1 is not allowed: it must be zero or"),

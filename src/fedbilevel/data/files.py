@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -126,7 +127,8 @@ def bar(title: str) -> Progress:
             return
         shown = percent
         end = "\n" if done == total else ""
-        sys.stderr.write(f"\r{title} [{'#' * (percent // 5):<20}] {percent:3d}% of {total / 1e6:.1f} MB{end}")
+        line = f"{title} [{'#' * (percent // 5):<20}] {percent:3d}% of {total / 1e6:.1f} MB"
+        sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}{end}")  # a full line would wrap
         sys.stderr.flush()
 
     return show

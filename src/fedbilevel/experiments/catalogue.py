@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.experiments import schema
+from fedbilevel.experiments import schema, toml
 from fedbilevel.tasks import TASKS
 
 MISSING = "–"
@@ -50,6 +50,16 @@ def _algorithm(name: str, cls: Any) -> AlgorithmFacts:
         client_state=_entry(text, "Client state"),
         cost=_entry(text, "Cost per local step"),
     )
+
+
+def algorithm_fields() -> dict[tuple[str, str], list[str]]:
+    """Every (field, default in the spec's form as text) of an algorithm, and which algorithms have it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for algorithm, cls in sorted(ALGORITHMS.items()):
+        for name, field in schema.of_algorithm(cls).items():
+            default = toml.value(field.accept("algorithm", field.default, field.default))
+            found.setdefault((name, default), []).append(algorithm)
+    return found
 
 
 def tasks() -> list[TaskFacts]:

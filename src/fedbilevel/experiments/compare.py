@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError
@@ -17,6 +18,9 @@ from fedbilevel.experiments import measure, plots
 from fedbilevel.experiments.folder import LoadedRun, load_run
 
 TARGETS = 3
+READABLE = 20  # characters of a text before it is broken
+TEXTS = ("run", "algorithm", "task")
+DROPPED_FIRST = ("products", "gradients", "seconds", "exchanges", "best")  # where the terminal is narrow
 
 
 @dataclass(frozen=True)
@@ -53,44 +57,66 @@ def load_groups(paths: Sequence[str | Path]) -> list[Group]:
     return [Group(_label(members), members) for members in groups.values()]
 
 
-def compare(paths: Sequence[str | Path], picture: str | Path = "comparison.png") -> Table:
-    """A table of some runs, and a PNG of their curves."""
+def compare(paths: Sequence[str | Path], picture: str | Path = "comparison.png", width: int | None = None) -> Table:
+    """A table of some runs, not wider than `width` if that can be, and a PNG of their curves."""
     plots.require_matplotlib()
     groups = load_groups(paths)
     metric = groups[0].runs[0].metric
     curves = [plots.curve(_legend(group), [run.history for run in group.runs], metric) for group in groups]
     write_atomically(Path(picture), lambda file: plots.draw_comparison(file, curves, metric, _tasks(groups)))
-    return comparison_table(groups, metric)
+    return comparison_table(groups, metric, width)
 
 
-def comparison_table(groups: Sequence[Group], metric: str) -> Table:
-    """One row per group; costs are means over its seeds."""
-    targets = common_targets(groups, metric)
-    title = f"{_tasks(groups)}: {metric}"
-    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
-    several = len({_what(group.runs[0]) for group in groups}) > 1
-    for name in ("run", "algorithm", *(["task"] if several else [])):
-        table.add_column(name, overflow="fold")
-    numbers = ("rounds", "exchanges", "MB", "gradients", "products", "final", "best", "seconds")
-    for name in (*numbers, *(f"rounds\nto {measure.text(metric, target)}" for target in targets)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group in groups:
-        first = group.runs[0].summary
-        table.add_row(
-            group.label,
-            first["algorithm"],
-            *([_what(group.runs[0])] if several else []),
-            f"{statistics.fmean(group.values('rounds')):,.0f}",
-            f"{group.costs('exchanges'):,.0f}",
-            f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}",
-            f"{group.costs('gradients'):,.0f}",
-            f"{group.costs('products'):,.0f}",
-            measure.mean_and_spread(metric, group.values("final")),
-            measure.mean_and_spread(metric, group.values("best")),
-            f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}",
-            *(_rounds_to(group, metric, target) for target in targets),
-        )
+def comparison_table(groups: Sequence[Group], metric: str, width: int | None = None) -> Table:
+    """One row per group; costs are means over its seeds. Where it is too wide, the least important columns go."""
+    columns = _columns(groups, metric)
+    hidden: list[str] = []
+    table = _table(groups, metric, columns, hidden)
+    droppable = [name for name in DROPPED_FIRST if name in columns] + [name for name in columns if "\n" in name][:-1]
+    while width is not None and droppable and Console(width=1000).measure(table).minimum > width:
+        hidden.append(droppable.pop(0))
+        del columns[hidden[-1]]
+        table = _table(groups, metric, columns, hidden)
     return table
+
+
+def _table(groups: Sequence[Group], metric: str, columns: dict[str, list[str]], hidden: Sequence[str]) -> Table:
+    title = f"{_tasks(groups)}: {metric}"
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, caption_justify="left")
+    for name, texts in columns.items():
+        if name in TEXTS:
+            table.add_column(name, overflow="fold", min_width=min(max(map(len, texts)), READABLE))
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    if hidden:
+        table.caption = f"on a wider terminal also: {', '.join(name.replace(chr(10), ' ') for name in hidden)}"
+    return table
+
+
+def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
+    """Every column: its heading and a text for each group."""
+    columns: dict[str, list[str]] = {
+        "run": [group.label for group in groups],
+        "algorithm": [group.runs[0].summary["algorithm"] for group in groups],
+    }
+    if len({_what(group.runs[0]) for group in groups}) > 1:
+        columns["task"] = [_what(group.runs[0]) for group in groups]
+    columns |= {
+        "rounds": [f"{statistics.fmean(group.values('rounds')):,.0f}" for group in groups],
+        "exchanges": [f"{group.costs('exchanges'):,.0f}" for group in groups],
+        "MB": [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups],
+        "gradients": [f"{group.costs('gradients'):,.0f}" for group in groups],
+        "products": [f"{group.costs('products'):,.0f}" for group in groups],
+        "final": [measure.mean_and_spread(metric, group.values("final")) for group in groups],
+        "best": [measure.mean_and_spread(metric, group.values("best")) for group in groups],
+        "seconds": [f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}" for group in groups],
+    }
+    for target in common_targets(groups, metric):
+        heading = f"rounds\nto {measure.text(metric, target)}"
+        columns[heading] = [_rounds_to(group, metric, target) for group in groups]
+    return columns
 
 
 def common_targets(groups: Sequence[Group], metric: str) -> list[float]:

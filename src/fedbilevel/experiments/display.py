@@ -151,6 +151,17 @@ def algorithms_table() -> Table:
     return table
 
 
+def algorithm_fields_table() -> Table:
+    """The fields of the algorithms and their defaults, in TOML's notation; one that several share stands once."""
+    table = Table(title="fields and defaults", title_style="bold", title_justify="left", box=None, show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    for (name, default), algorithms in catalogue.algorithm_fields().items():
+        everyone = len(algorithms) == len(catalogue.algorithms())
+        table.add_row(escape(f"{name}={default}"), "all" if everyone else ", ".join(algorithms))
+    return table
+
+
 def tasks_table() -> Table:
     """Every task with its fields and their defaults, in TOML's notation."""
     table = Table(title="tasks", title_style="bold", title_justify="left", show_lines=True)
