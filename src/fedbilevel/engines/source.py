@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +27,7 @@ class Resident:
 
     def __init__(self, clients: Clients, layout: Layout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         for name, rows in (("outer", clients.outer), ("inner", clients.inner)):
-            if int(rows.start[-1]) + int(rows.size[-1]) >= 2**31:
+            if int(np.max(rows.start + rows.size)) >= 2**31:  # rows need not be in order
                 raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
             for path, leaf in jax.tree_util.tree_leaves_with_path(rows.values):
                 if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
@@ -58,7 +57,7 @@ class Streamed:
             if layout.cohort * longest >= 2**31:
                 raise ConfigurationError(f"a cohort of {layout.cohort} with {longest} {name} samples each is too large")
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedbilevel-prefetch")
-        self.pending: OrderedDict[int, Future[Round]] = OrderedDict()
+        self.pending: dict[int, Future[Round]] = {}
 
     def inputs(self, round: int) -> Round:
         for ahead in range(round, round + 1 + self.prefetch):
