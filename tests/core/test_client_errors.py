@@ -71,10 +71,11 @@ def test_both_losses_need_the_same_clients():
     ("weights", "words"),
     [
         ([1.0, 1.0], r"\(3,\), one per client"),
-        ([1.0, -0.1, 1.0], "≥ 0"),
+        ([1.0, -0.1, 1.0], "positive and finite"),
         ([1.0, np.nan, 1.0], "finite"),
         ([1.0, np.inf, 1.0], "finite"),
-        ([0.0, 0.0, 0.0], "not all 0"),
+        ([0.0, 0.0, 0.0], "positive and finite"),
+        ([1.0, 0.0, 1.0], "positive and finite"),
         ("sizes", "'size'"),
     ],
 )

@@ -50,7 +50,9 @@ class Ragged:
         structures = {jax.tree.structure(entry) for entry in entries}
         if len(structures) != 1:
             raise ConfigurationError(f"Clients.{name}: the entries have different tree structures: {structures}")
-        size = np.array([_length(name, i, entry) for i, entry in enumerate(entries)], np.int64)
+        size = np.array(
+            [_length(f"Clients.{name}: leaves of client {i}", entry) for i, entry in enumerate(entries)], np.int64
+        )
         trailing = {tuple(np.shape(leaf)[1:] for leaf in jax.tree.leaves(entry)) for entry in entries}
         if len(trailing) != 1:
             raise ConfigurationError(f"Clients.{name}: the samples of the entries differ in shape: {trailing}")
@@ -67,10 +69,7 @@ class Ragged:
             raise ConfigurationError(
                 f"Clients.{name}: client {empty[0]} is empty ({empty.size} in all); every client needs a sample"
             )
-        lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(self.values)}
-        if len(lengths) != 1 or () in lengths:
-            raise ConfigurationError(f"Clients.{name}: leaves disagree in their leading axis: {_shapes(self.values)}")
-        (stored,) = lengths.pop()
+        stored = _length(f"Clients.{name}: leaves", self.values)
         outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))
         if outside.size:
             i = outside[0]
@@ -153,12 +152,7 @@ def _weights(weights: Any, sizes: np.ndarray) -> np.ndarray:
         weights = sizes
     p = np.asarray(weights, np.float64)
     require(p.shape == sizes.shape, "Clients.weights", p.shape, f"of shape {sizes.shape}, one per client")
-    require(
-        bool(np.all(np.isfinite(p)) and np.all(p > 0) and p.sum() > 0),
-        "Clients.weights",
-        weights,
-        "≥ 0, finite and not all 0",
-    )
+    require(bool(np.all(np.isfinite(p)) and np.all(p > 0)), "Clients.weights", weights, "positive and finite")
     return np.asarray(p / p.sum())
 
 
@@ -176,12 +170,11 @@ def _local_steps(steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:
     return array.astype(np.int32)
 
 
-def _length(name: str, i: int, entry: PyTree) -> int:
-    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(entry)}
+def _length(what: str, tree: PyTree) -> int:
+    """The common length of the leading axes of all leaves; `what` names them in the error."""
+    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
     if len(lengths) != 1 or () in lengths:
-        raise ConfigurationError(
-            f"Clients.{name}: leaves of client {i} disagree in their leading (sample) axis: {_shapes(entry)}"
-        )
+        raise ConfigurationError(f"{what} disagree in their leading (sample) axis: {_shapes(tree)}")
     return int(lengths.pop()[0])
 
 
