@@ -5,9 +5,15 @@ from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client, Clients, Ragged
 from fedbilevel.core.config import fraction, positive, static, steps
-from fedbilevel.core.errors import CheckpointError, ConfigurationError, FedbilevelError, NonFiniteError
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FedbilevelError,
+    NonFiniteError,
+    NumericalError,
+)
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SingleLevel
 from fedbilevel.core.tree import XYV
 from fedbilevel.engines.cpu import tune_cpu
 from fedbilevel.engines.history import History
@@ -24,14 +30,17 @@ __all__ = [
     "CheckpointError",
     "Client",
     "Clients",
+    "Compositional",
     "ConfigurationError",
     "Fed",
     "FedbilevelError",
     "History",
     "Ledger",
     "Local",
+    "Minimax",
     "Momentum",
     "NonFiniteError",
+    "NumericalError",
     "Plain",
     "Proximal",
     "Ragged",
@@ -40,6 +49,7 @@ __all__ = [
     "Result",
     "ShroFBO",
     "SimFBO",
+    "SingleLevel",
     "algorithm",
     "fraction",
     "load_result",

@@ -15,6 +15,7 @@ from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, padd
 OUTER, INNER = np.array([2, 5, 1, 3, 4, 2]), np.array([4, 1, 3, 2, 2, 6])
 KEY = jax.random.key(5)
 COHORT = 3
+FRESH = 2
 
 
 def loss(x, y, batch):
@@ -34,7 +35,7 @@ def population(**options):
 
 
 def layout(clients):
-    return Layout(PROBLEM, len(clients), COHORT, int(OUTER.max()), False, int(INNER.max()), False, COHORT, None)
+    return Layout(PROBLEM, len(clients), COHORT, FRESH, int(OUTER.max()), False, int(INNER.max()), False, COHORT, None)
 
 
 def client_samples(data, start, size, longest):
@@ -64,8 +65,11 @@ def test_streamed_members_have_the_samples_of_resident_ones(local_steps):
             all_data, table, none = resident.inputs(round)
             data, members, ids = streamed.inputs(round)
             assert none is None
-            assert ids.tolist() == draw_cohort(round_keys(KEY, round).cohort, 6, COHORT).tolist()
+            keys = round_keys(KEY, round)
+            expected = [draw_cohort(k.cohort, 6, COHORT) for k in (keys, *map(keys.of_fresh, range(FRESH)))]
+            assert ids.tolist() == np.array(expected).tolist()
             assert members.id.tolist() == ids.tolist()
+            ids, members = jax.tree.map(np.ravel, (ids, members))
             for place, i in enumerate(ids.tolist()):
                 for name in ("weight", "outer_size", "inner_size", "work", "counts"):
                     mine, theirs = getattr(members, name), getattr(table, name)

@@ -1,8 +1,15 @@
 """What an algorithm is: a configuration with an `init`, a `round`, and the phases that clients run.
 
 init(x, y) -> state            the server's; it has .x and .y
-init_client(x, y) -> state     what each client keeps between rounds; left out where clients keep nothing
 round(fed, state, key) -> state
+
+and, where the defaults do not fit:
+
+solves                         the kinds of problem that it is for; left out: all but single-level ones
+fresh                          how many fresh cohorts a round may ask (see Fed.mean); left out: none
+init_client(x, y) -> state     what each client keeps between rounds; left out: nothing
+check_start(problem, clients, x, y)   raises ConfigurationError if its fields do not fit the problem
+complaint(state) -> str        why the run must not go on, or ""
 """
 
 from __future__ import annotations
@@ -15,9 +22,12 @@ from jax import Array
 from fedbilevel.core.config import config, fraction, positive, static, steps
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed
+from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.tree import PyTree
 
 T = TypeVar("T", bound=type)
+CLASSES: list[type] = []
+"""Every algorithm class that was defined, for errors that say which one would do."""
 
 
 class Algorithm(Protocol):
@@ -35,6 +45,7 @@ def algorithm(cls: T) -> T:
     """Make a class an algorithm: a configuration whose methods marked @phase are its allow-list."""
     made: Any = config(cls)
     made.phases = frozenset(name for name in dir(made) if hasattr(getattr(made, name), "__phase__"))
+    CLASSES.append(made)
     return made
 
 
@@ -47,6 +58,28 @@ def phase(function: Callable[..., Any]) -> Callable[..., Any]:
 def init_client(algorithm: Any, x: PyTree, y: PyTree) -> PyTree:
     """The state that each client keeps between rounds, or None for an algorithm whose clients keep none."""
     return algorithm.init_client(x, y) if hasattr(algorithm, "init_client") else None
+
+
+def fresh_cohorts(algorithm: Any) -> int:
+    """How many fresh cohorts a round may ask."""
+    return getattr(algorithm, "fresh", 0)
+
+
+def check_solves(algorithm: Any, problem: Problem) -> None:
+    """Refuse a problem of a kind that the algorithm is not for, naming the algorithms that are."""
+    if isinstance(problem, _solves(type(algorithm))):
+        return
+    ours = {cls.__name__ for cls in CLASSES if cls.__module__.startswith("fedbilevel.")}
+    able = sorted(ours & {cls.__name__ for cls in CLASSES if isinstance(problem, _solves(cls))})
+    kinds = " and ".join(kind.__name__ for kind in _solves(type(algorithm)))
+    raise ConfigurationError(
+        f"{type(algorithm).__name__} solves {kinds} problems, not {type(problem).__name__}; "
+        f"methods that do: {', '.join(able)}"
+    )
+
+
+def _solves(cls: type) -> tuple[type[Problem], ...]:
+    return getattr(cls, "solves", (Bilevel,))
 
 
 def check_algorithm(candidate: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.problem import Bilevel, Padded
+from fedbilevel.core.problem import Padded, Problem
 from fedbilevel.core.tree import PyTree
 
 
@@ -81,6 +81,13 @@ class Ragged:
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
         return self
 
+    def joined(self) -> Ragged:
+        """All rows as one, in order."""
+        total = int(self.size.sum())
+        chosen = np.repeat(self.start - (np.cumsum(self.size) - self.size), self.size) + np.arange(total)
+        values = jax.tree.map(lambda leaf: leaf[chosen], self.values)
+        return Ragged(values, np.zeros(1, np.int64), np.array([total]))
+
     def row(self, i: int) -> PyTree:
         """The samples of row i, leaves (size[i], ...)."""
         start, stop = int(self.start[i]), int(self.start[i] + self.size[i])
@@ -94,7 +101,8 @@ class Clients:
     Args:
         outer: samples of the outer loss: one pytree per client in a list (of unequal lengths), or one pytree of
             stacked arrays with leading axes (client, sample), or a `Ragged`.
-        inner: samples of the inner loss, likewise. The two never mix.
+        inner: samples of the inner loss, likewise; None where both losses read the same samples (minimax problems),
+            or only the outer one reads any (single-level problems).
         weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
         outer_sizes, inner_sizes: (M,) true numbers of samples, where stacked arrays are padded at the end.
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
@@ -112,26 +120,36 @@ class Clients:
     def __init__(
         self,
         outer: PyTree,
-        inner: PyTree,
+        inner: PyTree = None,
         *,
         weights: Any = None,
         outer_sizes: Any = None,
         inner_sizes: Any = None,
         local_steps: Any = None,
     ) -> None:
-        rows = {"outer": _rows("outer", outer, outer_sizes), "inner": _rows("inner", inner, inner_sizes)}
-        count = len(rows["inner"].size)
-        if len(rows["outer"].size) != count:
+        outer_rows = _rows("outer", outer, outer_sizes)
+        inner_rows = outer_rows if inner is None else _rows("inner", inner, inner_sizes)
+        require(inner is not None or inner_sizes is None, "Clients.inner_sizes", inner_sizes, "left out without inner")
+        count = len(inner_rows.size)
+        if len(outer_rows.size) != count:
             raise ConfigurationError(
-                f"Clients: outer has {len(rows['outer'].size)} clients and inner has {count}; they must agree"
+                f"Clients: outer has {len(outer_rows.size)} clients and inner has {count}; they must agree"
             )
-        object.__setattr__(self, "outer", rows["outer"])
-        object.__setattr__(self, "inner", rows["inner"])
-        object.__setattr__(self, "weights", _weights(weights, rows["inner"].size))
+        object.__setattr__(self, "outer", outer_rows)
+        object.__setattr__(self, "inner", inner_rows)
+        object.__setattr__(self, "weights", _weights(weights, inner_rows.size))
         object.__setattr__(self, "local_steps", _local_steps(local_steps, count))
 
     def __len__(self) -> int:
         return len(self.weights)
+
+    def pooled(self) -> Clients:
+        """One client that holds every sample: the same problem without a federation.
+
+        Each sample counts once, so the two agree exactly where weights are proportional to clients' sizes.
+        """
+        outer = self.outer.joined()
+        return Clients(outer, None if self.inner is self.outer else self.inner.joined())
 
 
 def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
@@ -227,7 +245,7 @@ def uniform_below(key: Array, bound: Array | int, shape: tuple[int, ...] = ()) -
 class Client:
     """What a phase may use of the client that runs it."""
 
-    problem: Bilevel = field(metadata={"static": True})
+    problem: Problem = field(metadata={"static": True})
     outer: Samples
     inner: Samples
     id: Array

@@ -13,7 +13,11 @@ class ConfigurationError(FedbilevelError, ValueError):
     """A field has a value that is not allowed; the message names the field, the value and what is allowed."""
 
 
-class NonFiniteError(FedbilevelError, ArithmeticError):
+class NumericalError(FedbilevelError, ArithmeticError):
+    """The run cannot go on from these numbers; the message names the round and what was met."""
+
+
+class NonFiniteError(NumericalError):
     """A NaN or an infinity appeared; the message names the round, the phase and the quantity."""
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 
+from fedbilevel.core.problem import Indirect
 from fedbilevel.core.tree import PyTree
 
 
@@ -26,14 +27,39 @@ class Reply(NamedTuple):
 class Fed(Protocol):
     """The exchanges that a round may make. No primitive returns per-client values to the server."""
 
-    def mean(self, phase: Callable[..., Reply], message: PyTree, key: Array, *, unbiased: bool = False) -> PyTree:
+    indirect: Indirect
+    """How the problem's hypergradient gets its v (see Problem)."""
+
+    def mean(
+        self,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        unbiased: bool = False,
+        fresh: int | Array | None = None,
+    ) -> PyTree:
         """One exchange: send `message` to the cohort, run `phase` there, return the weighted mean of the updates.
 
         Σ p_i u_i / Σ p_i over those who responded; with `unbiased`, Σ (M/P) p_i u_i, whose expectation over uniform
         cohorts of P out of M clients is the mean over the whole population.
+
+        `fresh` = c asks the round's c-th fresh cohort, 0 ≤ c < algorithm.fresh, instead of the round's own: as many
+        clients, drawn independently of all other cohorts. What they keep between rounds is out of reach there.
         """
         ...
 
-    def repeat(self, n: int | Array, body: Callable[["Fed", Any, Array], Any], carry: PyTree, key: Array) -> PyTree:
-        """carry ← body(fed, carry, key_i), n times, with key_i = fold_in(key, i): a loop of exchanges."""
+    def repeat(
+        self,
+        n: int | Array,
+        body: Callable[["Fed", Any, Array], Any],
+        carry: PyTree,
+        key: Array,
+        *,
+        until: Callable[[Any], Array] | None = None,
+    ) -> PyTree:
+        """carry ← body(fed, carry, key_i) for i < n, with key_i = fold_in(key, i): a loop of exchanges.
+
+        It ends before the n-th where `until`(carry) has become true.
+        """
         ...

@@ -1,11 +1,15 @@
-"""What is to be solved: two losses, and who holds the data is said elsewhere (client.py)."""
+"""What is to be solved: the losses; who holds the data is said elsewhere (client.py)."""
 
+from __future__ import annotations
+
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, require
@@ -14,9 +18,44 @@ from fedbilevel.core.tree import PyTree, join
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
 
+Indirect = Literal["inverse", "identity", "none"]
 
-@dataclass(frozen=True)
-class Bilevel:
+
+@dataclass(frozen=True, init=False)
+class Problem:
+    """What every kind of problem comes down to: an outer and an inner loss of (x, y, batch).
+
+    `indirect` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F itself
+    where that Hessian is the identity ("identity"), or not at all where ∇y F vanishes ("none").
+    """
+
+    outer: Loss
+    inner: Loss
+    indirect: ClassVar[Indirect]
+
+    def _set(self, outer: Loss, inner: Loss) -> None:
+        object.__setattr__(self, "outer", outer)
+        object.__setattr__(self, "inner", inner)
+
+    def with_losses(self, change: Callable[[Loss], Loss]) -> Self:
+        """The same kind of problem with both losses changed."""
+        changed = copy.copy(self)
+        changed._set(change(self.outer), change(self.inner))
+        return changed
+
+    def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
+        """The same problem in the floating arrays of x and y alone (see tree.split)."""
+        if not jax.tree.leaves((x_fixed, y_fixed)):
+            return self
+        return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
+
+    def over_batches(self) -> Self:
+        """The same problem with losses that also take a `Padded` batch."""
+        return self.with_losses(_mean_over)
+
+
+@dataclass(frozen=True, init=False)
+class Bilevel(Problem):
     """min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
 
     Args:
@@ -25,31 +64,64 @@ class Bilevel:
             Terms without samples (regularisers) may be added to either.
     """
 
-    outer: Loss
-    inner: Loss
+    indirect: ClassVar[Indirect] = "inverse"
 
-    def __post_init__(self) -> None:
-        for name in ("outer", "inner"):
-            require(
-                callable(getattr(self, name)),
-                f"Bilevel.{name}",
-                getattr(self, name),
-                "a function (x, y, batch)",
-            )
+    def __init__(self, outer: Loss, inner: Loss) -> None:
+        _require_function("Bilevel.outer", outer, "(x, y, batch)")
+        _require_function("Bilevel.inner", inner, "(x, y, batch)")
+        self._set(outer, inner)
 
-    def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> "Bilevel":
-        """The same problem in the floating arrays of x and y alone (see tree.split)."""
-        if not jax.tree.leaves((x_fixed, y_fixed)):
-            return self
 
-        def rejoin(loss: Loss) -> Loss:
-            return lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch)
+@dataclass(frozen=True, init=False)
+class Minimax(Bilevel):
+    """min over x of max over y of F(x, y): the bilevel problem with g = −f, on the samples of `Clients.outer`.
 
-        return Bilevel(rejoin(self.outer), rejoin(self.inner))
+    Args:
+        loss: f(x, y, batch) -> scalar, a mean over the samples of the batch; strongly concave in y.
+    """
 
-    def over_batches(self) -> "Bilevel":
-        """The same problem with losses that also take a `Padded` batch."""
-        return Bilevel(_mean_over(self.outer), _mean_over(self.inner))
+    indirect: ClassVar[Indirect] = "none"
+
+    def __init__(self, loss: Loss) -> None:
+        _require_function("Minimax.loss", loss, "(x, y, batch)")
+        self._set(loss, lambda x, y, batch: -loss(x, y, batch))
+
+
+@dataclass(frozen=True, init=False)
+class Compositional(Bilevel):
+    """min over x of F(R(x)): the bilevel problem with g = ½‖y − r(x)‖², F and R being weighted means over clients.
+
+    Args:
+        outer: f(y, batch) -> scalar, a mean over the samples of the batch.
+        inner: r(x, batch) -> a pytree like y, a mean over the samples of the batch.
+    """
+
+    indirect: ClassVar[Indirect] = "identity"
+
+    def __init__(self, outer: Callable[[PyTree, PyTree], Array], inner: Callable[[PyTree, PyTree], PyTree]) -> None:
+        _require_function("Compositional.outer", outer, "(y, batch)")
+        _require_function("Compositional.inner", inner, "(x, batch)")
+
+        def distance(x: PyTree, y: PyTree, batch: PyTree) -> Array:
+            gap = optax.tree.sub(y, inner(x, batch))
+            return optax.tree.vdot(gap, gap) / 2
+
+        self._set(lambda x, y, batch: outer(y, batch), distance)
+
+
+@dataclass(frozen=True, init=False)
+class SingleLevel(Problem):
+    """min over x of F(x), the ordinary federated problem; y is empty and `y0` is None.
+
+    Args:
+        loss: f(x, batch) -> scalar, a mean over the samples of the batch.
+    """
+
+    indirect: ClassVar[Indirect] = "none"
+
+    def __init__(self, loss: Callable[[PyTree, PyTree], Array]) -> None:
+        _require_function("SingleLevel.loss", loss, "(x, batch)")
+        self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()))
 
 
 class Padded(NamedTuple):
@@ -71,7 +143,11 @@ def _mean_over(loss: Loss) -> Loss:
     return mean_loss
 
 
-def check_losses(problem: Bilevel, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree) -> None:
+def _require_function(field: str, got: object, arguments: str) -> None:
+    require(callable(got), field, got, f"a function {arguments}")
+
+
+def check_losses(problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree) -> None:
     """Trace both losses once, without computing: each must give a real scalar."""
     for name, loss, batch in (("outer", problem.outer, outer_batch), ("inner", problem.inner, inner_batch)):
         shape = jax.eval_shape(loss, x, y, batch)

@@ -20,6 +20,10 @@ class RoundKeys(NamedTuple):
     work: Array
     algorithm: Array
 
+    def of_fresh(self, number: Array | int) -> "RoundKeys":
+        """The same for the round's fresh cohort of that number."""
+        return self._replace(cohort=jax.random.fold_in(self.cohort, number), work=jax.random.fold_in(self.work, number))
+
 
 def round_keys(key: Array, round: Array | int) -> RoundKeys:
     """Streams of round `round` of the run that `key` seeds: resuming needs no more than the number of the round."""

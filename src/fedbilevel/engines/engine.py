@@ -9,8 +9,9 @@ from jax import Array
 
 from fedbilevel.core.algorithm import init_client
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import require
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.book import Book
 
@@ -51,7 +52,7 @@ class Run(Protocol):
 class Engine(Protocol):
     """A way to simulate (or reach) clients."""
 
-    def start(self, algorithm: Any, problem: Bilevel, clients: Clients, cohort: int, key: Array, carry: Carry) -> Run:
+    def start(self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry) -> Run:
         """Prepare a run; `carry` gives shapes and dtypes."""
         ...
 
@@ -62,6 +63,12 @@ def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int) -> Carry:
     one = init_client(algorithm, x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
     return Carry(jnp.zeros((), jnp.int32), state, clients)
+
+
+def check_reply(reply: Reply, phase: str, fresh: object) -> None:
+    """Refuse a client's state from a fresh cohort, where it could not be kept."""
+    if fresh is not None and reply.state is not None:
+        raise ConfigurationError(f"phase {phase} keeps state on clients, so a fresh cohort cannot run it")
 
 
 def check_cohort(cohort: int | None, population: int) -> int:

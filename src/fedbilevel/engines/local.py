@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +14,14 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
+from fedbilevel.core.algorithm import fresh_cohorts
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import NonFiniteError, require, require_count
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.book import Book
-from fedbilevel.engines.cohort import draw_cohort, round_keys, work_of
+from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.engine import Carry, Progress
 from fedbilevel.engines.local_fed import AXIS, Data, Layout, LocalFed, Members
 from fedbilevel.engines.reference import Reference
@@ -33,8 +35,8 @@ class Inputs(NamedTuple):
 
     algorithm: Any
     data: Data
-    table: Members  # the population (M,), or, when streaming, the cohort itself (P,)
-    ids: Array | None  # the cohort, when streaming; else it is drawn inside
+    table: Members  # the population (M,), or, when streaming, the cohorts themselves (1 + fresh, P)
+    ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
     key: Array
 
 
@@ -62,7 +64,7 @@ class Local:
         require_count("Local.prefetch", self.prefetch)
 
     def start(
-        self, algorithm: Any, problem: Bilevel, clients: Clients, cohort: int, key: Array, carry: Carry
+        self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> LocalRun:
         available = len(jax.devices())
         require(
@@ -78,6 +80,7 @@ class Local:
             problem=problem.over_batches(),
             population=len(clients),
             cohort=cohort,
+            fresh=fresh_cohorts(algorithm),
             outer_longest=int(clients.outer.size.max()),
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
             inner_longest=int(clients.inner.size.max()),
@@ -110,7 +113,7 @@ class LocalRun:
         mesh: Mesh | None,
         key: Array,
         clients: Clients,
-        problem: Bilevel,
+        problem: Problem,
     ) -> None:
         self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
         self.clients, self.problem = clients, problem
@@ -161,13 +164,13 @@ class LocalRun:
     def one_round(self, carry: Carry, inputs: Inputs) -> tuple[Carry, Book, Array]:
         """One round, its book, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
-        ids, members = self.cohort(keys.cohort, keys.work, inputs)
+        ids, members = self.cohort(keys, inputs)
         states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
         algorithm = at(inputs.algorithm, carry.round)
 
-        def play(algorithm: Any, data: Data, members: Members, states: PyTree, state: Any, key: Array) -> Any:
-            fed = LocalFed(self.layout, algorithm, data, members, states)
-            state = algorithm.round(fed, state, key)
+        def play(members: Members, states: PyTree, algorithm: Any, state: Any, keys: RoundKeys, inputs: Inputs) -> Any:
+            fed = LocalFed(self.layout, algorithm, inputs.data, members, states, partial(self.fresh, keys, inputs))
+            state = algorithm.round(fed, state, keys.algorithm)
             return state, fed.states, fed.book
 
         if self.mesh:
@@ -175,27 +178,36 @@ class LocalRun:
             play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
                 play,
                 mesh=self.mesh,
-                in_specs=(same, same, spread, spread, same, same),
+                in_specs=(spread, spread, same, same, same, same),
                 out_specs=(same, spread, same),
                 check_vma=False,
             )
-        state, states, book = play(algorithm, inputs.data, members, states, carry.state, keys.algorithm)
+        state, states, book = play(members, states, algorithm, carry.state, keys, inputs)
         size = self.layout.cohort  # the places that pad the cohort are dropped here
         clients = jax.tree.map(lambda full, new: full.at[ids].set(new[:size]), carry.clients, states)
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.isfinite(book.metrics[name][0]) for name in sorted(book.metrics)]
         return Carry(carry.round + 1, state, clients), book, jnp.stack(flags)
 
-    def cohort(self, cohort_key: Array, work_key: Array, inputs: Inputs) -> tuple[Array, Members]:
-        """The ids of the round's cohort, and its members, padded for the chunks and sorted by work."""
-        size, table = self.layout.cohort, inputs.table
+    def fresh(self, keys: RoundKeys, inputs: Inputs, number: Array | int) -> Members:
+        """This device's share of the round's fresh cohort of that number."""
+        _, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
+        if self.mesh is None:
+            return members
+        share = members.id.shape[0] // self.mesh.size
+        first = lax.axis_index(AXIS) * share
+        return jax.tree.map(lambda column: lax.dynamic_slice_in_dim(column, first, share), members)
+
+    def cohort(self, keys: RoundKeys, inputs: Inputs, place: Array | int = 0) -> tuple[Array, Members]:
+        """The ids of a cohort, and its members, padded for the chunks and sorted by work."""
+        size = self.layout.cohort
         if inputs.ids is None:
-            ids = draw_cohort(cohort_key, self.layout.population, size)
-            members = jax.tree.map(lambda column: column[ids], table)
-        else:
-            ids, members = inputs.ids, table
+            ids = draw_cohort(keys.cohort, self.layout.population, size)
+            members = jax.tree.map(lambda column: column[ids], inputs.table)
+        else:  # `place` among those that were gathered
+            ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         if self.local_steps is not None:
-            members = members._replace(work=work_of(work_key, ids, self.local_steps))
+            members = members._replace(work=work_of(keys.work, ids, self.local_steps))
         if members.work is not None:
             order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)

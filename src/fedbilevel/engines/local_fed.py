@@ -13,9 +13,10 @@ from jax import Array, lax
 from fedbilevel.core.algorithm import phase_name
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
+from fedbilevel.engines.engine import check_reply
 
 AXIS = "clients"
 
@@ -44,9 +45,10 @@ class Data(NamedTuple):
 class Layout:
     """What shapes the program."""
 
-    problem: Bilevel
+    problem: Problem
     population: int
     cohort: int
+    fresh: int  # fresh cohorts per round
     outer_longest: int
     outer_equal: bool
     inner_longest: int
@@ -55,42 +57,74 @@ class Layout:
     axis: str | None  # name of the mesh axis, if the cohort is spread over devices
 
 
+Draw = Callable[[Array | int], Members]
+"""Number of a fresh cohort -> its members on this device."""
+
+
 class LocalFed:
     """See `Fed`. Sums stream over chunks; per-client replies are never stacked."""
 
-    def __init__(self, layout: Layout, algorithm: Any, data: Data, members: Members, states: PyTree) -> None:
+    def __init__(
+        self, layout: Layout, algorithm: Any, data: Data, members: Members, states: PyTree, draw: Draw
+    ) -> None:
         self.layout, self.algorithm, self.data = layout, algorithm, data
-        self.members, self.states = members, states
+        self.members, self.states, self.draw = members, states, draw
+        self.indirect = layout.problem.indirect
         self.book = book.empty()
 
-    def mean(self, phase: Callable[..., Reply], message: PyTree, key: Array, *, unbiased: bool = False) -> PyTree:
+    def mean(
+        self,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        unbiased: bool = False,
+        fresh: int | Array | None = None,
+    ) -> PyTree:
         name = phase_name(self.algorithm, phase)
 
         def one(member: Members, state: PyTree) -> tuple[book.Sums, PyTree]:
             reply = phase(self.client(member, state), message, jax.random.fold_in(key, member.id))
+            check_reply(reply, name, fresh)
             kept = state if reply.state is None else reply.state
             return book.weigh(reply, member.weight, member.counts), kept
 
-        sums, self.states = sum_over_clients(one, self.members, self.states, self.layout.chunk)
+        if fresh is None:
+            sums, self.states = sum_over_clients(one, self.members, self.states, self.layout.chunk)
+        else:
+            sums, _ = sum_over_clients(one, self.draw(fresh), None, self.layout.chunk)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
         self.book = book.merge(self.book, book.entry(name, message, sums.update, sums))
         return book.normalise(sums, self.layout.population, self.layout.cohort, unbiased)
 
-    def repeat(self, n: int | Array, body: Callable[[Fed, Any, Array], Any], carry: PyTree, key: Array) -> PyTree:
+    def repeat(
+        self,
+        n: int | Array,
+        body: Callable[[Fed, Any, Array], Any],
+        carry: PyTree,
+        key: Array,
+        *,
+        until: Callable[[Any], Array] | None = None,
+    ) -> PyTree:
         def once(i: Array | int, carry: PyTree, states: PyTree) -> tuple[PyTree, PyTree, book.Book]:
-            fed = LocalFed(self.layout, self.algorithm, self.data, self.members, states)
+            fed = LocalFed(self.layout, self.algorithm, self.data, self.members, states, self.draw)
             carry = body(fed, carry, jax.random.fold_in(key, i))
             return carry, fed.states, fed.book
 
-        def step(i: Array, loop: tuple[PyTree, PyTree, book.Book]) -> tuple[PyTree, PyTree, book.Book]:
-            carry, states, total = loop
+        def unfinished(loop: tuple[Array, PyTree, PyTree, book.Book]) -> Array:
+            i, carry, *_ = loop
+            return i < n if until is None else (i < n) & ~until(carry)
+
+        def step(loop: tuple[Array, PyTree, PyTree, book.Book]) -> tuple[Array, PyTree, PyTree, book.Book]:
+            i, carry, states, total = loop
             carry, states, new = once(i, carry, states)
-            return carry, states, jax.tree.map(jnp.add, total, new)
+            return i + 1, carry, states, jax.tree.map(jnp.add, total, new)
 
         shape = jax.eval_shape(once, 0, carry, self.states)[2]
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-        carry, self.states, total = lax.fori_loop(0, n, step, (carry, self.states, zero))
+        start = (jnp.zeros((), jnp.int32), carry, self.states, zero)
+        _, carry, self.states, total = lax.while_loop(unfinished, step, start)
         self.book = book.merge(self.book, total)
         return carry
 

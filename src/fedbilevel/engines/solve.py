@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import check_algorithm
+from fedbilevel.core.algorithm import check_algorithm, check_solves
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import hyperparameters
-from fedbilevel.core.errors import CheckpointError, require, require_count
-from fedbilevel.core.problem import Bilevel, check_losses
+from fedbilevel.core.errors import CheckpointError, NumericalError, require, require_count
+from fedbilevel.core.problem import Problem, SingleLevel, check_losses
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.engine import Carry, Engine, Run, check_cohort, first_carry
@@ -37,10 +37,10 @@ STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
 
 def solve(
     algorithm: Any,
-    problem: Bilevel,
+    problem: Problem,
     clients: Clients,
     x0: PyTree,
-    y0: PyTree,
+    y0: PyTree = None,
     *,
     rounds: int,
     cohort: int | None = None,
@@ -57,9 +57,9 @@ def solve(
 
     Args:
         algorithm: e.g. SimFBO(local_steps=10).
-        problem: the two losses.
+        problem: the losses.
         clients: who holds which samples.
-        x0, y0: where to start; any pytrees (their floating arrays are the variables).
+        x0, y0: where to start; any pytrees (their floating arrays are the variables); a single-level problem has no y0.
         rounds: how many rounds in total, those before a resumption included.
         cohort: clients per round, drawn uniformly without replacement; None takes everyone.
         key: a seed or a JAX key; with the arguments above it determines the numbers, whatever the engine.
@@ -73,10 +73,12 @@ def solve(
 
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
-        NonFiniteError: an iterate or a metric is NaN or infinite; the last good checkpoint stays.
+        NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
+            hold here; the last good checkpoint stays.
         CheckpointError: a checkpoint could not be written, or belongs to another run.
     """
     check_algorithm(algorithm)
+    check_solves(algorithm, problem)
     require_count("rounds", rounds)
     require_count("eval_every", eval_every, optional=True)
     require_count("checkpoint_every", checkpoint_every, optional=True)
@@ -89,9 +91,14 @@ def solve(
     key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     _check_start("x0", x0, x)
-    _check_start("y0", y0, y)
+    if isinstance(problem, SingleLevel):
+        require(y0 is None, "y0", y0, "None, as single-level problems have no inner variable")
+    else:
+        _check_start("y0", y0, y)
     problem = problem.with_fixed(x_fixed, y_fixed)
     check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
+    if hasattr(algorithm, "check_start"):
+        algorithm.check_start(problem, clients, x, y)
 
     carry = first_carry(algorithm, x, y, len(clients))
     identity = {
@@ -102,7 +109,8 @@ def solve(
         **hyperparameters(algorithm),
     }
     plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
-    loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks)
+    complaint = getattr(algorithm, "complaint", lambda state: "")
+    loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, complaint)
     if resume:
         carry = loop.restore(carry)
     run = (engine or Local()).start(algorithm, problem, clients, cohort, key, carry)
@@ -141,6 +149,7 @@ class Loop:
     plan: Plan
     evaluation: Evaluation
     callbacks: Sequence[Callback]
+    complaint: Callable[[Any], str]
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
@@ -171,6 +180,8 @@ class Loop:
         """Some rounds, their costs and losses noted; the speed they had."""
         began, compiling = time.perf_counter(), run.compile_seconds
         carry, done, book = run.advance(carry, rounds)
+        if trouble := self.complaint(carry.state):
+            raise NumericalError(f"round {int(carry.round) - done} or soon after: {trouble}")
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
         self.ledger.add(book, done, self.plan.identity["cohort"])

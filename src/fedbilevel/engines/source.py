@@ -54,7 +54,7 @@ class Streamed:
         self.key = key
         self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
         for name, longest in (("outer", layout.outer_longest), ("inner", layout.inner_longest)):
-            if layout.cohort * longest >= 2**31:
+            if layout.cohort * (1 + layout.fresh) * longest >= 2**31:
                 raise ConfigurationError(f"a cohort of {layout.cohort} with {longest} {name} samples each is too large")
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedbilevel-prefetch")
         self.pending: dict[int, Future[Round]] = {}
@@ -66,16 +66,24 @@ class Streamed:
         return self.pending.pop(round).result()
 
     def gather(self, round: int) -> Round:
-        """Draw the cohort of a round and copy its samples, padded to the longest client, to the device."""
+        """Draw the cohorts of a round and copy their samples, padded to the longest client, to the device."""
         clients, layout = self.clients, self.layout
         with jax.enable_x64(self.x64):
-            ids = np.asarray(draw_cohort(round_keys(self.key, round).cohort, len(clients), layout.cohort))
-            outer = padded("outer", clients.outer, ids, layout.outer_longest)
-            inner = padded("inner", clients.inner, ids, layout.inner_longest)
-            place = np.arange(len(ids), dtype=np.int64)
-            table = members(clients, ids, place * layout.outer_longest, place * layout.inner_longest)
+            ids = self.cohorts(round)
+            flat = ids.ravel()
+            outer = padded("outer", clients.outer, flat, layout.outer_longest)
+            inner = padded("inner", clients.inner, flat, layout.inner_longest)
+            place = np.arange(flat.size, dtype=np.int64)
+            table = members(clients, flat, place * layout.outer_longest, place * layout.inner_longest)
+            table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
             data, table, device_ids = replicate((Data(outer, inner), table, ids), self.mesh)
         return data, table, device_ids
+
+    def cohorts(self, round: int) -> np.ndarray:
+        """Ids of the round's own cohort and of its fresh ones, (1 + fresh, P)."""
+        own = round_keys(self.key, round)
+        keys = [own, *(own.of_fresh(number) for number in range(self.layout.fresh))]
+        return np.stack([draw_cohort(k.cohort, len(self.clients), self.layout.cohort) for k in keys])
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)

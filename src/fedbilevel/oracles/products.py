@@ -6,7 +6,7 @@ import jax
 import optax
 from jax import Array
 
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
 
 
@@ -18,17 +18,17 @@ class Directions(NamedTuple):
     inner_loss: Array
 
 
-def hess_v(problem: Bilevel, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
+def hess_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
     """∇²yy g(x, y)·v, of the shape of y: one forward-over-reverse pass."""
     return jax.jvp(lambda y: jax.grad(problem.inner, 1)(x, y, batch), (y,), (v,))[1]
 
 
-def cross_v(problem: Bilevel, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
+def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
     """∇²xy g(x, y)·v, of the shape of x: the gradient in x of ⟨∇y g(x, y), v⟩."""
     return jax.grad(lambda x: optax.tree.vdot(jax.grad(problem.inner, 1)(x, y, batch), v))(x)
 
 
-def directions(problem: Bilevel, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
+def directions(problem: Problem, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
     """The three directions at (x, y, v), each batch used for all of them.
 
         x: ∇x f − ∇²xy g·v        y: ∇y g        v: ∇²yy g·v − ∇y f
@@ -47,7 +47,7 @@ def directions(problem: Bilevel, iterate: XYV, outer_batch: PyTree, inner_batch:
 
 
 def independent_directions(
-    problem: Bilevel,
+    problem: Problem,
     iterate: XYV,
     inner_batch: PyTree,
     system_batches: tuple[PyTree, PyTree],

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
 
@@ -17,7 +17,7 @@ class Task:
     """
 
     name: str
-    problem: Bilevel
+    problem: Problem
     clients: Clients
     x0: PyTree
     y0: PyTree
