@@ -1,6 +1,6 @@
 """The public names of the library, which `fedbilevel` hands out; import them from there."""
 
-from fedbilevel.algorithms import ALGORITHMS, ShroFBO, SimFBO
+from fedbilevel.algorithms import ALGORITHMS, FedNest, FedNestSGD, LFedNest, ShroFBO, SimFBO
 from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client, Clients, Ragged
@@ -33,8 +33,11 @@ __all__ = [
     "Compositional",
     "ConfigurationError",
     "Fed",
+    "FedNest",
+    "FedNestSGD",
     "FedbilevelError",
     "History",
+    "LFedNest",
     "Ledger",
     "Local",
     "Minimax",

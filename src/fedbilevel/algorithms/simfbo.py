@@ -145,7 +145,11 @@ class SingleLoop:
 
 @algorithm
 class SimFBO(SingleLoop):
-    """One exchange a round; every client moves x, y and v together. Fields: see `SingleLoop`."""
+    """One exchange a round; every client moves x, y and v together. Fields: see `SingleLoop`.
+
+    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
+    Good for: fewest exchanges, and the cheapest ones; the first method to try. Clients should do equal work.
+    """
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return self.first_state(x, y)
@@ -177,7 +181,11 @@ class RobustState(NamedTuple):
 
 @algorithm
 class ShroFBO(SingleLoop):
-    """SimFBO made robust to unequal local work, by normalised replies. Fields: see `SingleLoop`."""
+    """SimFBO made robust to unequal local work, by normalised replies. Fields: see `SingleLoop`.
+
+    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
+    Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
+    """
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return RobustState(self.first_state(x, y), jnp.zeros(()), jnp.zeros(()))

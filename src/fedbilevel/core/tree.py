@@ -18,6 +18,16 @@ class XYV(NamedTuple):
     v: Any
 
 
+def move(point: PyTree, size: Any, direction: PyTree) -> PyTree:
+    """point + size·direction, in the point's own dtypes."""
+    return jax.tree.map(lambda p, d: p + (size * d).astype(p.dtype), point, direction)
+
+
+def scaled(size: Any, tree: PyTree) -> PyTree:
+    """size·tree, in its own dtypes."""
+    return jax.tree.map(lambda leaf: (size * leaf).astype(leaf.dtype), tree)
+
+
 def nbytes(tree: PyTree) -> int:
     """Bytes that the leaves of `tree` (arrays or shape structs) take on the wire."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

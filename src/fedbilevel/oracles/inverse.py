@@ -42,13 +42,43 @@ def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -
     return Solution(v, _relative_residual(operator, v, b), jnp.asarray(terms - 1), jnp.asarray(-1))
 
 
-class _Iteration(NamedTuple):
+class Iteration(NamedTuple):
+    """Conjugate gradient under way, for a driver that has the products made elsewhere."""
+
     v: PyTree
-    r: PyTree  # residual b − H v
-    p: PyTree  # search direction
+    r: PyTree  # residual b − H v, by its recurrence
+    p: PyTree  # search direction, of which the next product is wanted
     rr: Array  # ⟨r, r⟩
-    spent: Array
-    negative: Array
+    target: Array  # the ⟨r, r⟩ that is small enough
+    spent: Array  # products so far
+    negative: Array  # as in Solution
+
+    @classmethod
+    def start(cls, b: PyTree, tolerance: float | Array) -> "Iteration":
+        """From v = 0, to end at ‖b − H v‖ ≤ tolerance·‖b‖."""
+        size = optax.tree.vdot(b, b)
+        zero = optax.tree.scale(0, b)  # a NaN in b stays
+        return cls(zero, b, b, size, tolerance**2 * size, jnp.asarray(0), jnp.asarray(-1))
+
+    def ended(self) -> Array:
+        """Whether the residual is small enough, or no further direction may be taken."""
+        return ~(self.rr > self.target) | (self.negative >= 0)  # a NaN ends it too
+
+    def advanced(self, hp: PyTree) -> "Iteration":
+        """One step along p, whose product H p is `hp`; none along a direction of non-positive curvature."""
+        curvature = optax.tree.vdot(self.p, hp)
+        bad = curvature <= 0  # False for NaN, which must reach v
+        length = jnp.where(bad, 0, self.rr / jnp.where(bad, 1, curvature))
+        r = optax.tree.add_scale(self.r, -length, hp)
+        rr = optax.tree.vdot(r, r)
+        return self._replace(
+            v=optax.tree.add_scale(self.v, length, self.p),
+            r=r,
+            p=optax.tree.add_scale(r, rr / self.rr, self.p),
+            rr=rr,
+            spent=self.spent + 1,
+            negative=jnp.where(bad, self.spent, self.negative),
+        )
 
 
 def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6, iterations: int = 100) -> Solution:
@@ -59,26 +89,11 @@ def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6
     """
     require(iterations >= 1, "conjugate_gradient iterations", iterations, "at least 1")
     require(tolerance >= 0, "conjugate_gradient tolerance", tolerance, "at least 0")
-    target = tolerance**2 * optax.tree.vdot(b, b)
-
-    def unfinished(it: _Iteration) -> Array:
-        return (it.rr > target) & (it.spent < iterations) & (it.negative < 0)
-
-    def advance(it: _Iteration) -> _Iteration:
-        hp = operator(it.p)
-        curvature = optax.tree.vdot(it.p, hp)
-        bad = curvature <= 0  # False for NaN, which must reach v
-        length = jnp.where(bad, 0, it.rr / jnp.where(bad, 1, curvature))
-        r = optax.tree.add_scale(it.r, -length, hp)
-        rr = optax.tree.vdot(r, r)
-        p = optax.tree.add_scale(r, rr / it.rr, it.p)
-        negative = jnp.where(bad, it.spent, it.negative)
-        return _Iteration(optax.tree.add_scale(it.v, length, it.p), r, p, rr, it.spent + 1, negative)
-
-    none = jnp.asarray(-1)
-    zero = optax.tree.scale(0, b)  # a NaN in b stays
-    start = _Iteration(zero, b, b, optax.tree.vdot(b, b), jnp.asarray(0), none)
-    end = lax.while_loop(unfinished, advance, start)
+    end = lax.while_loop(
+        lambda it: ~it.ended() & (it.spent < iterations),
+        lambda it: it.advanced(operator(it.p)),
+        Iteration.start(b, tolerance),
+    )
     return Solution(end.v, _relative_residual(operator, end.v, b), end.spent, end.negative)
 
 

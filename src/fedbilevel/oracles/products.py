@@ -28,6 +28,21 @@ def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) ->
     return jax.grad(lambda x: optax.tree.vdot(jax.grad(problem.inner, 1)(x, y, batch), v))(x)
 
 
+def hypergradient(
+    problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
+) -> tuple[Array, PyTree]:
+    """f(x, y) and ∇x f − ∇²xy g·v, by one reverse pass; v = None leaves the product out."""
+
+    def surrogate(x: PyTree) -> tuple[Array, Array]:
+        loss = problem.outer(x, y, outer_batch)
+        if v is None:
+            return loss, loss
+        return loss - optax.tree.vdot(jax.grad(problem.inner, 1)(x, y, inner_batch), v), loss
+
+    h, loss = jax.grad(surrogate, has_aux=True)(x)
+    return loss, h
+
+
 def directions(problem: Problem, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
     """The three directions at (x, y, v), each batch used for all of them.
 

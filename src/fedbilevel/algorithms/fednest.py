@@ -1,0 +1,238 @@
+"""FedNest, FedNest-SGD and LFedNest: alternating inner and outer optimization with federated variance reduction.
+
+Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNest: Federated Bilevel, Minimax, and
+Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
+
+An epoch is T times FedInn, then FedOut.
+
+    FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              one exchange
+             y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
+             y ← mean_i y_{i,τ_i}                                                                      one exchange
+    FedIHGP  v = (N/ℓ) (I − H/ℓ)^N' ∇y F, N' uniform on {0..N−1}, every factor from fresh clients      1 + N'
+    FedOut   h = mean_i [∇x f_i(x, y; ξ_i) − ∇²xy g_i(x, y; ζ_i) v]                                    one exchange
+             x_{i,ν+1} = x_{i,ν} − (α/τ) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
+             x ← mean_i x_{i,τ}                                                                        one exchange
+
+FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does so too, and its clients step
+on x along their own hypergradients, with their own Hessians, which saves all exchanges of FedIHGP and is biased where
+clients differ. On a `Minimax` problem ∇y F = 0 at y*(x) and FedIHGP is left out; on a `Compositional` one H = I, so
+that v = ∇y F, and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
+
+Departures from the paper:
+1. Server and clients exchange changes, Σ p̃_i (y_{i,τ} − y) with p̃_i = (M/P) p_i, which for equal weights or full
+   participation is the paper's mean of y_{i,τ}, and is unbiased for unequal weights too.
+2. The first corrected step is along q (or h) itself, its correction being zero whatever is drawn.
+3. v may also be found by a deterministic series or by conjugate gradient (`inverse`), or locally (`hypergradient`).
+
+Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.hypergradient import Hypergradient
+from fedbilevel.algorithms.local_descent import corrected_descent, local_descent
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.tree import PyTree, move
+
+
+class State(NamedTuple):
+    """What the server keeps."""
+
+    x: PyTree
+    y: PyTree
+    negative_curvature: (
+        Array  # the first iteration of conjugate gradient that met any, or -1; x does not move from then on
+    )
+
+
+@config
+class Nested(Hypergradient):
+    """What the three share: the fields, FedAvg's steps on y, and the start.
+
+    Args:
+        inner_rounds: T.
+        local_steps: τ_i on y, where the population does not give each client its own.
+        outer_steps: τ on x.
+        inner_lr: β; a client's step is β/τ_i.
+        outer_lr: α; a client's step is α/τ.
+    """
+
+    inner_rounds: int = static(1)
+    local_steps: int = static(5)
+    outer_steps: int = static(1)
+    inner_lr: float = positive(0.5)
+    outer_lr: float = positive(0.1)
+
+    def validate(self) -> None:
+        super().validate()
+        for field in ("inner_rounds", "local_steps", "outer_steps"):
+            require_count(f"{type(self).__name__}.{field}", getattr(self, field))
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return State(x, y, jnp.asarray(-1))
+
+    def complaint(self, state: State) -> str:
+        met = int(state.negative_curvature)
+        if met < 0:
+            return ""
+        where = f"iteration {met} of conjugate gradient" if self.hypergradient == "global" else "a client's own system"
+        return (
+            f"negative curvature at {where}: the inner Hessian is not positive definite there, and v is not defined; "
+            "add a ridge to the inner loss, or take inverse='series', which assumes less"
+        )
+
+    @phase
+    def inner_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """FedAvg: τ_i plain steps on y."""
+        x, y = at
+        tau = client.local_steps(self.local_steps)
+        change = local_descent(self.inner_gradients(client, x), y, tau, self.inner_lr, key)
+        return Reply(change, gradients=tau)
+
+    def inner_gradients(self, client: Client, x: PyTree) -> Any:
+        """(y, key) -> ∇y g_i(x, y) on drawn samples."""
+        return lambda y, key: jax.grad(client.problem.inner, 1)(x, y, client.inner_batch(key, self.batch_size))
+
+    def plain_inner(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        """T rounds of FedAvg on y, one exchange each."""
+
+        def once(fed: Fed, y: PyTree, key: Array) -> PyTree:
+            return optax.tree.add(y, fed.mean(self.inner_descent, (x, y), key, unbiased=True))
+
+        return fed.repeat(self.inner_rounds, once, y, key)
+
+    def moved(self, state: State, change: PyTree, y: PyTree, negative: Array) -> State:
+        """The next state; x stays where its hypergradient cannot be trusted."""
+        first = jnp.where(state.negative_curvature >= 0, state.negative_curvature, negative)
+        x = jax.tree.map(lambda old, d: jnp.where(first >= 0, old, old + d), state.x, change)
+        return State(x, y, first)
+
+
+@config
+class GlobalOuter(Nested):
+    """FedOut: h from the whole federation, then corrected local steps on x."""
+
+    @phase
+    def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """τ corrected steps on x."""
+        x, y, h = at
+
+        def gradient(x: PyTree, key: Array) -> PyTree:
+            return jax.grad(client.problem.outer, 0)(x, y, client.outer_batch(key, self.batch_size))
+
+        change = corrected_descent(gradient, x, h, self.outer_steps, self.outer_lr, key)
+        return Reply(change, gradients=2 * (self.outer_steps - 1))
+
+    def fed_out(self, fed: Fed, state: State, y: PyTree, key: Array) -> State:
+        estimate_key, descent_key = jax.random.split(key)
+        h, negative = self.estimate(fed, state.x, y, estimate_key)
+        change = fed.mean(self.outer_descent, (state.x, y, h), descent_key, unbiased=True)
+        return self.moved(state, change, y, negative)
+
+
+@algorithm
+class FedNest(GlobalOuter):
+    """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested` and `Hypergradient`.
+
+    Exchanges per round: 2T + N' + 3.
+    Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
+    Good for: clients that differ much and an exact hypergradient, where exchanges are cheap.
+    Client state: none.
+    """
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = fed.repeat(self.inner_rounds, lambda fed, y, key: self.fed_inn(fed, state.x, y, key), state.y, inner_key)
+        return self.fed_out(fed, state, y, outer_key)
+
+    def fed_inn(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        first, second = jax.random.split(key)
+        q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
+        return optax.tree.add(y, fed.mean(self.corrected_inner_descent, (x, y, q), second, unbiased=True))
+
+    @phase
+    def inner_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """∇y g_i, to be averaged into q."""
+        batch = client.inner_batch(key, self.batch_size)
+        loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, batch)
+        return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
+
+    @phase
+    def corrected_inner_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """τ_i corrected steps on y."""
+        x, y, q = at
+        tau = client.local_steps(self.local_steps)
+        change = corrected_descent(self.inner_gradients(client, x), y, q, tau, self.inner_lr, key)
+        return Reply(change, gradients=2 * (tau - 1))
+
+
+@algorithm
+class FedNestSGD(GlobalOuter):
+    """FedNest with FedAvg's plain local steps on y. Fields: see `Nested` and `Hypergradient`.
+
+    Exchanges per round: T + N' + 3.
+    Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
+    Good for: clients that are alike, with a global hypergradient.
+    Client state: none.
+    """
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.plain_inner(fed, state.x, state.y, inner_key)
+        return self.fed_out(fed, state, y, outer_key)
+
+
+@algorithm
+class LFedNest(Nested):
+    """FedNest made light: FedAvg's steps on y, local hypergradients on x. Fields: see `Nested` and `Hypergradient`.
+
+    Exchanges per round: T + 1.
+    Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
+    Good for: clients that are alike, where exchanges are dear; biased where clients differ.
+    Client state: none.
+    """
+
+    hypergradient: Literal["global", "local"] = static("local")
+
+    def validate(self) -> None:
+        super().validate()
+        only = self.hypergradient == "local"
+        require(
+            only, "LFedNest.hypergradient", self.hypergradient, "'local'; FedNest and FedNestSGD have the global one"
+        )
+
+    @phase
+    def own_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """τ steps on x, each along the client's own hypergradient there."""
+        x, y = at
+
+        def step(k: Array, carry: tuple[PyTree, Array, Array, Array]) -> tuple[PyTree, Array, Array, Array]:
+            change, loss, negative, products = carry
+            own = self.own_hypergradient(client, optax.tree.add(x, change), y, jax.random.fold_in(key, k))
+            (now, estimate), spent = own
+            change = move(change, -self.outer_lr / self.outer_steps, estimate.h)
+            return change, loss + now, negative | (estimate.negative_curvature >= 0), products + spent
+
+        shapes = jax.eval_shape(lambda key: self.own_hypergradient(client, x, y, key), key)
+        loss = jnp.zeros((), shapes[0][0].dtype)
+        start = (optax.tree.zeros_like(x), loss, jnp.asarray(False), jnp.asarray(0))
+        change, loss, negative, products = jax.lax.fori_loop(0, self.outer_steps, step, start)
+        metrics = {"outer_loss": loss / self.outer_steps}
+        return Reply(
+            (change, negative.astype(float)), metrics=metrics, gradients=2 * self.outer_steps, products=products
+        )
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.plain_inner(fed, state.x, state.y, inner_key)
+        change, negative = fed.mean(self.own_outer_descent, (state.x, y), outer_key, unbiased=True)
+        return self.moved(state, change, y, jnp.where(negative > 0, 0, -1))

@@ -1,0 +1,225 @@
+"""How a method finds ∇x F − ∇²xy G·v with ∇²yy G·v = ∇y F: one set of choices for all that invert the inner Hessian.
+
+With b = ∇y F, H = ∇²yy G, s the Neumann step (1/ℓ in papers) and N terms:
+
+    random     N' uniform on {0..N−1};  v = N s (I − sH)^N' b                  FedIHGP (FedNest, Algorithm 3)
+    parallel   v = mean over clients of N s (I − sH)^N'_i ∇y f_i, each with its own N'_i           (FedMBO)
+    series     v = s Σ_{n<N} (I − sH)^n b, the expectation of the two above
+    cg         conjugate gradient, until ‖b − H v‖ ≤ tolerance·‖b‖
+
+"global": every product is a mean over clients and costs an exchange. "local": every client does all of it with its own
+loss and the results are averaged, in one exchange; where clients differ that is another vector than the hypergradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.core.algorithm import phase
+from fedbilevel.core.client import Client, uniform_below
+from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.tree import PyTree, move, scaled
+from fedbilevel.oracles.inverse import Iteration
+from fedbilevel.oracles.products import hess_v, hypergradient
+
+Inverse = Literal["random", "parallel", "series", "cg"]
+Product = Callable[[Any, PyTree, Array, Any], PyTree]
+"""(where exchanges are made, v, key, number of the fresh cohort) -> H v."""
+
+
+class Estimate(NamedTuple):
+    """A hypergradient; `negative_curvature` ≥ 0 is the iteration at which H turned out not to be positive definite."""
+
+    h: PyTree
+    negative_curvature: Array
+
+
+class Solved(NamedTuple):
+    """An approximate H⁻¹b."""
+
+    v: PyTree
+    products: Array  # with H, spent on it
+    negative_curvature: Array
+
+
+@config
+class Hypergradient:
+    """The fields of every method that inverts the inner Hessian.
+
+    Args:
+        hypergradient: "global" or "local".
+        inverse: "random", "parallel" (global only), "series" or "cg".
+        neumann_terms: N.
+        neumann_step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
+        cg_iterations: products at the most.
+        cg_tolerance: relative residual at which conjugate gradient ends.
+        fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
+            expectation is the product of the expectations; otherwise the round's own cohort gives them all.
+        batch_size: samples per draw for each loss; None takes all samples.
+    """
+
+    hypergradient: Literal["global", "local"] = static("global")
+    inverse: Inverse = static("random")
+    neumann_terms: int = static(5)
+    neumann_step: float = positive(0.1)
+    cg_iterations: int = static(20)
+    cg_tolerance: float = positive(1e-3)
+    fresh_cohorts: bool = static(True)
+    batch_size: int | None = static(32)
+
+    def validate(self) -> None:
+        name = type(self).__name__
+        for field, allowed in {"hypergradient": ("global", "local"), "inverse": Inverse.__args__}.items():
+            if getattr(self, field) not in allowed:
+                raise unknown(f"{name}.{field}", getattr(self, field), allowed)
+        for field in ("neumann_terms", "cg_iterations"):
+            require_count(f"{name}.{field}", getattr(self, field))
+        require_count(f"{name}.batch_size", self.batch_size, optional=True)
+        both = self.hypergradient == "local" and self.inverse == "parallel"
+        require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
+
+    @property
+    def fresh(self) -> int:
+        """Fresh cohorts per round: one for ∇y F, one for each product, one for h."""
+        apart = self.fresh_cohorts and self.hypergradient == "global" and self.inverse != "cg"
+        return self.neumann_terms + 1 if apart else 0
+
+    def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        """The estimate of ∇Φ(x) at y, in the shape of x."""
+        return self.estimate(fed, x, y, key).h
+
+    def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
+        """The same, and whether it may be trusted."""
+        if self.hypergradient == "local":
+            h, negative = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
+            return Estimate(h, jnp.where(negative > 0, 0, -1))
+        gradient_key, system_key, last_key = jax.random.split(key, 3)
+        v, negative = None, jnp.asarray(-1)
+        if fed.indirect != "none":
+            each = self.inverse == "parallel" and fed.indirect == "inverse"
+            ask = self.outer_gradients_by_length if each else self.outer_gradient
+            v = fed.mean(ask, (x, y), gradient_key, unbiased=True, fresh=self.cohort(0))
+        if fed.indirect == "inverse":
+
+            def product(fed: Fed, v: PyTree, key: Array, number: Any) -> PyTree:
+                return fed.mean(self.hessian_product, (x, y, v), key, unbiased=True, fresh=self.cohort(number))
+
+            v, _, negative = self.solve_system(fed, product, v, system_key)
+        h = fed.mean(
+            self.hypergradient_given, (x, y, v), last_key, unbiased=True, fresh=self.cohort(self.neumann_terms)
+        )
+        return Estimate(h, negative)
+
+    def cohort(self, number: Any) -> Any:
+        return number if self.fresh else None
+
+    def solve_system(self, loop: Any, product: Product, b: PyTree, key: Array) -> Solved:
+        """H⁻¹b by the chosen inverse, with `loop.repeat` and `product` doing the exchanges, or a client's own loops."""
+        step, terms = self.neumann_step, self.neumann_terms
+        draw_key, loop_key = jax.random.split(key)
+        if self.inverse == "cg":
+
+            def iterate(loop: Any, it: Iteration, key: Array) -> Iteration:
+                return it.advanced(product(loop, it.p, loop_key, 0))  # one key: the same samples in every product
+
+            start = Iteration.start(b, self.cg_tolerance)
+            end = loop.repeat(self.cg_iterations, iterate, start, loop_key, until=Iteration.ended)
+            return Solved(end.v, end.spent, end.negative)
+
+        def shrink(loop: Any, carry: tuple[PyTree, Array], key: Array) -> tuple[PyTree, Array]:
+            """v ← (I − sH) v + what the inverse adds before its n-th product."""
+            v, n = carry
+            shrunk = move(v, -step, product(loop, v, key, n))
+            return optax.tree.add(shrunk, addition(n)), n + 1
+
+        def nothing(n: Array) -> PyTree:
+            return optax.tree.zeros_like(b)
+
+        one = jnp.asarray(1)
+        if self.inverse == "random":
+            count, addition = uniform_below(draw_key, terms), nothing
+            first = scaled(terms * step, b)
+        elif self.inverse == "parallel":  # b holds, for each length, the mean over the clients that drew it
+            count, addition = jnp.asarray(terms - 1), lambda n: jax.tree.map(lambda leaf: leaf[terms - 1 - n], b)
+            first = jax.tree.map(lambda leaf: leaf[terms - 1], b)
+        else:
+            count, addition = jnp.asarray(terms - 1), lambda n: scaled(step, b)
+            first = scaled(step, b)
+        v, _ = loop.repeat(count, shrink, (first, one), loop_key)
+        return Solved(v, count, jnp.asarray(-1))
+
+    @phase
+    def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """∇y f_i, to be averaged into b."""
+        b = jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key, self.batch_size))
+        return Reply(b, gradients=1)
+
+    @phase
+    def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """N s ∇y f_i in the place of this client's N'_i, zeros in all others: leaves (N, …)."""
+        draw_key, batch_key = jax.random.split(key)
+        terms = self.neumann_terms
+        reply = self.outer_gradient(client, at, batch_key)
+        chosen = (jnp.arange(terms) == uniform_below(draw_key, terms)) * terms * self.neumann_step
+        slots = jax.tree.map(lambda leaf: jnp.multiply.outer(chosen, leaf).astype(leaf.dtype), reply.update)
+        return reply._replace(update=slots)
+
+    @phase
+    def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """∇²yy g_i v."""
+        product = hess_v(client.problem, *at, client.inner_batch(key, self.batch_size))
+        return Reply(product, products=1)
+
+    @phase
+    def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """∇x f_i − ∇²xy g_i v."""
+        outer_key, inner_key = jax.random.split(key)
+        outer_batch = client.outer_batch(outer_key, self.batch_size)
+        loss, h = hypergradient(client.problem, *at, outer_batch, client.inner_batch(inner_key, self.batch_size))
+        return Reply(h, metrics={"outer_loss": loss}, gradients=1, products=0 if at[2] is None else 1)
+
+    @phase
+    def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """The hypergradient of the client's own f_i and g_i, and 1 if its own Hessian was not positive definite."""
+        (loss, estimate), products = self.own_hypergradient(client, *at, key)
+        update = (estimate.h, (estimate.negative_curvature >= 0).astype(float))
+        return Reply(update, metrics={"outer_loss": loss}, gradients=2, products=products)
+
+    def own_hypergradient(
+        self, client: Client, x: PyTree, y: PyTree, key: Array
+    ) -> tuple[tuple[Array, Estimate], Array]:
+        """((f_i, hypergradient), products) of a client by itself."""
+        problem, size = client.problem, self.batch_size
+        outer_key, system_key, last_key = jax.random.split(key, 3)
+        outer_batch, inner_batch = client.outer_batch(outer_key, size), client.inner_batch(last_key, size)
+        solved = Solved(None, jnp.asarray(-1), jnp.asarray(-1))
+        if problem.indirect != "none":
+            solved = solved._replace(v=jax.grad(problem.outer, 1)(x, y, outer_batch))
+        if problem.indirect == "inverse":
+
+            def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
+                return hess_v(problem, x, y, v, client.inner_batch(key, size))
+
+            solved = self.solve_system(Alone, product, solved.v, system_key)
+        loss, h = hypergradient(problem, x, y, solved.v, outer_batch, inner_batch)
+        return (loss, Estimate(h, solved.negative_curvature)), solved.products + 1
+
+
+class Alone:
+    """Loops within one client, as `Fed.repeat` has them across the federation."""
+
+    @staticmethod
+    def repeat(n: Any, body: Callable[..., Any], carry: PyTree, key: Array, *, until: Any = None) -> PyTree:
+        def unfinished(loop: tuple[Array, PyTree]) -> Array:
+            return loop[0] < n if until is None else (loop[0] < n) & ~until(loop[1])
+
+        def step(loop: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+            return loop[0] + 1, body(Alone, loop[1], jax.random.fold_in(key, loop[0]))
+
+        return jax.lax.while_loop(unfinished, step, (jnp.asarray(0), carry))[1]
