@@ -3,7 +3,7 @@
 It stands alone (torch and numpy only), so that a benchmark can run it in a subprocess under another
 interpreter, on the same start, data and batch indices as the engine, and compare numbers and time:
 
-    python peer_torch_fednest.py problem.npz result.npz [--threads N] [--repeats K]
+    python peer_torch_fednest.py problem.npz result.npz [--threads N] [--repeats K] [--ahead]
     python peer_torch_fednest.py --check            against an epoch written out in NumPy, without autograd
 
 Task: hyper-representation. x = first layer (w, b), y = head (w, b) of an MLP; inner loss g = cross-entropy on
@@ -14,12 +14,13 @@ training samples + ridge * |y|^2; outer loss f = cross-entropy on validation sam
                 p = N * eta * mean df/dy; N' times p <- p - eta * mean (d2g/dyy p);
                 h = mean (df/dx - d2g/dxy p); x <- x - alpha * h
     LFedNest    each client makes tau steps y_i <- y_i - beta/tau * dg/dy(y_i); y <- mean y_i;
-                each client finds p and h as above by itself; x <- x - alpha * mean h
+                each client finds p and h as above by itself, f on one batch for both; x <- x - alpha * mean h
 
-with one inner round and one outer step. A corrected step at the very point the correction refers to has none: the first
-inner step and the only outer one are made without computing it. Nothing needless is computed: a batch's hidden units
-are made once, for both gradients of a pair, and only h runs back into x. Autograd takes 0.6 of the time of torch.func
-here, for gradients as for products.
+with one inner round and one outer step, along h itself; the first corrected step goes along q, its correction being 0.
+Nothing needless is computed: a batch's hidden units are made once, for both gradients of a pair, and only h runs back
+into x. Autograd takes 0.6 of the time of torch.func here, for gradients as for products. With --ahead, which is for
+networks cut in two alone, x being fixed until the end of the epoch, each client's hidden units are made once an epoch
+for all its training samples, and the steps on y and the products with d2g/dyy draw from them.
 
 For M clients, S samples each of D numbers, R epochs, P clients an epoch and batches of B, the arrays of `problem.npz`
 are
@@ -28,13 +29,13 @@ are
     inner_images, outer_images (M, S, D); inner_labels, outer_labels (M, S)
     cohorts (R, P)                                                        clients
     anchor_batches (R, P, B)                                              for q; FedNest alone
-    inner_batches (R, P, tau, B)                                          for the inner steps
-    start_batches (R, P, B), of outer samples                             for df/dy
+    inner_batches (R, P, tau, B), FedNest (R, P, tau - 1, B)              for the inner steps, the corrected ones
+    start_batches (R, P, B), of outer samples                             for df/dy; FedNest alone
     lengths (R, P); product_batches (R, P, N - 1, B)                      N', the same for all clients in FedNest
     hyper_outer_batches, hyper_inner_batches (R, P, B)                    for h
     inner_lr, outer_lr, neumann_step, neumann_terms, ridge, checked ()    beta, alpha, eta, N; see below
 
-The first `checked` epochs run once, for their end; the remaining ones are timed, `repeats` times, from the same start.
+The first `checked` epochs run once, for where they end; the remaining ones go on from there, timed, `repeats` times.
 `result.npz` holds x_w ... y_b after the checked epochs, seconds_per_round (K,), torch_version, threads.
 """
 
@@ -42,7 +43,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +69,21 @@ class Peer:
     neumann_step: float
     neumann_terms: int
     ridge: float
+    ahead: bool = False
+
+    def inner_units(self, x: Layer, clients: list[int]) -> list[Callable[[Tensor], Batch]]:
+        """For each client: indices -> (hidden units, labels) of training samples, for derivatives in y alone."""
+
+        def of_batch(client: int, index: Tensor) -> Batch:
+            images, labels = self.inner_batch(client, index)
+            return frozen(x, images), labels
+
+        def chosen(hidden: Tensor, labels: Tensor, index: Tensor) -> Batch:
+            return hidden[index], labels[index]
+
+        if not self.ahead:
+            return [partial(of_batch, client) for client in clients]
+        return [partial(chosen, frozen(x, self.inner[0][client]), self.inner[1][client]) for client in clients]
 
     def inner_batch(self, client: int, index: Tensor) -> Batch:
         return self.inner[0][client][index], self.inner[1][client][index]
@@ -73,77 +91,89 @@ class Peer:
     def outer_batch(self, client: int, index: Tensor) -> Batch:
         return self.outer[0][client][index], self.outer[1][client][index]
 
-    def first_power(self, x: Layer, y: Layer, client: int, index: Tensor) -> Layer:
+    def first_power(self, outer_gradient: Layer) -> Layer:
         """N * eta * df/dy."""
-        images, labels = self.outer_batch(client, index)
-        scale = self.neumann_terms * self.neumann_step
-        return tuple(scale * t for t in gradient(leaves(y), frozen(x, images), labels))
+        return tuple(self.neumann_terms * self.neumann_step * t for t in outer_gradient)
 
-    def product(self, x: Layer, y: Layer, p: Layer, batch: Batch) -> Layer:
+    def product(self, y: Layer, p: Layer, hidden: Tensor, labels: Tensor) -> Layer:
         """d2g/dyy p."""
         y = leaves(y)
-        first = gradient(y, frozen(x, batch[0]), batch[1], twice=True)
+        first = gradient(y, hidden, labels, twice=True)
         return added(torch.autograd.grad(first, y, p), p, 2 * self.ridge)
 
-    def hypergradient(self, x: Layer, y: Layer, p: Layer, client: int, outer: Tensor, inner: Tensor) -> Layer:
+    def hypergradient(self, loss: Tensor, x: Layer, y: Layer, p: Layer, batch: Batch) -> Layer:
         """df/dx - d2g/dxy p, by one reverse pass over f - <dg/dy, p>. (The ridge has no mixed derivative.)"""
-        x, y = leaves(x), leaves(y)
-        (images, labels), (inner_images, inner_labels) = (
-            self.outer_batch(client, outer),
-            self.inner_batch(client, inner),
-        )
-        first = gradient(y, units(x, inner_images), inner_labels, twice=True)
+        first = gradient(y, units(x, batch[0]), batch[1], twice=True)
         pairing = sum((d * part).sum() for d, part in zip(first, p, strict=True))
-        return torch.autograd.grad(cross_entropy(y, units(x, images), labels) - pairing, x)
+        return torch.autograd.grad(loss - pairing, x)
 
-    def inner_steps(self, x: Layer, y: Layer, q: Layer | None, client: int, batches: Tensor) -> Layer:
-        """The client's tau steps, corrected by q, or plain if there is none."""
-        here, anchor, step = leaves(y), leaves(y), self.inner_lr / len(batches)
-        for k, index in enumerate(batches):
-            images, labels = self.inner_batch(client, index)
-            hidden = frozen(x, images)
-            if q is None:
-                direction = added(gradient(here, hidden, labels), here, 2 * self.ridge)
-            elif k == 0:
-                direction = q
-            else:
-                here_loss, there_loss = cross_entropy(here, hidden, labels), cross_entropy(anchor, hidden, labels)
-                both = torch.autograd.grad(here_loss - there_loss, here + anchor)  # the second half with a minus
-                pairs = zip(both[:2], both[2:], q, here, anchor, strict=True)
-                direction = tuple(d + a + c + 2 * self.ridge * (h - o).detach() for d, a, c, h, o in pairs)
-            here = leaves(added(here, direction, -step))
-        return detached(here)
+    def plain_steps(self, y: Layer, batches: list[Batch]) -> Layer:
+        """One step for each batch."""
+        step = self.inner_lr / len(batches)
+        for hidden, labels in batches:
+            y = leaves(y)
+            y = added(y, added(gradient(y, hidden, labels), y, 2 * self.ridge), -step)
+        return y
+
+    def corrected_steps(self, y: Layer, q: Layer, batches: list[Batch]) -> Layer:
+        """The step along q and one for each batch."""
+        step, start = self.inner_lr / (len(batches) + 1), leaves(y)
+        y = added(y, q, -step)
+        for hidden, labels in batches:
+            y = leaves(y)
+            difference = cross_entropy(y, hidden, labels) - cross_entropy(start, hidden, labels)
+            both = torch.autograd.grad(difference, y + start)
+            change = added(added(both[:2], both[2:], 1), added(y, start, -1), 2 * self.ridge)
+            y = added(y, added(change, q, 1), -step)
+        return y
 
     def fednest(self, x: Layer, y: Layer, draws: Draws) -> tuple[Layer, Layer]:
         """One epoch."""
-        clients = list(enumerate(draws["cohorts"].tolist()))
-        anchors = []
-        for i, client in clients:
-            images, labels = self.inner_batch(client, draws["anchor_batches"][i])
-            anchors.append(gradient(leaves(y), frozen(x, images), labels))
-        q = added(mean(anchors), y, 2 * self.ridge)
-        y = mean([self.inner_steps(x, y, q, client, draws["inner_batches"][i]) for i, client in clients])
-        p = mean([self.first_power(x, y, client, draws["start_batches"][i]) for i, client in clients])
+        clients = draws["cohorts"].tolist()
+        inner = self.inner_units(x, clients)
+        q = mean([gradient(leaves(y), *of(index)) for of, index in zip(inner, draws["anchor_batches"], strict=True)])
+        q = added(q, y, 2 * self.ridge)
+        ends = []
+        for of, batches in zip(inner, draws["inner_batches"], strict=True):
+            ends.append(self.corrected_steps(y, q, [of(index) for index in batches]))
+        y = mean(ends)
+        starts = []
+        for client, index in zip(clients, draws["start_batches"], strict=True):
+            images, labels = self.outer_batch(client, index)
+            starts.append(gradient(leaves(y), frozen(x, images), labels))
+        p = self.first_power(mean(starts))
         for n in range(int(draws["lengths"][0])):
-            batches = [self.inner_batch(client, draws["product_batches"][i, n]) for i, client in clients]
-            p = added(p, mean([self.product(x, y, p, b) for b in batches]), -self.neumann_step)
-        return added(x, mean([self.reply(x, y, p, i, client, draws) for i, client in clients]), -self.outer_lr), y
+            indices = draws["product_batches"][:, n]
+            products = [self.product(y, p, *of(index)) for of, index in zip(inner, indices, strict=True)]
+            p = added(p, mean(products), -self.neumann_step)
+        replies = []
+        for i, client in enumerate(clients):
+            here, head = leaves(x), leaves(y)
+            images, labels = self.outer_batch(client, draws["hyper_outer_batches"][i])
+            loss = cross_entropy(head, units(here, images), labels)
+            batch = self.inner_batch(client, draws["hyper_inner_batches"][i])
+            replies.append(self.hypergradient(loss, here, head, p, batch))
+        return added(x, mean(replies), -self.outer_lr), y
 
     def lfednest(self, x: Layer, y: Layer, draws: Draws) -> tuple[Layer, Layer]:
         """One epoch."""
-        clients = list(enumerate(draws["cohorts"].tolist()))
-        y = mean([self.inner_steps(x, y, None, client, draws["inner_batches"][i]) for i, client in clients])
+        clients = draws["cohorts"].tolist()
+        inner = self.inner_units(x, clients)
+        ends = []
+        for of, batches in zip(inner, draws["inner_batches"], strict=True):
+            ends.append(self.plain_steps(y, [of(index) for index in batches]))
+        y = mean(ends)
         replies = []
-        for i, client in clients:
-            p = self.first_power(x, y, client, draws["start_batches"][i])
-            for n in range(int(draws["lengths"][i])):
-                batch = self.inner_batch(client, draws["product_batches"][i, n])
-                p = added(p, self.product(x, y, p, batch), -self.neumann_step)
-            replies.append(self.reply(x, y, p, i, client, draws))
+        for i, client in enumerate(clients):
+            here, head = leaves(x), leaves(y)
+            images, labels = self.outer_batch(client, draws["hyper_outer_batches"][i])
+            loss = cross_entropy(head, units(here, images), labels)
+            p = self.first_power(torch.autograd.grad(loss, head, retain_graph=True))
+            for index in draws["product_batches"][i, : int(draws["lengths"][i])]:
+                p = added(p, self.product(head, p, *inner[i](index)), -self.neumann_step)
+            batch = self.inner_batch(client, draws["hyper_inner_batches"][i])
+            replies.append(self.hypergradient(loss, here, head, p, batch))
         return added(x, mean(replies), -self.outer_lr), y
-
-    def reply(self, x: Layer, y: Layer, p: Layer, i: int, client: int, draws: Draws) -> Layer:
-        return self.hypergradient(x, y, p, client, draws["hyper_outer_batches"][i], draws["hyper_inner_batches"][i])
 
 
 def units(x: Layer, images: Tensor) -> Tensor:
@@ -197,13 +227,13 @@ DRAWS = (
 )
 
 
-def setup(arrays: dict[str, np.ndarray]) -> tuple[Peer, Layer, Layer, Draws]:
+def setup(arrays: dict[str, np.ndarray], ahead: bool) -> tuple[Peer, Layer, Layer, Draws]:
     """What `epochs` wants, from the arrays of a problem."""
     tensors = {k: torch.from_numpy(a) for k, a in arrays.items()}
     data = [(tensors[f"{s}_images"], tensors[f"{s}_labels"].long()) for s in ("inner", "outer")]
     x, y = ((tensors[f"{v}_w"], tensors[f"{v}_b"]) for v in "xy")
     draws = {k: tensors[k].long() for k in DRAWS if k in tensors}
-    return Peer(*data, *(arrays[k].item() for k in NUMBERS)), x, y, draws
+    return Peer(*data, *(arrays[k].item() for k in NUMBERS), ahead), x, y, draws
 
 
 def main() -> None:
@@ -213,6 +243,7 @@ def main() -> None:
     parser.add_argument("result", type=Path, nargs="?")
     parser.add_argument("--threads", type=int, help="PyTorch's own default if not given")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ahead", action="store_true", help="hidden units of all samples, once an epoch")
     parser.add_argument("--check", action="store_true", help="compare with NumPy instead, in float64")
     options = parser.parse_args()
     if options.check:
@@ -224,13 +255,13 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     with np.load(options.problem) as problem:
         arrays = dict(problem)
-    peer, x, y, draws = setup(arrays)
+    peer, x, y, draws = setup(arrays, options.ahead)
     checked = int(arrays["checked"])
     end = epochs(peer, x, y, {k: a[:checked] for k, a in draws.items()})  # first-call costs are not the loop's
     timed, seconds = {k: a[checked:] for k, a in draws.items()}, []
     for _ in range(options.repeats):
         begin = time.perf_counter()
-        epochs(peer, x, y, timed)
+        epochs(peer, *end, timed)
         seconds.append((time.perf_counter() - begin) / len(timed["cohorts"]))
     np.savez(
         options.result,
@@ -252,20 +283,21 @@ def check() -> None:
         problem[f"{name}_labels"] = rng.integers(0, 3, size=(clients, samples))
     problem |= {k: np.array(v) for k, v in zip(NUMBERS, (0.3, 0.2, 0.1, terms, 0.05), strict=True)}
     draw = {k: rng.integers(0, samples, size=(rounds, cohort, batch)) for k in DRAWS if k.endswith("_batches")}
-    draw["inner_batches"] = rng.integers(0, samples, size=(rounds, cohort, tau, batch))
+    draw["inner_batches"] = rng.integers(0, samples, size=(rounds, cohort, tau - 1, batch))
     draw["product_batches"] = rng.integers(0, samples, size=(rounds, cohort, terms - 1, batch))
     draw["cohorts"] = np.array([rng.permutation(clients)[:cohort] for _ in range(rounds)])
     draw["lengths"] = np.array([[3, 3, 3], [1, 1, 1]])
-    local = {k: v for k, v in draw.items() if k != "anchor_batches"} | {"lengths": np.array([[0, 3, 2], [1, 0, 3]])}
+    local = {k: v for k, v in draw.items() if k not in ("anchor_batches", "start_batches")}
+    local["lengths"] = np.array([[0, 3, 2], [1, 0, 3]])
     for name, draws in (("FedNest", draw), ("LFedNest", local)):
-        found = epochs(*setup(problem | draws))
         expected = WrittenOut(problem).epochs(draws)
-        flat = np.concatenate([t.numpy().ravel() for layer in found for t in layer])
         moved = np.linalg.norm(expected - np.concatenate([problem[k].ravel() for k in sizes]))
-        gap = np.abs(flat - expected).max()
-        print(f"{name}: moved by {moved:.2f}, largest difference from NumPy {gap:.1e}")
-        if not gap < 1e-12:
-            raise SystemExit(f"{name} disagrees with the epoch written out in NumPy")
+        for ahead in (False, True):
+            found = epochs(*setup(problem | draws, ahead))
+            gap = np.abs(np.concatenate([t.numpy().ravel() for layer in found for t in layer]) - expected).max()
+            print(f"{name}, ahead={ahead}: moved by {moved:.2f}, largest difference from NumPy {gap:.1e}")
+            if not gap < 1e-12:
+                raise SystemExit(f"{name} disagrees with the epoch written out in NumPy")
 
 
 class WrittenOut:
@@ -321,17 +353,23 @@ class WrittenOut:
         beta, alpha, eta, terms = (self.problem[k] for k in NUMBERS[:4])
         for r in range(len(draws["cohorts"])):
             d, who = {k: a[r] for k, a in draws.items()}, list(enumerate(draws["cohorts"][r]))
-            corrected, tau = "anchor_batches" in d, d["inner_batches"].shape[1]
+            corrected, batches = "anchor_batches" in d, d["inner_batches"]
+            if corrected:  # whatever the first one is, its correction is 0
+                batches = np.concatenate([batches[:, -1:], batches], axis=1)
+            tau = batches.shape[1]
             q = np.mean([self.in_y(x, y, "inner", c, d["anchor_batches"][i]) for i, c in who], 0) if corrected else 0
             ends = []
             for i, c in who:
                 here = y
-                for batch in d["inner_batches"][i]:
+                for batch in batches[i]:
                     correction = q - self.in_y(x, y, "inner", c, batch) if corrected else 0
                     here = here - beta / tau * (self.in_y(x, here, "inner", c, batch) + correction)
                 ends.append(here)
             y = np.mean(ends, 0)
-            p = [terms * eta * self.in_y(x, y, "outer", c, d["start_batches"][i]) for i, c in who]
+            p = [
+                terms * eta * self.in_y(x, y, "outer", c, d.get("start_batches", d["hyper_outer_batches"])[i])
+                for i, c in who
+            ]
             p = [np.mean(p, 0)] * len(who) if corrected else p
             for n in range(terms - 1):
                 new = [
