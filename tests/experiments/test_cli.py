@@ -80,8 +80,11 @@ def test_seeds_are_finished_where_they_were_left(run, here) -> None:
     assert (code, error) == (0, "")
     assert (here / "all" / "seed-0" / "summary.json").read_bytes() == kept
     assert [experiments.load_run(here / "all" / f"seed-{seed}").spec.run.seed for seed in range(4)] == [0, 1, 2, 3]
-    assert "seed-0/spec.toml is not what was asked for" in run(*command, "--seeds", "0,1,2,3", "--cohort", 3)[2]
-    assert "is not empty" in run(*command, "--seeds", "0,1")[2]
+    assert (
+        "seed-0/spec.toml differs in run.cohort: None there, 3 now"
+        in run(*command, "--seeds", "0,1,2,3", "--cohort", 3)[2]
+    )
+    assert "all/seed-2 is there and not one of them" in run(*command, "--seeds", "0,1")[2]
 
 
 def test_quiet_prints_the_folder_alone(run, here) -> None:
@@ -134,7 +137,7 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
         (["--spec", "binary.toml"], "binary.toml is not TOML"),
         (["--spec", "folder"], "cannot read folder"),
         (["quadratic", "--out", "full"], "cannot write a run to full: that folder is not empty"),
-        (["quadratic", "--seeds", "0,1", "--out", "full"], "cannot write a run to full: that folder is not empty"),
+        (["quadratic", "--seeds", "0,1", "--out", "full"], "cannot write these runs to full: full/precious is there"),
         (["quadratic", "--seeds", "0,1", "--out", "broken.toml"], "cannot write a run to broken.toml: it is a file"),
         (["quadratic", "--out", "broken.toml"], "cannot write a run to broken.toml: it is a file"),
         (["--resume", "full"], "no spec.toml"),

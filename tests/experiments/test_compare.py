@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
 
 def test_seeds_of_one_spec_form_one_group(runs) -> None:
     groups = load_groups([runs / "sim", runs / "shro" / "seed-0"])
-    assert [(group.label, len(group.runs)) for group in groups] == [("sim (3 seeds)", 3), ("seed-0", 1)]
+    assert [(group.label, len(group.runs)) for group in groups] == [("sim (3 seeds)", 3), ("shro", 1)]
 
 
 def test_a_run_that_is_named_twice_counts_once(runs) -> None:
@@ -51,17 +51,17 @@ def test_the_table_and_the_picture(runs, tmp_path, run) -> None:
 def test_a_narrow_table_keeps_what_matters(runs) -> None:
     groups = load_groups([runs / "sim", runs / "shro"])
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(comparison_table(groups, "relative_error", 80))
+    console.print(comparison_table(groups, 80))
     lines = console.export_text().splitlines()
     assert sum("sim (3 seeds)" in line for line in lines) == 1
     assert any("final" in line for line in lines)
     assert any("on a wider terminal also: products" in line for line in lines)
-    wide = comparison_table(groups, "relative_error")
-    assert len(wide.columns) > len(comparison_table(groups, "relative_error", 80).columns)
+    wide = comparison_table(groups)
+    assert len(wide.columns) > len(comparison_table(groups, 80).columns)
 
 
 def test_the_mean_and_the_spread_of_a_curve() -> None:
-    cost = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "seconds": 0.5}
+    cost = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "products": 4, "seconds": 0.5}
     one = History([{"round": 0, **cost, "e": 1.0}, {"round": 5, **cost, "e": 0.2}, {"round": 7, **cost, "e": 9.0}])
     two = History([{"round": 0, **cost, "e": 3.0}, {"round": 5, **cost, "e": 0.4}])
     curve = plots.curve("x", [one, two], "e")
@@ -69,12 +69,15 @@ def test_the_mean_and_the_spread_of_a_curve() -> None:
     np.testing.assert_allclose(curve.value, [2.0, 0.3])
     np.testing.assert_allclose(curve.spread, [2**0.5, 0.1 * 2**0.5])
     np.testing.assert_allclose(curve.costs["megabytes"], [30e-6, 30e-6])
+    np.testing.assert_array_equal(curve.costs["evaluations"], [7, 7])
 
 
-def test_milestones_and_the_rounds_to_them(runs) -> None:
-    rising = History([{"round": r, "accuracy": a} for r, a in ((0, 0.1), (10, 0.91), (20, 0.89), (30, 0.96))])
-    assert measure.rounds_to(rising, "accuracy", 0.9) == 10
-    assert measure.rounds_to(rising, "accuracy", 0.97) is None
+def test_milestones_and_the_exchanges_to_them(runs) -> None:
+    rising = History(
+        [{"round": r, "exchanges": 3 * r, "accuracy": a} for r, a in ((0, 0.1), (10, 0.91), (20, 0.89), (30, 0.96))]
+    )
+    assert measure.exchanges_to(rising, "accuracy", 0.9) == 30
+    assert measure.exchanges_to(rising, "accuracy", 0.97) is None
     assert common_targets(load_groups([runs / "sim"]), "relative_error")[0] == 0.1
     assert measure.mean_and_spread("accuracy", [0.9, 0.92]) == "91.00 ± 1.41 %"
 

@@ -5,6 +5,7 @@
     spec = experiments.configure(task="hyper_representation", algorithm="simfbo", settings=["run.rounds=100"])
     result = experiments.run(spec, "runs/first")
     run = experiments.load_run("runs/first")      # run.spec, run.history, run.ledger, run.summary
+    groups = experiments.compare_algorithms("quadratic", ["simfbo", "shrofbo"], seeds=[0, 1], out="runs/both")
 
 The names below are loaded when they are first used, so that the command line can look at its arguments before.
 """
@@ -13,7 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
+    from fedbilevel.experiments.methods import compare_algorithms
     from fedbilevel.experiments.parts import Parts, build
     from fedbilevel.experiments.runner import resume, run
     from fedbilevel.experiments.spec import EnginePlan, Named, RunPlan, Spec, assign, configure, read_spec, resolve
@@ -28,7 +31,10 @@ __all__ = [
     "Spec",
     "assign",
     "build",
+    "compare_algorithms",
+    "comparison_table",
     "configure",
+    "load_groups",
     "load_run",
     "read_spec",
     "resolve",
@@ -37,7 +43,8 @@ __all__ = [
 ]
 
 _MODULES = {"Folder": "folder", "LoadedRun": "folder", "Parts": "parts", "build": "parts", "load_run": "folder"}
-_MODULES |= {"resume": "runner", "run": "runner"}
+_MODULES |= {"resume": "runner", "run": "runner", "compare_algorithms": "methods"}
+_MODULES |= {"comparison_table": "compare", "load_groups": "compare"}
 
 
 def __getattr__(name: str) -> Any:

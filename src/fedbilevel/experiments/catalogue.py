@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ class AlgorithmFacts:
     title: str
     paper: str
     exchanges: str
+    needs: str
+    good_for: str
     client_state: str
     cost: str
 
@@ -36,29 +39,40 @@ class TaskFacts:
 
 
 def algorithms() -> list[AlgorithmFacts]:
-    """Every algorithm, by name. The facts stand in the docstring of its module, under fixed headings."""
+    """Every algorithm, by name. The facts stand under fixed headings ("Needs: …") in the docstring of its class or, for
+    what classes of a file have in common, in that of its module."""
     return [_algorithm(name, cls) for name, cls in sorted(ALGORITHMS.items())]
 
 
 def _algorithm(name: str, cls: Any) -> AlgorithmFacts:
-    text = inspect.getdoc(inspect.getmodule(cls)) or ""
+    texts = [inspect.getdoc(cls) or "", inspect.getdoc(inspect.getmodule(cls)) or ""]
+
+    def fact(find: Callable[[str], str]) -> str:
+        return next(filter(None, map(find, texts)), MISSING)
+
     return AlgorithmFacts(
         name=name,
-        title=_sentence(inspect.getdoc(cls) or ""),
-        paper=_paper(text),
-        exchanges=_entry(text, "Exchanges per round"),
-        client_state=_entry(text, "Client state"),
-        cost=_entry(text, "Cost per local step"),
+        title=_sentence(texts[0]),
+        paper=fact(_paper),
+        exchanges=fact(lambda text: _entry(text, "Exchanges per round")),
+        needs=fact(lambda text: _entry(text, "Needs")),
+        good_for=fact(lambda text: _entry(text, "Good for")),
+        client_state=fact(lambda text: _entry(text, "Client state")),
+        cost=fact(lambda text: _entry(text, "Cost per local step")),
     )
 
 
-def algorithm_fields() -> dict[tuple[str, str], list[str]]:
-    """Every (field, default in the spec's form as text) of an algorithm, and which algorithms have it."""
-    found: dict[tuple[str, str], list[str]] = {}
+def algorithm_fields() -> list[tuple[list[str], dict[str, str]]]:
+    """(algorithms, their fields with defaults in TOML's notation); algorithms that agree in all of them together."""
+    found: list[tuple[list[str], dict[str, str]]] = []
     for algorithm, cls in sorted(ALGORITHMS.items()):
-        for name, field in schema.of_algorithm(cls).items():
-            default = toml.value(field.accept("algorithm", field.default, field.default))
-            found.setdefault((name, default), []).append(algorithm)
+        known = schema.of_algorithm(cls).items()
+        fields = {name: toml.value(field.accept("algorithm", field.default, field.default)) for name, field in known}
+        alike = next((names for names, others in found if others == fields), None)
+        if alike is None:
+            found.append(([algorithm], fields))
+        else:
+            alike.append(algorithm)
     return found
 
 
@@ -74,10 +88,10 @@ def tasks() -> list[TaskFacts]:
 
 
 def _entry(text: str, heading: str) -> str:
-    """What follows "heading:" up to the end of the sentence; docstrings break lines anywhere."""
+    """What follows "heading:", if it is there, up to the end of the sentence; docstrings break lines anywhere."""
     words = r"\s+".join(map(re.escape, heading.split()))
     match = re.search(rf"\b{words}:\s*(.+?)(?:\.\s|\.$|\n\n|$)", text, re.DOTALL)
-    return _joined(match.group(1)) if match else MISSING
+    return _joined(match.group(1)) if match else ""
 
 
 def _paper(text: str) -> str:
@@ -92,7 +106,7 @@ def _paper(text: str) -> str:
             where = f"arXiv:{arxiv.group(1)}" if arxiv else ""
             several = " et al." if "," in authors or " and " in authors else ""
             return ", ".join(part for part in (f"{surname}{several} {year.group()}", where) if part)
-    return MISSING
+    return ""
 
 
 def _sentence(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.experiments import measure, plots
 from fedbilevel.experiments.folder import LoadedRun, load_run
+from fedbilevel.experiments.own_task import label
 
 TARGETS = 3
 READABLE = 20  # characters of a text before it is broken
@@ -29,6 +31,19 @@ class Group:
 
     label: str
     runs: Sequence[LoadedRun]
+
+    @property
+    def metric(self) -> str:
+        return self.runs[0].metric
+
+    @property
+    def algorithm(self) -> str:
+        return self.runs[0].spec.algorithm.name
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a single client held every sample."""
+        return self.runs[0].spec.run.pooled
 
     def values(self, name: str) -> list[Any]:
         return [run.summary[name] for run in self.runs]
@@ -61,14 +76,22 @@ def compare(paths: Sequence[str | Path], picture: str | Path = "comparison.png",
     """A table of some runs, not wider than `width` if that can be, and a PNG of their curves."""
     plots.require_matplotlib()
     groups = load_groups(paths)
-    metric = groups[0].runs[0].metric
-    curves = [plots.curve(_legend(group), [run.history for run in group.runs], metric) for group in groups]
+    draw(groups, picture)
+    return comparison_table(groups, width)
+
+
+def draw(groups: Sequence[Group], picture: str | Path) -> None:
+    """A PNG of the groups' curves; a run without a federation is a line at its final value."""
+    metric = groups[0].metric
+    curves = [
+        plots.curve(_legend(group), [run.history for run in group.runs], metric, level=group.pooled) for group in groups
+    ]
     write_atomically(Path(picture), lambda file: plots.draw_comparison(file, curves, metric, _tasks(groups)))
-    return comparison_table(groups, metric, width)
 
 
-def comparison_table(groups: Sequence[Group], metric: str, width: int | None = None) -> Table:
+def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table:
     """One row per group; costs are means over its seeds. Where it is too wide, the least important columns go."""
+    metric = groups[0].metric
     columns = _columns(groups, metric)
     hidden: list[str] = []
     table = _table(groups, metric, columns, hidden)
@@ -97,10 +120,9 @@ def _table(groups: Sequence[Group], metric: str, columns: dict[str, list[str]], 
 
 def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
     """Every column: its heading and a text for each group."""
-    columns: dict[str, list[str]] = {
-        "run": [group.label for group in groups],
-        "algorithm": [group.runs[0].summary["algorithm"] for group in groups],
-    }
+    columns: dict[str, list[str]] = {"run": [group.label for group in groups]}
+    if any(group.algorithm not in group.label for group in groups):
+        columns["algorithm"] = [group.algorithm for group in groups]
     if len({_what(group.runs[0]) for group in groups}) > 1:
         columns["task"] = [_what(group.runs[0]) for group in groups]
     columns |= {
@@ -114,8 +136,8 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
         "seconds": [f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}" for group in groups],
     }
     for target in common_targets(groups, metric):
-        heading = f"rounds\nto {measure.text(metric, target)}"
-        columns[heading] = [_rounds_to(group, metric, target) for group in groups]
+        heading = f"exchanges\nto {measure.text(metric, target)}"
+        columns[heading] = [_exchanges_to(group, metric, target) for group in groups]
     return columns
 
 
@@ -123,14 +145,14 @@ def common_targets(groups: Sequence[Group], metric: str) -> list[float]:
     """The hardest milestones that some run reached, at most three."""
 
     def reached(level: float) -> bool:
-        return any(measure.rounds_to(run.history, metric, level) is not None for g in groups for run in g.runs)
+        return any(measure.exchanges_to(run.history, metric, level) is not None for g in groups for run in g.runs)
 
     return [level for level in measure.levels(metric) if reached(level)][-TARGETS:]
 
 
-def _rounds_to(group: Group, metric: str, target: float) -> str:
+def _exchanges_to(group: Group, metric: str, target: float) -> str:
     """The mean over the seeds that reached it, and how many did where not all did."""
-    counts = [measure.rounds_to(run.history, metric, target) for run in group.runs]
+    counts = [measure.exchanges_to(run.history, metric, target) for run in group.runs]
     reached = [count for count in counts if count is not None]
     if not reached:
         return "–"
@@ -151,16 +173,16 @@ def _but_for_seeds(run: LoadedRun) -> str:
 
 
 def _label(runs: Sequence[LoadedRun]) -> str:
-    first = runs[0].folder.path.resolve()
-    if len(runs) == 1:
-        return first.name
-    parents = {run.folder.path.resolve().parent for run in runs}
-    return f"{first.parent.name if len(parents) == 1 else first.name} ({len(runs)} seeds)"
+    """The folder's name; for several in one folder and for seed-N, that of the folder around."""
+    paths = [run.folder.path.resolve() for run in runs]
+    named_by_seed = all(re.fullmatch(r"seed-\d+", path.name) for path in paths)
+    together = len(paths) > 1 and len({path.parent for path in paths}) == 1
+    name = paths[0].parent.name if named_by_seed or together else paths[0].name
+    return name if len(runs) == 1 else f"{name} ({len(runs)} seeds)"
 
 
 def _legend(group: Group) -> str:
-    algorithm = group.runs[0].spec.algorithm.name
-    return group.label if algorithm in group.label else f"{group.label}, {algorithm}"
+    return group.label if group.algorithm in group.label else f"{group.label}, {group.algorithm}"
 
 
 def _tasks(groups: Sequence[Group]) -> str:
@@ -168,4 +190,4 @@ def _tasks(groups: Sequence[Group]) -> str:
 
 
 def _what(run: LoadedRun) -> str:
-    return " · ".join(part for part in (run.spec.task.name, run.spec.data) if part)
+    return " · ".join(part for part in (label(run.spec.task.name), run.spec.data) if part)

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.result import Result
-from fedbilevel.experiments import catalogue, measure, toml
+from fedbilevel.experiments import measure
 
 WINDOW_SECONDS = 5.0  # over which the speed is taken
 
@@ -31,10 +30,10 @@ class TwoLines(Progress):
 
 
 class Watch:
-    """A callback that shows how far a run is."""
+    """A callback that shows how far a run is, in rounds or, where it has a budget of them, in exchanges."""
 
-    def __init__(self, console: Console, metric: str) -> None:
-        self.console, self.metric = console, metric
+    def __init__(self, console: Console, metric: str, exchanges: int | None = None) -> None:
+        self.console, self.metric, self.exchanges = console, metric, exchanges
         self.marks: list[tuple[float, int]] = []
         self.progress: Progress | None = None
         self.bar: Any = None
@@ -49,7 +48,7 @@ class Watch:
             SpinnerColumn(),
             TextColumn("{task.fields[what]}", style="bold"),
             BarColumn(bar_width=None),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rounds"),
+            TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {self.unit}"),
             TextColumn("{task.fields[speed]}"),
             console=self.console,
             transient=True,
@@ -58,27 +57,42 @@ class Watch:
         with self.progress:
             yield self
 
-    def start(self, rounds: int) -> None:
+    @property
+    def unit(self) -> str:
+        return "rounds" if self.exchanges is None else "exchanges"
+
+    def done(self, result: Result) -> int:
+        return result.round if self.exchanges is None else result.ledger.exchanges
+
+    def start(self, rounds: int | None) -> None:
         """Say that the program is being compiled."""
         if self.progress is not None:
-            self.bar = self.progress.add_task("", total=rounds, what="compiling", numbers="", speed="")
+            self.bar = self.progress.add_task(
+                "", total=self.exchanges or rounds, what="compiling", numbers="", speed=""
+            )
 
     def __call__(self, result: Result, row: Row | None) -> None:
         now = time.monotonic() - result.compile_seconds  # the speed is that of rounds
         self.marks = [mark for mark in self.marks if now - mark[0] < WINDOW_SECONDS] or self.marks[-1:]
-        self.marks.append((now, result.round))
+        self.marks.append((now, self.done(result)))
         if self.progress is not None:
             what = "compiling" if len(self.marks) == 1 else "running"
             self.progress.update(
                 self.bar,
-                completed=result.round,
+                completed=self.done(result),
                 what=what,
                 numbers=self.numbers(result.history),
                 speed=self.speed(result),
             )
         elif row is not None:
-            parts = (f"round {result.round}/{result.rounds}", self.numbers(result.history), self.speed(result))
+            parts = (self.place(result), self.numbers(result.history), self.speed(result))
             self.console.print("  ".join(part for part in parts if part), highlight=False, soft_wrap=True)
+
+    def place(self, result: Result) -> str:
+        """How far the run is, for a line."""
+        if self.exchanges is None:
+            return f"round {result.round}/{result.rounds}"
+        return f"round {result.round}  exchange {result.ledger.exchanges}/{self.exchanges}"
 
     def numbers(self, history: History) -> str:
         """The objective and the first metric, as of the last row."""
@@ -87,12 +101,13 @@ class Watch:
         return "  ".join(f"{name} {measure.text(name, value)}" for name, value in shown.items())
 
     def speed(self, result: Result) -> str:
-        """Rounds per second and the time that remains."""
+        """Rounds (or exchanges) per second and the time that remains."""
         (then, before), (now, done) = self.marks[0], self.marks[-1]
         if done == before or now <= then:
             return ""
         rate = (done - before) / (now - then)
-        return f"{rate:.3g} rounds/s  ETA {_clock((result.rounds - done) / rate)}"
+        left = max(0, (self.exchanges or result.rounds) - done)
+        return f"{rate:.3g} {self.unit}/s  ETA {_clock(left / rate)}"
 
 
 def _clock(seconds: float) -> str:
@@ -126,6 +141,14 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def summary_line(name: Path, summary: dict[str, Any]) -> str:
+    """The outcome of one of several runs, in a line."""
+    metric, exchanges = summary["metric"], summary["last_row"]["exchanges"]
+    value = measure.text(metric, summary["final"])
+    length = f"{summary['rounds']:,} rounds, {exchanges:,} exchanges, {summary['seconds_in_all']:.1f} s"
+    return f"{name}  {metric} {value}  ({length})"
+
+
 def seeds_table(summaries: Sequence[dict[str, Any]]) -> Table:
     """The outcome of runs that differ in their seed only."""
     metric = summaries[0]["metric"]
@@ -138,38 +161,6 @@ def seeds_table(summaries: Sequence[dict[str, Any]]) -> Table:
     table.add_section()
     spread = (measure.mean_and_spread(metric, [one[kind] for one in summaries]) for kind in ("final", "best"))
     table.add_row("mean ± sd", *spread, "", style="bold")
-    return table
-
-
-def algorithms_table() -> Table:
-    """Every algorithm and what its docstring says of it."""
-    table = Table(title="algorithms", title_style="bold", title_justify="left", show_lines=True)
-    for name in ("name", "title", "paper", "exchanges per round", "client state", "cost per local step"):
-        table.add_column(name, overflow="fold", no_wrap=name == "name")
-    for one in catalogue.algorithms():
-        table.add_row(one.name, one.title, one.paper, one.exchanges, one.client_state, one.cost)
-    return table
-
-
-def algorithm_fields_table() -> Table:
-    """The fields of the algorithms and their defaults, in TOML's notation; one that several share stands once."""
-    table = Table(title="fields and defaults", title_style="bold", title_justify="left", box=None, show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(style="dim", overflow="fold")
-    for (name, default), algorithms in catalogue.algorithm_fields().items():
-        everyone = len(algorithms) == len(catalogue.algorithms())
-        table.add_row(escape(f"{name}={default}"), "all" if everyone else ", ".join(algorithms))
-    return table
-
-
-def tasks_table() -> Table:
-    """Every task with its fields and their defaults, in TOML's notation."""
-    table = Table(title="tasks", title_style="bold", title_justify="left", show_lines=True)
-    for name in ("name", "title", "fields and defaults"):
-        table.add_column(name, overflow="fold", no_wrap=name == "name")
-    for one in catalogue.tasks():
-        fields = (f"{name}={toml.value(default).strip(chr(34))}" for name, default in one.fields.items())
-        table.add_row(one.name, one.title, escape("  ".join(fields)))
     return table
 
 

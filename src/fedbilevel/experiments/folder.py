@@ -9,6 +9,7 @@ from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.engines.history import History
+from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.places import default_path
 from fedbilevel.experiments.spec import Spec, read_spec
 
@@ -22,7 +23,7 @@ class Folder:
     @classmethod
     def new(cls, spec: Spec) -> Folder:
         """A place of its own for a run, in ./runs."""
-        return cls(default_path(spec.task.name, spec.algorithm.name, spec.data))
+        return cls(default_path(label(spec.task.name), spec.algorithm.name, spec.data))
 
     @property
     def spec(self) -> Path:

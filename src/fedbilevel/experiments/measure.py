@@ -31,11 +31,11 @@ def levels(metric: str) -> Sequence[float]:
     return LEVELS if larger_is_better(metric) else TINY
 
 
-def rounds_to(history: History, metric: str, level: float) -> int | None:
-    """The first evaluated round at which a metric is at least as good as a level, or None."""
+def exchanges_to(history: History, metric: str, level: float) -> int | None:
+    """The exchanges made when a metric was first seen at least as good as a level, or None."""
     for row in history.rows:
         if metric in row and (row[metric] >= level if larger_is_better(metric) else row[metric] <= level):
-            return int(row["round"])
+            return int(row["exchanges"])
     return None
 
 

@@ -1,14 +1,18 @@
 """From a spec to the objects that it describes."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.algorithm import check_solves
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import check_cohort
 from fedbilevel.engines.local import Local
+from fedbilevel.experiments.own_task import label, task_maker
 from fedbilevel.experiments.spec import Named, Spec, fields_of
-from fedbilevel.tasks import TASKS, Task
+from fedbilevel.tasks import Task
 
 
 class Parts(NamedTuple):
@@ -19,15 +23,20 @@ class Parts(NamedTuple):
     engine: Local
 
 
-def build(spec: Spec) -> Parts:
+def build(spec: Spec, task: Task | None = None) -> Parts:
     """Load the data and make task, algorithm and engine.
 
+    Args:
+        spec: see `resolve`.
+        task: the spec's, where the caller has made it already.
+
     Raises:
-        ConfigurationError, DataError: some value is not allowed; the message names it.
+        ConfigurationError, DataError: some value is not allowed, or the algorithm is not made for the task's problem.
     """
     algorithm = algorithm_of(spec)
     engine = Local(chunk=spec.engine.chunk, devices=spec.engine.devices, stream=spec.engine.stream)
-    task = _made("task", TASKS, spec.task, fields_of(spec.task.name, spec.algorithm.name)["task"])
+    task = task_of(spec) if task is None else task
+    check_solves(algorithm, task.problem)
     check_cohort(spec.run.cohort, len(task.clients))
     return Parts(task, algorithm, engine)
 
@@ -35,14 +44,21 @@ def build(spec: Spec) -> Parts:
 def algorithm_of(spec: Spec) -> Any:
     """The algorithm alone, which needs no data."""
     fields = fields_of(spec.task.name, spec.algorithm.name)["algorithm"]
-    return _made("algorithm", ALGORITHMS, spec.algorithm, fields)
+    return _made("algorithm", ALGORITHMS[spec.algorithm.name], spec.algorithm, fields)
 
 
-def _made(kind: str, registry: Any, named: Named, fields: Any) -> Any:
+def task_of(spec: Spec) -> Task:
+    """The task alone, all its samples with one client if they are to be pooled."""
+    fields = fields_of(spec.task.name, spec.algorithm.name)["task"]
+    task: Task = _made("task", task_maker(spec.task.name), spec.task, fields)
+    return replace(task, clients=task.clients.pooled()) if spec.run.pooled else task
+
+
+def _made(kind: str, make: Callable[..., Any], named: Named, fields: Any) -> Any:
     values = {name: fields[name].build(value) for name, value in named.fields.items()}
     try:
-        return registry[named.name](**values)
+        return make(**values)
     except (FedbilevelError, DataError):
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
-        raise ConfigurationError(f"{kind} {named.name} cannot be made with these values: {error}") from error
+        raise ConfigurationError(f"{kind} {label(named.name)} cannot be made with these values: {error}") from error

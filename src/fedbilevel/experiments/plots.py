@@ -1,4 +1,4 @@
-"""Curves of runs: a metric against exchanges, bytes and seconds, in colours that everyone can tell apart."""
+"""Curves of runs: a metric against what it cost, in four currencies, in colours that everyone can tell apart."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from fedbilevel.experiments import measure
 
 # M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LEVEL = "#666666"
 DASHES = ("-", "--", "-.", ":")
 AXES = {
     "exchanges": "exchanges",
     "megabytes": "traffic (MB, down + up, whole cohort)",
+    "evaluations": "gradients + Hessian products (all clients)",
     "seconds": "seconds in rounds",
 }
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: its values at the rows, with the spread between seeds if there are several."""
+    """One line: its values at the rows, with the spread between seeds if there are several. Of a `level` only the last
+    value counts: it is drawn across the panels."""
 
     label: str
     rounds: np.ndarray
     costs: dict[str, np.ndarray]  # by the names of AXES
     value: np.ndarray
     spread: np.ndarray | None = None
+    level: bool = False
 
 
-def curve(label: str, histories: Sequence[History], metric: str) -> Curve:
+def curve(label: str, histories: Sequence[History], metric: str, level: bool = False) -> Curve:
     """The mean of some histories of one metric, at the rounds that all of them have."""
     tables = [{int(row["round"]): row for row in history.rows if metric in row} for history in histories]
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
@@ -46,27 +50,33 @@ def curve(label: str, histories: Sequence[History], metric: str) -> Curve:
     costs = {
         "exchanges": mean("exchanges"),
         "megabytes": mean("bytes_down", "bytes_up") / 1e6,
+        "evaluations": mean("gradients", "products"),
         "seconds": mean("seconds"),
     }
     spread = values.std(axis=0, ddof=1) if len(tables) > 1 else None
-    return Curve(label, np.array(rounds), costs, values.mean(axis=0), spread)
+    return Curve(label, np.array(rounds), costs, values.mean(axis=0), spread, level)
 
 
 def draw_run(file: Any, history: History, metric: str, title: str) -> None:
-    """Three panels of the metric, and the losses below, as PNG."""
+    """A row of panels of the metric, and one of the losses below, as PNG."""
     losses = [name for name in ("outer_loss", "inner_loss") if name in history.columns]
-    figure, rows = _figure(2 if losses else 1)
-    _draw_panels(rows[0], [curve(_words(metric), [history], metric)], metric, legend=False)
+    figure, rows = _figure(2 if losses else 1, 4, height=3.4, sharey="row")
+    _draw_panels(rows[0], [curve(_words(metric), [history], metric)], metric)
     if losses:
         curves = [curve(_words(name), [history], name) for name in losses]
-        _draw_panels(rows[1], curves, "loss", legend=True)
+        _draw_panels(rows[1], curves, "loss")
+        rows[1][0].legend(frameon=False, fontsize=9)
     _finish(figure, title, file)
 
 
 def draw_comparison(file: Any, curves: Sequence[Curve], metric: str, title: str) -> None:
-    """Three panels with a line per curve, as PNG."""
-    figure, rows = _figure(1)
-    _draw_panels(rows[0], curves, metric, legend=True)
+    """Four panels with a line per curve and the legend below, as PNG."""
+    figure, rows = _figure(2, 2, height=4.2, sharey=True)
+    _draw_panels(rows.ravel(), curves, metric)
+    for row in rows:
+        row[0].set_ylabel(_axis_label(metric))
+    lines, labels = rows[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=10, handlelength=3.5)
     _finish(figure, title, file)
 
 
@@ -76,38 +86,47 @@ def require_matplotlib() -> None:
         raise ConfigurationError('plots need matplotlib, which is not installed: pip install "fedbilevel[cli]"')
 
 
-def _figure(rows: int) -> tuple[Any, Any]:
+def _figure(rows: int, columns: int, *, height: float, sharey: Any) -> tuple[Any, Any]:
+    """A figure and its panels (rows, columns); the height is that of a row, in inches."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12.5, 3.7 * rows), layout="constrained")
+    figure = Figure(figsize=(6 + 2.5 * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, 3, sharey="row", squeeze=False)
+    return figure, figure.subplots(rows, columns, sharey=sharey, squeeze=False)
 
 
-def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str, legend: bool) -> None:
+def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str) -> None:
     for panel, (cost, label) in zip(axes, AXES.items(), strict=True):
         for i, line in enumerate(curves):
-            _draw_curve(panel, line, cost, metric, COLOURS[i % len(COLOURS)], DASHES[i // 2 % len(DASHES)])
+            _draw_curve(panel, line, cost, metric, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)])
         panel.set_xlabel(label)
         panel.grid(alpha=0.3, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.set_xlim(left=0)
-        panel.locator_params(axis="x", nbins=6)
+        if _spans_decades(np.array([line.costs[cost][-1] for line in curves if not line.level])):
+            panel.set_xscale("log")
+        else:
+            panel.set_xlim(left=0)
+            panel.locator_params(axis="x", nbins=6)
     percent = measure.larger_is_better(metric)
-    axes[0].set_ylabel(f"{_words(metric)} (%)" if percent else _words(metric))
-    if not percent and _spans_decades(curves):
+    axes[0].set_ylabel(_axis_label(metric))
+    if not percent and _spans_decades(np.concatenate([line.value for line in curves])):
         axes[0].set_yscale("log")
     if percent and (learnt := _range_after_start(curves)):
         axes[0].set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
-    if legend:
-        axes[0].legend(frameon=False, fontsize=9)
+
+
+def _axis_label(metric: str) -> str:
+    return f"{_words(metric)} (%)" if measure.larger_is_better(metric) else _words(metric)
 
 
 def _draw_curve(panel: Any, line: Curve, cost: str, metric: str, colour: str, dashes: str) -> None:
     scale = 100 if measure.larger_is_better(metric) else 1
     x, y = line.costs[cost], scale * line.value
+    if line.level:
+        panel.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), linewidth=1.4, label=line.label)
+        return
     panel.plot(x, y, color=colour, linestyle=dashes, linewidth=1.8, label=line.label)
     if line.spread is not None:
         low, high = y - scale * line.spread, y + scale * line.spread
@@ -115,14 +134,13 @@ def _draw_curve(panel: Any, line: Curve, cost: str, metric: str, colour: str, da
         panel.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
-def _spans_decades(curves: Sequence[Curve]) -> bool:
-    values = np.concatenate([line.value for line in curves])
-    return bool(values.min() > 0 and values.max() > 50 * values.min())
+def _spans_decades(values: np.ndarray) -> bool:
+    return bool(values.size and values.min() > 0 and values.max() > 50 * values.min())
 
 
 def _range_after_start(curves: Sequence[Curve]) -> tuple[float, float] | None:
     """Lowest and highest value, leaving out the untrained model, beside which all else would look flat."""
-    values = np.concatenate([line.value[line.rounds > 0] for line in curves])
+    values = np.concatenate([line.value[-1:] if line.level else line.value[line.rounds > 0] for line in curves])
     return (float(values.min()), float(values.max())) if values.size else None
 
 

@@ -16,8 +16,9 @@ from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import solve
-from fedbilevel.experiments import environment, measure, plots
+from fedbilevel.experiments import budget, environment, measure, plots
 from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.parts import Parts, build
 from fedbilevel.experiments.places import require_free, write_json, write_text
 from fedbilevel.experiments.spec import Spec, read_spec
@@ -70,6 +71,24 @@ def resume(
     return _play(spec, place, parts or build(spec), callbacks, plot, resume=True)
 
 
+def complete(
+    spec: Spec,
+    folder: str | Path,
+    *,
+    callbacks: Sequence[Callback] = (),
+    plot: bool = True,
+    parts: Parts | None = None,
+) -> None:
+    """Bring a run to its end: nothing where it is finished, else go on from its checkpoint, else start it."""
+    place = Folder(Path(folder))
+    if place.summary.is_file():
+        return
+    if place.checkpoint.is_file():
+        resume(folder, callbacks=callbacks, plot=plot, parts=parts)
+    else:
+        run(spec, folder, callbacks=callbacks, plot=plot, parts=parts)
+
+
 def resumable(place: Folder, rounds: int | None) -> Spec:
     """The spec with which a folder's run can go on."""
     if not place.spec.is_file():
@@ -80,7 +99,9 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
         again = f"start the run again: fedbilevel run --spec {place.spec}"
         raise CheckpointError(f"{place.checkpoint} is damaged, and nothing can be resumed from it; {again}")
     spec = read_spec(place.spec)
-    if rounds is not None and rounds < spec.run.rounds:
+    if rounds is not None and spec.run.rounds is None:
+        raise ConfigurationError(f"the run in {place.path} ends after {spec.run.exchanges} exchanges, not after rounds")
+    if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
         raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
     return spec if rounds is None else spec.replace(run={"rounds": rounds})
 
@@ -92,6 +113,7 @@ def _play(
         plots.require_matplotlib()
     began = time.perf_counter()
     task = parts.task
+    rounds, eval_every, ends = _length(spec, place, parts, resume)
     scribe = Scribe(spec, place)
     with contextlib.nullcontext() if resume else _opened(scribe):
         result = solve(
@@ -100,19 +122,29 @@ def _play(
             task.clients,
             task.x0,
             task.y0,
-            rounds=spec.run.rounds,
+            rounds=rounds,
             cohort=spec.run.cohort,
             key=spec.run.seed,
             engine=parts.engine,
-            eval_every=spec.run.eval_every,
+            eval_every=eval_every,
             metrics=task.metrics,
-            callbacks=[scribe, *callbacks],
+            callbacks=[*ends, scribe, *callbacks],
             checkpoint=place.checkpoint,
             checkpoint_every=spec.run.checkpoint_every,
             resume=resume,
         )
     finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
     return result
+
+
+def _length(spec: Spec, place: Folder, parts: Parts, resume: bool) -> tuple[int, int | None, list[Callback]]:
+    """Rounds at most, rounds between rows, and what ends the run before."""
+    if spec.run.rounds is not None:
+        return spec.run.rounds, spec.run.eval_every, []
+    assert spec.run.exchanges is not None
+    done = budget.rounds_done(place.checkpoint, spec.run.exchanges) if resume else None
+    rounds = spec.run.exchanges if done is None else done  # a round has at least one exchange
+    return rounds, budget.rounds_between_rows(spec.run, parts), [budget.stop_after(spec.run.exchanges)]
 
 
 @contextmanager
@@ -168,8 +200,7 @@ def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: floa
     write_json(place.ledger, asdict(result.ledger))
     result.save(place.result)
     if plot:
-        title = " · ".join(part for part in (spec.task.name, spec.algorithm.name, spec.data) if part)
-        write_atomically(place.plot, lambda file: plots.draw_run(file, result.history, metric, title))
+        write_atomically(place.plot, lambda file: plots.draw_run(file, result.history, metric, spec.title))
     write_json(place.summary, summary(spec, result, metric, seconds))
 
 
@@ -180,12 +211,12 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
     best = measure.best(metric, values)
     last = result.history.rows[-1]
     return {
-        "task": spec.task.name,
+        "task": label(spec.task.name),
         "algorithm": spec.algorithm.name,
         "data": spec.data,
         "seed": spec.run.seed,
         "rounds": result.round,
-        "stopped": result.stopped,
+        "stopped": result.stopped or ("" if spec.run.exchanges is None else budget.reason(spec.run.exchanges)),
         "metric": metric,
         "final": values[-1],
         "best": best,

@@ -5,6 +5,7 @@ objects, schedules). `accept` checks and completes the first; `build` turns the 
 """
 
 import dataclasses
+import difflib
 import inspect
 import types
 import typing
@@ -72,9 +73,14 @@ def of_algorithm(cls: Any) -> dict[str, Field]:
 
 def of_function(function: Callable[..., Any]) -> dict[str, Field]:
     """The keyword arguments of a task."""
-    hints = typing.get_type_hints(function)
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError as error:  # a name that its module imports for type checkers alone
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigurationError(f"the annotations of {name} cannot be read: {error}") from error
     parameters = inspect.signature(function).parameters
-    return {name: Field(name, hints.get(name, Any), parameter.default) for name, parameter in parameters.items()}
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: Field(name, hints.get(name, Any), parameter.default) for name, parameter in named.items()}
 
 
 def complete(
@@ -82,6 +88,8 @@ def complete(
 ) -> dict[str, Any]:
     """Every field in the spec's form: as given, else as the preset says, else the default."""
     for name in given:
+        if not fields:
+            raise ConfigurationError(f"{where}.{name} cannot be set: this {where} has no fields")
         if name not in fields:
             raise unknown(f"field of {where}", name, fields)
     out = {}
@@ -148,7 +156,7 @@ def _fitting(place: str, hint: Any, value: Any) -> Any:
     """The value if it has the type, with lists for all sequences and None for "none" where None may be."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return value
+        return None if value == "none" else list(value) if isinstance(value, tuple) else value
     if origin in (Union, types.UnionType):
         if type(None) in inside and (value is None or value == "none"):
             return None
@@ -158,7 +166,7 @@ def _fitting(place: str, hint: Any, value: Any) -> Any:
             except ConfigurationError:
                 continue
     elif origin is typing.Literal:
-        if value in inside:
+        if any(value == word and type(value) is type(word) for word in inside):
             return value
     elif inspect.isclass(origin) and issubclass(origin, Mapping):
         if isinstance(value, Mapping):
@@ -172,7 +180,19 @@ def _fitting(place: str, hint: Any, value: Any) -> Any:
             return value
     elif inspect.isclass(hint) and type(value) is hint:
         return value
-    raise ConfigurationError(f"{place} = {value!r} is not allowed: it must be {_in_words(hint)}")
+    near = difflib.get_close_matches(value, _choices(hint), n=1, cutoff=0.5) if isinstance(value, str) else []
+    suggestion = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigurationError(f"{place} = {value!r} is not allowed: it must be {_in_words(hint)}{suggestion}")
+
+
+def _choices(hint: Any) -> list[str]:
+    """The words that a hint allows."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return [word for word in inside if isinstance(word, str)]
+    if origin in (Union, types.UnionType):
+        return [word for option in inside for word in _choices(option)]
+    return []
 
 
 def _in_words(hint: Any) -> str:

@@ -16,8 +16,8 @@ from fedbilevel import __version__
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.experiments import schema, toml
+from fedbilevel.experiments.own_task import full_name, label, task_maker
 from fedbilevel.experiments.presets import preset
-from fedbilevel.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,33 @@ class RunPlan:
     """How long to run and what to write on the way.
 
     Args:
-        rounds: in total.
+        rounds: in total; None with a budget of exchanges.
+        exchanges: a budget in place of rounds: the run ends at the first row of its history that has so many.
         cohort: clients per round; None takes everyone.
+        pooled: give every sample to a single client: the same problem without a federation.
         seed: of the cohorts and of all samples drawn (the task has a seed of its own).
-        eval_every: rounds between two rows of the history.
+        eval_every: rounds between two rows of the history; None, with a budget, makes about fifty rows of it.
         checkpoint_every: rounds between checkpoints; None writes one with each row.
     """
 
-    rounds: int = 300
+    rounds: int | None = 300
+    exchanges: int | None = None
     cohort: int | None = None
+    pooled: bool = False
     seed: int = 0
-    eval_every: int = 10
+    eval_every: int | None = 10
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "cohort", "eval_every", "checkpoint_every"):
+        for name in ("rounds", "exchanges", "cohort", "eval_every", "checkpoint_every"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"run.{name}", value, "a positive whole number")
+        if (self.rounds is None) == (self.exchanges is None):
+            got = "neither" if self.rounds is None else f"rounds = {self.rounds} and exchanges = {self.exchanges}"
+            raise ConfigurationError(f"a run ends after a number of rounds or of exchanges: give one, not {got}")
+        alone = self.exchanges is not None or self.eval_every is not None
+        require(alone, "run.eval_every", None, "a positive whole number, unless run.exchanges is given")
+        require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +98,13 @@ class Spec:
         changed = self.tables()
         for section, fields in tables.items():
             changed[_section(section)] |= fields
+        changed["run"] |= _implied(tables.get("run", {}))
         return resolve(changed)
+
+    @property
+    def title(self) -> str:
+        """Task, algorithm and data set in a line."""
+        return " · ".join(part for part in (label(self.task.name), self.algorithm.name, self.data) if part)
 
     @property
     def data(self) -> str | None:
@@ -108,12 +124,13 @@ def resolve(tables: Mapping[str, Any]) -> Spec:
     """
     given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     given |= {_section(name): _table(name, fields) for name, fields in tables.items()}
-    task, task_fields = _named("task", given["task"], DEFAULT_TASK, TASKS)
-    algorithm, algorithm_fields = _named("algorithm", given["algorithm"], DEFAULT_ALGORITHM, ALGORITHMS)
+    task, task_fields = _named(given["task"], DEFAULT_TASK)
+    algorithm, algorithm_fields = _named(given["algorithm"], DEFAULT_ALGORITHM)
+    task = full_name(task)
     known = fields_of(task, algorithm)
     data = known["task"].get("data")
     values = preset(task, task_fields.get("data", data.default) if data else None)
-    plan = schema.complete("run", known["run"], given["run"], values.run)
+    plan = schema.complete("run", known["run"], given["run"], {**values.run, **_implied(given["run"])})
     engine = schema.complete("engine", known["engine"], given["engine"], {})
     return Spec(
         Named(task, schema.complete("task", known["task"], task_fields, values.of_task(task_fields.get("network")))),
@@ -125,8 +142,10 @@ def resolve(tables: Mapping[str, Any]) -> Spec:
 
 def fields_of(task: str, algorithm: str) -> dict[str, dict[str, schema.Field]]:
     """The fields of each section, for this task and this algorithm."""
+    if algorithm not in ALGORITHMS:
+        raise unknown("algorithm", algorithm, ALGORITHMS)
     return {
-        "task": schema.of_function(TASKS[task]),
+        "task": schema.of_function(task_maker(task)),
         "algorithm": schema.of_algorithm(ALGORITHMS[algorithm]),
         "run": schema.of_algorithm(RunPlan),
         "engine": schema.of_algorithm(EnginePlan),
@@ -145,6 +164,7 @@ def assign(spec: Spec, settings: Sequence[str]) -> Spec:
     """
     tables = spec.tables()
     known = fields_of(spec.task.name, spec.algorithm.name)
+    said: dict[str, Any] = {}  # of [run]
     for setting in settings:
         name, equals, text = setting.partition("=")
         require(bool(equals and name.strip()), "--set", setting, "of the form field=value")
@@ -158,6 +178,9 @@ def assign(spec: Spec, settings: Sequence[str]) -> Spec:
                     f"{'.'.join(path[: depth + 1])} has no parts, so {name.strip()} is not a field"
                 )
         table[last] = toml.parse_value(text.strip())
+        if parents == ["run"]:
+            said[last] = table[last]
+    tables["run"] |= _implied(said)
     return resolve(tables)
 
 
@@ -222,8 +245,23 @@ def _table(name: str, fields: Any) -> dict[str, Any]:
     return dict(fields)
 
 
-def _named(kind: str, table: dict[str, Any], default: str, registry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _named(table: dict[str, Any], default: str) -> tuple[str, dict[str, Any]]:
     name = table.pop("name", default)
-    if name not in registry:
-        raise unknown(kind, name, registry)
-    return name, table
+    return str(name), table
+
+
+def _implied(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What else of [run] changes when this much of it is said: a budget takes the place of rounds, and rounds that of a
+    budget; rows are spread over a budget; a single client is the whole cohort."""
+
+    def given(name: str) -> bool:
+        return said.get(name) not in (None, "none", False)
+
+    changes: dict[str, Any] = {}
+    if given("exchanges"):
+        changes |= {"rounds": None, "eval_every": None}
+    elif given("rounds"):
+        changes["exchanges"] = None
+    if given("pooled"):
+        changes["cohort"] = None
+    return {name: value for name, value in changes.items() if name not in said}

@@ -1,0 +1,54 @@
+"""The command line, one module per group of commands. Nothing heavy is imported before the arguments are known to be
+right."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from fedbilevel.cli import comparison, lists, run
+from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_FINITE, NOT_WRITTEN, Add, fail
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except KeyboardInterrupt:
+        return fail(INTERRUPTED, "interrupted")
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None or options.debug:
+            raise
+        return fail(code, str(error))
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    whole = argparse.ArgumentParser(prog="fedbilevel", description="Federated bilevel optimization.")
+    whole.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = whole.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add = Add(commands)
+    run.add_to(add)
+    comparison.add_to(add)
+    lists.add_to(add)
+    return whole
+
+
+def _exit_code(error: Exception) -> int | None:
+    """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
+    from fedbilevel.core.errors import CheckpointError, FedbilevelError, NonFiniteError
+    from fedbilevel.data.errors import DataError
+
+    if isinstance(error, NonFiniteError):
+        return NOT_FINITE
+    if isinstance(error, CheckpointError | OSError):
+        return NOT_WRITTEN
+    return BAD_INPUT if isinstance(error, FedbilevelError | DataError) else None
+
+
+def _version() -> str:
+    from fedbilevel import __version__
+
+    return __version__

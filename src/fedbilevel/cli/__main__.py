@@ -1,0 +1,7 @@
+"""`python -m fedbilevel.cli`."""
+
+import sys
+
+from fedbilevel.cli import main
+
+sys.exit(main())

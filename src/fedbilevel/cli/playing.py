@@ -1,0 +1,90 @@
+"""Playing runs with their progress shown, and saying how to go on with those that do not reach their end."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
+from fedbilevel.core.errors import CheckpointError, NonFiniteError
+from fedbilevel.experiments import Folder, Parts, Spec, build, display, load_run, resume, run
+from fedbilevel.experiments.runner import resumable
+from fedbilevel.tasks import Task
+
+Summary = dict[str, Any]
+
+
+def start(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, series: Path | None = None) -> Summary:
+    """A new run; its summary."""
+    parts = build(spec, task)  # shows downloads by itself
+    play = lambda show: run(spec, folder, parts=parts, callbacks=[show])  # noqa: E731
+    return _shown(spec, folder, quiet, parts, play, series)
+
+
+def go_on(
+    folder: Path, rounds: int | None, quiet: bool, task: Task | None = None, series: Path | None = None
+) -> Summary:
+    """The run in a folder, from its checkpoint; its summary."""
+    spec = resumable(Folder(folder), rounds)
+    tune(spec)
+    parts = build(spec, task)
+    play = lambda show: resume(folder, rounds=rounds, parts=parts, callbacks=[show])  # noqa: E731
+    return _shown(spec, folder, quiet, parts, play, series)
+
+
+def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, series: Path) -> Summary:
+    """The summary of a run that is read, continued or started; it is one of those that a command makes in `series`."""
+    place = Folder(folder)
+    if place.summary.is_file():
+        return load_run(folder).summary
+    if place.checkpoint.is_file():
+        return go_on(folder, None, quiet, task, series)
+    return start(spec, folder, quiet, task, series)
+
+
+def _shown(
+    spec: Spec, folder: Path, quiet: bool, parts: Parts, play: Callable[[Any], Any], series: Path | None
+) -> Summary:
+    """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end."""
+    terminal = console(quiet)
+    brief = series is not None and not terminal.is_terminal
+    watch = display.Watch(console(quiet or brief), next(iter(parts.task.metrics)), spec.run.exchanges)
+    try:
+        with watch.shown():
+            watch.start(spec.run.rounds)
+            play(watch)
+    except KeyboardInterrupt:
+        raise SystemExit(fail(INTERRUPTED, _how_to_resume(folder, series))) from None
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}; {_what_stays(folder)}") from error
+    except CheckpointError as error:
+        full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full or not Folder(folder).checkpoint.is_file():
+            raise
+        advice = f"free some space, then continue with: fedbilevel run --resume {folder}"
+        raise CheckpointError(f"{error}; {advice}") from error
+    summary = load_run(folder).summary
+    if series is None:
+        terminal.print(display.summary_table(summary))
+        terminal.print(display.paths(folder, "plot"), highlight=False, soft_wrap=True)
+    else:
+        terminal.print(display.summary_line(folder.relative_to(series), summary), highlight=False, soft_wrap=True)
+    if quiet:
+        print(folder)
+    return summary
+
+
+def _how_to_resume(folder: Path, series: Path | None) -> str:
+    if series is not None:
+        return f"interrupted; continue with the same command and --out {series}"
+    if Folder(folder).checkpoint.is_file():
+        return f"interrupted; continue with: fedbilevel run --resume {folder}"
+    return "interrupted before the first checkpoint; there is nothing to resume"
+
+
+def _what_stays(folder: Path) -> str:
+    if Folder(folder).checkpoint.is_file():
+        return f"the last good checkpoint stays in {folder}"
+    return "no checkpoint had been written; smaller step sizes may help"

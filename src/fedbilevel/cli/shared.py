@@ -1,0 +1,136 @@
+"""What several commands share: exit codes, types of arguments, the console, help on fields."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedbilevel.experiments import Spec
+
+OK, BAD_INPUT, NOT_FINITE, NOT_WRITTEN, INTERRUPTED = 0, 2, 3, 4, 130
+TASK_HELP = "see `fedbilevel tasks` (hyper_representation); or your own: module:NAME or path/to/file.py:NAME"
+EPILOG = """\
+fields for --set:
+  Dotted names: algorithm.local_steps=10, task.clients=50, algorithm.server_lr.x=0.05, run.rounds=300,
+  engine.chunk=4. Without its section, a name means the algorithm's field if there is one (local_steps is also a
+  field of tasks: write task.local_steps), else the only field of that name. Values are TOML, bare words are text,
+  none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
+    client_lr='{x = {schedule = "cosine", start = 0.1, steps = 500}, y = 0.1, v = 0.1}'
+    schedules: cosine, exponential, inverse_sqrt, linear, polynomial
+    coefficients='{name = "momentum", decay = 0.9}'       plain, momentum, proximal
+    server_optimizer='{name = "adam", b1 = 0.9}'          sgd, momentum, adam, amsgrad, adagrad, yogi
+    task.local_steps='{low = 1, high = 10}'               drawn for each client and round
+    run.exchanges=500                                     a budget of messages, in place of run.rounds
+    run.pooled=true                                       one client that holds every sample
+
+your own task:
+  NAME is a fedbilevel.tasks.Task, or a function that returns one; the function's keyword arguments are then the
+  fields of [task].
+
+exit codes: 0 done, 2 wrong input, 3 a number became NaN or infinite, 4 a file could not be written, 130 interrupted
+"""
+
+
+@dataclass(frozen=True)
+class Add:
+    """Adds a command."""
+
+    commands: Any
+
+    def __call__(
+        self, name: str, function: Callable[[Any], int], text: str, epilog: str | None = None
+    ) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = self.commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(command=function)
+        made.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return made
+
+
+def add_length(command: argparse.ArgumentParser) -> None:
+    """--rounds or --exchanges."""
+    length = command.add_mutually_exclusive_group()
+    length.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
+    length.add_argument("--exchanges", type=count, metavar="N", help="instead: end once N messages went down and up")
+
+
+def fail(code: int, sentence: str) -> int:
+    """Say what went wrong, and give the exit code back."""
+    print(f"fedbilevel: {sentence}", file=sys.stderr)
+    return code
+
+
+def count(text: str) -> int:
+    """A positive whole number."""
+    return _whole(text, 1)
+
+
+def seed(text: str) -> int:
+    """A whole number."""
+    return _whole(text, 0)
+
+
+def seeds(text: str) -> list[int]:
+    """Whole numbers, all different, with commas between."""
+    found = [seed(part) for part in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has a seed twice")
+    return found
+
+
+def _whole(text: str, least: int) -> int:
+    if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def settings(options: argparse.Namespace) -> list[str]:
+    """What --set and the options for single fields of [run] say."""
+    names = ("rounds", "exchanges", "cohort", "eval_every")
+    flags = {name: getattr(options, name, None) for name in names}
+    return [*options.set, *(f"run.{name}={value}" for name, value in flags.items() if value is not None)]
+
+
+def console(quiet: bool = False) -> Console:
+    """The terminal; pipes and log files have 160 columns, so that they do not wrap."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        from fedbilevel.core.errors import ConfigurationError
+
+        raise ConfigurationError('the command line needs rich: pip install "fedbilevel[cli]"') from None
+    made = Console(quiet=quiet)
+    if not made.is_terminal:
+        made.width = 160
+    return made
+
+
+def prepare_jax() -> None:
+    """Keep compiled programs between runs, so that the second start is quick. JAX's own settings come first."""
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        jax.config.update("jax_compilation_cache_dir", str(cache / "fedbilevel" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def tune(spec: Spec) -> None:
+    """Set what XLA reads at the first computation, which is still to come."""
+    from fedbilevel.engines.cpu import tune_cpu
+
+    tune_cpu(spec.engine.devices)

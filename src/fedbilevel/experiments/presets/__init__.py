@@ -1,0 +1,23 @@
+"""Values that work, for each task and data set: what a spec does not say is taken from here.
+
+A field that an algorithm does not have is left out; what is in neither is the algorithm's or the task's own default.
+One module per task; in it, one table of algorithms per data set.
+"""
+
+from fedbilevel.experiments.presets import hyper_representation, quadratic
+from fedbilevel.experiments.presets.table import Preset
+
+TASKS: dict[str, dict[str | None, Preset]] = {
+    "hyper_representation": hyper_representation.PRESETS,
+    "quadratic": quadratic.PRESETS,
+}
+PRESETS = {(task, data): found for task, table in TASKS.items() for data, found in table.items()}
+"""Every preset by (task, data set); None stands for every data set without one of its own."""
+
+
+def preset(task: str, data: str | None) -> Preset:
+    """The values for a task and a data set; those without an entry have none."""
+    return PRESETS.get((task, data), PRESETS.get((task, None), Preset()))
+
+
+__all__ = ["PRESETS", "Preset", "preset"]

@@ -1,0 +1,29 @@
+"""What a preset is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Defaults for one task on one data set."""
+
+    task: Fields = field(default_factory=dict)
+    shared: Fields = field(default_factory=dict)  # for every algorithm that has such a field
+    algorithms: Mapping[str, Fields] = field(default_factory=dict)  # by name
+    run: Fields = field(default_factory=dict)
+    networks: Mapping[str, Fields] = field(default_factory=dict)  # of the task, for a network that is asked for
+
+    def of_task(self, network: Any) -> dict[str, Any]:
+        return {**self.task, **next((fields for name, fields in self.networks.items() if name == network), {})}
+
+    def of(self, algorithm: str) -> dict[str, Any]:
+        return {**self.shared, **self.algorithms.get(algorithm, {})}
+
+
+def xyv(x: float, y: float, v: float) -> dict[str, float]:
+    """Three step sizes in the spec's form."""
+    return {"x": x, "y": y, "v": v}

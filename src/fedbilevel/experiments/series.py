@@ -1,0 +1,71 @@
+"""Several runs under one folder, started by one command: read what is finished, continue what is not, start the rest.
+
+A series maps the places of its runs to their specs; every place is in the series' folder, or one level below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.places import require_free
+from fedbilevel.experiments.spec import Spec, read_spec
+
+Series = Mapping[Path, Spec]
+
+
+def seeded(spec: Spec, seed: int) -> Spec:
+    """The spec with that seed, for the run and, where it has one, the task."""
+    task = {"seed": seed} if "seed" in spec.task.fields else {}
+    return spec.replace(run={"seed": seed}, task=task)
+
+
+def finished(place: Path) -> bool:
+    """Whether a run's folder holds its outcome."""
+    return Folder(place).summary.is_file()
+
+
+def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ()) -> None:
+    """Refuse a folder with anything but some of these runs (and files of the names in `besides`); clear what a process
+    left that was killed before its run's first checkpoint."""
+    if folder.exists() and not folder.is_dir():
+        require_free(folder)
+    above = {parent for place in series for parent in place.parents if folder in parent.parents}
+    for parent in [folder, *sorted(above)]:
+        for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+            if path not in series and path not in above and not (parent == folder and path.name in besides):
+                raise ConfigurationError(f"cannot write these runs to {folder}: {path} is there and not one of them")
+    for place, spec in series.items():
+        _require_run(folder, place, spec)
+
+
+def _require_run(folder: Path, place: Path, spec: Spec) -> None:
+    found = Folder(place)
+    if not found.spec.is_file():
+        require_free(place)
+        return
+    if changed := difference(read_spec(found.spec), spec):
+        raise ConfigurationError(f"cannot continue the runs in {folder}: {found.spec} differs in {changed}")
+    if not found.checkpoint.is_file() and not finished(place):
+        found.sweep()
+        for file in (found.spec, found.environment):
+            file.unlink(missing_ok=True)
+        require_free(place)
+
+
+def difference(there: Spec, asked: Spec) -> str:
+    """The first field in which two specs differ, in words; nothing if they agree."""
+    one, other = there.tables(), asked.tables()
+    for section in one:
+        for name in {**one[section], **other[section]}:
+            a, b = (_plain(tables[section].get(name)) for tables in (one, other))
+            if a != b:
+                return f"{section}.{name}: {a!r} there, {b!r} now"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
