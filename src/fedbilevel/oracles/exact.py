@@ -1,15 +1,16 @@
-"""The hypergradient by dense linear algebra over every sample of every client: the yardstick of the tests."""
+"""The hypergradient over every sample of every client: the yardstick for everything that estimates it."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.problem import Bilevel, Loss
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
+from fedbilevel.oracles.inverse import Solution, conjugate_gradient
+from fedbilevel.oracles.population import Population
 
 
 class Implicit(NamedTuple):
@@ -20,24 +21,33 @@ class Implicit(NamedTuple):
     inner_gradient: PyTree  # ∇y G, like y: zero where y = y*(x)
 
 
-def implicit_gradient(problem: Bilevel, clients: Clients, x: PyTree, y: PyTree) -> Implicit:
-    """Solve ∇²yy G·v = ∇y F densely: O(dim y³) time and O(dim y·(dim x + dim y)) memory. For tests, in float64."""
-    flat_x, to_x = ravel_pytree(x)
-    flat_y, to_y = ravel_pytree(y)
+def implicit_gradient(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Implicit:
+    """Solve ∇²yy G·v = ∇y F densely, over all samples. Use float64."""
+    return dense_implicit(Population.of(problem, clients), x, y)
 
-    def total(name: str) -> Loss:
-        """F or G itself, on flat vectors: the weighted mean over all clients of their losses on all samples."""
-        loss, rows = getattr(problem, name), getattr(clients, name)
 
-        def mean(a: Array, b: Array, batch: None = None) -> Array:
-            values = [loss(to_x(a), to_y(b), rows.row(i)) for i in range(len(clients))]
-            return jnp.dot(jnp.asarray(clients.weights), jnp.stack(values))
+def dense_implicit(population: Population, x: PyTree, y: PyTree) -> Implicit:
+    """By the Hessian's matrix: O(dim y³) time, O(dim y²) memory and dim y Hessian-vector products."""
+    flat, unravel = ravel_pytree(y)
+    row = lambda e: ravel_pytree(population.inner.hess_v(x, y, unravel(e)))[0]  # noqa: E731
+    hessian = jax.lax.map(row, jnp.eye(flat.size, dtype=flat.dtype), batch_size=32)
+    f_y = ravel_pytree(population.outer.gradients(x, y)[1])[0]
+    return implicit_with(population, x, y, unravel(jnp.linalg.solve(hessian, f_y)))
 
-        return mean
 
-    outer, inner = total("outer"), total("inner")
-    grad_x, grad_y = jax.grad(outer, (0, 1))(flat_x, flat_y)
-    hessian = jax.hessian(inner, 1)(flat_x, flat_y)
-    cross = jax.jacfwd(jax.grad(inner, 0), 1)(flat_x, flat_y)  # (dim x, dim y)
-    v = jnp.linalg.solve(hessian, grad_y)
-    return Implicit(to_x(grad_x - cross @ v), to_y(v), to_y(jax.grad(inner, 1)(flat_x, flat_y)))
+def implicit_by_cg(
+    population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10, iterations: int = 5000
+) -> tuple[Implicit, Solution]:
+    """By conjugate gradient, for any dimension; the second part says how far v may be trusted."""
+    system = conjugate_gradient(
+        lambda v: population.inner.hess_v(x, y, v),
+        population.outer.gradients(x, y)[1],
+        tolerance=tolerance,
+        iterations=iterations,
+    )
+    return implicit_with(population, x, y, system.v), system
+
+
+def implicit_with(population: Population, x: PyTree, y: PyTree, v: PyTree) -> Implicit:
+    """The hypergradient that v gives, whatever v is."""
+    return Implicit(population.hypergradient(x, y, v)[0], v, population.inner.gradients(x, y)[1])

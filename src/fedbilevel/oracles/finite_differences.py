@@ -1,0 +1,114 @@
+"""The inner problem solved to rounding, and the slope of Φ(x) = F(x, y*(x)) from its values alone."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.flatten_util import ravel_pytree
+
+from fedbilevel.core.errors import require_count
+from fedbilevel.core.tree import PyTree
+from fedbilevel.oracles.inverse import conjugate_gradient
+from fedbilevel.oracles.population import Population
+
+
+class Inner(NamedTuple):
+    """Where Newton's method on G(x, ·) ended."""
+
+    y: PyTree
+    gradient_norm: Array  # ‖∇y G‖ there (with the pull, if there is one)
+    iterations: Array
+    products: Array  # Hessian-vector products spent
+    negative_curvature: Array  # True where the Hessian was found not to be positive definite: no claim is made for y
+
+
+class _Newton(NamedTuple):
+    inner: Inner
+    moved: Array  # whether the last step made the gradient smaller
+
+
+def solve_inner(
+    population: Population,
+    x: PyTree,
+    y: PyTree,
+    *,
+    pull: float | Array = 0.0,
+    tolerance: float = 1e-3,
+    iterations: int = 60,
+    products: int = 2000,
+) -> Inner:
+    """argmin over z of G(x, z) + ½ pull ‖z − y‖², from z = y: y*(x) without pull.
+
+    Newton's method; each system by conjugate gradients to a relative residual of `tolerance`, in at most `products`
+    products. A step is halved until it makes ‖∇y G‖ smaller, which some step does where the Hessian is positive
+    definite (the derivative of ½‖∇y G‖² along it is at most −(1 − tolerance)‖∇y G‖²). Where rounding no longer lets it,
+    the method is done.
+    """
+    require_count("newton iterations", iterations)
+
+    def gradient(z: PyTree) -> PyTree:
+        return jax.tree.map(lambda g, a, b: g + pull * (a - b), population.inner.gradients(x, z)[1], z, y)
+
+    def hessian(z: PyTree, v: PyTree) -> PyTree:
+        return optax.tree.add_scale(population.inner.hess_v(x, z, v), pull, v)
+
+    def unfinished(state: _Newton) -> Array:
+        now = state.inner
+        return state.moved & (now.gradient_norm > 0) & (now.iterations < iterations) & ~now.negative_curvature
+
+    def advance(state: _Newton) -> _Newton:
+        now = state.inner
+        system = conjugate_gradient(
+            lambda v: hessian(now.y, v), gradient(now.y), tolerance=tolerance, iterations=products
+        )
+
+        def shorter(trial: tuple[Array, PyTree, Array]) -> tuple[Array, PyTree, Array]:
+            length = trial[0] / 2
+            z = optax.tree.add_scale(now.y, -length, system.v)
+            return length, z, optax.tree.norm(gradient(z))
+
+        def too_long(trial: tuple[Array, PyTree, Array]) -> Array:
+            return ~(trial[2] < now.gradient_norm) & (trial[0] > 2.0**-20)
+
+        _, z, norm = lax.while_loop(too_long, shorter, (jnp.asarray(2.0), now.y, jnp.asarray(jnp.inf, float)))
+        moved = norm < now.gradient_norm
+        z = jax.tree.map(lambda a, b: jnp.where(moved, a, b), z, now.y)
+        norm = jnp.where(moved, norm, now.gradient_norm)
+        spent = now.products + system.iterations + 1  # and one for the residual
+        return _Newton(Inner(z, norm, now.iterations + 1, spent, system.negative_curvature >= 0), moved)
+
+    first = Inner(y, optax.tree.norm(gradient(y)), jnp.asarray(0), jnp.asarray(0), jnp.asarray(False))
+    return lax.while_loop(unfinished, advance, _Newton(first, jnp.asarray(True))).inner
+
+
+class Slopes(NamedTuple):
+    """Directional derivatives of Φ, one per direction: arrays (directions,)."""
+
+    directions: PyTree  # leaves (directions, ...), of unit norm
+    values: Array
+    errors: Array  # how far a halving of the width moved them: a bound on their error while it exceeds rounding
+
+
+def slopes(
+    population: Population, x: PyTree, y: PyTree, key: Array, *, directions: int, width: float | Array
+) -> Slopes:
+    """⟨∇Φ(x), d⟩ along random unit d, by central differences of F(x ± h d, y*(x ± h d)) for h = width and width/2.
+
+    The two are combined (Richardson), which leaves an error of order h⁴; `y` is where the inner solver starts.
+    """
+    require_count("directions", directions)
+    flat, unravel = ravel_pytree(x)
+    drawn = jax.random.normal(key, (directions, flat.size), flat.dtype)
+    units = drawn / jnp.linalg.norm(drawn, axis=1, keepdims=True)
+
+    def objective(point: Array) -> Array:
+        best = solve_inner(population, unravel(point), y).y
+        return population.outer.value(unravel(point), best)
+
+    offsets = width * jnp.array([1.0, -1.0, 0.5, -0.5])
+    points = (flat + offsets[:, None, None] * units).reshape(-1, flat.size)
+    phi = lax.map(objective, points).reshape(4, directions)
+    wide, narrow = (phi[0] - phi[1]) / (2 * width), (phi[2] - phi[3]) / width
+    return Slopes(jax.vmap(unravel)(units), (4 * narrow - wide) / 3, jnp.abs(narrow - wide))

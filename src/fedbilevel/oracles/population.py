@@ -1,0 +1,169 @@
+"""The losses of a whole population, their gradients and products, without a loop over clients.
+
+A client's loss is a mean over its samples (plus terms without samples), so with w_s = p_i/n_i for sample s of client i
+
+    F(x, y) = Σ_s w_s f(x, y, [s]),    Σ_s w_s = 1,    and G likewise.
+
+Samples are stored in chunks; within a chunk they are vectorised, and sums stream over the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fedbilevel.core.client import Clients, Ragged, check_finite
+from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.problem import Loss, Problem
+from fedbilevel.core.tree import PyTree
+
+CHUNK = 256  # samples that are vectorised together
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Total:
+    """A loss as a weighted sum over samples: a pytree, so that its data are arguments of whatever is compiled.
+
+    Where g is not a mean over samples but g = ½‖y − r(x)‖² with r one (compositional problems), `value` differs from G
+    by a function of x alone: ∇y G and all products are exact.
+    """
+
+    samples: PyTree  # leaves (chunks, size, ...)
+    weights: Array  # (chunks, size): w_s; 0 on the padding of the last chunk
+    loss: Loss = field(metadata={"static": True})
+
+    def value(self, x: PyTree, y: PyTree) -> Array:
+        """F(x, y), a scalar."""
+        return self.stream(lambda loss: loss(x, y))
+
+    def gradients(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
+        """∇x F and ∇y F."""
+        return self.stream(lambda loss: jax.grad(loss, (0, 1))(x, y))
+
+    def products(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
+        """∇²xy F·v, like x, and ∇²yy F·v, like y: one forward-over-reverse pass."""
+        return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, (0, 1))(x, y), (y,), (v,))[1])
+
+    def hess_v(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+        """∇²yy F·v, like y."""
+        return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, 1)(x, y), (y,), (v,))[1])
+
+    def stream(self, of_chunk: Callable[[Callable[[PyTree, PyTree], Array]], PyTree]) -> PyTree:
+        """Σ over chunks of `of_chunk`(that chunk's share of the loss), which must be linear in the loss."""
+
+        def share(part: tuple[PyTree, Array]) -> PyTree:
+            samples, weights = part
+            # one real type throughout: samples as they are stored, or in the double precision that is in force
+            samples = jax.tree.map(lambda a: a.astype(weights.dtype) if _real(a) else a, samples)
+
+            def loss(x: PyTree, y: PyTree) -> Array:
+                one = jax.vmap(lambda sample: self.loss(x, y, jax.tree.map(lambda a: a[None], sample)))
+                return jnp.vdot(weights, one(samples))
+
+            return of_chunk(loss)
+
+        parts = (self.samples, self.weights)
+        if len(self.weights) == 1:
+            return share(jax.tree.map(lambda a: a[0], parts))
+        shape = jax.eval_shape(lambda parts: share(jax.tree.map(lambda a: a[0], parts)), parts)
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+        add = lambda total, part: (jax.tree.map(jnp.add, total, share(part)), None)  # noqa: E731
+        return lax.scan(add, zero, parts)[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Population:
+    """F and G of all clients, or of as many samples as were taken."""
+
+    outer: Total
+    inner: Total
+
+    @classmethod
+    def of(cls, problem: Problem, clients: Clients, max_samples: int | None = None) -> Population:
+        """Everyone's samples, or at most `max_samples` of each loss, spread evenly over the clients' samples.
+
+        A subsample keeps each client's weight where it takes any of that client's samples. Leaves that are memory maps
+        are read only where a sample is taken.
+        """
+        require_count("max_samples", max_samples, optional=True)
+        every = np.arange(len(clients))
+
+        def total(loss: Loss, rows: Ragged) -> Total:
+            index, weights = chosen(rows, every, clients.weights, max_samples)
+            return Total(*_chunked(rows, index, weights), loss)
+
+        return cls(total(problem.outer, clients.outer), total(problem.inner, clients.inner))
+
+    @classmethod
+    def each(cls, problem: Problem, clients: Clients, ids: Sequence[int], max_samples: int | None = None) -> Population:
+        """The losses of single clients, stacked: every leaf has a leading axis of len(ids), for vmap or lax.map.
+
+        At most `max_samples` of each loss, for all those clients together.
+        """
+        require(len(ids) > 0, "ids", ids, "at least one client")
+        share = None if max_samples is None else max(1, max_samples // len(ids))
+
+        def stacked(loss: Loss, rows: Ragged) -> Total:
+            longest = int(rows.size[list(ids)].max()) if share is None else min(share, int(rows.size[list(ids)].max()))
+            parts = []
+            for i in ids:
+                index, weights = chosen(rows, np.array([i]), np.ones(1), share)
+                parts.append(_chunked(rows, index, weights, longest))
+            samples, weight = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+            return Total(samples, weight, loss)
+
+        return cls(stacked(problem.outer, clients.outer), stacked(problem.inner, clients.inner))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many samples of the outer and of the inner loss there are."""
+        return int(np.count_nonzero(self.outer.weights)), int(np.count_nonzero(self.inner.weights))
+
+    def hypergradient(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
+        """∇x F − ∇²xy G·v, like x, and what v leaves of its system, ∇²yy G·v − ∇y F, like y."""
+        (f_x, f_y), (cross, hess) = self.outer.gradients(x, y), self.inner.products(x, y, v)
+        return jax.tree.map(jnp.subtract, f_x, cross), jax.tree.map(jnp.subtract, hess, f_y)
+
+
+def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Places in the flat arrays, and weights summing to 1, of all samples of the rows `ids` or of `limit` of them.
+
+    Of a row that keeps k of its n samples each has weight p_i/k; what a row that keeps none had goes to the others.
+    """
+    sizes = rows.size[ids]
+    ends = np.cumsum(sizes)
+    total = int(ends[-1])
+    place = np.arange(total) if limit is None or total <= limit else np.arange(limit) * total // limit
+    owner = np.searchsorted(ends, place, side="right")
+    kept = np.bincount(owner, minlength=len(ids))
+    weights = p[owner] / kept[owner]
+    return rows.start[ids][owner] + place - (ends - sizes)[owner], weights / weights.sum()
+
+
+def _chunked(rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None) -> tuple[PyTree, Array]:
+    """Those samples as (chunks, size, ...), padded with copies of the first of weight 0."""
+    length = length or len(index)
+    chunks = -(-length // CHUNK)
+    size = -(-length // chunks)  # even chunks: less padding
+    padding = chunks * size - len(index)
+    index = np.concatenate([index, np.repeat(index[:1], padding)])
+    weights = np.concatenate([weights, np.zeros(padding)])
+
+    def take(path: tuple, leaf: np.ndarray) -> Array:
+        taken = leaf[index]
+        if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
+            check_finite(f"samples{jax.tree_util.keystr(path)}", taken)
+        return jnp.asarray(taken.reshape(chunks, size, *leaf.shape[1:]))
+
+    return jax.tree_util.tree_map_with_path(take, rows.values), jnp.asarray(weights.reshape(chunks, size), float)
+
+
+def _real(a: Array) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.floating)

@@ -1,0 +1,81 @@
+"""Are the ends of the spectrum found, and are the residuals bounds?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.oracles.lanczos import extreme_eigenvalues
+
+EPS = np.finfo(np.float64).eps
+
+
+def matrix(spectrum, seed=0):
+    spectrum = np.asarray(spectrum, float)
+    axes = np.linalg.qr(np.random.default_rng(seed).normal(size=(len(spectrum),) * 2))[0]
+    return jnp.asarray((axes * spectrum) @ axes.T)
+
+
+@jax.jit
+def whole(h, key):
+    return extreme_eigenvalues(lambda v: h @ v, jnp.zeros(len(h)), key, iterations=10**6)
+
+
+SPECTRA = {
+    "spread": np.geomspace(1e-4, 1, 12),
+    "indefinite": np.linspace(-2, 3, 12),
+    "repeated": np.repeat([1.0, 2.0, 5.0], 4),
+    "identity": np.ones(12),
+    "zero": np.zeros(12),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SPECTRA))
+def test_as_many_steps_as_dimensions_give_the_ends_to_rounding(name):
+    """Repeated eigenvalues make the Krylov space smaller than the whole: the new directions have to work."""
+    h = matrix(SPECTRA[name])
+    got = whole(h, jax.random.key(1))
+    exact = np.linalg.eigvalsh(h)
+    rounding = 100 * EPS * np.abs(exact).max()  # 12-dimensional products, and Gram–Schmidt over 12 vectors
+    assert abs(got.smallest - exact[0]) <= rounding
+    assert abs(got.largest - exact[-1]) <= rounding
+    for theta, residual, u in (
+        (got.smallest, got.smallest_residual, got.smallest_vector),
+        (got.largest, got.largest_residual, got.largest_vector),
+    ):
+        assert residual <= rounding
+        assert np.linalg.norm(u) == pytest.approx(1, abs=10 * EPS)
+        np.testing.assert_allclose(h @ u, theta * u, rtol=0, atol=rounding)
+
+
+def test_few_steps_stay_inside_and_within_their_bounds():
+    """Ritz values lie inside the spectrum, each within its residual of an eigenvalue; on trees, too."""
+    h = matrix(np.linspace(-1, 4, 200))
+    like = {"a": jnp.zeros((10, 10)), "b": jnp.zeros(100)}
+
+    @jax.jit
+    def run(h, key):
+        def product(v):
+            flat = h @ jnp.concatenate([v["a"].ravel(), v["b"]])
+            return {"a": flat[:100].reshape(10, 10), "b": flat[100:]}
+
+        return extreme_eigenvalues(product, like, key, iterations=15)
+
+    got = run(h, jax.random.key(0))
+    exact = np.linalg.eigvalsh(h)
+    assert exact[0] <= got.smallest < got.largest <= exact[-1]
+    for theta, residual in ((got.smallest, got.smallest_residual), (got.largest, got.largest_residual)):
+        assert 1e-6 < np.abs(exact - theta).min() <= residual  # not converged, and honest about it
+    assert got.largest > 3.8  # Kaniel and Paige: the ends come first
+    assert jax.tree.structure(got.largest_vector) == jax.tree.structure(like)
+
+
+def test_a_nan_reaches_the_result():
+    got = whole(matrix(np.ones(12)).at[3, 3].set(jnp.nan), jax.random.key(0))
+    assert np.isnan(got.largest)
+
+
+def test_no_steps_are_refused():
+    with pytest.raises(ConfigurationError, match="lanczos iterations"):
+        extreme_eigenvalues(lambda v: v, jnp.zeros(3), jax.random.key(0), iterations=0)

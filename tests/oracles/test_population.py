@@ -1,0 +1,125 @@
+"""Are the population's sums those of a loop over clients?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.oracles import population as module
+from fedbilevel.oracles.population import Population, chosen
+
+EPS = np.finfo(np.float64).eps
+SIZES = {"outer": (3, 1, 7, 4), "inner": (9, 2, 5, 6)}
+WEIGHTS = np.array([0.1, 0.4, 0.2, 0.3])
+
+
+@pytest.fixture(scope="module")
+def clients():
+    rng = np.random.default_rng(1)
+    draw = lambda n: {"u": rng.normal(size=(n, 4)), "t": rng.normal(size=n)}  # noqa: E731
+    return Clients(**{name: [draw(n) for n in sizes] for name, sizes in SIZES.items()}, weights=WEIGHTS)
+
+
+@pytest.fixture(scope="module", params=[256, 5], ids=["one chunk", "chunks with padding"])
+def sums(request, instance, clients):
+    """All of the population's functions and the same by a loop, as two dicts of trees."""
+    x, y, v = instance.iterate
+    before, module.CHUNK = module.CHUNK, request.param
+    try:
+        population = Population.of(instance.problem, clients)
+        single = Population.each(instance.problem, clients, [2, 0])
+    finally:
+        module.CHUNK = before
+
+    def fast(population, x, y, v):
+        named = {}
+        for name in ("outer", "inner"):
+            total = getattr(population, name)
+            named[name] = (total.value(x, y), total.gradients(x, y), total.products(x, y, v), total.hess_v(x, y, v))
+        return named
+
+    def slow(problem, ids, weights, x, y, v):
+        def mean(name):
+            loss, rows = getattr(problem, name), getattr(clients, name)
+            return lambda x, y: sum(p * loss(x, y, rows.row(i)) for i, p in zip(ids, weights, strict=True))
+
+        def second(f):
+            zero = jax.tree.map(jnp.zeros_like, x)
+            return jax.jvp(jax.grad(f, (0, 1)), (x, y), (zero, v))[1]
+
+        return {
+            name: (f(x, y), jax.grad(f, (0, 1))(x, y), second(f), second(f)[1])
+            for name, f in ((name, mean(name)) for name in ("outer", "inner"))
+        }
+
+    point = (x, y, v)
+    own = jax.jit(jax.vmap(fast, (0, None, None, None)))(single, *point)
+    every = jax.jit(lambda *p: slow(instance.problem, range(4), WEIGHTS, *p))(*point)
+    alone = jax.jit(lambda *p: [slow(instance.problem, [i], [1.0], *p) for i in (2, 0)])(*point)
+    return jax.jit(fast)(population, *point), every, own, alone
+
+
+def close(a, b):
+    """To the rounding of sums of at most 22 terms, through three layers; the sums are of order one."""
+    same = jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1, np.abs(b).max())), a, b
+    )
+    assert len(jax.tree.leaves(same)) == 0
+
+
+def test_totals_are_those_of_a_loop_over_clients(sums):
+    fast, slow, _, _ = sums
+    close(fast, slow)
+
+
+def test_single_clients_are_themselves(sums):
+    _, _, own, alone = sums
+    for place in range(2):
+        close(jax.tree.map(lambda leaf, place=place: leaf[place], own), alone[place])
+
+
+def test_one_program_serves_other_data(instance, clients):
+    """The data are arguments: no sample of a population may be found in what was compiled from it."""
+    x, y, _ = instance.iterate
+    population = Population.of(instance.problem, clients)
+    text = str(jax.make_jaxpr(lambda p, x, y: p.inner.value(x, y))(population, x, y).consts)
+    assert text == "[]"
+
+
+def test_a_subsample_keeps_the_weights_of_clients():
+    rows = Ragged({"u": np.arange(100.0)}, np.array([40, 0, 90]), np.array([50, 40, 10]))
+    p = np.array([0.5, 0.3, 0.2])
+    index, weights = chosen(rows, np.arange(3), p, 20)
+    owner = np.searchsorted([40, 90, 100], index, side="right")  # by place in the flat array: row 1, row 0, row 2
+    held = [weights[owner == k].sum() for k in (1, 0, 2)]
+    np.testing.assert_allclose(held, p, rtol=4 * EPS)
+    assert np.bincount(owner, minlength=3).tolist() == [8, 10, 2]  # in proportion to 40, 50, 10
+    assert len(set(index.tolist())) == 20
+
+
+def test_without_a_limit_every_sample_counts_p_over_n():
+    rows = Ragged({"u": np.arange(10.0)}, np.array([4, 0]), np.array([6, 4]))
+    index, weights = chosen(rows, np.arange(2), np.array([0.9, 0.1]), None)
+    assert index.tolist() == [4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
+    np.testing.assert_allclose(weights, [0.15] * 6 + [0.025] * 4, rtol=4 * EPS)
+
+
+def test_a_memory_map_is_read_only_where_a_sample_is_taken(tmp_path):
+    """Everything but the rows that are to be taken is NaN: reading more would be refused, or poison the sums."""
+    path = tmp_path / "u.npy"
+    stored = np.lib.format.open_memmap(path, mode="w+", dtype=np.float64, shape=(1000, 2))
+    stored[:] = np.nan
+    taken = np.arange(10) * 1000 // 10
+    stored[taken] = 1.0
+    stored.flush()
+    rows = Ragged({"u": np.load(path, mmap_mode="r")}, np.array([0, 400]), np.array([400, 600]))
+    population_of = Clients(outer=rows, inner=rows)
+    problem = Bilevel(lambda x, y, b: jnp.mean(b["u"]) * x * y, lambda x, y, b: jnp.mean(b["u"]) * y**2)
+    some = Population.of(problem, population_of, max_samples=10)
+    assert float(some.outer.value(2.0, 3.0)) == pytest.approx(6.0, rel=1e-15)
+    assert some.counts == (10, 10)
+    with pytest.raises(ConfigurationError, match="NaN or infinity"):
+        Population.of(problem, population_of)
