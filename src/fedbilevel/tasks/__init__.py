@@ -2,11 +2,20 @@
 
 from collections.abc import Callable
 
+from fedbilevel.tasks.classification import classification
+from fedbilevel.tasks.fair_classification import fair_classification
 from fedbilevel.tasks.hyper_representation import hyper_representation
+from fedbilevel.tasks.loss_tuning import loss_tuning
 from fedbilevel.tasks.quadratic import quadratic
 from fedbilevel.tasks.task import Task
 
-TASKS: dict[str, Callable[..., Task]] = {"hyper_representation": hyper_representation, "quadratic": quadratic}
+TASKS: dict[str, Callable[..., Task]] = {
+    "classification": classification,
+    "fair_classification": fair_classification,
+    "hyper_representation": hyper_representation,
+    "loss_tuning": loss_tuning,
+    "quadratic": quadratic,
+}
 """Every task by its command-line name."""
 
-__all__ = ["TASKS", "Task", "hyper_representation", "quadratic"]
+__all__ = ["TASKS", "Task", *sorted(TASKS)]

@@ -1,7 +1,7 @@
 """Small networks cut in two: x, everything up to the last layer, and y, the linear head."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,14 +100,29 @@ def convolution(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
     return {"weight": weight, "bias": jnp.zeros(outputs)}
 
 
-def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Mean of −log softmax at the labels."""
+def cross_entropy(logits: Array, labels: Array, weights: Array | float = 1.0) -> Array:
+    """Mean of −weight·log softmax at the labels; weights: one, or one per sample."""
     chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    return -jnp.mean(jnp.sum(chosen * jax.nn.log_softmax(logits), axis=-1))
+    return -jnp.mean(weights * jnp.sum(chosen * jax.nn.log_softmax(logits), axis=-1))
 
 
-def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Any]:
+def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
     """(x, y) -> share of these images whose largest logit is at their label."""
+    right = _right(network, images, labels)
+    return lambda x, y: jnp.mean(right(x, y))
+
+
+def class_accuracies(
+    network: Network, images: np.ndarray, labels: np.ndarray, classes: int
+) -> Callable[[PyTree, PyTree], Array]:
+    """(x, y) -> the same share in each class, shape (classes,); every class needs an image."""
+    right = _right(network, images, labels)
+    truth, counts = jnp.asarray(labels), np.bincount(labels, minlength=classes)
+    return lambda x, y: jax.ops.segment_sum(right(x, y), truth, classes) / counts
+
+
+def _right(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
+    """(x, y) -> (n,): 1 where an image's largest logit is at its label, else 0."""
     prepared = jnp.asarray(network.prepare(images))
     truth = jnp.asarray(labels)
 
@@ -116,6 +131,6 @@ def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callab
             image, label = pair
             return jnp.argmax(network.logits(x, y, image[None])[0]) == label
 
-        return jnp.mean(lax.map(correct, (prepared, truth), batch_size=EVALUATION_BATCH))
+        return lax.map(correct, (prepared, truth), batch_size=EVALUATION_BATCH).astype(float)
 
     return measure

@@ -1,0 +1,60 @@
+"""Image classification: the ordinary federated problem, one network trained by all clients on all their samples.
+
+f(x) = CE(z(x), c) + ridge·‖x‖²,   z(x) the logits of an image of class c; nothing is inside, y is empty
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax import Array
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import require
+from fedbilevel.core.problem import SingleLevel
+from fedbilevel.core.tree import PyTree
+from fedbilevel.tasks import networks
+from fedbilevel.tasks.images import load_images
+from fedbilevel.tasks.task import Task
+
+
+def classification(
+    *,
+    data: str = "digits",
+    ratio: float = 1.0,
+    network: str = "mlp",
+    hidden: Sequence[int] = (64,),
+    clients: int = 20,
+    partition_by: str = "iid",
+    partition_options: Mapping[str, Any] | None = None,
+    holdout: float = 0.0,
+    ridge: float = 0.0,
+    local_steps: Any = None,
+    seed: int = 0,
+) -> Task:
+    """Split a labelled image set over clients; x is the whole network, as (body, head).
+
+    Args:
+        ratio: below 1, the training images are thinned to a long tail, see loss_tuning.
+        ridge: the loss has ridge·‖x‖² added.
+        data, network, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see
+            hyper_representation.
+    """
+    require(ridge >= 0, "ridge", ridge, "at least 0")
+    images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
+
+    def loss(x: PyTree, batch: dict[str, Array]) -> Array:
+        logits = images.model.logits(x[0], x[1], batch["image"])
+        return networks.cross_entropy(logits, batch["label"]) + ridge * optax.tree.vdot(x, x)
+
+    measured = images.accuracy()
+    samples = images.rows(images.dealt(clients, partition_by, partition_options, seed))
+    return Task(
+        name="classification",
+        problem=SingleLevel(loss),
+        clients=Clients(outer=samples, local_steps=local_steps),
+        x0=images.model.init(jax.random.key(seed)),
+        y0=None,
+        metrics={f"{images.part}_accuracy": lambda x, y: measured(*x)},
+    )

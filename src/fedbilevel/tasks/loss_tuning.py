@@ -1,0 +1,119 @@
+"""Loss tuning: x shapes the training loss of a long-tailed set, y is the network trained with it.
+
+FedNest (Tarzanagh et al., ICML 2022, section 4.2), after AutoBalance (Li et al., NeurIPS 2021). With z(y) the logits of
+an image of class c, the clients' training and validation samples see
+
+    g = CE(z(y) ⊙ sigmoid(Δ) + ℓ, c) + ridge·‖y‖²        f = w_c CE(z(y), c)        x = (Δ, ℓ) ∈ R^C × R^C, start 0
+
+The first is the vector-scaling loss (Kini et al., NeurIPS 2021): Δ scales logits by factors in (0, 1), ℓ moves them. It
+starts as plain cross-entropy of halved logits, sigmoid(0) being ½, which is the loss "without tuning": to train with
+that alone, give x a vanishing step size. f does not depend on x directly; its weights make it the mean over classes of
+their validation losses.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import PyTree
+from fedbilevel.data import split
+from fedbilevel.tasks import networks
+from fedbilevel.tasks.images import Indices, load_images
+from fedbilevel.tasks.task import Task
+
+ATTEMPTS = 100  # draws of the halves before a class counts as too small for them
+
+
+def loss_tuning(
+    *,
+    data: str = "digits",
+    ratio: float = 0.1,
+    network: str = "mlp",
+    hidden: Sequence[int] = (64,),
+    clients: int = 20,
+    partition_by: str = "iid",
+    partition_options: Mapping[str, Any] | None = None,
+    validation: float = 0.2,
+    holdout: float = 0.0,
+    ridge: float = 5e-4,
+    local_steps: Any = None,
+    seed: int = 0,
+) -> Task:
+    """Thin a labelled image set to a long tail, split it over clients, and their shares into training and validation.
+
+    Args:
+        ratio: of the last class's training images to the first's, those between falling exponentially; the paper
+            has 0.01. Test images, and images held out, are not thinned.
+        validation: the share of each client's samples that goes to the outer loss.
+        ridge: the inner loss has ridge·‖y‖² added.
+        data, network, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see
+            hyper_representation.
+
+    Raises:
+        ConfigurationError: some class is too small to have training and validation samples.
+    """
+    require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
+    require(ridge >= 0, "ridge", ridge, "at least 0")
+    images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
+    parts = images.dealt(clients, partition_by, partition_options, seed)
+    train, valid = complete_halves(parts, images.data.train_labels, images.data.classes, validation, seed)
+    population = Clients(outer=images.rows(valid), inner=images.rows(train), local_steps=local_steps)
+    balance = jnp.asarray(balancing_weights(population, images.data.classes))
+
+    def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        label = batch["label"]
+        return networks.cross_entropy(images.model.logits(y[0], y[1], batch["image"]), label, balance[label])
+
+    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        logits = images.model.logits(y[0], y[1], batch["image"]) * jax.nn.sigmoid(x["scale"]) + x["shift"]
+        return networks.cross_entropy(logits, batch["label"]) + ridge * optax.tree.vdot(y, y)
+
+    each_class = images.class_accuracies()
+    none = jnp.zeros(images.data.classes)
+    return Task(
+        name="loss_tuning",
+        problem=Bilevel(outer=outer, inner=inner),
+        clients=population,
+        x0={"scale": none, "shift": none},
+        y0=images.model.init(jax.random.key(seed)),
+        metrics={f"balanced_{images.part}_accuracy": lambda x, y: jnp.mean(each_class(*y))},
+    )
+
+
+def complete_halves(
+    parts: Sequence[Indices], labels: np.ndarray, classes: int, validation: float, seed: int
+) -> tuple[list[Indices], list[Indices]]:
+    """Each client's samples, split at random into (training, validation), every class being in both of the unions.
+
+    A split that lacks a class is drawn again, which conditions its law on that.
+    """
+    rng = np.random.default_rng([seed, 2])
+    for _ in range(ATTEMPTS):
+        halves = split(parts, 1 - validation, seed=rng)
+        if all(len(np.unique(labels[np.concatenate(half)])) == classes for half in halves):
+            return halves
+    counts = np.bincount(labels, minlength=classes)
+    raise ConfigurationError(
+        f"{ATTEMPTS} splits left some class without training or without validation samples; the smallest, "
+        f"class {counts.argmin()}, has {counts.min()}: a larger ratio or validation share is needed"
+    )
+
+
+def balancing_weights(clients: Clients, classes: int) -> np.ndarray:
+    """w_c = 1/(C π_c), π_c being the weight of class c in the population's outer samples; shape (classes,).
+
+    Σ_i p_i mean over client i's samples of w_c·loss is then the mean over classes of their mean losses, and E w = 1.
+    """
+    share = np.zeros(classes)
+    for i, p in enumerate(clients.weights):
+        labels = clients.outer.row(i)["label"]
+        share += p * np.bincount(labels, minlength=classes) / len(labels)
+    return np.asarray(1 / (classes * share))

@@ -1,0 +1,198 @@
+"""The tasks on images: classes thinned and counted right, losses and optima as by hand, every client with samples."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.problem import Padded
+from fedbilevel.data import Dataset, load
+from fedbilevel.tasks import TASKS, classification, fair_classification, loss_tuning, networks
+from fedbilevel.tasks.images import Images, long_tailed
+from fedbilevel.tasks.loss_tuning import balancing_weights
+
+IMAGE_TASKS = ["classification", "fair_classification", "loss_tuning"]
+NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
+
+
+def population_loss(loss, clients, x, y):
+    """Σ_i p_i mean over client i's outer samples."""
+    rows = (clients.outer.row(i) for i in range(len(clients)))
+    return sum(p * loss(x, y, row) for p, row in zip(clients.weights, rows, strict=True))
+
+
+def cross_entropies(logits, labels):
+    """−log softmax at the labels, one per sample, in NumPy."""
+    logits = np.asarray(logits, float)
+    return np.log(np.exp(logits - logits[np.arange(len(labels)), labels][:, None]).sum(1))
+
+
+def test_the_tail_is_exponential():
+    """MNIST's published class sizes, ratio 0.01: class 0 has fewer images than the 6,001 that may stay."""
+    published = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10, dtype=np.int32), published))
+    images = np.arange(60_000)[:, None, None]  # each image is its own number
+    whole = Dataset("mnist", images, labels, images[:5], labels[:5], 10, (0.0,), (1.0,))
+    thin = long_tailed(whole, 0.01)
+    counts = np.bincount(thin.train_labels)
+    assert counts.tolist() == [5923, 3597, 2157, 1293, 775, 465, 279, 167, 101, 61]
+    assert counts.sum() == 14_818
+    np.testing.assert_array_equal(labels[thin.train_images[:, 0, 0]], thin.train_labels)
+    assert len(np.unique(thin.train_images)) == 14_818
+    assert thin.test_images is whole.test_images
+    assert np.bincount(long_tailed(whole, 1e-9).train_labels)[-1] == 1
+
+
+def test_the_tail_reaches_the_clients_and_spares_the_held_out():
+    counts = np.bincount(long_tailed(load("digits"), 0.1).train_labels)
+    task = loss_tuning()
+    labels = np.concatenate([task.clients.outer.values["label"], task.clients.inner.values["label"]])
+    assert np.bincount(labels).tolist() == counts.tolist()
+    assert counts[-1] == 15  # rank ≤ 144.2·0.1
+    share = task.clients.outer.size / (task.clients.outer.size + task.clients.inner.size)
+    assert np.all(np.abs(share - 0.2) < 1 / task.clients.inner.size)
+    held = classification(holdout=0.5, ratio=0.1)
+    assert len(held.clients.outer.values["label"]) < 0.5 * 1442 / 2  # Σ_c 0.1^(c/9) = 4.0 of 10
+
+
+@pytest.mark.parametrize("options", [{}, NON_IID])
+def test_the_weighted_validation_loss_is_balanced(options):
+    """With every class's loss taken by itself; the plain mean over samples is far from it."""
+    task = loss_tuning(clients=8, **options)
+    x, (body, head) = task.x0, task.y0
+    weights, share, mean = task.clients.weights, np.zeros(10), np.zeros(10)
+    for i, p in enumerate(weights):
+        row = task.clients.outer.row(i)
+        logits = networks.mlp((64,), (64,), 10).logits(body, head, row["image"])
+        loss = cross_entropies(logits, row["label"])
+        share += p * np.array([np.mean(row["label"] == c) for c in range(10)])
+        mean += p * np.array([np.mean((row["label"] == c) * loss) for c in range(10)])
+    by_class = mean / share
+    found = population_loss(task.problem.outer, task.clients, x, task.y0)
+    assert float(found) == pytest.approx(by_class.mean(), rel=1e-12)
+    assert abs(mean.sum() - by_class.mean()) > 1e-3
+    assert np.sum(share * balancing_weights(task.clients, 10)) == pytest.approx(1, rel=1e-12)
+
+
+def test_the_training_loss_is_the_vector_scaling_loss():
+    """At x = 0 the cross-entropy of half the logits; else Δ scales and ℓ shifts them; the ridge on all of y."""
+    task = loss_tuning(ridge=0.0)
+    batch = task.clients.inner.row(0)
+    logits = np.asarray(networks.mlp((64,), (64,), 10).logits(*task.y0, batch["image"]))
+    start = task.problem.inner(task.x0, task.y0, batch)
+    assert float(start) == pytest.approx(cross_entropies(logits / 2, batch["label"]).mean(), rel=1e-12)
+    scale, shift = np.linspace(-2, 2, 10), np.linspace(1, -1, 10) ** 3
+    moved = task.problem.inner({"scale": jnp.asarray(scale), "shift": jnp.asarray(shift)}, task.y0, batch)
+    by_hand = cross_entropies(logits / (1 + np.exp(-scale)) + shift, batch["label"]).mean()
+    assert float(moved) == pytest.approx(by_hand, rel=1e-12)
+    size = sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(task.y0))
+    ridged = loss_tuning(ridge=0.25).problem.inner(task.x0, task.y0, batch) - start
+    assert float(ridged) == pytest.approx(0.25 * size, rel=1e-10)
+
+
+def test_both_halves_have_every_class():
+    """The last class has three images, so that half of all draws leave its validation half empty (0.8³ = 0.51)."""
+    for seed in range(20):
+        task = loss_tuning(ratio=0.02, seed=seed)
+        tails = [half.values["label"] == 9 for half in (task.clients.outer, task.clients.inner)]
+        assert sum(map(np.sum, tails)) == 3
+        for half in (task.clients.outer, task.clients.inner):
+            assert set(half.values["label"].tolist()) == set(range(10))
+
+
+def test_only_the_inner_loss_sees_x():
+    """∇x f = 0; ∂g/∂ℓ_c = mean of softmax(z/2)_c − share of class c at the start."""
+    task = loss_tuning()
+    batch = task.clients.inner.row(0)
+    direct = jax.grad(task.problem.outer)(task.x0, task.y0, batch)
+    assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(direct))
+    logits = networks.mlp((64,), (64,), 10).logits(*task.y0, batch["image"])
+    expected = np.mean(jax.nn.softmax(logits / 2) - np.eye(10)[batch["label"]], axis=0)
+    found = jax.grad(task.problem.inner)(task.x0, task.y0, batch)["shift"]
+    np.testing.assert_allclose(found, expected, atol=1e-14)
+
+
+def test_accuracies_by_class():
+    """Three images of class 0, two right; one of class 1, right; two of class 2, none right."""
+    constant = networks.Network(lambda key: ((), ()), lambda x, y, images: images, lambda images: images)
+    labels = np.array([0, 0, 0, 1, 2, 2], np.int32)
+    logits = np.eye(3)[[0, 0, 1, 1, 0, 1]]
+    data = Dataset("made up", logits, labels, logits, labels, 3, (0.0,), (1.0,))
+    images = Images(data, constant, "test")
+    np.testing.assert_allclose(images.class_accuracies()((), ()), [2 / 3, 1, 0], rtol=1e-15)
+    assert float(images.accuracy()((), ())) == pytest.approx(0.5)
+    with pytest.raises(fb.ConfigurationError, match="class 2 has no test image"):
+        Images(replace(data, test_labels=labels.clip(0, 1)), constant, "test").class_accuracies()
+
+
+def test_metrics_of_the_tasks_read_the_right_network():
+    """Head and body of the start: the metric is what NumPy counts on the digits' test images."""
+    digits = load("digits").standardised()
+    logits = networks.mlp((64,), (64,), 10)
+    for make, part in ((loss_tuning, "y0"), (fair_classification, "x0"), (classification, "x0")):
+        task = make()
+        best = np.asarray(np.argmax(logits.logits(*getattr(task, part), digits.test_images.reshape(-1, 64)), axis=1))
+        each = [np.mean(best[digits.test_labels == c] == c) for c in range(10)]
+        expected = {
+            "test_accuracy": np.mean(best == digits.test_labels),
+            "balanced_test_accuracy": np.mean(each),
+            "worst_class_test_accuracy": np.min(each),
+        }
+        for name, metric in task.metrics.items():
+            assert float(metric(task.x0, task.y0)) == pytest.approx(expected[name], rel=1e-12), name
+
+
+def test_the_best_class_weights():
+    """y_c = E[1{class is c} CE]/ρ makes ∇y of the population's loss zero, and the loss is concave with modulus ρ."""
+    task = fair_classification(clients=3, concavity=0.3, **NON_IID)
+    best = np.zeros(10)
+    for i, p in enumerate(task.clients.weights):
+        row = task.clients.outer.row(i)
+        loss = cross_entropies(networks.mlp((64,), (64,), 10).logits(*task.x0, row["image"]), row["label"])
+        best += p * np.bincount(row["label"], loss, 10) / len(loss) / 0.3
+    assert best.min() > 0
+    whole = jax.jit(lambda y: population_loss(task.problem.outer, task.clients, task.x0, y))
+    np.testing.assert_allclose(jax.grad(whole)(best), 0, atol=1e-14)
+    away = np.linspace(-1, 1, 10)
+    np.testing.assert_allclose(jax.grad(whole)(best + away), -0.3 * away, atol=1e-14)
+    opposite = population_loss(task.problem.inner, task.clients, task.x0, best)
+    assert float(opposite) == pytest.approx(-float(whole(best)), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", IMAGE_TASKS)
+def test_full_batches_of_unequal_clients(name):
+    """A padded full batch gives the loss of the true samples."""
+    task = TASKS[name](clients=8, **NON_IID)
+    row = task.clients.outer.row(0)
+    padded = jax.tree.map(lambda a: jnp.concatenate([a, a[:3]]), row)
+    mask = jnp.arange(len(row["label"]) + 3) < len(row["label"])
+    plain = task.problem.outer(task.x0, task.y0, row)
+    both = task.problem.over_batches().outer(task.x0, task.y0, Padded(padded, mask))
+    assert float(both) == pytest.approx(float(plain), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (loss_tuning, {"ratio": 0.0}, "ratio = 0.0"),
+        (loss_tuning, {"ratio": 1.5}, "ratio = 1.5"),
+        (loss_tuning, {"validation": 1.0}, "validation = 1.0"),
+        (loss_tuning, {"ridge": -1.0}, "ridge = -1.0"),
+        (loss_tuning, {"ratio": 0.001}, "class 7, has 1: a larger ratio"),
+        (classification, {"ridge": -1.0}, "ridge = -1.0"),
+        (fair_classification, {"concavity": 0.0}, "concavity = 0.0"),
+        (fair_classification, {"network": "resnet"}, "network = 'resnet'"),
+    ],
+)
+def test_wrong_options_are_named(make, options, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        make(**options)
+
+
+def test_clients_that_cannot_be_halved_are_refused():
+    """593 thinned digits over 400 clients: some have a single sample."""
+    with pytest.raises(ValueError, match="a split needs at least 2"):
+        loss_tuning(clients=400)
