@@ -27,7 +27,7 @@ Departures from the paper:
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,14 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.hypergradient import Hypergradient
-from fedbilevel.algorithms.local_descent import corrected_descent, local_descent
+from fedbilevel.algorithms.local_descent import Gradient, corrected_descent, local_descent
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, move
+from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
 class State(NamedTuple):
@@ -95,12 +96,12 @@ class Nested(Hypergradient):
         """FedAvg: τ_i plain steps on y."""
         x, y = at
         tau = client.local_steps(self.local_steps)
-        change = local_descent(self.inner_gradients(client, x), y, tau, self.inner_lr, key)
+        change = local_descent(self.inner_gradient_at(client, x, y), y, tau, self.inner_lr, key)
         return Reply(change, gradients=tau)
 
-    def inner_gradients(self, client: Client, x: PyTree) -> Any:
+    def inner_gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
         """(y, key) -> ∇y g_i(x, y) on drawn samples."""
-        return lambda y, key: jax.grad(client.problem.inner, 1)(x, y, client.inner_batch(key, self.batch_size))
+        return inner_loss_at(client, x, y, self.batch_size, self.local_steps).gradient
 
     def plain_inner(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """T rounds of FedAvg on y, one exchange each."""
@@ -171,7 +172,7 @@ class FedNest(GlobalOuter):
         """τ_i corrected steps on y."""
         x, y, q = at
         tau = client.local_steps(self.local_steps)
-        change = corrected_descent(self.inner_gradients(client, x), y, q, tau, self.inner_lr, key)
+        change = corrected_descent(self.inner_gradient_at(client, x, y), y, q, tau, self.inner_lr, key)
         return Reply(change, gradients=2 * (tau - 1))
 
 

@@ -12,7 +12,7 @@ loss and the results are averaged, in one exchange; where clients differ that is
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class Hypergradient:
 
     def validate(self) -> None:
         name = type(self).__name__
-        for field, allowed in {"hypergradient": ("global", "local"), "inverse": Inverse.__args__}.items():
+        for field, allowed in {"hypergradient": ("global", "local"), "inverse": get_args(Inverse)}.items():
             if getattr(self, field) not in allowed:
                 raise unknown(f"{name}.{field}", getattr(self, field), allowed)
         for field in ("neumann_terms", "cg_iterations"):

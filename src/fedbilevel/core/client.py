@@ -224,9 +224,15 @@ class Samples:
         if batch_size is not None:
             chosen = self.start + uniform_below(key, self.size, (batch_size,))
             return jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values)
-        if self.equal:
-            return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)
+        whole = self.everything()
+        return whole.samples if self.equal else whole
+
+    def everything(self) -> Padded:
+        """Every sample, padded to the longest client."""
         offset = jnp.arange(self.longest)
+        if self.equal:
+            window = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)
+            return Padded(window, jnp.ones(self.longest, bool))
         chosen = self.start + jnp.minimum(offset, self.size - 1)
         return Padded(jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values), offset < self.size)
 

@@ -1,0 +1,133 @@
+"""A client's inner loss at a fixed x, for many steps on y: what does not depend on y is computed once per sample.
+
+For a network whose first layers are x, these are its features: the steps on the head then never see the images again.
+The loss is traced on one sample and its operations sorted by what they depend on: x alone, x and the sample, or y.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Jaxpr, Literal, Var
+
+from fedbilevel.core.client import Client, uniform_below
+from fedbilevel.core.tree import PyTree
+
+FIXED, SAMPLE, VARIABLE = range(3)  # depends on x (and constants) alone; on the sample too; on y
+
+
+class InnerLoss(NamedTuple):
+    """`loss(y, draw(key))` is g_i(x, y) on the samples that the key draws."""
+
+    draw: Callable[[Array], PyTree]
+    loss: Callable[[PyTree, PyTree], Array]
+
+    def gradient(self, y: PyTree, key: Array) -> PyTree:
+        """∇y g_i(x, y) on those samples."""
+        return jax.grad(self.loss)(y, self.draw(key))
+
+
+def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
+    """g_i(x, ·) for about `steps` draws; the values of `y` do not matter, its shapes do."""
+    problem, samples = client.problem, client.inner
+    if steps * (batch_size or samples.longest) <= samples.longest:  # fewer draws than samples: nothing to save
+        return InnerLoss(partial(samples.batch, batch_size=batch_size), lambda y, batch: problem.inner(x, y, batch))
+    everything = samples.everything()
+    rows = everything.samples
+    sample = jax.tree.map(lambda a: a[0], rows)
+    parts = in_parts(lambda x, y, one: problem.inner(x, y, jax.tree.map(lambda a: a[None], one)), x, y, sample)
+    fixed = parts.fixed(x)
+    features = jax.vmap(lambda one: parts.of_sample(fixed, one))(rows)
+
+    def draw(key: Array) -> tuple[PyTree, Any]:
+        if batch_size is None:
+            return features, everything.mask
+        chosen = uniform_below(key, samples.size, (batch_size,))
+        return jax.tree.map(lambda a: a[chosen], features), True
+
+    def loss(y: PyTree, batch: tuple[PyTree, Any]) -> Array:
+        values = jax.vmap(lambda one: parts.of_y(fixed, one, y))(batch[0])
+        return jnp.mean(values, where=batch[1])
+
+    return InnerLoss(draw, loss)
+
+
+class Parts(NamedTuple):
+    """function(x, y, sample) as of_y(fixed(x), of_sample(fixed(x), sample), y)."""
+
+    fixed: Callable[[PyTree], list[Array]]
+    of_sample: Callable[[list[Array], PyTree], list[Array]]
+    of_y: Callable[[list[Array], list[Array], PyTree], Array]
+
+
+def in_parts(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTree) -> Parts:
+    """Cut a scalar function so that each part computes all that depends on nothing later."""
+    closed = jax.make_jaxpr(_inlined(function, x, y, sample))(x, y, sample)
+    jaxpr = closed.jaxpr
+    kinds = [kind for kind, tree in ((FIXED, x), (VARIABLE, y), (SAMPLE, sample)) for _ in jax.tree.leaves(tree)]
+    level = dict.fromkeys(jaxpr.constvars, FIXED) | dict(zip(jaxpr.invars, kinds, strict=True))
+    needed: dict[int, dict[Var, None]] = {FIXED: {}, SAMPLE: {}, VARIABLE: {}}
+    equations: dict[int, list[Any]] = {FIXED: [], SAMPLE: [], VARIABLE: []}
+
+    def use(atoms: Any, by: int) -> None:
+        for v in _variables(atoms):
+            if level[v] < by:
+                needed[level[v]][v] = None
+
+    for equation in jaxpr.eqns:
+        own = max([FIXED, *(level[v] for v in _variables(equation.invars))])
+        level |= dict.fromkeys(equation.outvars, own)
+        equations[own].append(equation)
+        use(equation.invars, own)
+    use(jaxpr.outvars, VARIABLE)
+    inputs = {kind: [v for v in jaxpr.invars if level[v] == kind] for kind in needed}
+    fixed_vars, sample_vars = list(needed[FIXED]), list(needed[SAMPLE])
+
+    def run(kind: int, given: list[Var], values: list[Any], wanted: list[Any]) -> list[Array]:
+        names = jaxpr.debug_info.with_unknown_names()
+        part = jaxpr.replace(
+            constvars=[], invars=given, eqns=equations[kind], outvars=wanted, debug_info=names, effects=jaxpr.effects
+        )
+        return jax.core.eval_jaxpr(part, [], *values)
+
+    def fixed(x: PyTree) -> list[Array]:
+        given = [*jaxpr.constvars, *inputs[FIXED]]
+        return run(FIXED, given, [*closed.consts, *jax.tree.leaves(x)], fixed_vars)
+
+    def of_sample(fixed: list[Array], sample: PyTree) -> list[Array]:
+        return run(SAMPLE, [*fixed_vars, *inputs[SAMPLE]], [*fixed, *jax.tree.leaves(sample)], sample_vars)
+
+    def of_y(fixed: list[Array], features: list[Array], y: PyTree) -> Array:
+        given = [*fixed_vars, *sample_vars, *inputs[VARIABLE]]
+        return run(VARIABLE, given, [*fixed, *features, *jax.tree.leaves(y)], jaxpr.outvars)[0]
+
+    return Parts(fixed, of_sample, of_y)
+
+
+def _variables(atoms: Any) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _inlined(function: Callable[..., Array], *like: PyTree) -> Callable[..., Array]:
+    """The same function without inner `jit`s, which would each count as one operation."""
+    closed = jax.make_jaxpr(function)(*like)
+
+    def evaluate(jaxpr: Jaxpr, consts: Any, *arguments: Any) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+        for equation in jaxpr.eqns:
+            read = [atom.val if isinstance(atom, Literal) else values[atom] for atom in equation.invars]
+            if equation.primitive.name in ("jit", "pjit"):
+                inner = equation.params["jaxpr"]
+                out = evaluate(inner.jaxpr, inner.consts, *read)
+            else:
+                one = jaxpr.replace(
+                    constvars=[], invars=_variables(equation.invars), eqns=[equation], outvars=equation.outvars
+                )
+                out = jax.core.eval_jaxpr(one, [], *(values[v] for v in _variables(equation.invars)))
+            values |= dict(zip(equation.outvars, out, strict=True))
+        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+
+    return lambda *arguments: evaluate(closed.jaxpr, closed.consts, *jax.tree.leaves(arguments))[0]

@@ -1,0 +1,69 @@
+"""Is a client's inner loss at a fixed x the loss itself, and are its features computed once only?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.client import Client, Samples
+from fedbilevel.oracles.fixed_x import inner_loss_at
+
+SIZE, LONGEST, PIXELS, HIDDEN = 7, 9, 23, 4
+rng = np.random.default_rng(0)
+X = {"weight": rng.normal(size=(PIXELS, HIDDEN)), "penalty": rng.normal(size=HIDDEN)}
+Y = rng.normal(size=(HIDDEN, 2))
+CONSTANT = rng.normal(size=(2, 2))
+
+
+def network(x, y, batch):
+    """x alone (penalty), x and the sample (features, through a `jit`), y; a constant, and a sample used late."""
+    features = jax.jit(lambda z: jax.nn.relu(z @ x["weight"]))(batch["image"])
+    gap = features @ y @ CONSTANT - batch["target"]
+    return jnp.mean(jnp.sum(gap**2, axis=1)) + jnp.sum(jnp.exp(x["penalty"])[:, None] * y**2)
+
+
+def with_loop(x, y, batch):
+    """A loop inside the loss, over something that depends on y, is one operation."""
+    decay = jax.lax.fori_loop(0, 3, lambda _, a: a * jnp.cos(a), jnp.sum(y))
+    return network(x, y, batch) * jnp.exp(decay)
+
+
+def without_y(x, y, batch):
+    return network(x, Y, batch)
+
+
+LOSSES = {"network": network, "a loop": with_loop, "all of it y": lambda x, y, b: network(X, y, b), "no y": without_y}
+
+
+def client(loss, size=SIZE):
+    stored = {"image": rng.normal(size=(20, PIXELS)), "target": rng.normal(size=(20, 2))}
+    samples = Samples(stored, jnp.asarray(3), jnp.asarray(size), LONGEST, size == LONGEST)
+    problem = fb.Bilevel(outer=loss, inner=loss).over_batches()
+    return Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None)
+
+
+@pytest.mark.parametrize("size", [SIZE, LONGEST])
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_it_is_the_loss_on_the_same_draws(name, batch_size, size):
+    """Sums of a few dozen terms of size 1, in another order: 1e-12 is ample."""
+    who = client(LOSSES[name], size)
+    given = inner_loss_at(who, X, jnp.zeros_like(Y), batch_size, steps=6)
+    for seed in range(2):
+        key, y = jax.random.key(seed), Y + seed
+        batch = who.inner_batch(key, batch_size)
+        np.testing.assert_allclose(given.loss(y, given.draw(key)), who.problem.inner(X, y, batch), rtol=1e-12)
+        expected = jax.grad(who.problem.inner, 1)(X, y, batch)
+        np.testing.assert_allclose(given.gradient(y, key), expected, rtol=1e-12, atol=1e-12)
+
+
+def sees_pixels(steps):
+    """Whether anything in a step's program has an axis of that length."""
+    given = inner_loss_at(client(network), X, Y, 4, steps)
+    return f",{PIXELS}]" in str(jax.make_jaxpr(given.gradient)(Y, jax.random.key(0)))
+
+
+def test_a_step_does_not_see_what_features_were_made_of():
+    assert sees_pixels(steps=1)  # fewer draws than samples: the loss as it is
+    assert not sees_pixels(steps=6)
