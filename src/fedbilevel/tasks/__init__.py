@@ -7,6 +7,7 @@ from fedbilevel.tasks.fair_classification import fair_classification
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.loss_tuning import loss_tuning
 from fedbilevel.tasks.quadratic import quadratic
+from fedbilevel.tasks.saddle import saddle
 from fedbilevel.tasks.task import Task
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -15,6 +16,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "hyper_representation": hyper_representation,
     "loss_tuning": loss_tuning,
     "quadratic": quadratic,
+    "saddle": saddle,
 }
 """Every task by its command-line name."""
 

@@ -80,8 +80,8 @@ def long_tailed(data: Dataset, ratio: float) -> Dataset:
     """The training images, thinned exponentially over classes: the longest class first, the last at `ratio` of it.
 
     Of class c those stay whose rank in the class, counted from 0, is at most n·ratio^(c/(C − 1)), with n the training
-    images over the C classes: all but none of class 0, at least one of every class. For MNIST and ratio 0.01 this
-    leaves 14,818 (5,923, 3,597, …, 61), as in the experiments of FedNest.
+    images over the C classes; of every class at least one does. For MNIST and ratio 0.01 this leaves 14,818 (5,923,
+    3,597, …, 61), as in the experiments of FedNest.
     """
     labels, classes = data.train_labels, data.classes
     most = len(labels) / classes * ratio ** (np.arange(classes) / (classes - 1))

@@ -1,0 +1,135 @@
+"""The saddle point problem: are its closed forms where the loss and a played-out FedAvg say?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.tasks import saddle
+from fedbilevel.tasks.saddle import alternating_point, fedavg_point, loss, solution
+
+HARD = {"clients": 6, "dim": 3, "ridge": 2.0, "centred": False, "weighted": True, "general": True}
+gradients = jax.jit(jax.grad(loss, (0, 1)))
+
+
+@pytest.fixture(scope="module")
+def hard():
+    return saddle(**HARD)
+
+
+def played(clients, rounds, alpha, beta, update):
+    """Every client applies `update` to its own copy of the average, `rounds` times; the last average."""
+    x = y = np.zeros(3)
+    rows = [clients.outer.row(i) for i in range(len(clients))]
+    for _ in range(rounds):
+        x, y = update(x, y, rows, clients.weights, alpha, beta)
+    return x, y
+
+
+def simultaneous(x, y, rows, weights, alpha, beta, tau=4):
+    ends = []
+    for row in rows:
+        own_x, own_y = x, y
+        for _ in range(tau):
+            dx, dy = gradients(own_x, own_y, row)
+            own_x, own_y = own_x - alpha / tau * dx, own_y + beta / tau * dy
+        ends.append((own_x, own_y))
+    return tuple(np.tensordot(weights, np.array(part), 1) for part in zip(*ends, strict=True))
+
+
+def alternating(x, y, rows, weights, alpha, beta, tau=(2, 4)):
+    for _ in range(2):  # rounds on y; where this ends does not depend on their number
+        ends = []
+        for row in rows:
+            own = y
+            for _ in range(tau[1]):
+                own = own + beta / tau[1] * gradients(x, own, row)[1]
+            ends.append(own)
+        y = np.tensordot(weights, np.array(ends), 1)
+    ends = []
+    for row in rows:
+        own = x
+        for _ in range(tau[0]):
+            own = own - alpha / tau[0] * gradients(own, y, row)[0]
+        ends.append(own)
+    return np.tensordot(weights, np.array(ends), 1), y
+
+
+@pytest.mark.parametrize("options", [{}, {"centred": False}, {"weighted": True}, HARD])
+def test_both_gradients_vanish_at_the_solution(options):
+    task = saddle(**{"clients": 6, "dim": 3, **options})
+    for weights in (task.clients.weights, np.arange(1, 7) / 21):
+        exact = solution(task.clients, weights)
+        whole = {name: np.tensordot(weights, a, 1)[None] for name, a in task.clients.outer.values.items()}
+        for part in gradients(exact.x, exact.y, whole):
+            np.testing.assert_allclose(part, 0, atol=1e-13)
+
+
+def test_it_is_the_papers_problem():
+    """f_i in the paper's own form; b centred, t_i in (0, 0.1); the solution at 0, the start elsewhere."""
+    task = saddle(spread=2.0)
+    x, y = np.asarray(task.x0), np.asarray(task.y0)
+    values = task.clients.outer.values
+    for i in (0, 17):
+        row = task.clients.outer.row(i)
+        t, b = row["A"][0, 0, 0], row["b"][0]
+        np.testing.assert_array_equal(row["A"][0], t * np.eye(10))
+        by_hand = -(y @ y / 2 - b @ y + t * y @ x) + 10 / 2 * x @ x
+        assert float(task.problem.outer(x, y, row)) == pytest.approx(by_hand, rel=1e-13)
+        assert float(task.problem.inner(x, y, row)) == pytest.approx(-by_hand, rel=1e-13)
+    assert 0 < values["A"][:, 0, 0].min() < 0.01 < 0.09 < values["A"][:, 0, 0].max() < 0.1
+    np.testing.assert_allclose(values["b"].mean(0), 0, atol=1e-15)
+    assert values["b"].std() == pytest.approx(2.0, rel=4 / np.sqrt(2 * 1000))  # four standard errors of a deviation
+    np.testing.assert_allclose(solution(task.clients), 0, atol=1e-15)
+    assert task.metrics["x_distance"](x, y) == pytest.approx(x @ x)
+    assert "relative_error" not in task.metrics
+
+
+def test_the_linear_term_matters(hard):
+    """Uncentred, a method that drops b would end at 0, which is far from the solution."""
+    zero = jnp.zeros(3)
+    exact = solution(hard.clients)
+    assert float(hard.metrics["relative_error"](zero, zero)) == pytest.approx(1)
+    assert float(hard.metrics["relative_error"](exact.x, exact.y)) == pytest.approx(0, abs=1e-15)
+    assert np.linalg.norm(exact.x) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("update", "point"),
+    [
+        (simultaneous, lambda clients: fedavg_point(clients, 4, 0.4, 0.8)),
+        (alternating, lambda clients: alternating_point(clients, (2, 4), 0.4, 0.8)),
+    ],
+)
+def test_where_averaging_ends(hard, update, point):
+    """A round shrinks what is left to about a third: after 80 it is rounding. Neither ends at the solution."""
+    found = point(hard.clients)
+    x, y = played(hard.clients, 80, 0.4, 0.8, update)
+    np.testing.assert_allclose(x, found.x, atol=1e-13)
+    np.testing.assert_allclose(y, found.y, atol=1e-13)
+    exact = solution(hard.clients)
+    assert np.linalg.norm(found.x - exact.x) > 0.02 * np.linalg.norm(exact.x)
+
+
+def test_one_step_or_one_client_is_free_of_bias(hard):
+    exact = solution(hard.clients)
+    np.testing.assert_allclose(fedavg_point(hard.clients, 1, 0.4, 0.8), exact, atol=1e-13)
+    np.testing.assert_allclose(alternating_point(hard.clients, (1, 1), 0.4, 0.8), exact, atol=1e-13)
+    alone = saddle(**{**HARD, "clients": 1}).clients
+    np.testing.assert_allclose(fedavg_point(alone, 5, 0.4, 0.8), solution(alone), atol=1e-13)
+
+
+def test_equal_curvature_is_kind_to_alternation_alone():
+    """The paper's C_i = P_i = I: alternating averages are right even where b is not centred, simultaneous ones not."""
+    clients = saddle(clients=6, dim=3, centred=False, weighted=True).clients
+    exact = solution(clients)
+    np.testing.assert_allclose(alternating_point(clients, (3, 5), 0.1, 0.8), exact, rtol=1e-12)
+    off = fedavg_point(clients, 5, 0.1, 0.8)
+    assert np.linalg.norm(off.x - exact.x) > 1e-3 * np.linalg.norm(exact.x)
+
+
+@pytest.mark.parametrize(("field", "value"), [("ridge", 0.0), ("spread", -1.0), ("dim", 0), ("clients", 0)])
+def test_wrong_options_are_named(field, value):
+    with pytest.raises(fb.ConfigurationError, match=f"{field} = {value}"):
+        saddle(**{field: value})
