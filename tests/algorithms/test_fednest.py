@@ -1,0 +1,233 @@
+"""Do FedNest and its relatives compute what the paper says, and end where closed forms say?
+
+The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (tests/conftest.py).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.tasks.quadratic import quadratic, solution
+
+WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
+STEPS = {"inner_lr": 1.0, "outer_lr": 0.2, "neumann_step": 1.0, "batch_size": None}
+
+
+def run(algorithm, task, rounds, **options):
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
+
+
+def relative_error(x, exact):
+    return float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
+
+
+def matrices(task):
+    """Each client's A, B, c, D, E, t: means over its samples (D t meaned as a product)."""
+    clients = task.clients
+    for i in range(len(clients)):
+        f, g = ({k: a.mean(0) for k, a in rows.row(i).items()} for rows in (clients.outer, clients.inner))
+        yield float(clients.weights[i]), {**f, **g}
+
+
+EXACT = {
+    "series": fb.FedNest(inverse="series", neumann_terms=120, inner_rounds=3, local_steps=3, outer_steps=2, **STEPS),
+    "cg": fb.FedNest(inverse="cg", cg_tolerance=1e-10, inner_rounds=3, local_steps=3, outer_steps=2, **STEPS),
+    "SGD, τ = 1": fb.FedNestSGD(inverse="cg", cg_tolerance=1e-10, inner_rounds=3, local_steps=1, **STEPS),
+}
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_reaches_the_closed_form(name):
+    """Unequal local work, too: β/τ_i and the correction leave x* where it is. The series: (1 − 1/κ)^120 < 1e-11."""
+    task = quadratic(clients=8, condition=5, local_steps=None if name.startswith("SGD") else WORK)
+    result = run(EXACT[name], task, 300)
+    exact = solution(task.clients)
+    assert relative_error(result.x, exact.x) < 1e-6
+    assert relative_error(result.y, exact.y) < 1e-6
+
+
+def local_limit(task):
+    """x where Σ p_i h_i(x, y*(x)) = 0, h_i = ρx + E_i y + B_iᵀ A_i⁻¹ [D_i (y − t_i) + E_iᵀ x], as ∇²xy g_i = −B_iᵀ."""
+    own = list(matrices(task))
+    a, b, c = (sum(p * m[k] for p, m in own) for k in "ABc")
+    j, k = np.linalg.solve(a, b), np.linalg.solve(a, c)  # y*(x) = Jx + k
+    left, right = np.zeros((5, 5)), np.zeros(5)
+    for p, m in own:
+        back = m["B"].T @ np.linalg.inv(m["A"])
+        slope = m["E"] + back @ m["D"]
+        left += p * (np.eye(5) + slope @ j + back @ m["E"].T)
+        right -= p * (slope @ k - back @ m["D"] @ m["t"])
+    return np.linalg.solve(left, right)
+
+
+@pytest.mark.parametrize("method", [fb.LFedNest, fb.FedNest])
+def test_local_hypergradients_end_where_their_mean_vanishes(method):
+    task = quadratic(condition=5, noise=0.0)
+    local = {"hypergradient": "local", "inverse": "cg", "cg_tolerance": 1e-12, "inner_rounds": 5, "local_steps": 1}
+    result = run(method(**local, **STEPS), task, 400)
+    predicted = local_limit(task)
+    assert relative_error(result.x, predicted) < 1e-6
+    assert relative_error(solution(task.clients).x, predicted) > 0.1  # another point than x*
+
+
+def test_identical_clients_make_local_and_global_agree():
+    task = quadratic(heterogeneity=0.0, noise=0.0)
+    common = {"inverse": "series", "neumann_terms": 7, "inner_rounds": 2, "local_steps": 2, **STEPS}
+    a, b = (run(method(**common), task, 5) for method in (fb.LFedNest, fb.FedNestSGD))
+    np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)
+    assert a.ledger.exchanges == (2 + 1) * 5  # T + 1
+    assert b.ledger.exchanges == (2 + 6 + 3) * 5  # T + (N − 1) + 3
+
+
+def test_equals_algorithms_1_to_4_written_out():
+    """Three epochs in NumPy, matrices in place of differentiation, with the series for v."""
+    rounds, local, outer, terms, beta, alpha, s = 2, WORK, 3, 4, 0.6, 0.3, 0.7
+    task = quadratic(clients=8, noise=0.0, local_steps=local)
+    algorithm = fb.FedNest(
+        inner_rounds=rounds, outer_steps=outer, inner_lr=beta, outer_lr=alpha, inverse="series", neumann_terms=terms,
+        neumann_step=s, batch_size=None,
+    )  # fmt: skip
+    own = list(matrices(task))
+    x, y = np.zeros(5), np.zeros(8)
+    for _ in range(3):
+        for _ in range(rounds):
+            q = sum(p * (m["A"] @ y - m["B"] @ x - m["c"]) for p, m in own)
+            ends = []
+            for (_, m), tau in zip(own, local, strict=True):
+                z = y
+                for _ in range(tau):
+                    z = z - beta / tau * (m["A"] @ (z - y) + q)
+                ends.append(z)
+            y = sum(p * z for (p, _), z in zip(own, ends, strict=True))
+        b = sum(p * (m["D"] @ (y - m["t"]) + m["E"].T @ x) for p, m in own)
+        hessian = sum(p * m["A"] for p, m in own)
+        v = s * sum(np.linalg.matrix_power(np.eye(8) - s * hessian, n) @ b for n in range(terms))
+        h = sum(p * (x + m["E"] @ y + m["B"].T @ v) for p, m in own)
+        z = x
+        for _ in range(outer):  # ∇x f_i = ρx + E_i y with ρ = 1 for all: the correction is the same for everyone
+            z = z - alpha / outer * ((z - x) + h)
+        x = z
+    result = run(algorithm, task, 3)
+    np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
+
+
+class Sums(NamedTuple):
+    x: jax.Array
+    y: jax.Array
+    total: jax.Array
+    squares: jax.Array
+
+
+@fb.algorithm
+class Draws(fb.FedNest):
+    """FedNest's hypergradient at the start, again and again: the sum and the sum of squares."""
+
+    def init(self, x, y):
+        return Sums(x, y, jnp.zeros_like(x), jnp.zeros_like(x))
+
+    def complaint(self, state):
+        return ""
+
+    def round(self, fed, state, key):
+        h = self.hypergradient_at(fed, state.x, state.y, key)
+        return state._replace(total=state.total + h, squares=state.squares + h**2)
+
+
+def deviation(fresh, inverse, draws=6000, terms=4, step=0.9):
+    """The largest distance, in standard errors, of the mean of draws from ∇x F + B̄ᵀ s Σ_{n<N} (I − sĀ)ⁿ ∇y F.
+
+    Cohorts of 2 out of 6 unequal clients, mini-batches of 2.
+    """
+    task = quadratic(clients=6, heterogeneity=2.0)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=5), rng.normal(size=8)
+    own = list(matrices(task))
+    a, b = (sum(p * m[k] for p, m in own) for k in "AB")
+    gradient = sum(p * (m["D"] @ (y - m["t"]) + m["E"].T @ x) for p, m in own)
+    v = step * sum(np.linalg.matrix_power(np.eye(8) - step * a, n) @ gradient for n in range(terms))
+    expected = x + sum(p * m["E"] for p, m in own) @ y + b.T @ v
+    algorithm = Draws(inverse=inverse, neumann_terms=terms, neumann_step=step, batch_size=2, fresh_cohorts=fresh)
+    state = fb.solve(
+        algorithm, task.problem, task.clients, jnp.asarray(x), jnp.asarray(y), rounds=draws, cohort=2
+    ).state
+    mean = np.asarray(state.total) / draws
+    error = np.sqrt((np.asarray(state.squares) / draws - mean**2) / draws)
+    return np.max(np.abs(mean - expected) / error)
+
+
+@pytest.mark.parametrize("inverse", ["random", "parallel", "series"])
+def test_in_expectation_the_product_is_the_truncated_neumann_inverse(inverse):
+    """Lemma 2.2. With factors from one cohort the expectation of a product is another: that would be seen here."""
+    assert deviation(True, inverse) < 5
+    if inverse == "series":
+        assert deviation(False, inverse) > 10
+
+
+def test_exchanges_are_those_of_the_paper():
+    rounds, inner, terms = 40, 3, 6
+    ledger = run(fb.FedNest(inner_rounds=inner, neumann_terms=terms), quadratic(clients=4), rounds).ledger
+    products = ledger.exchanges_by_phase["hessian_product"]
+    assert ledger.exchanges == (2 * inner + 3) * rounds + products  # 2T + N' + 3
+    spread = (terms**2 - 1) / 12  # the variance of N', uniform on 0..N−1
+    assert abs(products / rounds - (terms - 1) / 2) < 5 * np.sqrt(spread / rounds)
+
+
+def test_conjugate_gradient_needs_a_fifth_of_the_exchanges_of_the_series():
+    """κ = 1e3, relative residual 1e-3, of which the best constant step, 2/(μ + ℓ), leaves (1 − 2/(κ + 1))^N."""
+    task = quadratic(clients=3, dim_x=3, dim_y=60, condition=1e3, heterogeneity=0.0, noise=0.0)
+    terms = int(np.ceil(np.log(1e-3) / np.log(1 - 2 / (1e3 + 1))))
+    common = {"inner_lr": 1.0, "batch_size": None, "local_steps": 1}
+    algorithm = fb.FedNest(inverse="cg", cg_tolerance=1e-3, cg_iterations=terms, **common)
+    exchanges = run(algorithm, task, 1).ledger.exchanges_by_phase
+    assert exchanges["hessian_product"] <= (terms - 1) / 5
+
+
+def test_conjugate_gradient_stops_the_run_at_negative_curvature():
+    """x has not moved by then; the error says what to do."""
+
+    def inner(x, y, batch):
+        return jnp.mean(batch["a"]) * jnp.vdot(x, y) + 0.5 * (y[0] ** 2 - y[1] ** 2)
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.sum((y - jnp.mean(batch["a"])) ** 2) + jnp.sum(x), inner)
+    clients = fb.Clients({"a": np.ones((4, 3))})
+    start = (jnp.ones(2), jnp.zeros(2))
+    for hypergradient in ("global", "local"):
+        algorithm = fb.FedNest(inverse="cg", hypergradient=hypergradient, batch_size=None, inner_lr=0.1)
+        with pytest.raises(fb.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
+            fb.solve(algorithm, problem, clients, *start, rounds=3)
+    moved = fb.solve(fb.FedNest(inverse="series", inner_lr=0.1), problem, clients, *start, rounds=1).x
+    assert float(jnp.linalg.norm(moved - start[0])) > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"inverse": "cgg"}, r"unknown FedNest\.inverse 'cgg'; did you mean 'cg'"),
+        ({"hypergradient": "own"}, r"FedNest\.hypergradient 'own'.*allowed: global, local"),
+        ({"hypergradient": "local", "inverse": "parallel"}, r"inverse = 'parallel' is not allowed"),
+        ({"neumann_terms": 0}, r"FedNest\.neumann_terms = 0"),
+        ({"outer_steps": 0}, r"FedNest\.outer_steps = 0"),
+        ({"inner_lr": -1.0}, r"FedNest\.inner_lr = -1\.0"),
+    ],
+)
+def test_fields_that_are_refused(fields, message):
+    with pytest.raises(fb.ConfigurationError, match=message):
+        fb.FedNest(**fields)
+
+
+def test_lfednest_is_local_only():
+    with pytest.raises(fb.ConfigurationError, match="FedNestSGD have the global one"):
+        fb.LFedNest(hypergradient="global")
+
+
+def test_a_single_level_problem_is_refused_with_the_methods_for_it():
+    problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch["a"]) * jnp.sum(x**2))
+    with pytest.raises(
+        fb.ConfigurationError, match=r"FedNest solves Bilevel problems, not SingleLevel; methods that do"
+    ):
+        fb.solve(fb.FedNest(), problem, fb.Clients({"a": np.ones((2, 3))}), jnp.ones(2), rounds=1)
