@@ -1,5 +1,6 @@
 """The hypergradient over every sample of every client: the yardstick for everything that estimates it."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ def implicit_gradient(problem: Problem, clients: Clients, x: PyTree, y: PyTree) 
     return dense_implicit(Population.of(problem, clients), x, y)
 
 
+@jax.jit
 def dense_implicit(population: Population, x: PyTree, y: PyTree) -> Implicit:
     """By the Hessian's matrix: O(dim y³) time, O(dim y²) memory and dim y Hessian-vector products."""
     flat, unravel = ravel_pytree(y)
@@ -35,6 +37,7 @@ def dense_implicit(population: Population, x: PyTree, y: PyTree) -> Implicit:
     return implicit_with(population, x, y, unravel(jnp.linalg.solve(hessian, f_y)))
 
 
+@partial(jax.jit, static_argnames=("tolerance", "iterations"))
 def implicit_by_cg(
     population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10, iterations: int = 5000
 ) -> tuple[Implicit, Solution]:

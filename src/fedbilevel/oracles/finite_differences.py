@@ -1,9 +1,11 @@
 """The inner problem solved to rounding, and the slope of Φ(x) = F(x, y*(x)) from its values alone."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
@@ -29,6 +31,7 @@ class _Newton(NamedTuple):
     moved: Array  # whether the last step made the gradient smaller
 
 
+@partial(jax.jit, static_argnames=("tolerance", "iterations", "products"))
 def solve_inner(
     population: Population,
     x: PyTree,
@@ -86,29 +89,27 @@ def solve_inner(
 class Slopes(NamedTuple):
     """Directional derivatives of Φ, one per direction: arrays (directions,)."""
 
-    directions: PyTree  # leaves (directions, ...), of unit norm
-    values: Array
-    errors: Array  # how far a halving of the width moved them: a bound on their error while it exceeds rounding
+    directions: np.ndarray  # (directions, dim x), of unit norm, entries in the order of ravel_pytree
+    values: np.ndarray
+    errors: np.ndarray  # how far a halving of the width moved them: a bound on their error while it exceeds rounding
 
 
-def slopes(
-    population: Population, x: PyTree, y: PyTree, key: Array, *, directions: int, width: float | Array
-) -> Slopes:
+def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, directions: int, width: float) -> Slopes:
     """⟨∇Φ(x), d⟩ along random unit d, by central differences of F(x ± h d, y*(x ± h d)) for h = width and width/2.
 
     The two are combined (Richardson), which leaves an error of order h⁴; `y` is where the inner solver starts.
     """
     require_count("directions", directions)
     flat, unravel = ravel_pytree(x)
-    drawn = jax.random.normal(key, (directions, flat.size), flat.dtype)
-    units = drawn / jnp.linalg.norm(drawn, axis=1, keepdims=True)
+    drawn = np.random.default_rng(seed).normal(size=(directions, flat.size))
+    units = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
-    def objective(point: Array) -> Array:
-        best = solve_inner(population, unravel(point), y).y
-        return population.outer.value(unravel(point), best)
+    def objective(point: np.ndarray) -> float:
+        here = unravel(jnp.asarray(point, flat.dtype))
+        return float(population.outer.value(here, solve_inner(population, here, y).y))
 
-    offsets = width * jnp.array([1.0, -1.0, 0.5, -0.5])
-    points = (flat + offsets[:, None, None] * units).reshape(-1, flat.size)
-    phi = lax.map(objective, points).reshape(4, directions)
-    wide, narrow = (phi[0] - phi[1]) / (2 * width), (phi[2] - phi[3]) / width
-    return Slopes(jax.vmap(unravel)(units), (4 * narrow - wide) / 3, jnp.abs(narrow - wide))
+    def difference(h: float) -> np.ndarray:
+        return np.array([objective(flat + h * d) - objective(flat - h * d) for d in units]) / (2 * h)
+
+    wide, narrow = difference(width), difference(width / 2)
+    return Slopes(units, (4 * narrow - wide) / 3, np.abs(narrow - wide))

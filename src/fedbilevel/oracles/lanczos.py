@@ -7,9 +7,8 @@ Problem", 1980, chapter 13).
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.errors import require_count
@@ -18,68 +17,53 @@ from fedbilevel.oracles.inverse import Operator
 
 
 class Extremes(NamedTuple):
-    """The ends of a spectrum, approached from inside; scalars unless said otherwise.
+    """The ends of a spectrum, approached from inside.
 
-    A residual ‖H u − θ u‖, ‖u‖ = 1, bounds the distance from θ to some eigenvalue of H, by rounding if k = dim.
+    A residual ‖H u − θ u‖ with ‖u‖ = 1 bounds the distance from θ to some eigenvalue of H; after as many steps as there
+    are dimensions θ is the end itself, to rounding.
     """
 
-    smallest: Array
-    largest: Array
-    smallest_residual: Array
-    largest_residual: Array
-    smallest_vector: PyTree  # u, of unit norm
+    smallest: float
+    largest: float
+    smallest_residual: float
+    largest_residual: float
+    smallest_vector: PyTree  # u
     largest_vector: PyTree
 
 
-def extreme_eigenvalues(operator: Operator, like: PyTree, key: Array, *, iterations: int = 40) -> Extremes:
-    """Lanczos with k = min(iterations, dim) products, and two more for the residuals, from a random start.
+def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iterations: int = 60) -> Extremes:
+    """Lanczos with k = min(iterations, dim) products from a random start, on the host: compile the operator.
 
-    Memory: k vectors of the size of `like`. An invariant subspace that is met on the way is left by a new random
-    direction, so that k = dim always gives the whole spectrum.
+    An invariant subspace that is met on the way is left by a new random direction, so that k = dim gives the whole
+    spectrum whatever its multiplicities. Memory: 2k vectors of the size of `like`, in float64.
     """
     require_count("lanczos iterations", iterations)
     flat, unravel = ravel_pytree(like)
-    dim = flat.size
+    rng, dim = np.random.default_rng(seed), flat.size
     k = min(iterations, dim)
-    tiny = dim * jnp.finfo(flat.dtype).eps
+    basis, images = np.zeros((k, dim)), np.zeros((k, dim))  # q_j and H q_j
+    rest, scale = rng.normal(size=dim), 1.0
+    for j in range(k):
+        rest = _orthogonal(basis[:j], rest)
+        if np.linalg.norm(rest) <= dim * np.finfo(np.float64).eps * scale:  # False for NaN, which must reach the result
+            rest = _orthogonal(basis[:j], rng.normal(size=dim))
+        basis[j] = rest / np.linalg.norm(rest)
+        images[j] = ravel_pytree(operator(unravel(jnp.asarray(basis[j], flat.dtype))))[0]
+        rest, scale = images[j], float(np.linalg.norm(images[j]))
+    projected = basis @ images.T
+    if not np.all(np.isfinite(projected)):
+        nan = float("nan")
+        return Extremes(nan, nan, nan, nan, like, like)
+    values, vectors = np.linalg.eigh((projected + projected.T) / 2)
+    low, high = vectors[:, 0] @ basis, vectors[:, -1] @ basis
+    low_residual = np.linalg.norm(vectors[:, 0] @ images - values[0] * low)
+    high_residual = np.linalg.norm(vectors[:, -1] @ images - values[-1] * high)
+    ends = (unravel(jnp.asarray(u, flat.dtype)) for u in (low, high))
+    return Extremes(float(values[0]), float(values[-1]), float(low_residual), float(high_residual), *ends)
 
-    def product(q: Array) -> Array:
-        return ravel_pytree(operator(unravel(q)))[0]
 
-    def orthogonal(basis: Array, w: Array) -> Array:
-        for _ in range(2):  # twice is enough (Parlett, Kahan)
-            w = w - basis.T @ (basis @ w)
-        return w
-
-    def fresh(j: Array) -> Array:
-        return jax.random.normal(jax.random.fold_in(key, j), (dim,), flat.dtype)
-
-    def step(j: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        basis, q, alphas, betas = carry
-        basis = basis.at[j].set(q)
-        w = product(q)
-        scale = jnp.linalg.norm(w)
-        alphas = alphas.at[j].set(jnp.vdot(q, w))
-        rest = orthogonal(basis, w)
-        beta = jnp.linalg.norm(rest)
-        stuck = beta <= tiny * scale  # False for NaN, which must reach the result
-        other = orthogonal(basis, fresh(j + 1))
-        rest = jnp.where(stuck, other / jnp.linalg.norm(other), rest / jnp.where(stuck, 1, beta))
-        return basis, rest, alphas, betas.at[j].set(jnp.where(stuck, 0, beta))
-
-    start = fresh(jnp.asarray(0))
-    zeros = jnp.zeros(k, flat.dtype)
-    carry = (jnp.zeros((k, dim), flat.dtype), start / jnp.linalg.norm(start), zeros, zeros)
-    basis, _, alphas, betas = lax.fori_loop(0, k, step, carry)
-    off = jnp.diag(betas[: k - 1], 1)
-    _, vectors = jnp.linalg.eigh(jnp.diag(alphas) + off + off.T)
-
-    def pair(i: int) -> tuple[Array, Array, PyTree]:
-        u = basis.T @ vectors[:, i]
-        u = u / jnp.linalg.norm(u)
-        hu = product(u)
-        theta = jnp.vdot(u, hu)
-        return theta, jnp.linalg.norm(hu - theta * u), unravel(u)
-
-    (low, low_residual, low_vector), (high, high_residual, high_vector) = pair(0), pair(-1)
-    return Extremes(low, high, low_residual, high_residual, low_vector, high_vector)
+def _orthogonal(basis: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """w less its part in the span of the rows of `basis`; twice is enough (Parlett and Kahan)."""
+    for _ in range(2):
+        w = w - basis.T @ (basis @ w)
+    return w

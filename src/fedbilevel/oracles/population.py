@@ -4,7 +4,7 @@ A client's loss is a mean over its samples (plus terms without samples), so with
 
     F(x, y) = Σ_s w_s f(x, y, [s]),    Σ_s w_s = 1,    and G likewise.
 
-Samples are stored in chunks; within a chunk they are vectorised, and sums stream over the chunks.
+Samples are stored in chunks; within a chunk they are vectorised, and sums stream over the chunks. All is compiled.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ class Total:
     weights: Array  # (chunks, size): w_s; 0 on the padding of the last chunk
     loss: Loss = field(metadata={"static": True})
 
+    @jax.jit
     def value(self, x: PyTree, y: PyTree) -> Array:
         """F(x, y), a scalar."""
         return self.stream(lambda loss: loss(x, y))
 
+    @jax.jit
     def gradients(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
         """∇x F and ∇y F."""
         return self.stream(lambda loss: jax.grad(loss, (0, 1))(x, y))
 
+    @jax.jit
     def products(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
         """∇²xy F·v, like x, and ∇²yy F·v, like y: one forward-over-reverse pass."""
         return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, (0, 1))(x, y), (y,), (v,))[1])
 
+    @jax.jit
     def hess_v(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
         """∇²yy F·v, like y."""
         return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, 1)(x, y), (y,), (v,))[1])
@@ -126,6 +130,7 @@ class Population:
         """How many samples of the outer and of the inner loss there are."""
         return int(np.count_nonzero(self.outer.weights)), int(np.count_nonzero(self.inner.weights))
 
+    @jax.jit
     def hypergradient(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
         """∇x F − ∇²xy G·v, like x, and what v leaves of its system, ∇²yy G·v − ∇y F, like y."""
         (f_x, f_y), (cross, hess) = self.outer.gradients(x, y), self.inner.products(x, y, v)

@@ -4,6 +4,7 @@ Domke, "Generic methods for optimization-based modeling", AISTATS 2012; Maclauri
 hyperparameter optimization through reversible learning", ICML 2015.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ class Unrolled(NamedTuple):
     y: PyTree  # y_N
 
 
+@partial(jax.jit, static_argnames="steps")
 def unrolled_gradient(population: Population, x: PyTree, y: PyTree, *, steps: int, lr: float | Array) -> Unrolled:
     """d/dx F(x, y_N(x)) with y_0 = y fixed and y_{n+1} = y_n − lr·∇y G(x, y_n), by reverse mode.
 

@@ -1,0 +1,261 @@
+"""Does the check agree with closed forms on the quadratic, and does it catch wrong estimators?"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Clients
+from fedbilevel.core.config import positive
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.diagnostics.check import check_hypergradient
+from fedbilevel.oracles.products import cross_v
+from fedbilevel.tasks.quadratic import RIDGE, quadratic
+
+EPS = np.finfo(np.float64).eps
+CONDITION, TERMS, STEP, DRAWS = 10.0, 6, 0.9, 400
+ROUNDING = 1000 * CONDITION * EPS  # two linear solves, and sums over clients, of numbers of order one
+
+
+class Model(NamedTuple):
+    """One client's, or the population's, coefficients at one (x, y)."""
+
+    f_x: np.ndarray
+    f_y: np.ndarray
+    hessian: np.ndarray
+    cross: np.ndarray  # B: ∇²xy g = −Bᵀ
+
+    def hypergradient(self, inverse):
+        return self.f_x + self.cross.T @ inverse @ self.f_y
+
+
+@pytest.fixture(scope="module")
+def task():
+    return quadratic(clients=4, dim_x=4, dim_y=5, condition=CONDITION, samples=(2, 5), seed=3)
+
+
+@pytest.fixture(scope="module")
+def point():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=4), rng.normal(size=5)
+
+
+def models(clients, x, y):
+    """Every client's coefficients at (x, y)."""
+    out = []
+    for i in range(len(clients)):
+        m = {k: a.mean(0) for rows in (clients.outer, clients.inner) for k, a in rows.row(i).items()}
+        outer = clients.outer.row(i)
+        dt = np.einsum("nij,nj->ni", outer["D"], outer["t"]).mean(0)
+        out.append(Model(m["E"] @ y + RIDGE * x, m["D"] @ y - dt + m["E"].T @ x, m["A"], m["B"]))
+    return out
+
+
+def pooled(clients, own):
+    return Model(
+        *(sum(p * part for p, part in zip(clients.weights, parts, strict=True)) for parts in zip(*own, strict=True))
+    )
+
+
+def best_response(clients, x):
+    own = models(clients, x, np.zeros(5))
+    c = sum(p * clients.inner.row(i)["c"].mean(0) for i, p in enumerate(clients.weights))
+    whole = pooled(clients, own)
+    return np.linalg.solve(whole.hessian, whole.cross @ x + c)
+
+
+@algorithm
+class Noisy:
+    """Asks for ∇x f + normal noise of a known size; `schedule` shows that numbers reach the probe."""
+
+    noise: float = positive(1.0)
+
+    def init(self, x, y):
+        raise AssertionError("the probe has a state of its own")
+
+    def round(self, fed, state, key):
+        raise AssertionError("the probe has rounds of its own")
+
+    @phase
+    def ask(self, client, at, key):
+        x, y, v, noise = at
+        grad = jax.grad(client.problem.outer)(x, y, client.outer_batch(key, None))
+        cross = cross_v(client.problem, x, y, v, client.inner_batch(key, None))
+        return Reply(grad - cross + noise)
+
+    def hypergradient_at(self, fed, x, y, key):
+        """With v = ∇y f of the truth, handed in as a constant by the test."""
+        noise = self.noise * jax.random.normal(key, x.shape)
+        return fed.mean(self.ask, (x, y, jnp.asarray(Noisy.v), noise), key)
+
+
+@pytest.fixture(scope="module")
+def checked(task, point):
+    """One report for all the rows, with right and wrong estimators; inputs in float32, JAX as the user left it."""
+    x, start = (np.asarray(a, np.float32).astype(np.float64) for a in point)
+    y = best_response(task.clients, x)
+    own = models(task.clients, x, y)
+    whole = pooled(task.clients, own)
+    h, eye = whole.hessian, np.eye(5)
+    exact = whole.hypergradient(np.linalg.inv(h))
+    powers = [np.linalg.matrix_power(eye - STEP * h, n) for n in range(TERMS)]
+    wrong = [np.linalg.matrix_power(2 * eye - STEP * h, n) for n in range(TERMS)]
+    given = {
+        "right": lambda x, y: jnp.asarray(exact),
+        "sign of v": lambda x, y: whole.hypergradient(-np.linalg.inv(h)),
+        "ascent": lambda x, y: -exact,
+        "(2I − ηH)": lambda x, y: whole.hypergradient(STEP * sum(wrong)),
+        "y moves": lambda x, y: (
+            jnp.asarray(exact) + 0 * x if np.allclose(y, best_response(task.clients, x)) else x * np.inf
+        ),
+        "noisy": Noisy(noise=0.5),
+    }
+    Noisy.v = np.linalg.solve(h, whole.f_y)
+    report = check_hypergradient(
+        task.problem,
+        task.clients,
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(start, jnp.float32),
+        estimators=given,
+        steps=300,
+        terms=TERMS,
+        step=STEP,
+        draws=DRAWS,
+    )
+    flipped = whole.hypergradient(-np.linalg.inv(h))
+    local = sum(p * m.hypergradient(np.linalg.inv(m.hessian)) for p, m in zip(task.clients.weights, own, strict=True))
+    predicted = {
+        "series": whole.hypergradient(STEP * sum(powers)),
+        "local": local,
+        "sign of v": flipped,
+        "(2I − ηH)": whole.hypergradient(STEP * sum(wrong)),
+    }
+    return report, exact, predicted
+
+
+def error(h, exact):
+    return np.linalg.norm(h - exact) / np.linalg.norm(exact)
+
+
+def test_the_yardstick_is_the_closed_form(checked):
+    report, exact, _ = checked
+    assert error(report.hypergradient, exact) <= ROUNDING
+    assert report.hypergradient.dtype == np.float64
+    assert not report.negative_curvature
+    assert "less than float64" in str(report)
+
+
+@pytest.mark.parametrize("name", ["cg", "right", "y moves", "unrolled"])
+def test_what_is_right_is_said_to_be(checked, name):
+    """The unrolled error is at most (1 − STEP·μ)^N (1 + N), with μ ≥ 1/κ of every client."""
+    report, _, _ = checked
+    truncation = (1 - STEP / CONDITION) ** 300 * 301 if name == "unrolled" else 0
+    assert report[name].relative_error <= ROUNDING + 10 * truncation
+    assert report[name].cosine == pytest.approx(1, abs=1e-8)
+
+
+def test_finite_differences_agree_to_their_rounding(checked):
+    """ε·|Φ|/h with h = ε^(1/3)·‖x‖, four values a direction, against slopes of order one."""
+    report, _, _ = checked
+    assert report["finite differences"].relative_error <= 100 * EPS ** (2 / 3)
+
+
+@pytest.mark.parametrize("name", ["series", "local", "sign of v", "(2I − ηH)"])
+def test_errors_are_those_that_the_closed_form_predicts(checked, name):
+    report, exact, predicted = checked
+    expected = error(predicted[name], exact)
+    assert expected > 1e-3
+    assert report[name].relative_error == pytest.approx(expected, rel=1e-9)
+    cosine = predicted[name] @ exact / np.linalg.norm(predicted[name]) / np.linalg.norm(exact)
+    assert report[name].cosine == pytest.approx(cosine, rel=1e-9)
+
+
+def test_a_wrong_sign_shows_in_the_cosine(checked):
+    report, _, _ = checked
+    assert report["ascent"].cosine == pytest.approx(-1, abs=1e-12)
+    assert report["ascent"].relative_error == pytest.approx(2, rel=1e-9)
+
+
+def test_an_algorithm_is_played_and_its_noise_measured(checked):
+    """Unbiased, with 4 independent normal entries of deviation ½: the mean of n draws is off by √(4/n)/2 on average.
+
+    The estimate of that from n draws has itself a relative deviation of about 1/√(8n), 2 % here; 5 of them are allowed.
+    """
+    report, exact, _ = checked
+    row = report["noisy"]
+    expected = 0.5 * 2 / np.sqrt(DRAWS) / np.linalg.norm(exact)
+    assert row.standard_error == pytest.approx(expected, rel=5 / np.sqrt(8 * DRAWS))
+    assert 0 < row.relative_error <= 4 * expected  # χ with 4 degrees of freedom: beyond 4·(½√4) once in 10⁶
+    assert row.cost == "1 exchanges"
+
+
+def test_the_table_names_every_row(checked):
+    report, _, _ = checked
+    text = str(report)
+    assert all(row.name in text for row in report.rows)
+    assert len(report.rows) == 11
+    with pytest.raises(ConfigurationError, match="did you mean 'series'"):
+        report["serie"]
+
+
+def test_without_solving_the_yardstick_is_the_implicit_gradient_there(task, point):
+    x, y = point
+    report = check_hypergradient(task.problem, task.clients, x, y, solve_inner=False, steps=1)
+    whole = pooled(task.clients, models(task.clients, x, y))
+    assert error(report.hypergradient, whole.hypergradient(np.linalg.inv(whole.hessian))) <= ROUNDING
+    c = sum(p * task.clients.inner.row(i)["c"].mean(0) for i, p in enumerate(task.clients.weights))
+    inner = np.linalg.norm(whole.hessian @ y - whole.cross @ x - c)
+    assert report.inner_gradient == pytest.approx(inner, rel=1e-12)
+    assert "finite differences" not in {row.name for row in report.rows}
+    assert "only where the inner gradient vanishes" in str(report)
+
+
+def test_an_indefinite_inner_hessian_is_reported():
+    problem = Bilevel(
+        lambda x, y, b: jnp.mean(b) * jnp.sum(y) + x @ x,
+        lambda x, y, b: jnp.mean(b) * (y[0] ** 2 - 0.5 * y[1] ** 2) - x @ y,
+    )
+    clients = Clients(outer=[np.ones(2)], inner=[np.ones(1)])
+    report = check_hypergradient(problem, clients, np.ones(2), np.ones(2), solve_inner=False, steps=1, terms=1)
+    assert report.negative_curvature
+    assert report.smallest_curvature == pytest.approx(-1, rel=1e-12)
+    assert "NEGATIVE CURVATURE" in str(report)
+
+
+class TestRefusals:
+    def check(self, task, x=None, y=None, **options):
+        x, y = (task.x0 if x is None else x), (task.y0 if y is None else y)
+        return check_hypergradient(task.problem, task.clients, x, y, **options)
+
+    def test_nan(self, task):
+        with pytest.raises(ConfigurationError, match="finite in every leaf"):
+            self.check(task, x=np.array([0, np.nan, 0, 0]))
+
+    def test_shapes_that_the_losses_do_not_take(self, task):
+        with pytest.raises(ConfigurationError, match=r"shapes \(3,\) and \(5,\)"):
+            self.check(task, x=np.zeros(3))
+
+    def test_counts(self, task):
+        with pytest.raises(ConfigurationError, match="terms = 0"):
+            self.check(task, terms=0)
+        with pytest.raises(ConfigurationError, match="step = -1"):
+            self.check(task, step=-1)
+
+    @pytest.mark.parametrize(
+        ("given", "raised", "match"),
+        [
+            (lambda x, y: x[:2], ConfigurationError, r"\(2,\).*like x, \(4,\)"),
+            (lambda x, y: {"x": x}, ConfigurationError, "like x"),
+            (lambda x, y: x * np.nan, NonFiniteError, "'mine' holds NaN"),
+            (3.0, ConfigurationError, "a function"),
+            (Noisy, ConfigurationError, "a function"),
+        ],
+    )
+    def test_estimates(self, task, given, raised, match):
+        with pytest.raises(raised, match=match):
+            self.check(task, estimators={"mine": given}, solve_inner=False, steps=1, terms=1)
