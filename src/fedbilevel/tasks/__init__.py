@@ -3,18 +3,22 @@
 from collections.abc import Callable
 
 from fedbilevel.tasks.classification import classification
+from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.fair_classification import fair_classification
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.loss_tuning import loss_tuning
+from fedbilevel.tasks.portfolio import portfolio
 from fedbilevel.tasks.quadratic import quadratic
 from fedbilevel.tasks.saddle import saddle
 from fedbilevel.tasks.task import Task
 
 TASKS: dict[str, Callable[..., Task]] = {
     "classification": classification,
+    "compositional": compositional,
     "fair_classification": fair_classification,
     "hyper_representation": hyper_representation,
     "loss_tuning": loss_tuning,
+    "portfolio": portfolio,
     "quadratic": quadratic,
     "saddle": saddle,
 }

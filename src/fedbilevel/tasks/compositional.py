@@ -1,0 +1,130 @@
+"""A federated compositional quadratic with a closed form: an affine map of x inside, a quadratic of it outside.
+
+    min over x of F(R(x)),   r_i(x) = B_i x + c_i,   f_i(y) = ½ (y − t_i)ᵀD_i (y − t_i)
+
+with tall dense B_i and positive diagonal D_i, different at each client as are c_i and t_i, about which their samples
+scatter. With bars for weighted means, D̄t for that of D_i t_i, and y*(x) = R(x) = B̄x + c̄:
+
+    B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄)
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.problem import Compositional
+from fedbilevel.tasks.task import Task
+
+Floats = np.ndarray[Any, np.dtype[Any]]
+
+
+class Coefficients(NamedTuple):
+    """Of every client, means over its samples, leading axis clients."""
+
+    B: Floats  # (clients, dim_y, dim_x)
+    c: Floats  # (clients, dim_y)
+    D: Floats  # (clients, dim_y), diagonals
+    t: Floats  # (clients, dim_y)
+
+
+def outer(y: Array, batch: dict[str, Array]) -> Array:
+    """f_i, a mean over the samples of the batch."""
+    return 0.5 * jnp.mean(jnp.sum(batch["D"] * (y - batch["t"]) ** 2, axis=-1))
+
+
+def inner(x: Array, batch: dict[str, Array]) -> Array:
+    """r_i, likewise; shape (dim_y,)."""
+    return jnp.mean(batch["B"] @ x + batch["c"], axis=0)
+
+
+def compositional(
+    *,
+    clients: int = 10,
+    dim_x: int = 5,
+    dim_y: int = 8,
+    heterogeneity: float = 1.0,
+    noise: float = 0.1,
+    samples: tuple[int, int] = (5, 10),
+    weighted: bool = True,
+    local_steps: Any = None,
+    seed: int = 0,
+) -> Task:
+    """Draw a problem.
+
+    Args:
+        clients: M.
+        dim_x, dim_y: dimensions; dim_y is at least dim_x.
+        heterogeneity: how far clients' coefficients differ (0: all have the same).
+        noise: standard deviation of a sample's c and t about its client's.
+        samples: fewest and most samples per client and loss.
+        weighted: unequal client weights; else 1/M each.
+        local_steps: see Clients.
+        seed: of the draw.
+    """
+    require_count("clients", clients)
+    require_count("dim_x", dim_x)
+    require(dim_y >= dim_x, "dim_y", dim_y, f"at least dim_x = {dim_x}, or x* is not unique")
+    require(heterogeneity >= 0, "heterogeneity", heterogeneity, "at least 0")
+    require(noise >= 0, "noise", noise, "at least 0")
+    require(1 <= samples[0] <= samples[1], "samples", samples, "a pair (fewest, most), at least 1 each")
+    rng = np.random.default_rng(seed)
+    axes, shift, target = np.linalg.qr(rng.normal(size=(dim_y, dim_x)))[0], *rng.normal(size=(2, dim_y))
+
+    def drawn(count: int, own: dict[str, Floats], scattered: str) -> dict[str, Floats]:
+        """Samples of a client: its coefficients, one of them scattered."""
+        rows = {name: np.repeat(value[None], count, axis=0) for name, value in own.items()}
+        return {**rows, scattered: rows[scattered] + noise * rng.normal(size=rows[scattered].shape)}
+
+    outside, inside = [], []
+    for _ in range(clients):
+        counts = rng.integers(samples[0], samples[1] + 1, size=2)
+        map_ = axes + heterogeneity * rng.normal(size=axes.shape) / 2 / dim_y**0.5
+        moved = shift + heterogeneity * rng.normal(size=dim_y)
+        curve = 1 + heterogeneity * rng.uniform(size=dim_y)
+        wanted = target + heterogeneity * rng.normal(size=dim_y)
+        inside.append(drawn(counts[0], {"B": map_, "c": moved}, "c"))
+        outside.append(drawn(counts[1], {"D": curve, "t": wanted}, "t"))
+    population = Clients(
+        outer=outside,
+        inner=inside,
+        weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
+        local_steps=local_steps,
+    )
+    exact = solution(population)
+    size = float(np.linalg.norm(exact))
+    return Task(
+        name="compositional",
+        problem=Compositional(outer, inner),
+        clients=population,
+        x0=jnp.zeros(dim_x),
+        y0=jnp.zeros(dim_y),
+        metrics={"relative_error": lambda x, y: jnp.linalg.norm(x - exact) / size},
+    )
+
+
+def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
+    """x*, for the clients' own weights or for others (summing to 1)."""
+    p = clients.weights if weights is None else weights
+    each = coefficients(clients)
+    b, c, d, dt = (np.tensordot(p, part, 1) for part in (each.B, each.c, each.D, each.D * each.t))
+    return np.asarray(np.linalg.solve(b.T * d @ b, b.T @ (dt - d * c)))
+
+
+def local_point(clients: Clients, weights: np.ndarray | None = None) -> Floats:
+    """Where x ends if clients average their own B_iᵀ∇f_i(y) at the common y = R(x) (LFedNest): another point."""
+    p = clients.weights if weights is None else weights
+    each = coefficients(clients)
+    b, c = np.tensordot(p, each.B, 1), np.tensordot(p, each.c, 1)
+    pull = np.einsum("n,nij,ni->ji", p, each.B, each.D)  # mean of B_iᵀD_i
+    known = np.einsum("n,nij,ni->j", p, each.B, each.D * each.t)
+    return np.asarray(np.linalg.solve(pull @ b, known - pull @ c))
+
+
+def coefficients(clients: Clients) -> Coefficients:
+    """The clients' own, from their samples (D is the same in all samples of a client)."""
+    rows = [clients.inner.row(i) | clients.outer.row(i) for i in range(len(clients))]
+    return Coefficients(*(np.array([row[name].mean(0) for row in rows]) for name in Coefficients._fields))

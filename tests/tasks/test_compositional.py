@@ -1,0 +1,124 @@
+"""The compositional tasks: is the closed form the minimum of F(R(x)), and does averaging F_i(R_i(x)) miss it?"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.oracles.exact import implicit_gradient
+from fedbilevel.tasks import TASKS, compositional, portfolio
+from fedbilevel.tasks.compositional import inner, local_point, outer, solution
+from fedbilevel.tasks.portfolio import moments, moments_of, shares
+
+MARKETS = portfolio(clients=4, assets=5, months=(30, 60))
+
+
+def mean_over(clients, rows, function):
+    values = [function(rows.row(i)) for i in range(len(clients))]
+    return sum(p * value for p, value in zip(clients.weights, values, strict=True))
+
+
+def composed(task, outside, inside):
+    """x -> F(R(x)), from the losses alone."""
+    clients = task.clients
+
+    def whole(x):
+        y = mean_over(clients, clients.inner, lambda row: inside(x, row))
+        return mean_over(clients, clients.outer, lambda row: outside(y, row))
+
+    return whole
+
+
+@pytest.mark.parametrize("weights", [None, "other"])
+def test_the_closed_form_is_stationary(weights):
+    """∇(F∘R) = 0 at x*, and so is the implicit hypergradient of the bilevel form at y = R(x*)."""
+    task = compositional(clients=4)
+    if weights:
+        changed = fb.Clients(task.clients.outer, task.clients.inner, weights=[1.0, 2.0, 3.0, 4.0])
+        task = replace(task, clients=changed)
+    x = jnp.asarray(solution(task.clients))
+    whole = composed(task, outer, inner)
+    np.testing.assert_allclose(jax.jit(jax.grad(whole))(x), 0, atol=1e-13)
+    y = mean_over(task.clients, task.clients.inner, lambda row: inner(x, row))
+    found = implicit_gradient(task.problem, task.clients, x, y)
+    np.testing.assert_allclose(found.hypergradient, 0, atol=1e-13)
+    np.testing.assert_allclose(found.inner_gradient, 0, atol=1e-13)
+
+
+def test_clients_differ_enough_to_tell_methods_apart():
+    """Averaging B_iᵀ∇f_i(y) at the common y rests elsewhere; and weights matter."""
+    task = compositional()
+    exact, other = solution(task.clients), local_point(task.clients)
+    y = mean_over(task.clients, task.clients.inner, lambda row: inner(other, row))
+    own = lambda i: task.clients.inner.row(i)["B"].mean(0).T @ jax.grad(outer)(y, task.clients.outer.row(i))  # noqa: E731
+    pull = sum(p * own(i) for i, p in enumerate(task.clients.weights))
+    np.testing.assert_allclose(pull, 0, atol=1e-13)
+    size = np.linalg.norm(exact)
+    assert np.linalg.norm(other - exact) > 0.05 * size
+    assert np.linalg.norm(solution(task.clients, np.full(10, 0.1)) - exact) > 0.01 * size
+    assert float(task.metrics["relative_error"](exact, None)) == 0
+    assert float(task.metrics["relative_error"](task.x0, None)) == pytest.approx(1)
+
+
+def test_equal_clients_leave_no_bias():
+    clients = compositional(heterogeneity=0.0, noise=0.0).clients
+    np.testing.assert_allclose(local_point(clients), solution(clients), rtol=1e-12)
+
+
+def test_the_portfolio_is_optimal():
+    """∇(F∘R) = 0 at w*, F∘R is −μᵀw + (λ/2) wᵀΣw with the pooled moments, and the regret is its excess over w*."""
+    task, clients = MARKETS, MARKETS.clients
+    whole = composed(task, lambda y, row: task.problem.outer(None, y, row), moments_of)
+    start = np.array([0.3, -0.2, 0.1, 0.0, 0.4])
+    pooled = np.concatenate([clients.outer.row(i)["returns"] for i in range(4)])  # weights are by size
+    mean, spread = pooled.mean(0), np.cov(pooled, rowvar=False, bias=True)
+    w = np.asarray(shares(start))
+    assert w.sum() == pytest.approx(1)
+    assert float(whole(start)) == pytest.approx(-mean @ w + 0.05 * w @ spread @ w, rel=1e-12)
+    np.testing.assert_allclose(moments(clients).covariance, spread, rtol=1e-10)
+    # Newton's step on a quadratic ends at its minimum; the direction of equal shares, which w ignores, is pinned.
+    hessian = jax.jit(jax.hessian(whole))(start) + np.ones((5, 5))
+    best = start - np.linalg.solve(hessian, jax.jit(jax.grad(whole))(start))
+    assert float(task.metrics["relative_error"](best, None)) < 1e-10
+    assert float(task.metrics["relative_error"](task.x0, None)) == pytest.approx(1)
+    assert float(task.metrics["regret"](start, None)) == pytest.approx(float(whole(start) - whole(best)), rel=1e-9)
+
+
+def test_markets_means_matter():
+    """With each market's own variance in place of the pooled one the shares are others."""
+    clients = MARKETS.clients
+    rows = [clients.outer.row(i)["returns"] for i in range(4)]
+    within = sum(p * np.cov(row, rowvar=False, bias=True) for p, row in zip(clients.weights, rows, strict=True))
+    pooled = moments(clients)
+    means = np.array([row.mean(0) for row in rows])
+    between = np.cov(means, rowvar=False, bias=True, aweights=clients.weights)
+    np.testing.assert_allclose(within + between, pooled.covariance, rtol=1e-10, atol=1e-12)
+    assert np.linalg.norm(between) > 0.01 * np.linalg.norm(within)
+
+
+@pytest.mark.parametrize(("task", "lr"), [(compositional(clients=4), 0.1), (MARKETS, 0.2)])
+def test_a_method_reaches_the_closed_form(task, lr):
+    """SimFBO with one full step a round, by which it is exact."""
+    server_lr = fb.XYV(x=lr, y=0.5, v=0.5)
+    algorithm = fb.SimFBO(local_steps=1, batch_size=None, client_lr=1e-3, server_lr=server_lr)
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=300, metrics=task.metrics)
+    assert result.history["relative_error"][-1] < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "words"),
+    [
+        ("compositional", {"dim_y": 4}, "dim_y = 4"),
+        ("compositional", {"samples": (3, 2)}, "samples"),
+        ("compositional", {"noise": -1.0}, "noise = -1.0"),
+        ("portfolio", {"assets": 1}, "assets = 1"),
+        ("portfolio", {"months": (1, 3)}, "months"),
+        ("portfolio", {"risk_aversion": 0.0}, "risk_aversion = 0.0"),
+    ],
+)
+def test_wrong_options_are_named(task, options, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        TASKS[task](**options)
