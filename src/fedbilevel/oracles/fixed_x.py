@@ -49,8 +49,10 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
         return jax.tree.map(lambda a: a[chosen], features), True
 
     def loss(y: PyTree, batch: tuple[PyTree, Any]) -> Array:
-        values = jax.vmap(lambda one: parts.of_y(fixed, one, y))(batch[0])
-        return jnp.mean(values, where=batch[1])
+        chosen, mask = batch
+        if not chosen:  # no sample has any part in it
+            return parts.of_y(fixed, chosen, y)
+        return jnp.mean(jax.vmap(lambda one: parts.of_y(fixed, one, y))(chosen), where=mask)
 
     return InnerLoss(draw, loss)
 
