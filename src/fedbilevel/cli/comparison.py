@@ -77,7 +77,10 @@ def _runs(options: argparse.Namespace) -> int:
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
     terminal = console()
     from fedbilevel.experiments.compare import compare
+    from fedbilevel.experiments.own_task import is_task
 
+    if tasks := [what for what in options.what if not Path(what).exists() and is_task(what)]:
+        raise ConfigurationError(f"{tasks[0]} is a task: say what to run on it with --algorithms")
     picture = options.out or "comparison.png"
     terminal.print(compare(options.what, picture, terminal.width))
     terminal.print(f"plot  {picture}", highlight=False, soft_wrap=True)

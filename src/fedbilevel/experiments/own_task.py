@@ -18,9 +18,9 @@ from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.tasks import TASKS, Task
 
 
-def is_own(name: str) -> bool:
-    """Whether a name means a user's own task."""
-    return ":" in name
+def is_task(name: str) -> bool:
+    """Whether a name is that of a task, the library's or a user's own."""
+    return name in TASKS or ":" in name
 
 
 def full_name(name: str) -> str:

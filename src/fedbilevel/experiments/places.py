@@ -11,7 +11,7 @@ from fedbilevel.core.errors import ConfigurationError
 
 def default_path(*names: str | None, root: str | Path = "runs") -> Path:
     """runs/<names>-<time>, with a counter if that one exists."""
-    words = [re.sub(r"[^\w.-]+", "-", name) for name in names if name]
+    words = [re.sub(r"(\.py)?[^\w.-]+", "-", name) for name in names if name]  # mine.py:task, of a user's own
     base = Path(root) / "-".join([*words, time.strftime("%Y%m%d-%H%M%S")])
     path, count = base, 1
     while path.exists():

@@ -1,0 +1,94 @@
+"""Runs that end after a number of exchanges."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from command_line import outcome
+
+from fedbilevel import experiments
+from fedbilevel.core.errors import ConfigurationError
+
+BUDGET = 60
+SMALL = ["clients=4", "samples=[3, 3]", f"run.exchanges={BUDGET}"]
+
+
+@pytest.fixture(scope="module")
+def random_length(tmp_path_factory):
+    """A run of FedNest, whose rounds make a random number of exchanges."""
+    spec = experiments.configure(task="quadratic", algorithm="fednest", settings=[*SMALL, "inverse=random"])
+    folder = tmp_path_factory.mktemp("budget") / "run"
+    experiments.run(spec, folder, plot=False)
+    return spec, folder
+
+
+def test_it_ends_at_the_first_row_that_reaches_it(random_length) -> None:
+    _, folder = random_length
+    loaded = experiments.load_run(folder)
+    exchanges = loaded.history["exchanges"]
+    assert exchanges[-2] < BUDGET <= exchanges[-1]
+    assert len(set(np.diff(exchanges))) > 1  # of random length indeed
+    assert loaded.summary["stopped"] == f"{BUDGET} exchanges done"
+
+
+def test_rows_are_spread_over_it(tmp_path) -> None:
+    """SimFBO makes one exchange a round: 200 of them in 50 rows are 4 rounds to a row."""
+    spec = experiments.configure(task="quadratic", settings=[*SMALL, "run.exchanges=200"])
+    assert (spec.run.rounds, spec.run.eval_every) == (None, None)
+    result = experiments.run(spec, tmp_path / "run", plot=False)
+    np.testing.assert_array_equal(result.history["exchanges"], np.arange(0, 201, 4))
+
+
+def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> None:
+    spec, folder = random_length
+    rows = []
+
+    def interrupt(result: object, row: object) -> None:
+        rows.append(row)
+        if len(rows) > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
+    experiments.resume(tmp_path / "run", plot=False)
+    assert outcome(tmp_path / "run") == outcome(folder)
+
+
+def test_resuming_a_run_that_was_killed_after_its_last_round_adds_none(random_length) -> None:
+    _, folder = random_length
+    before = outcome(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").unlink()
+    experiments.resume(folder, plot=False)
+    again = json.loads((folder / "summary.json").read_text())
+    assert outcome(folder) == before
+    assert (again["rounds"], again["stopped"]) == (summary["rounds"], summary["stopped"])
+
+
+def test_rounds_and_a_budget_take_each_others_place() -> None:
+    spec = experiments.configure(settings=["exchanges=50"])
+    assert (spec.run.rounds, spec.run.exchanges, spec.run.eval_every) == (None, 50, None)
+    assert experiments.resolve(spec.tables()) == spec
+    back = experiments.assign(spec, ["rounds=7", "eval_every=1"])
+    assert (back.run.rounds, back.run.exchanges) == (7, None)
+    assert experiments.configure(settings=["exchanges=50", "eval_every=2"]).run.eval_every == 2
+    assert experiments.configure({"run": {"exchanges": 50}}).run == spec.run
+    assert spec.replace(run={"rounds": 9, "eval_every": 1}).run.exchanges is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["exchanges=50", "rounds=7"], "give one, not rounds = 7 and exchanges = 50"),
+        (["rounds=none"], "give one, not neither"),
+        (["exchanges=0"], "run.exchanges = 0 is not allowed"),
+        (["eval_every=none"], "run.eval_every = None is not allowed"),
+        (["pooled=true", "cohort=3"], "run.cohort = 3 is not allowed: it must be none or 1 with run.pooled"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        experiments.configure(settings=settings)
+    assert words in str(error.value)

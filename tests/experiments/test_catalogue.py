@@ -1,0 +1,85 @@
+"""`fedbilevel algorithms` and `fedbilevel tasks`: what stands in docstrings, at every width."""
+
+from __future__ import annotations
+
+import io
+import typing
+
+import pytest
+from rich.console import Console
+
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments import catalogue, listing, schema
+from fedbilevel.tasks import TASKS
+
+
+@pytest.mark.parametrize("facts", catalogue.algorithms(), ids=lambda facts: facts.name)
+def test_every_algorithm_says_what_people_choose_by(facts) -> None:
+    told = (facts.title, facts.paper, facts.exchanges, facts.needs, facts.good_for)
+    assert catalogue.MISSING not in told
+    assert "" not in told
+
+
+def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
+    class Mine:
+        """A method of mine. It has more to say.
+
+        Ann Author and Bob Author. "A paper". Somewhere 2020, arXiv:2001.00001.
+
+        Needs: patience,
+        and luck. Much of it.
+        """
+
+        __module__ = "fedbilevel.algorithms.simfbo"  # whose docstring has the rest
+
+    monkeypatch.setitem(ALGORITHMS, "mine", Mine)
+    mine = next(facts for facts in catalogue.algorithms() if facts.name == "mine")
+    assert mine.title == "A method of mine"
+    assert mine.paper == "Author et al. 2020, arXiv:2001.00001"
+    assert mine.needs == "patience, and luck"
+    assert mine.exchanges == "1"
+    assert mine.good_for == catalogue.MISSING
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_nothing_is_cut_off(width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(listing.algorithms_table(width))
+    console.print(listing.algorithm_fields_table())
+    console.print(listing.tasks_table())
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert all(name in text for name in [*ALGORITHMS, *TASKS])
+
+
+Word = typing.Literal["random", "series", "cg"]
+
+
+def choosing(*, inverse: Word = "random", other: Word | None = None, terms: int | Word = 3) -> None:
+    """Has fields with fixed sets of words."""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"inverse": "sries"},
+            "x.inverse = 'sries' is not allowed: it must be one of random, series, cg; did you mean",
+        ),
+        ({"inverse": 3}, "x.inverse = 3 is not allowed: it must be one of random, series, cg"),
+        ({"other": "cgg"}, "one of random, series, cg or \"none\"; did you mean 'cg'?"),
+        ({"terms": "serie"}, "a whole number or one of random, series, cg; did you mean 'series'?"),
+    ],
+)
+def test_a_fixed_set_of_words(given: dict, words: str) -> None:
+    fields = schema.of_function(choosing)
+    assert schema.complete("x", fields, {"inverse": "cg", "other": "none", "terms": "series"}, {}) == {
+        "inverse": "cg",
+        "other": None,
+        "terms": "series",
+    }
+    with pytest.raises(ConfigurationError) as error:
+        schema.complete("x", fields, given, {})
+    assert words in str(error.value)

@@ -1,0 +1,182 @@
+"""Several algorithms on one task by one command."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from command_line import outcome
+
+from fedbilevel import experiments, solve
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError
+from fedbilevel.experiments.methods import comparison_specs
+from fedbilevel.experiments.parts import build, task_of
+
+TWO = ["simfbo", "shrofbo"]
+SETTINGS = ["clients=4", "samples=[3, 3]", "run.rounds=20", "run.eval_every=5"]
+SET = [part for setting in SETTINGS for part in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> Path:
+    """Two algorithms, two seeds, and the run without a federation."""
+    folder = tmp_path_factory.mktemp("compared") / "runs"
+    experiments.compare_algorithms("quadratic", TWO, settings=SETTINGS, seeds=[0, 1], centralised=True, out=folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_run_has_its_folder(compared) -> None:
+    found = sorted(str(path.parent.relative_to(compared)) for path in compared.rglob("summary.json"))
+    assert found == [f"{name}/seed-{seed}" for name in ("centralised", "shrofbo", "simfbo") for seed in (0, 1)]
+    assert (compared / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    specs = [experiments.load_run(compared / name / "seed-1").spec for name in ("simfbo", "shrofbo", "centralised")]
+    assert [(spec.algorithm.name, spec.run.pooled) for spec in specs] == [
+        ("simfbo", False),
+        ("shrofbo", False),
+        ("simfbo", True),
+    ]
+    assert {(spec.run.seed, spec.task.fields["seed"], spec.run.rounds) for spec in specs} == {(1, 1, 20)}
+
+
+def test_what_is_finished_is_read(compared, run) -> None:
+    before = contents(compared)
+    code, shown, error = run(*again(compared))
+    assert (code, error) == (0, "")
+    assert [name in shown for name in ("simfbo (2 seeds)", "shrofbo (2 seeds)", "centralised (2 seeds)")] == [True] * 3
+    assert contents(compared) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--seeds", "0"], "seed-1 is there and not one of them"),
+        (["--seeds", "0,1", "--set", "local_steps=2"], "differs in algorithm.local_steps: 5 there, 2 now"),
+        ([], "runs/simfbo: that folder is not empty"),
+    ],
+)
+def test_the_folder_of_another_comparison_is_refused(more, words, compared, run) -> None:
+    before = contents(compared)
+    command = ["compare", "quadratic", "--algorithms", ",".join(TWO), *SET, "--centralised", "--out", compared]
+    code, _, error = run(*command, *more)
+    assert code == 2
+    assert words in error
+    assert contents(compared) == before
+
+
+@pytest.fixture
+def incomplete(compared, tmp_path) -> Path:
+    """A copy of the comparison, in which one run is missing."""
+    shutil.copytree(compared, tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / "simfbo" / "seed-1")
+    return tmp_path / "c"
+
+
+def again(folder: Path) -> list[object]:
+    names = ["--algorithms", ",".join(TWO), "--seeds", "0,1", "--centralised"]
+    return ["compare", "quadratic", *names, *SET, "--out", folder]
+
+
+def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatch) -> None:
+    from fedbilevel.experiments import display
+
+    seen = []
+
+    def interrupted(watch: object, result: object, row: object) -> None:
+        seen.append(row)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(display.Watch, "__call__", interrupted)
+        code, _, error = run(*again(incomplete))
+    assert code == 130
+    assert error == f"fedbilevel: interrupted; continue with the same command and --out {incomplete}\n"
+    assert (incomplete / "simfbo" / "seed-1" / "checkpoint.npz").is_file()
+    assert run(*again(incomplete))[0] == 0
+    assert outcome(incomplete / "simfbo" / "seed-1") == outcome(compared / "simfbo" / "seed-1")
+
+
+def test_a_run_that_diverges_does_not_stop_the_others(incomplete, run, monkeypatch) -> None:
+    from fedbilevel.cli import playing
+
+    def diverging(*_: object) -> None:
+        raise NonFiniteError("round 3, x is nan")
+
+    monkeypatch.setattr(playing, "start", diverging)
+    (incomplete / "comparison.png").unlink()
+    code, shown, error = run(*again(incomplete))
+    assert (code, error) == (3, "fedbilevel: simfbo/seed-1: round 3, x is nan\n")
+    assert "simfbo " in shown
+    assert "simfbo (2 seeds)" not in shown
+    assert "shrofbo (2 seeds)" in shown
+    assert (incomplete / "comparison.png").is_file()
+
+
+def test_settings_reach_the_algorithms_they_are_for() -> None:
+    settings = ["radius=3", "simfbo.local_steps=7", "algorithm.batch_size=4", "lfednest.inner_lr=0.25", "rounds=9"]
+    specs = comparison_specs("quadratic", ["simfbo", "lfednest"], settings=settings)
+    sim, nest = (specs[name].algorithm.fields for name in ("simfbo", "lfednest"))
+    assert (sim["radius"], "radius" in nest) == (3, False)
+    assert sim["local_steps"] == 7 != nest["local_steps"]
+    assert (sim["batch_size"], nest["batch_size"], nest["inner_lr"]) == (4, 4, 0.25)
+    assert {spec.run.rounds for spec in specs.values()} == {9}
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "settings", "words"),
+    [
+        ([], [], "algorithms = [] is not allowed: it must be one or more names"),
+        (["simfbo", "shrofob"], [], "unknown algorithm 'shrofob'; did you mean 'shrofbo'"),
+        (["simfbo", "simfbo"], [], "names that are all different"),
+        (TWO, ["algorithm.rdius=3"], "unknown field of the algorithms 'rdius'; did you mean 'radius'"),
+        (TWO, ["rdius=3"], "unknown field 'rdius'; did you mean 'radius'"),
+        (TWO, ["shrofbo.rdius=3"], "shrofbo: unknown field of algorithm 'rdius'; did you mean 'radius'"),
+        (TWO, ["lfednest.inner_lr=3"], "for one of the algorithms that are compared: simfbo, shrofbo"),
+        (TWO, ["simfbo=3"], "for one of the algorithms that are compared"),
+        (TWO, ["algorithm.name=lfednest"], "unknown field of the algorithms 'name'"),
+        (TWO, ["radius"], "of the form field=value"),
+    ],
+)
+def test_wrong_input_is_explained(algorithms, settings, words) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        comparison_specs("quadratic", algorithms, settings=settings)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quadratic", "hyper_representation", "--algorithms", "simfbo"], "a single task"),
+        (["quadratic"], "quadratic is a task: say what to run on it with --algorithms"),
+        (["runs", "--seeds", "0", "--centralised"], "--seeds, --centralised: only together with --algorithms"),
+        ([], "one or more run folders"),
+    ],
+)
+def test_the_two_ways_are_not_mixed(arguments, words, run) -> None:
+    code, _, error = run("compare", *arguments)
+    assert code == 2
+    assert words in error
+
+
+def test_one_client_that_holds_everything_is_the_same_problem() -> None:
+    """With clients of equal size and weight, one full-batch local step and everyone taking part, the server's average
+    is a mean over all samples, and so is that of the single client."""
+    settings = ["clients=3", "samples=[4, 4]", "weighted=false", "algorithm.local_steps=1", "run.rounds=5"]
+    spec = experiments.configure(task="quadratic", settings=[*settings, "run.cohort=3"])
+    pooled = spec.replace(run={"pooled": True})
+    assert pooled.run.cohort is None
+    task = task_of(pooled)
+    assert len(task.clients) == 1
+    assert task.clients.inner.size.tolist() == [12]
+    found = []
+    for parts in (build(spec), build(pooled)):
+        task = parts.task
+        found.append(solve(parts.algorithm, task.problem, task.clients, task.x0, task.y0, rounds=5).state.iterate)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), *found)

@@ -1,0 +1,117 @@
+"""A user's own task, from a file or a module."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fedbilevel import experiments
+from fedbilevel.experiments.own_task import task_maker
+from fedbilevel.experiments.parts import task_of
+
+SOURCE = """
+import jax.numpy as jnp
+import numpy as np
+import neighbour
+from fedbilevel import Bilevel, Clients
+from fedbilevel.tasks import Task
+
+
+def make(*, clients: int = 4, shift: float = neighbour.SHIFT, seed: int = 0, plain=(1, 2), nothing=None) -> Task:
+    assert plain == [1, 2] and nothing is None
+    data = [np.random.default_rng([seed, i]).normal(size=(6, 3)) + shift for i in range(clients)]
+    outer = lambda x, y, batch: jnp.mean((y - batch) ** 2) + jnp.sum(x**2)
+    inner = lambda x, y, batch: jnp.mean((y - x * batch) ** 2)
+    clients = Clients(outer=data, inner=data)
+    return Task("mine", Bilevel(outer, inner), clients, jnp.ones(3), jnp.zeros(3), {"size": lambda x, y: x @ x})
+
+
+ready = make(plain=[1, 2])
+number = 3
+
+
+def wrong():
+    return number
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text(SOURCE)
+    (tmp_path / "sub" / "neighbour.py").write_text("SHIFT = 1.5\n")
+    (tmp_path / "broken.py").write_text("def make(:\n")
+    return tmp_path
+
+
+def test_it_runs_and_is_resumed_from_elsewhere(run, here) -> None:
+    code, _, error = run("run", "sub/mine.py:make", "--rounds", 3, "--set", "task.shift=2", "--seed", 5, "--quiet")
+    assert (code, error) == (0, "")
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.startswith("mine-make-simfbo-2")
+    loaded = experiments.load_run(folder)
+    assert loaded.spec.task.name == f"{here}/sub/mine.py:make"
+    assert loaded.summary["task"] == "mine.py:make"
+    assert loaded.spec.task.fields == {"clients": 4, "shift": 2, "seed": 5, "plain": [1, 2], "nothing": None}
+    os.chdir("/")
+    assert run("run", "--resume", folder, "--rounds", 5, "--quiet")[0] == 0
+    assert experiments.load_run(folder).summary["rounds"] == 5
+
+
+def test_a_task_that_is_ready_has_no_fields(here) -> None:
+    spec = experiments.configure(task="sub/mine.py:ready")
+    assert (spec.task.fields, len(task_of(spec).clients)) == ({}, 4)
+
+
+def test_a_module_is_found_from_here(here, monkeypatch) -> None:
+    monkeypatch.chdir(here / "sub")
+    spec = experiments.configure(task="mine:make", settings=["task.clients=2"])
+    assert spec.task.name == "mine:make"
+    assert len(task_of(spec).clients) == 2
+
+
+def test_a_changed_file_is_read_again(here) -> None:
+    file = here / "sub" / "mine.py"
+    assert len(task_maker(f"{file}:make")(plain=[1, 2]).clients) == 4
+    file.write_text(SOURCE.replace("clients: int = 4", "clients: int = 7"))
+    os.utime(file, ns=(1, 1))
+    assert len(task_maker(f"{file}:make")(plain=[1, 2]).clients) == 7
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("sub/mine.py:mkae", "unknown name in sub/mine.py 'mkae'; did you mean 'make'? (allowed: make, ready, wrong)"),
+        ("sub/mine.py", "needs the name of a Task, or of a function making one: sub/mine.py:NAME"),
+        ("sub/mine.py:number", "mine.py:number is of type int; it must be a Task, or a function that returns one"),
+        ("sub/mine.py:wrong", "mine.py:wrong returned int; it must return a Task"),
+        ("sub/nine.py:make", "there is no file "),
+        ("broken.py:make", "broken.py cannot be imported: invalid syntax"),
+        ("nomodule:make", "module 'nomodule' cannot be imported: No module named 'nomodule'"),
+        (":make", "module '' cannot be imported"),
+        ("quadratik", "did you mean 'quadratic'"),
+    ],
+)
+def test_what_is_no_task_is_explained(task: str, words: str, run, here) -> None:
+    code, shown, error = run("run", task, "--quiet")
+    assert (code, shown) == (2, "")
+    assert words in error.replace(f"{here}/", "")
+    assert len(error.splitlines()) == 1
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sub/mine.py:ready", "--data", "mnist"], "task.data cannot be set: this task has no fields"),
+        (["sub/mine.py:make", "--set", "task.shfit=2"], "unknown field of task 'shfit'; did you mean 'shift'"),
+        (["sub/mine.py:make", "--set", "shift=far"], "task.shift = 'far' is not allowed: it must be a number"),
+    ],
+)
+def test_wrong_fields_are_explained(arguments: list[str], words: str, run) -> None:
+    code, _, error = run("run", *arguments)
+    assert code == 2
+    assert words in error
