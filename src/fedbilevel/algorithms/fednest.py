@@ -35,14 +35,14 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.hypergradient import Hypergradient
-from fedbilevel.algorithms.local_descent import Gradient, corrected_descent, local_descent
+from fedbilevel.algorithms.inner_descent import InnerDescent
+from fedbilevel.algorithms.local_descent import corrected_descent
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, move
-from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
 class State(NamedTuple):
@@ -56,27 +56,18 @@ class State(NamedTuple):
 
 
 @config
-class Nested(Hypergradient):
-    """What the three share: the fields, FedAvg's steps on y, and the start.
+class Alternating(InnerDescent, Hypergradient):
+    """What FedNest's family and FedMBO share: steps on y, then on x by a hypergradient, and a guard for it.
 
-    Args:
-        inner_rounds: T.
-        local_steps: τ_i on y, where the population does not give each client its own.
-        outer_steps: τ on x.
-        inner_lr: β; a client's step is β/τ_i.
-        outer_lr: α; a client's step is α/τ.
+    Args: those of `InnerDescent`, where `inner_rounds` is T, those of `Hypergradient`, and
+        outer_lr: α.
     """
 
-    inner_rounds: int = static(1)
-    local_steps: int = static(5)
-    outer_steps: int = static(1)
-    inner_lr: float = positive(0.5)
     outer_lr: float = positive(0.1)
 
     def validate(self) -> None:
-        super().validate()
-        for field in ("inner_rounds", "local_steps", "outer_steps"):
-            require_count(f"{type(self).__name__}.{field}", getattr(self, field))
+        Hypergradient.validate(self)
+        InnerDescent.validate(self)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(x, y, jnp.asarray(-1))
@@ -91,31 +82,26 @@ class Nested(Hypergradient):
             "add a ridge to the inner loss, or take inverse='series', which assumes less"
         )
 
-    @phase
-    def inner_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """FedAvg: τ_i plain steps on y."""
-        x, y = at
-        tau = client.local_steps(self.local_steps)
-        change = local_descent(self.inner_gradient_at(client, x, y), y, tau, self.inner_lr, key)
-        return Reply(change, gradients=tau)
-
-    def inner_gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
-        """(y, key) -> ∇y g_i(x, y) on drawn samples."""
-        return inner_loss_at(client, x, y, self.batch_size, self.local_steps).gradient
-
-    def plain_inner(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """T rounds of FedAvg on y, one exchange each."""
-
-        def once(fed: Fed, y: PyTree, key: Array) -> PyTree:
-            return optax.tree.add(y, fed.mean(self.inner_descent, (x, y), key, unbiased=True))
-
-        return fed.repeat(self.inner_rounds, once, y, key)
-
     def moved(self, state: State, change: PyTree, y: PyTree, negative: Array) -> State:
         """The next state; x stays where its hypergradient cannot be trusted."""
         first = jnp.where(state.negative_curvature >= 0, state.negative_curvature, negative)
         x = jax.tree.map(lambda old, d: jnp.where(first >= 0, old, old + d), state.x, change)
         return State(x, y, first)
+
+
+@config
+class Nested(Alternating):
+    """What the three share.
+
+    Args: those of `Alternating`, where a client's step on x is α/τ, and
+        outer_steps: τ on x.
+    """
+
+    outer_steps: int = static(1)
+
+    def validate(self) -> None:
+        super().validate()
+        require_count(f"{type(self).__name__}.outer_steps", self.outer_steps)
 
 
 @config
@@ -142,7 +128,7 @@ class GlobalOuter(Nested):
 
 @algorithm
 class FedNest(GlobalOuter):
-    """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested` and `Hypergradient`.
+    """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested`.
 
     Exchanges per round: 2T + N' + 3.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
@@ -178,7 +164,7 @@ class FedNest(GlobalOuter):
 
 @algorithm
 class FedNestSGD(GlobalOuter):
-    """FedNest with FedAvg's plain local steps on y. Fields: see `Nested` and `Hypergradient`.
+    """FedNest with FedAvg's plain local steps on y. Fields: see `Nested`.
 
     Exchanges per round: T + N' + 3.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
@@ -188,13 +174,13 @@ class FedNestSGD(GlobalOuter):
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        y = self.plain_inner(fed, state.x, state.y, inner_key)
+        y = self.plain_inner(fed, state.x, state.y, inner_key, self.inner_rounds)
         return self.fed_out(fed, state, y, outer_key)
 
 
 @algorithm
 class LFedNest(Nested):
-    """FedNest made light: FedAvg's steps on y, local hypergradients on x. Fields: see `Nested` and `Hypergradient`.
+    """FedNest made light: FedAvg's steps on y, local hypergradients on x. Fields: see `Nested`.
 
     Exchanges per round: T + 1.
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
@@ -234,6 +220,6 @@ class LFedNest(Nested):
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        y = self.plain_inner(fed, state.x, state.y, inner_key)
+        y = self.plain_inner(fed, state.x, state.y, inner_key, self.inner_rounds)
         change, negative = fed.mean(self.own_outer_descent, (state.x, y), outer_key, unbiased=True)
         return self.moved(state, change, y, jnp.where(negative > 0, 0, -1))

@@ -20,15 +20,19 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.client import Client, uniform_below
-from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.client import Client, Clients, uniform_below
+from fedbilevel.core.config import at, config, positive, static
 from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.inverse import Iteration
+from fedbilevel.oracles.lanczos import extreme_eigenvalues
+from fedbilevel.oracles.population import Population
 from fedbilevel.oracles.products import hess_v, hypergradient
 
 Inverse = Literal["random", "parallel", "series", "cg"]
+SAMPLES_FOR_CHECK = 1024
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
 """(where exchanges are made, v, key, number of the fresh cohort) -> H v."""
 
@@ -49,10 +53,35 @@ class Solved(NamedTuple):
 
 
 @config
-class Hypergradient:
-    """The fields of every method that inverts the inner Hessian.
+class OuterGradients:
+    """The two phases of every hypergradient that the federation makes together: how it begins and how it ends.
 
     Args:
+        batch_size: samples per draw for each loss; None takes all samples.
+    """
+
+    batch_size: int | None = static(32)
+
+    @phase
+    def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """∇y f_i, to be averaged into b."""
+        b = jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key, self.batch_size))
+        return Reply(b, gradients=1)
+
+    @phase
+    def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """∇x f_i − ∇²xy g_i v."""
+        outer_key, inner_key = jax.random.split(key)
+        outer_batch = client.outer_batch(outer_key, self.batch_size)
+        loss, h = hypergradient(client.problem, *at, outer_batch, client.inner_batch(inner_key, self.batch_size))
+        return Reply(h, metrics={"outer_loss": loss}, gradients=1, products=0 if at[2] is None else 1)
+
+
+@config
+class Hypergradient(OuterGradients):
+    """The fields of every method that inverts the inner Hessian.
+
+    Args: that of `OuterGradients`, and
         hypergradient: "global" or "local".
         inverse: "random", "parallel" (global only), "series" or "cg".
         neumann_terms: N.
@@ -61,7 +90,6 @@ class Hypergradient:
         cg_tolerance: relative residual at which conjugate gradient ends.
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
             expectation is the product of the expectations; otherwise the round's own cohort gives them all.
-        batch_size: samples per draw for each loss; None takes all samples.
     """
 
     hypergradient: Literal["global", "local"] = static("global")
@@ -71,7 +99,6 @@ class Hypergradient:
     cg_iterations: int = static(20)
     cg_tolerance: float = positive(1e-3)
     fresh_cohorts: bool = static(True)
-    batch_size: int | None = static(32)
 
     def validate(self) -> None:
         name = type(self).__name__
@@ -83,6 +110,19 @@ class Hypergradient:
         require_count(f"{name}.batch_size", self.batch_size, optional=True)
         both = self.hypergradient == "local" and self.inverse == "parallel"
         require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
+
+    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
+        """Refuse a Neumann step at which the products grow: one of 2/ℓ or more, ℓ as a few Lanczos steps see it."""
+        if self.inverse == "cg" or problem.indirect != "inverse":
+            return
+        inner = Population.of(problem, clients, SAMPLES_FOR_CHECK).inner
+        largest = extreme_eigenvalues(lambda v: inner.hess_v(x, y, v), y, seed=0, iterations=8).largest
+        step = float(at(self, 0).neumann_step)
+        if largest > 0:
+            allowed = (
+                f"below 2/ℓ = {2 / largest:.4g}: at the start the inner Hessian's largest eigenvalue is about ℓ = "
+            )
+            require(step * largest < 2, f"{type(self).__name__}.neumann_step", step, f"{allowed}{largest:.4g}")
 
     @property
     def fresh(self) -> int:
@@ -155,12 +195,6 @@ class Hypergradient:
         return Solved(v, count, jnp.asarray(-1))
 
     @phase
-    def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """∇y f_i, to be averaged into b."""
-        b = jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key, self.batch_size))
-        return Reply(b, gradients=1)
-
-    @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """N s ∇y f_i in the place of this client's N'_i, zeros in all others: leaves (N, …)."""
         draw_key, batch_key = jax.random.split(key)
@@ -175,14 +209,6 @@ class Hypergradient:
         """∇²yy g_i v."""
         product = hess_v(client.problem, *at, client.inner_batch(key, self.batch_size))
         return Reply(product, products=1)
-
-    @phase
-    def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """∇x f_i − ∇²xy g_i v."""
-        outer_key, inner_key = jax.random.split(key)
-        outer_batch = client.outer_batch(outer_key, self.batch_size)
-        loss, h = hypergradient(client.problem, *at, outer_batch, client.inner_batch(inner_key, self.batch_size))
-        return Reply(h, metrics={"outer_loss": loss}, gradients=1, products=0 if at[2] is None else 1)
 
     @phase
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:

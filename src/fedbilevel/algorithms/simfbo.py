@@ -31,7 +31,7 @@ Departures from the paper:
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems) and tests/engines/test_agreement.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +39,12 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
+from fedbilevel.algorithms.local_directions import LocalDirections, descend
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static, steps
-from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree
-from fedbilevel.oracles.products import Directions, directions, independent_directions
 
 
 class State(NamedTuple):
@@ -64,32 +63,20 @@ class State(NamedTuple):
 
 
 @config
-class SingleLoop:
+class SingleLoop(LocalDirections):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
-    Args:
-        local_steps: τ, where the population does not give each client its own.
-        batch_size: samples per draw for each loss; None takes all samples.
-        client_lr: η for x, y, v: numbers or schedules over rounds.
-        server_lr: γ for x, y, v, likewise.
+    Args: those of `LocalDirections`, where `client_lr` is η, and
+        server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
         coefficients: a_k, which make the local steps plain, momentum or proximal ones.
         server_optimizer: an optax optimizer, fed with q; its updates are scaled by γ.
-        independent_batches: a draw of its own for each of the three directions.
     """
 
-    local_steps: int = static(5)
-    batch_size: int | None = static(32)
-    client_lr: XYV = steps(x=0.01, y=0.1, v=0.1)
     server_lr: XYV = steps(x=0.01, y=0.1, v=0.1)
     radius: float = positive(float("inf"))
     coefficients: Coefficients = Plain()
     server_optimizer: optax.GradientTransformation = static(optax.sgd(1.0))
-    independent_batches: bool = static(False)
-
-    def validate(self) -> None:
-        require_count("local_steps", self.local_steps)
-        require_count("batch_size", self.batch_size, optional=True)
 
     def first_state(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))
@@ -99,42 +86,7 @@ class SingleLoop:
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
         tau = client.local_steps(self.local_steps)
-        q, outer_loss, inner_loss = self.local_sum(client, start, tau, key)
-        metrics = {"outer_loss": outer_loss / tau, "inner_loss": inner_loss / tau}
-        gradients = 3 if self.independent_batches else 2
-        return Reply(q, metrics=metrics, gradients=gradients * tau, products=2 * tau)
-
-    def local_sum(self, client: Client, start: XYV, tau: int | Array, key: Array) -> Directions:
-        """Σ_k a_k d_k along the local steps, and the sums of the two losses.
-
-        The local iterate is start − η·q throughout, so that q is all there is to carry.
-        """
-
-        def step(k: Array, total: Directions) -> Directions:
-            local = descend(start, self.client_lr, total.step)
-            now = self.directions(client, local, jax.random.fold_in(key, k))
-            a_k = self.coefficients.at(k, tau)
-            q = jax.tree.map(lambda q, d: q + (a_k * d).astype(q.dtype), total.step, now.step)
-            return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss)
-
-        none = jax.eval_shape(lambda k: self.directions(client, start, k), key)
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), none)
-        return jax.lax.fori_loop(0, tau, step, zero)
-
-    def directions(self, client: Client, local: XYV, key: Array) -> Directions:
-        """The three directions on fresh samples."""
-        if not self.independent_batches:
-            outer_key, inner_key = jax.random.split(key)
-            outer, inner = (
-                client.outer_batch(outer_key, self.batch_size),
-                client.inner_batch(inner_key, self.batch_size),
-            )
-            return directions(client.problem, local, outer, inner)
-        keys = jax.random.split(key, 5)
-        outer_draw = [client.outer_batch(k, self.batch_size) for k in keys[:2]]
-        inner_draw = [client.inner_batch(k, self.batch_size) for k in keys[2:]]
-        system, hyper = (outer_draw[0], inner_draw[0]), (outer_draw[1], inner_draw[1])
-        return independent_directions(client.problem, local, inner_draw[2], system, hyper)
+        return self.counted(self.local_sum(client, start, tau, key, self.coefficients), tau)
 
     def server_update(self, state: State, q: XYV) -> State:
         """Server, line 14: (5), with v brought back into its ball."""
@@ -204,15 +156,6 @@ class ShroFBO(SingleLoop):
         rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
         server = self.server_update(state.simfbo, optax.tree.scale(rho, h))
         return RobustState(server, state.work + now, state.rounds + 1)
-
-
-def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
-    """point − lr·direction, each variable with its own step size, in the point's own dtype."""
-
-    def move(size: Any, tree: PyTree, d: PyTree) -> PyTree:
-        return jax.tree.map(lambda p, g: p - (size * g).astype(p.dtype), tree, d)
-
-    return XYV(*(move(size, tree, d) for size, tree, d in zip(lr, point, direction, strict=True)))
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:

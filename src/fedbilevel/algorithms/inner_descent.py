@@ -1,0 +1,56 @@
+"""FedAvg on the inner variable: what methods share that first bring y near y*(x), by exchanges of its own."""
+
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.local_descent import Gradient, local_descent
+from fedbilevel.core.algorithm import phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.errors import require_count
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.tree import PyTree
+from fedbilevel.oracles.fixed_x import inner_loss_at
+
+
+@config
+class InnerDescent:
+    """The fields of the steps on y, and one round of FedAvg.
+
+    Args:
+        inner_rounds: rounds of steps on y for each step of x.
+        local_steps: τ_i on y, where the population does not give each client its own.
+        inner_lr: β; a client's step is β/τ_i.
+        batch_size: samples per draw for each loss; None takes all samples.
+    """
+
+    inner_rounds: int = static(1)
+    local_steps: int = static(5)
+    inner_lr: float = positive(0.5)
+    batch_size: int | None = static(32)
+
+    def validate(self) -> None:
+        name = type(self).__name__
+        for field in ("inner_rounds", "local_steps"):
+            require_count(f"{name}.{field}", getattr(self, field))
+        require_count(f"{name}.batch_size", self.batch_size, optional=True)
+
+    @phase
+    def inner_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """FedAvg: τ_i plain steps on y."""
+        x, y = at
+        tau = client.local_steps(self.local_steps)
+        change = local_descent(self.inner_gradient_at(client, x, y), y, tau, self.inner_lr, key)
+        return Reply(change, gradients=tau)
+
+    def inner_gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
+        """(y, key) -> ∇y g_i(x, y) on drawn samples."""
+        return inner_loss_at(client, x, y, self.batch_size, self.local_steps).gradient
+
+    def plain_inner(self, fed: Fed, x: PyTree, y: PyTree, key: Array, rounds: int | Array) -> PyTree:
+        """That many rounds of FedAvg on y, one exchange each."""
+
+        def once(fed: Fed, y: PyTree, key: Array) -> PyTree:
+            return optax.tree.add(y, fed.mean(self.inner_descent, (x, y), key, unbiased=True))
+
+        return fed.repeat(rounds, once, y, key)

@@ -1,0 +1,84 @@
+"""The local steps of a client on x, y and v at once: what all single-loop methods share."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.algorithms.local_coefficients import Coefficients
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import config, static, steps
+from fedbilevel.core.errors import require_count
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.tree import XYV, move
+from fedbilevel.oracles.products import Directions, directions, independent_directions
+
+
+@config
+class LocalDirections:
+    """The fields of a client's steps, and the three directions.
+
+    Args:
+        local_steps: τ, where the population does not give each client its own.
+        batch_size: samples per draw for each loss; None takes all samples.
+        client_lr: the client's step sizes for x, y, v: numbers or schedules over rounds.
+        independent_batches: a draw of its own for each of the three directions.
+    """
+
+    local_steps: int = static(5)
+    batch_size: int | None = static(32)
+    client_lr: XYV = steps(x=0.01, y=0.1, v=0.1)
+    independent_batches: bool = static(False)
+
+    def validate(self) -> None:
+        require_count("local_steps", self.local_steps)
+        require_count("batch_size", self.batch_size, optional=True)
+
+    def local_sum(
+        self, client: Client, start: XYV, tau: int | Array, key: Array, coefficients: Coefficients
+    ) -> Directions:
+        """Σ_k a_k d_k along the local steps, and the sums of the two losses.
+
+        The local iterate is start − η·q throughout, so that q is all there is to carry.
+        """
+
+        def step(k: Array, total: Directions) -> Directions:
+            local = descend(start, self.client_lr, total.step)
+            now = self.directions(client, local, jax.random.fold_in(key, k))
+            a_k = coefficients.at(k, tau)
+            q = jax.tree.map(lambda q, d: q + (a_k * d).astype(q.dtype), total.step, now.step)
+            return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss)
+
+        return jax.lax.fori_loop(0, tau, step, self.no_directions(client, start, key))
+
+    def directions(self, client: Client, local: XYV, key: Array) -> Directions:
+        """The three directions at `local`, on the samples that the key draws."""
+        if not self.independent_batches:
+            outer_key, inner_key = jax.random.split(key)
+            outer, inner = (
+                client.outer_batch(outer_key, self.batch_size),
+                client.inner_batch(inner_key, self.batch_size),
+            )
+            return directions(client.problem, local, outer, inner)
+        keys = jax.random.split(key, 5)
+        outer_draw = [client.outer_batch(k, self.batch_size) for k in keys[:2]]
+        inner_draw = [client.inner_batch(k, self.batch_size) for k in keys[2:]]
+        system, hyper = (outer_draw[0], inner_draw[0]), (outer_draw[1], inner_draw[1])
+        return independent_directions(client.problem, local, inner_draw[2], system, hyper)
+
+    def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
+        """Zeros, where sums of directions begin."""
+        shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def counted(self, total: Directions, tau: int | Array, evaluations: int = 1) -> Reply:
+        """The reply to `total.step`: mean losses, and the costs of `evaluations` times τ directions."""
+        metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
+        gradients = 3 if self.independent_batches else 2
+        work = evaluations * tau
+        return Reply(total.step, metrics=metrics, gradients=gradients * work, products=2 * work)
+
+
+def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
+    """point − lr·direction, each variable with its own step size, in the point's own dtypes."""
+
+    return XYV(*(move(tree, -size, d) for size, tree, d in zip(lr, point, direction, strict=True)))
