@@ -174,6 +174,26 @@ def test_full_batches_of_unequal_clients(name):
     assert float(both) == pytest.approx(float(plain), rel=1e-12)
 
 
+@pytest.mark.parametrize("outer_lr", [1.0, 1e-30])
+def test_the_loss_is_tuned_unless_the_step_vanishes(outer_lr):
+    """Thirty rounds bring the digits from chance (10 %) to well above it; "no tuning" is a step of no size."""
+    task = loss_tuning(clients=4)
+    algorithm = fb.LFedNest(local_steps=20, inner_lr=2.0, outer_lr=outer_lr, neumann_step=0.05)
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=30, metrics=task.metrics)
+    assert result.history["balanced_test_accuracy"][-1] > 0.5
+    moved = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(result.x))
+    assert moved < 1e-25 if outer_lr < 1 else moved > 0.01
+
+
+def test_fair_classification_learns():
+    task = fair_classification(clients=4)
+    steps = fb.XYV(x=0.1, y=1.0, v=0.1)
+    algorithm = fb.SimFBO(local_steps=5, client_lr=steps, server_lr=steps)
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=30, metrics=task.metrics)
+    assert result.history["test_accuracy"][-1] > 0.5
+    assert jnp.all(result.y > 0)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [

@@ -1,9 +1,9 @@
-"""Fair classification: x is a network, y raises the weight of the classes on which it is worse.
+"""Fair classification: x is a network, y raises the weight of the classes that make up most of its loss.
 
     min over x, max over y of   E[(1 + y_c) CE(z(x), c)] − ½ρ‖y‖²,   y ∈ R^C, start 0
 
 over images of class c with logits z(x). The maximum is at y_c = E[1{class is c} CE]/ρ ≥ 0, so that x minimises the mean
-loss plus Σ_c (E[1{class is c} CE])²/(2ρ), which grows when a class is neglected.
+loss plus Σ_c (E[1{class is c} CE])²/(2ρ), the least of which, for a given mean loss, has it even over classes.
 """
 
 from collections.abc import Mapping, Sequence
