@@ -1,6 +1,20 @@
 """The public names of the library, which `fedbilevel` hands out; import them from there."""
 
-from fedbilevel.algorithms import ALGORITHMS, FedNest, FedNestSGD, LFedNest, ShroFBO, SimFBO
+from fedbilevel.algorithms import (
+    ALGORITHMS,
+    AggITD,
+    FedAvg,
+    FedAvgS,
+    FedBiO,
+    FedBiOAcc,
+    FedLin,
+    FedMBO,
+    FedNest,
+    FedNestSGD,
+    LFedNest,
+    ShroFBO,
+    SimFBO,
+)
 from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client, Clients, Ragged
@@ -26,6 +40,7 @@ from fedbilevel.engines.solve import solve
 __all__ = [
     "ALGORITHMS",
     "XYV",
+    "AggITD",
     "Bilevel",
     "CheckpointError",
     "Client",
@@ -33,6 +48,12 @@ __all__ = [
     "Compositional",
     "ConfigurationError",
     "Fed",
+    "FedAvg",
+    "FedAvgS",
+    "FedBiO",
+    "FedBiOAcc",
+    "FedLin",
+    "FedMBO",
     "FedNest",
     "FedNestSGD",
     "FedbilevelError",

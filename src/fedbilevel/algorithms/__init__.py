@@ -2,10 +2,22 @@
 
 from typing import Any
 
+from fedbilevel.algorithms.aggitd import AggITD
+from fedbilevel.algorithms.fedavg_s import FedAvgS
+from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
+from fedbilevel.algorithms.fedmbo import FedMBO
 from fedbilevel.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
+from fedbilevel.algorithms.single_level import FedAvg, FedLin
 
 ALGORITHMS: dict[str, Any] = {
+    "aggitd": AggITD,
+    "fedavg": FedAvg,
+    "fedavg-s": FedAvgS,
+    "fedbio": FedBiO,
+    "fedbioacc": FedBiOAcc,
+    "fedlin": FedLin,
+    "fedmbo": FedMBO,
     "fednest": FedNest,
     "fednest-sgd": FedNestSGD,
     "lfednest": LFedNest,
@@ -14,4 +26,18 @@ ALGORITHMS: dict[str, Any] = {
 }
 """Every algorithm by its command-line name."""
 
-__all__ = ["ALGORITHMS", "FedNest", "FedNestSGD", "LFedNest", "ShroFBO", "SimFBO"]
+__all__ = [
+    "ALGORITHMS",
+    "AggITD",
+    "FedAvg",
+    "FedAvgS",
+    "FedBiO",
+    "FedBiOAcc",
+    "FedLin",
+    "FedMBO",
+    "FedNest",
+    "FedNestSGD",
+    "LFedNest",
+    "ShroFBO",
+    "SimFBO",
+]

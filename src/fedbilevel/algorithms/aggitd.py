@@ -1,0 +1,139 @@
+"""FBO-AggITD: the hypergradient gathered in the very exchanges that bring y near y*(x).
+
+Peiyao Xiao, Kaiyi Ji. "Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative
+Differentiation". ICML 2023, arXiv:2302.04969.
+
+A round makes N exchanges on y from y^0 = y, and one on x. With H_i = ∇²yy g_i and Q uniform on {0..N−1}, in exchange n
+
+    y^{n+1} = mean_i y_{i,τ_i},   y_{i,ν+1} = y_{i,ν} − (λ/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν) from y^n
+    r = mean_i ∇y f_i(x, y^n)                      if n = Q
+    r ← r − λ mean_i H_i(x, y^n) r                 if n > Q
+
+    x ← x − α mean_i [∇x f_i(x, y^N) − λN ∇²xy g_i(x, y^N) r],   y ← y^N                               the last exchange
+
+"series" takes the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place of λN r.
+
+With τ = 1, H and ∇²xy G that do not depend on y, and ∇y F that is the same at y^0..y^N (f linear in y, or y^0 = y*(x)),
+that expectation is the derivative of F(x, y^N(x)), y^N(x) being N gradient steps from a fixed y^0: what unrolling
+gives. At y^0 = y*(x) it is also ∇x F − ∇²xy G v, v = λ Σ_{k<N} (I − λH)^k ∇y F the truncated Neumann series of H⁻¹∇y F.
+
+Exchanges per round: N + 1. Client state: none.
+Cost per local step: a gradient of g; per exchange after Q one product more ("series": and a gradient of f).
+
+Departures from the paper:
+1. Unrolling takes ∇y F at y^N and the factors I − λH(y^n) from the last to the first, which only a second pass over the
+   iterates could; as in the paper, ∇y F is taken at y^Q and the factors in the order of the iterates, so that the
+   estimate agrees with unrolling in the limit y^0 → y*(x). Also as in the paper, ∇²xy G is taken at y^N, and H at y^n
+   alone when a client makes τ > 1 steps.
+2. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
+3. All exchanges of a round ask the same cohort, so that with partial participation products of means are biased.
+4. What is drawn for r is drawn apart from the samples of the steps on y.
+
+Checked in tests/algorithms/test_aggitd.py (closed forms, unrolling, exchanges) and tests/engines/test_agreement.py.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.hypergradient import OuterGradients
+from fedbilevel.algorithms.inner_descent import InnerDescent
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Client, uniform_below
+from fedbilevel.core.config import positive, static
+from fedbilevel.core.errors import unknown
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.tree import PyTree, move, scaled
+from fedbilevel.oracles.products import hess_v
+
+Inverse = Literal["random", "series"]
+
+
+class State(NamedTuple):
+    """What the server keeps."""
+
+    x: PyTree
+    y: PyTree
+
+
+class Inner(NamedTuple):
+    """A round under way: the inner iterate y^n, and r, of the shape of y."""
+
+    y: PyTree
+    r: PyTree
+
+
+@algorithm
+class AggITD(InnerDescent, OuterGradients):
+    """Iterative differentiation folded into the inner loop. Fields: see `InnerDescent`.
+
+    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
+    Good for: an inner loop that is long anyway: the hypergradient costs one exchange more.
+
+    Args: those of `InnerDescent`, where `inner_rounds` is N and `inner_lr` is λ, below 2/ℓ for ℓ the largest eigenvalue
+        of the inner Hessian, and
+        outer_lr: α.
+        inverse: "random" or "series".
+    """
+
+    inner_rounds: int = static(5)
+    outer_lr: float = positive(0.1)
+    inverse: Inverse = static("random")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.inverse not in get_args(Inverse):
+            raise unknown("AggITD.inverse", self.inverse, get_args(Inverse))
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return State(x, y)
+
+    @phase
+    def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """The steps on y, and ∇y f_i at y^n."""
+        descent_key, gradient_key = jax.random.split(key)
+        reply = self.inner_descent(client, at, descent_key)
+        gradient = self.outer_gradient(client, at, gradient_key).update
+        return reply._replace(update=Inner(reply.update, gradient), gradients=reply.gradients + 1)
+
+    @phase
+    def descent_with_product(self, client: Client, at: tuple[PyTree, Inner], key: Array) -> Reply:
+        """The steps on y, and the change of r: −λ H_i(x, y^n) r."""
+        x, (y, r) = at
+        descent_key, product_key = jax.random.split(key)
+        reply = self.inner_descent(client, (x, y), descent_key)
+        product = hess_v(client.problem, x, y, r, client.inner_batch(product_key, self.batch_size))
+        return reply._replace(update=Inner(reply.update, scaled(-self.inner_lr, product)), products=1)
+
+    @phase
+    def descent_with_both(self, client: Client, at: tuple[PyTree, Inner], key: Array) -> Reply:
+        """The steps on y, and the change of r in the series: ∇y f_i − λ H_i r, both at y^n."""
+        x, (y, _) = at
+        product_key, gradient_key = jax.random.split(key)
+        reply = self.descent_with_product(client, at, product_key)
+        gradient = self.outer_gradient(client, (x, y), gradient_key).update
+        change = optax.tree.add(reply.update.r, gradient)
+        return reply._replace(update=reply.update._replace(r=change), gradients=reply.gradients + 1)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        draw_key, before_key, at_key, after_key, last_key = jax.random.split(key, 5)
+        x, y = state
+        terms = self.inner_rounds
+        series = self.inverse == "series"
+        begin = jnp.asarray(0) if series else uniform_below(draw_key, terms)
+        if not series:
+            y = self.plain_inner(fed, x, y, before_key, begin)
+        change = fed.mean(self.descent_with_gradient, (x, y), at_key, unbiased=True)
+        inner = Inner(optax.tree.add(y, change.y), change.r)
+        ask = self.descent_with_both if series else self.descent_with_product
+
+        def once(fed: Fed, inner: Inner, key: Array) -> Inner:
+            return optax.tree.add(inner, fed.mean(ask, (x, inner), key, unbiased=True))
+
+        inner = fed.repeat(terms - 1 - begin, once, inner, after_key)
+        v = scaled(self.inner_lr if series else terms * self.inner_lr, inner.r)
+        h = fed.mean(self.hypergradient_given, (x, inner.y, v), last_key, unbiased=True)
+        return State(move(x, -self.outer_lr, h), inner.y)

@@ -1,0 +1,96 @@
+"""FedAvg-S: local descent on x and ascent on y at once, for min over x of max over y of F(x, y).
+
+Charlie Hou, Kiran K. Thekumparampil, Giulia Fanti, Sewoong Oh. "Efficient Algorithms for Federated Saddle Point
+Optimization". 2021, arXiv:2102.06333: federated averaging carried over to saddle points, the baseline of that paper
+and of FedNest's.
+
+    x_{i,ν+1} = x_{i,ν} − (α/τ_i) ∇x f_i(x_{i,ν}, y_{i,ν}; ξ_ν)
+    y_{i,ν+1} = y_{i,ν} + (β/τ_i) ∇y f_i(x_{i,ν}, y_{i,ν}; ξ_ν)       both from the same point, on the same samples
+    (x, y) ← mean_i (x_{i,τ_i}, y_{i,τ_i})                                                              one exchange
+
+The fixed point is the saddle point for τ = 1, another point where clients differ and τ > 1.
+
+Cost per local step: one gradient of f in (x, y).
+
+Departures from the paper:
+1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
+   participation is the mean of z_{i,τ}, and is unbiased for unequal weights too.
+2. A client's steps are α/τ_i and β/τ_i, so that unequal work does not re-weight the clients.
+
+Checked in tests/algorithms/test_fedavg_s.py (closed form of the fixed point) and tests/engines/test_agreement.py.
+"""
+
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import positive, static
+from fedbilevel.core.errors import require_count
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Minimax, Problem
+from fedbilevel.core.tree import PyTree, move
+
+
+class State(NamedTuple):
+    """What the server keeps."""
+
+    x: PyTree
+    y: PyTree
+
+
+@algorithm
+class FedAvgS:
+    """FedAvg on both players of a saddle-point problem, simultaneously.
+
+    Exchanges per round: 1.
+    Needs: a minimax problem.
+    Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
+    Client state: none.
+
+    Args:
+        local_steps: τ_i, where the population does not give each client its own.
+        outer_lr: α; a client's step on x is α/τ_i.
+        inner_lr: β; a client's step on y is β/τ_i.
+        batch_size: samples per draw; None takes all samples.
+    """
+
+    solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
+
+    local_steps: int = static(5)
+    outer_lr: float = positive(0.1)
+    inner_lr: float = positive(0.1)
+    batch_size: int | None = static(32)
+
+    def validate(self) -> None:
+        require_count("FedAvgS.local_steps", self.local_steps)
+        require_count("FedAvgS.batch_size", self.batch_size, optional=True)
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return State(x, y)
+
+    @phase
+    def descent_ascent(self, client: Client, start: State, key: Array) -> Reply:
+        """τ_i simultaneous steps: down on x, up on y."""
+        tau = client.local_steps(self.local_steps)
+        value_and_gradients = jax.value_and_grad(client.problem.outer, (0, 1))
+
+        def step(k: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+            change, total = carry
+            x, y = optax.tree.add(start, change)
+            loss, (dx, dy) = value_and_gradients(x, y, client.outer_batch(jax.random.fold_in(key, k), self.batch_size))
+            moved = State(move(change.x, -self.outer_lr / tau, dx), move(change.y, self.inner_lr / tau, dy))
+            return moved, total + loss
+
+        batch = jax.eval_shape(lambda key: client.outer_batch(key, self.batch_size), key)
+        loss = jax.eval_shape(client.problem.outer, *start, batch)
+        begin = (optax.tree.zeros_like(start), jnp.zeros((), loss.dtype))
+        change, total = jax.lax.fori_loop(0, tau, step, begin)
+        return Reply(change, metrics={"outer_loss": total / tau}, gradients=tau)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        return optax.tree.add(state, fed.mean(self.descent_ascent, state, key, unbiased=True))

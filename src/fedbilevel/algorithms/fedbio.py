@@ -1,0 +1,135 @@
+"""FedBiO and FedBiOAcc: local steps on x, y and v at once, plain or along momenta with reduced variance.
+
+Junyi Li, Feihu Huang, Heng Huang. "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower
+Level Problems". NeurIPS 2023, arXiv:2302.06701. The lower level problem shared by all clients.
+
+With z = (x, y, v) and d_i(z; B) the client's three directions on samples B,
+
+    d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
+
+    FedBiO      z ← z − η d_i(z; B)                                                        τ_i times
+    FedBiOAcc   z' = z − η_t m                                                             τ_i times
+                m ← d_i(z'; B) + (1 − a_t)(m − d_i(z; B)),  z ← z'                         the same samples B in both
+                η_t = η / (1 + t/u)^{1/3},  a_t = a / (1 + t/u)^{2/3}                      t: local steps so far
+
+after which the server averages z, and FedBiOAcc's also m. The paper writes α_t = δ/(u + t)^{1/3}, the steps α_t times a
+constant, and 1 − c α_t²: the same with η = δ u^{-1/3} times that constant and a = c δ² u^{-2/3}; u = ∞ keeps both
+constant. Where the noise of d does not depend on z, that of m settles at a/(2 − a) of its variance.
+
+Exchanges per round: 1. Client state: none.
+Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
+(FedBiOAcc: twice that).
+
+Departures from the paper:
+1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
+   participation is the mean of z_{i,τ}, and is unbiased for unequal weights too; likewise for m.
+2. FedBiOAcc's client evaluates its momentum at its own last z', in the same exchange; the paper's does so once the
+   server has averaged z', in another. With τ = 1 that is the same point, since all step along the server's m.
+3. m starts at 0 with a_0 = 1: the first local step of a run does not move, it measures m = d_i(z; B).
+4. One draw of inner and one of outer samples serves all three directions (`independent_batches` draws for each).
+5. v is not projected on a ball.
+
+Checked in tests/algorithms/test_fedbio.py (closed forms, the recursion, its variance) and
+tests/engines/test_agreement.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.local_coefficients import Plain
+from fedbilevel.algorithms.local_directions import LocalDirections, descend
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import fraction, positive
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.tree import XYV, PyTree, move
+from fedbilevel.oracles.products import Directions
+
+
+@algorithm
+class FedBiO(LocalDirections):
+    """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean. Fields: see `LocalDirections`.
+
+    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
+    Good for: one set of step sizes, where clients are alike or τ = 1.
+    """
+
+    def init(self, x: PyTree, y: PyTree) -> XYV:
+        return XYV(x, y, optax.tree.zeros_like(y))
+
+    @phase
+    def local_descent(self, client: Client, start: XYV, key: Array) -> Reply:
+        """τ_i simultaneous steps; the reply is the change of (x, y, v)."""
+        tau = client.local_steps(self.local_steps)
+        reply = self.counted(self.local_sum(client, start, tau, key, Plain()), tau)
+        return reply._replace(update=descend(optax.tree.zeros_like(start), self.client_lr, reply.update))
+
+    def round(self, fed: Fed, state: XYV, key: Array) -> XYV:
+        return optax.tree.add(state, fed.mean(self.local_descent, state, key, unbiased=True))
+
+
+class State(NamedTuple):
+    """What FedBiOAcc's server keeps and sends."""
+
+    iterate: XYV
+    momentum: XYV
+    steps: Array  # t: local steps that each client would have made, had it been in every round
+
+    @property
+    def x(self) -> PyTree:
+        return self.iterate.x
+
+    @property
+    def y(self) -> PyTree:
+        return self.iterate.y
+
+
+@algorithm
+class FedBiOAcc(LocalDirections):
+    """FedBiO along momenta whose variance is reduced as in STORM. Fields: see `LocalDirections`.
+
+    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
+    Good for: small batches, whose noise the momenta average out without lagging behind.
+
+    Args:
+        forgetting: a, the weight of the newest samples in the momentum, between 0 and 1.
+        horizon: u, the local steps after which step sizes are 2^{-1/3} of the first; infinity keeps them.
+    """
+
+    forgetting: float = fraction(0.1)
+    horizon: float = positive(float("inf"))
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        start = XYV(x, y, optax.tree.zeros_like(y))
+        return State(start, optax.tree.zeros_like(start), jnp.zeros((), jnp.int32))
+
+    @phase
+    def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
+        """τ_i steps along the momentum; the reply is the change of (x, y, v) and of the momentum."""
+        tau = client.local_steps(self.local_steps)
+
+        def step(k: Array, carry: tuple[XYV, Directions]) -> tuple[XYV, Directions]:
+            change, momentum = carry
+            t, samples = at.steps + k, jax.random.fold_in(key, k)
+            fading = (1 + t / self.horizon) ** (-1 / 3)
+            old = optax.tree.add(at.iterate, change)
+            change = descend(change, XYV(*(size * fading for size in self.client_lr)), momentum.step)
+            before = self.directions(client, old, samples)
+            now = self.directions(client, optax.tree.add(at.iterate, change), samples)
+            kept = jnp.where(t == 0, 0, 1 - self.forgetting * fading**2)
+            m = move(now.step, kept, optax.tree.sub(momentum.step, before.step))
+            return change, Directions(m, momentum.outer_loss + now.outer_loss, momentum.inner_loss + now.inner_loss)
+
+        begin = self.no_directions(client, at.iterate, key)._replace(step=at.momentum)
+        change, end = jax.lax.fori_loop(0, tau, step, (optax.tree.zeros_like(at.iterate), begin))
+        update = (change, optax.tree.sub(end.step, at.momentum))
+        return self.counted(end, tau, evaluations=2)._replace(update=update)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        change = fed.mean(self.accelerated_descent, state, key, unbiased=True)
+        iterate, momentum = optax.tree.add((state.iterate, state.momentum), change)
+        return State(iterate, momentum, state.steps + self.local_steps)

@@ -1,0 +1,61 @@
+"""FedMBO: FedAvg on y, then one step on x along a hypergradient from lengths that clients draw each for itself.
+
+Minhui Huang, Dewei Zhang, Kaiyi Ji. "Achieving Linear Speedup in Non-IID Federated Bilevel Learning". ICML 2023,
+arXiv:2302.05412.
+
+A round is T times FedAvg on y, then one hypergradient, every exchange of which asks fresh clients:
+
+    y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}                     T exchanges
+    v = mean_i (N/ℓ) (I − H/ℓ)^{N'_i} ∇y f_i, each client drawing its N'_i uniformly from {0..N−1}    N exchanges
+    x ← x − α mean_i [∇x f_i(x, y; ξ_i) − ∇²xy g_i(x, y; ζ_i) v]                                      one exchange
+
+One length for all, as FedNest has it, leaves v with a variance that no number of clients reduces; with a length of
+each client's own, that variance falls with their number, hence the paper's linear speed-up. The server needs no
+client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each length apart, and each product takes in the
+next of these sums.
+
+Exchanges per round: T + N + 1. Client state: none.
+
+Departures from the paper:
+1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
+2. The T inner rounds ask the round's own cohort, the exchanges of the hypergradient a fresh one each.
+3. v may also be found with one length for all, by a deterministic series or by conjugate gradient (`inverse`).
+
+Checked in tests/algorithms/test_fedmbo.py (closed forms, variance, exchanges) and tests/engines/test_agreement.py.
+"""
+
+from typing import Literal
+
+import jax
+from jax import Array
+
+from fedbilevel.algorithms.fednest import Alternating, State
+from fedbilevel.algorithms.hypergradient import Inverse
+from fedbilevel.core.algorithm import algorithm
+from fedbilevel.core.config import static
+from fedbilevel.core.errors import require
+from fedbilevel.core.fed import Fed
+from fedbilevel.core.tree import scaled
+
+
+@algorithm
+class FedMBO(Alternating):
+    """FedAvg on y, one global hypergradient step on x. Fields: see `Alternating`; a step on x is α.
+
+    Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
+    Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
+    """
+
+    hypergradient: Literal["global", "local"] = static("global")
+    inverse: Inverse = static("parallel")
+
+    def validate(self) -> None:
+        only = self.hypergradient == "global"
+        require(only, "FedMBO.hypergradient", self.hypergradient, "'global'; LFedNest has the local one")
+        super().validate()
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.plain_inner(fed, state.x, state.y, inner_key, self.inner_rounds)
+        h, negative = self.estimate(fed, state.x, y, outer_key)
+        return self.moved(state, scaled(-self.outer_lr, h), y, negative)

@@ -1,0 +1,136 @@
+"""FedLin and FedAvg: the ordinary federated problem min over x of F(x) = Σ p_i f_i(x), without an inner one.
+
+    FedLin   q = mean_i ∇f_i(x; ξ_i)                                                                    one exchange
+             x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇f_i(x_{i,ν}; ξ_ν) − ∇f_i(x; ξ_ν) + q]
+             x ← mean_i x_{i,τ_i}                                                                       one exchange
+    FedAvg   x_{i,ν+1} = x_{i,ν} − (α/τ_i) ∇f_i(x_{i,ν}; ξ_ν);  x ← mean_i x_{i,τ_i}                    one exchange
+
+FedLin is what remains of FedNest's FedOut where there is nothing inner. x* is its fixed point with any number of local
+steps; FedAvg's is another point where clients differ and τ > 1.
+
+Cost per local step: a gradient of f (FedLin: two, but none in its first).
+
+Departures from the papers:
+1. Server and clients exchange changes, Σ p̃_i (x_{i,τ} − x) with p̃_i = (M/P) p_i, which for equal weights or full
+   participation is the mean of x_{i,τ}, and is unbiased for unequal weights too.
+2. A client's step is α/τ_i, so that unequal work does not re-weight the clients.
+3. FedLin's first corrected step is along q itself, its correction being zero whatever is drawn; nothing is compressed.
+
+Checked in tests/algorithms/test_single_level.py (closed forms of both fixed points) and
+tests/engines/test_agreement.py.
+"""
+
+from typing import ClassVar, NamedTuple
+
+import jax
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.local_descent import Gradient, corrected_descent, local_descent
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.errors import require_count
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem, SingleLevel
+from fedbilevel.core.tree import PyTree
+
+
+class State(NamedTuple):
+    """What the server keeps; y is None, as single-level problems have none."""
+
+    x: PyTree
+    y: PyTree
+
+
+@config
+class LocalDescent:
+    """What the two share: the fields and the start.
+
+    Args:
+        local_steps: τ_i, where the population does not give each client its own.
+        outer_lr: α; a client's step is α/τ_i.
+        batch_size: samples per draw; None takes all samples.
+    """
+
+    solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
+
+    local_steps: int = static(5)
+    outer_lr: float = positive(0.1)
+    batch_size: int | None = static(32)
+
+    def validate(self) -> None:
+        name = type(self).__name__
+        require_count(f"{name}.local_steps", self.local_steps)
+        require_count(f"{name}.batch_size", self.batch_size, optional=True)
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return State(x, y)
+
+    def gradient_of(self, client: Client) -> Gradient:
+        """(x, key) -> ∇f_i(x) on drawn samples."""
+
+        def gradient(x: PyTree, key: Array) -> PyTree:
+            return jax.grad(client.problem.outer)(x, None, client.outer_batch(key, self.batch_size))
+
+        return gradient
+
+
+@algorithm
+class FedLin(LocalDescent):
+    """Federated SVRG: local steps corrected for the difference between clients. Fields: see `LocalDescent`.
+
+    Aritra Mitra, Rayana Jaafar, George J. Pappas, Hamed Hassani. "Linear Convergence in Federated Learning: Tackling
+    Client Heterogeneity and Sparse Gradients". NeurIPS 2021, arXiv:2102.07053. As federated SVRG: Jakub Konečný et al.,
+    arXiv:1610.02527.
+
+    Exchanges per round: 2.
+    Needs: a single-level problem.
+    Good for: clients that differ: with full batches it ends at x* itself.
+    Client state: none.
+    """
+
+    @phase
+    def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
+        """∇f_i, to be averaged into q."""
+        batch = client.outer_batch(key, self.batch_size)
+        loss, gradient = jax.value_and_grad(client.problem.outer)(x, None, batch)
+        return Reply(gradient, metrics={"outer_loss": loss}, gradients=1)
+
+    @phase
+    def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """τ_i corrected steps on x."""
+        x, q = at
+        tau = client.local_steps(self.local_steps)
+        change = corrected_descent(self.gradient_of(client), x, q, tau, self.outer_lr, key)
+        return Reply(change, gradients=2 * (tau - 1))
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        gradient_key, descent_key = jax.random.split(key)
+        q = fed.mean(self.outer_gradient, state.x, gradient_key, unbiased=True)
+        change = fed.mean(self.corrected_outer_descent, (state.x, q), descent_key, unbiased=True)
+        return state._replace(x=optax.tree.add(state.x, change))
+
+
+@algorithm
+class FedAvg(LocalDescent):
+    """Local gradient steps, then the mean of the clients' x. Fields: see `LocalDescent`.
+
+    H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient
+    Learning of Deep Networks from Decentralized Data". AISTATS 2017, arXiv:1602.05629.
+
+    Exchanges per round: 1.
+    Needs: a single-level problem.
+    Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
+    Client state: none.
+    """
+
+    @phase
+    def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
+        """τ_i plain steps on x."""
+        tau = client.local_steps(self.local_steps)
+        return Reply(local_descent(self.gradient_of(client), x, tau, self.outer_lr, key), gradients=tau)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        change = fed.mean(self.outer_descent, state.x, key, unbiased=True)
+        return state._replace(x=optax.tree.add(state.x, change))

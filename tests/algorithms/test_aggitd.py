@@ -1,0 +1,155 @@
+"""Does FBO-AggITD compute what its paper says, and where its hypergradient is exact, is it?
+
+The problem is the quadratic task: heterogeneous, weighted, with cross terms of no symmetry.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrices import (
+    end_with_series,
+    fedavg_on_y,
+    hypergradient,
+    inner_gradient,
+    mean_matrices,
+    members,
+    outer_gradient,
+)
+
+import fedbilevel as fb
+from fedbilevel.algorithms import aggitd
+from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
+
+WORK = np.array([1, 3, 2])
+N, LAMBDA, ALPHA = 3, 0.6, 0.2
+X0, Y0 = np.linspace(-1, 1, 5), np.linspace(2, 0, 8)
+
+
+def run(algorithm, task, rounds, problem=None, x0=X0, y0=Y0, engine=None, **options):
+    engine = engine or fb.Reference()
+    return fb.solve(algorithm, problem or task.problem, task.clients, x0, y0, rounds=rounds, engine=engine, **options)
+
+
+def method(inverse, **fields):
+    return fb.AggITD(inner_rounds=N, inner_lr=LAMBDA, outer_lr=ALPHA, inverse=inverse, batch_size=None, **fields)
+
+
+def draw(monkeypatch, *lengths):
+    """Let the rounds that come have these Q."""
+    remaining = iter(lengths)
+    monkeypatch.setattr(aggitd, "uniform_below", lambda key, bound: jnp.asarray(next(remaining)))
+
+
+def linear_outer(x, y, batch):
+    """An outer loss with the same ∇y F at every y."""
+    mean = {name: leaf.mean(0) for name, leaf in batch.items()}
+    return x @ mean["E"] @ y + mean["t"] @ y + 0.5 * x @ x
+
+
+def unrolled(task, loss, x, y0):
+    """d/dx F(x, y^N(x)), y^N(x) being N gradient steps from the fixed y0, by differentiating through them."""
+    mean = mean_matrices(task)
+
+    def value(x):
+        y = y0
+        for _ in range(N):
+            y = y - LAMBDA * inner_gradient(mean, x, y)
+        return sum(p * loss(x, y, {k: leaf[None] for k, leaf in f.items()}) for p, f, _ in members(task))
+
+    return jax.grad(value)(x)
+
+
+@pytest.mark.parametrize("case", ["linear in y", "from y*(x)"])
+def test_equals_unrolling_where_it_should(case, monkeypatch):
+    """The series itself, and the mean of the random estimate over Q = 0..N−1."""
+    task = quadratic(clients=3, noise=0.0)
+    if case == "linear in y":
+        loss, y0 = linear_outer, Y0
+    else:
+        mean = mean_matrices(task)
+        loss, y0 = outer, np.linalg.solve(mean["A"], mean["B"] @ X0 + mean["c"])
+    problem = fb.Bilevel(outer=loss, inner=inner)
+    expected = X0 - ALPHA * unrolled(task, loss, X0, y0)
+    series = run(method("series", local_steps=1), task, 1, problem, y0=y0)
+    np.testing.assert_allclose(series.x, expected, rtol=1e-12, atol=1e-12)
+    draw(monkeypatch, *range(N))
+    ends = [run(method("random", local_steps=1), task, 1, problem, y0=y0).x for _ in range(N)]
+    np.testing.assert_allclose(np.mean(ends, axis=0), expected, rtol=1e-12, atol=1e-12)
+    assert np.std(ends, axis=0).max() > 1e-3
+
+
+def written_out(task, lengths):
+    """Rounds of the module's equations; a length None is the series."""
+    x, y = X0, Y0
+    for length in lengths:
+        r = np.zeros(8)
+        for n in range(N):
+            product = sum(p * g["A"] @ r for p, _, g in members(task))
+            gradient = sum(p * outer_gradient(f, x, y) for p, f, _ in members(task))
+            if length is None:
+                r = r - LAMBDA * product + gradient
+            else:
+                r = gradient if n == length else r - LAMBDA * product if n > length else r
+            y = fedavg_on_y(task, x, y, WORK, LAMBDA)
+        v = (1 if length is None else N) * LAMBDA * r
+        x = x - ALPHA * sum(p * hypergradient(f, g, x, y, v) for p, f, g in members(task))
+    return x, y
+
+
+def test_two_rounds_written_out(monkeypatch):
+    """And what they cost: N exchanges of τ_i gradients each, ∇y f once (in the series N times), a product in each
+    exchange after Q, and the last exchange with one of both."""
+    task = quadratic(clients=3, noise=0.0, local_steps=WORK)
+    lengths = (0, 1)
+    draw(monkeypatch, *lengths)
+    for inverse, qs in {"random": lengths, "series": (None,) * 2}.items():
+        result = run(method(inverse), task, 2)
+        x, y = written_out(task, qs)
+        np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
+        asked = 2 * 1 if inverse == "random" else 2 * N
+        products = sum(N - 1 - q for q in lengths) if inverse == "random" else 2 * (N - 1)
+        assert result.ledger.exchanges == 2 * (N + 1)
+        assert result.ledger.gradients == 2 * N * int(WORK.sum()) + 3 * (asked + 2)
+        assert result.ledger.products == 3 * (products + 2)
+
+
+def test_the_series_ends_at_the_solution():
+    """τ = 1, full batches: where its truncated inverse puts it, which for this N is x* to (1 − λμ)^N < 1e-7."""
+    task = quadratic(clients=4, condition=4, noise=0.0)
+    terms = 70
+    lowest = np.linalg.eigvalsh(mean_matrices(task)["A"])[0]
+    assert (1 - lowest) ** terms < 1e-7
+    algorithm = fb.AggITD(
+        inner_rounds=terms, inner_lr=1.0, outer_lr=0.1, inverse="series", local_steps=1, batch_size=None
+    )
+    result, exact = run(algorithm, task, 500, engine=fb.Local()), solution(task.clients)
+    np.testing.assert_allclose(result.x, end_with_series(task, 1.0, terms), rtol=0, atol=1e-10)
+    assert np.linalg.norm(result.x - exact.x) < 1e-6 * np.linalg.norm(exact.x)
+    assert np.linalg.norm(result.y - exact.y) < 1e-6 * np.linalg.norm(exact.y)
+
+
+def test_random_lengths_end_there_on_average():
+    """(x, y) follows an affine recursion whose coefficients depend on Q alone, drawn afresh each round: its mean
+    follows the expected one, that of the series, to the same end. Batch means over the last rounds, within five
+    standard errors of each coordinate."""
+    task = quadratic(clients=4, condition=4, noise=0.0)
+    terms, every, batches = 8, 25, 20
+    algorithm = fb.AggITD(inner_rounds=terms, inner_lr=1.0, outer_lr=0.05, local_steps=1, batch_size=None)
+    coordinates = {f"x{i}": (lambda x, y, i=i: x[i]) for i in range(5)}
+    result = run(algorithm, task, 8_500, engine=fb.Local(), eval_every=every, metrics=coordinates)
+    history = np.stack([result.history[name] for name in coordinates], axis=1)[-8_000 // every :]
+    means = history.reshape(batches, -1, 5).mean(1)  # of 400 rounds each, long against 1/(0.05 · ¾)
+    error = means.std(0, ddof=1) / np.sqrt(batches)
+    target = end_with_series(task, 1.0, terms)
+    assert np.all(np.abs(means.mean(0) - target) < 5 * error)
+    assert np.linalg.norm(5 * error) < 0.1 * np.linalg.norm(target)
+    assert np.linalg.norm(history.std(0)) > 1e-3 * np.linalg.norm(target)
+
+
+def test_fields():
+    with pytest.raises(fb.ConfigurationError, match=r"unknown AggITD.inverse 'serie'; did you mean 'series'"):
+        fb.AggITD(inverse="serie")
+    with pytest.raises(fb.ConfigurationError, match=r"AggITD.inner_rounds = 0"):
+        fb.AggITD(inner_rounds=0)

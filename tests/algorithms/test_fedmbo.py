@@ -1,0 +1,88 @@
+"""Does FedMBO compute what its paper says, and do lengths of each client's own have the variance that they should?"""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrices import end_with_series, fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
+
+import fedbilevel as fb
+from fedbilevel.algorithms import hypergradient as estimator
+from fedbilevel.tasks.quadratic import quadratic
+
+WORK = np.array([1, 3, 2])
+BETA, ALPHA, S = 0.6, 0.2, 0.7
+X0, Y0 = np.linspace(-1, 1, 5), np.linspace(2, 0, 8)
+
+
+def run(algorithm, task, rounds, engine=None):
+    engine = engine or fb.Reference()
+    return fb.solve(algorithm, task.problem, task.clients, X0, Y0, rounds=rounds, engine=engine)
+
+
+def method(cls=fb.FedMBO, **fields):
+    return cls(inner_lr=BETA, outer_lr=ALPHA, neumann_step=S, batch_size=None, **fields)
+
+
+def draw(monkeypatch, *lengths):
+    """Let whoever draws a length next get these: for "parallel" the clients in order, for "random" the server."""
+    remaining = iter(lengths)
+    monkeypatch.setattr(estimator, "uniform_below", lambda key, bound: jnp.asarray(next(remaining)))
+
+
+def test_a_round_written_out(monkeypatch):
+    """T = 2 rounds on y, v = Σ p_i N s (I − sH)^{N'_i} ∇y f_i, one step on x; T + N + 1 exchanges."""
+    task = quadratic(clients=3, noise=0.0, local_steps=WORK)
+    terms, lengths = 3, (2, 0, 1)
+    draw(monkeypatch, *lengths)
+    result = run(method(inner_rounds=2, neumann_terms=terms), task, 1)
+    y = Y0
+    for _ in range(2):
+        y = fedavg_on_y(task, X0, y, WORK, BETA)
+    shrink = np.eye(8) - S * mean_matrices(task)["A"]
+    v = sum(
+        p * terms * S * np.linalg.matrix_power(shrink, n) @ outer_gradient(f, X0, y)
+        for n, (p, f, _) in zip(lengths, members(task), strict=True)
+    )
+    x = X0 - ALPHA * sum(p * hypergradient(f, g, X0, y, v) for p, f, g in members(task))
+    np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
+    assert result.ledger.exchanges == 2 + terms + 1
+    assert result.ledger.gradients == 2 * int(WORK.sum()) + 3 + 3
+    assert result.ledger.products == 3 * (terms - 1) + 3
+
+
+def test_lengths_of_their_own_average_out(monkeypatch):
+    """Over all draws of (N'_1, .., N'_M), each as likely: the mean is the series, in a heterogeneous federation; where
+    clients are alike, the variance is Σ p_i² of that with one length for all."""
+    terms = 2
+    for heterogeneity in (1.0, 0.0):
+        task = quadratic(clients=2, noise=0.0, heterogeneity=heterogeneity)
+        every = list(itertools.product(range(terms), repeat=2))
+        draw(monkeypatch, *itertools.chain(*every))
+        own = [run(method(neumann_terms=terms, local_steps=1), task, 1).x for _ in every]
+        series = run(method(neumann_terms=terms, local_steps=1, inverse="series"), task, 1)
+        np.testing.assert_allclose(np.mean(own, axis=0), series.x, rtol=1e-12, atol=1e-12)
+    draw(monkeypatch, *range(terms))
+    common = [run(method(neumann_terms=terms, local_steps=1, inverse="random"), task, 1).x for _ in range(terms)]
+    share = np.sum(task.clients.weights**2)
+    np.testing.assert_allclose(np.var(own, axis=0), share * np.var(common, axis=0), rtol=1e-10)
+    assert np.var(common, axis=0).max() > 1e-4
+
+
+def test_the_series_ends_where_its_truncated_inverse_puts_it():
+    task = quadratic(clients=4, condition=4, noise=0.0)
+    terms = 10
+    algorithm = fb.FedMBO(
+        inverse="series", neumann_terms=terms, neumann_step=1.0, inner_lr=1.0, outer_lr=0.05, local_steps=1,
+        inner_rounds=3, batch_size=None,
+    )  # fmt: skip
+    result = run(algorithm, task, 1_000, fb.Local())
+    np.testing.assert_allclose(result.x, end_with_series(task, 1.0, terms), rtol=0, atol=1e-10)
+    assert result.ledger.exchanges == 1_000 * (3 + terms + 1)
+
+
+def test_local_hypergradients_are_another_method():
+    with pytest.raises(fb.ConfigurationError, match=r"FedMBO.hypergradient = 'local' .* LFedNest"):
+        fb.FedMBO(hypergradient="local")
