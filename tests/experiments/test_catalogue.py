@@ -42,6 +42,14 @@ def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
     assert mine.good_for == catalogue.MISSING
 
 
+def test_algorithms_with_the_same_fields_stand_together() -> None:
+    rows = catalogue.algorithm_fields()
+    (names, fields) = next(row for row in rows if "simfbo" in row[0])
+    assert "shrofbo" in names
+    assert fields["radius"] == "inf"
+    assert sorted(name for names, _ in rows for name in names) == sorted(ALGORITHMS)
+
+
 @pytest.mark.parametrize("width", [80, 120, 160])
 def test_nothing_is_cut_off(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fedbilevel.cli import comparison, lists, run
+from fedbilevel.cli import comparison, diagnostics, lists, run
 from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_FINITE, NOT_WRITTEN, Add, fail
 
 
@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add = Add(commands)
     run.add_to(add)
     comparison.add_to(add)
+    diagnostics.add_to(add)
     lists.add_to(add)
     return whole
 

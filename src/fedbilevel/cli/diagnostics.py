@@ -1,0 +1,151 @@
+"""`fedbilevel check` and `fedbilevel diagnose`: is a hypergradient right, and which step sizes does a task bear?"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedbilevel.cli.shared import OK, TASK_HELP, Add, console, count, prepare_jax, seed, tune
+
+if TYPE_CHECKING:
+    from fedbilevel.experiments import Spec
+
+SUGGESTED = ("simfbo", "fednest")
+CHECK = """\
+The hypergradient at the task's starting point, by implicit differentiation over all samples in float64, beside
+unrolling, finite differences, truncated series and conjugate gradient, and what --algorithm names: their estimates in
+rounds with fresh samples and cohorts, with the settings that `fedbilevel run` would have.
+
+settings:
+  --set task.clients=50             of the task
+  --set fednest.neumann_terms=10    of an algorithm;  algorithm.… is for all of them
+"""
+
+
+DIAGNOSE = """\
+Near the task's starting point: curvature of both losses and of the outer objective, how much clients differ, and from
+these the step sizes that --algorithm would be given, as a command to run. Batch and cohort sizes are those that
+`fedbilevel run` would have.
+
+settings:
+  --set task.clients=50             of the task
+  --set batch_size=64               of the algorithms that have such a field
+"""
+
+
+def add_to(add: Add) -> None:
+    """The two commands."""
+    check = add("check", _check, "compare a task's hypergradient, computed in several ways", CHECK)
+    _add_task(check)
+    check.add_argument("--algorithm", action="append", metavar="NAME", help="whose estimate to check; repeatable")
+    check.add_argument("--draws", type=count, default=100, metavar="N", help="rounds with each (%(default)s)")
+    look = add("diagnose", _diagnose, "measure what a task's step sizes depend on, and suggest some", DIAGNOSE)
+    _add_task(look)
+    suggested = ", ".join(SUGGESTED)
+    look.add_argument("--algorithm", action="append", metavar="NAME", help=f"for which; repeatable ({suggested})")
+    look.add_argument("--rounds", type=count, metavar="N", help="how many can be afforded (1000)")
+
+
+def _add_task(command: argparse.ArgumentParser) -> None:
+    command.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
+    command.add_argument("--data", metavar="NAME", help="the task's data set")
+    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="see below; repeatable")
+    command.add_argument("--seed", type=seed, metavar="N", help="of the task and of what is drawn (0)")
+    command.add_argument("--cohort", type=count, metavar="N", help="clients per round")
+
+
+def _check(options: argparse.Namespace) -> int:
+    terminal = console()
+    prepare_jax()
+    from fedbilevel.algorithms import ALGORITHMS
+    from fedbilevel.core.algorithm import check_solves
+    from fedbilevel.core.errors import ConfigurationError
+    from fedbilevel.diagnostics.check import check_hypergradient
+    from fedbilevel.experiments.parts import algorithm_of, task_of
+
+    names = options.algorithm or []
+    able = {name for name, cls in ALGORITHMS.items() if hasattr(cls, "hypergradient_at")}
+    for name in set(names) & set(ALGORITHMS) - able:
+        raise ConfigurationError(f"{name} makes no estimate of the hypergradient; these do: {', '.join(sorted(able))}")
+    specs = _specs(options, names)
+    spec = next(iter(specs.values()))
+    tune(spec)
+    task = task_of(spec)
+    estimators = {name: algorithm_of(specs[name]) for name in names}
+    for algorithm in estimators.values():
+        check_solves(algorithm, task.problem)
+    report = check_hypergradient(
+        task.problem,
+        task.clients,
+        task.x0,
+        task.y0,
+        estimators=estimators,
+        draws=options.draws,
+        cohort=spec.run.cohort,
+        key=spec.run.seed,
+    )
+    terminal.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    return OK
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    terminal = console()
+    prepare_jax()
+    from fedbilevel.diagnostics.diagnose import diagnose
+    from fedbilevel.experiments.parts import task_of
+
+    specs = _specs(options, options.algorithm or list(SUGGESTED))
+    spec = next(iter(specs.values()))
+    tune(spec)
+    task = task_of(spec)
+    planned = {} if options.rounds is None else {"rounds": options.rounds}
+    report = diagnose(task.problem, task.clients, task.x0, task.y0, key=spec.run.seed, **planned)
+    commands = []
+    for name, one in specs.items():
+        batch_size = one.algorithm.fields.get("batch_size")
+        fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
+        commands.append(_command(options, name, fields))
+    terminal.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    terminal.print("", *commands, sep="\n", markup=False, highlight=False, soft_wrap=True)
+    return OK
+
+
+def _specs(options: argparse.Namespace, algorithms: Sequence[str]) -> dict[str, Spec]:
+    """The spec of each algorithm; of the default one where none is named, for the task's sake."""
+    from fedbilevel.experiments.methods import comparison_specs
+    from fedbilevel.experiments.series import seeded
+    from fedbilevel.experiments.spec import DEFAULT_ALGORITHM
+
+    said = [*options.set, *([f"run.cohort={options.cohort}"] if options.cohort else [])]
+    specs = comparison_specs(options.task, algorithms or [DEFAULT_ALGORITHM], settings=said, data=options.data)
+    return specs if options.seed is None else {name: seeded(spec, options.seed) for name, spec in specs.items()}
+
+
+def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, Any]) -> str:
+    """The command that runs the task with these fields."""
+    from fedbilevel.algorithms import ALGORITHMS
+
+    words = ["fedbilevel", "run", *([options.task] if options.task else []), "--algorithm", algorithm]
+    for name in ("data", "seed", "cohort", "rounds"):
+        if getattr(options, name, None) is not None:
+            words += [f"--{name}", str(getattr(options, name))]
+    given = [setting for setting in options.set if setting.partition(".")[0] not in ALGORITHMS]
+    found = [f"algorithm.{name}={_in_toml(value)}" for name, value in fields.items()]
+    return " \\\n    ".join([shlex.join(words), *(f"--set {shlex.quote(one)}" for one in [*given, *found])])
+
+
+def _in_toml(value: Any) -> str:
+    """A field's value for --set, its numbers in three digits."""
+    from fedbilevel.experiments import toml
+
+    if isinstance(value, tuple):
+        value = value._asdict()  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        return toml.value({name: _rounded(part) for name, part in value.items()})
+    return toml.value(_rounded(value)).strip('"')
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.3g}") if isinstance(value, float) else value

@@ -1,0 +1,62 @@
+"""`fedbilevel check` and `fedbilevel diagnose`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from fedbilevel import cli
+from fedbilevel.cli.run import _spec
+
+SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[3, 3]"]
+
+
+def test_check_prints_the_report_with_the_methods_asked_for(run) -> None:
+    code, shown, error = run("check", *SMALL, "--algorithm", "fednest", "--set", "fednest.inverse=cg", "--draws", 2)
+    assert (code, error) == (0, "")
+    errors = {
+        line.split()[0]: float(line.split()[2]) for line in shown.splitlines() if re.match(r"(fednest|cg) ", line)
+    }
+    assert errors["cg"] < 1e-10
+    assert errors["fednest"] < 0.01  # its tolerance is a residual of 1e-3, and full batches leave no noise
+
+
+def test_diagnose_prints_commands_that_ask_for_what_it_found(run, monkeypatch) -> None:
+    from fedbilevel.diagnostics import diagnose as module
+
+    reports = []
+    measure = module.diagnose
+    monkeypatch.setattr(module, "diagnose", lambda *args, **more: reports.append(measure(*args, **more)) or reports[0])
+    code, shown, error = run("diagnose", *SMALL, "--seed", 2, "--set", "simfbo.batch_size=none")
+    assert (code, error) == (0, "")
+    before, *commands = re.split(r"^(?=fedbilevel run)", shown, flags=re.MULTILINE)
+    assert "κ = " in before
+    for name, command in zip(("simfbo", "fednest"), commands, strict=True):
+        _, *words = shlex.split(command.replace("\\\n", " "))
+        found = _spec(cli.parser().parse_args(words))
+        assert (found.run.seed, found.task.fields["seed"], found.task.fields["clients"]) == (2, 2, 3)
+        for field, value in reports[0].fields(name).items():
+            got, wanted = found.algorithm.fields[field], value._asdict() if hasattr(value, "_asdict") else value
+            inexact = isinstance(wanted, float | dict)  # three digits: off by half of the last of 1.00 at most
+            assert got == (pytest.approx(wanted, rel=5.1e-3) if inexact else wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "quadratik"], "did you mean 'quadratic'"),
+        (["check", "quadratic", "--algorithm", "fednst"], "did you mean 'fednest'"),
+        (["check", "quadratic", "--algorithm", "simfbo"], "simfbo makes no estimate of the hypergradient; these do: "),
+        (["check", "nowhere.py:task"], "there is no file"),
+        (["diagnose", "quadratic", "--algorithm", "lfednest"], "unknown algorithm with suggestions 'lfednest'"),
+        (["diagnose", "quadratic", "--set", "clinets=3"], "did you mean 'clients'"),
+        (["diagnose", "quadratic", "--set", "clients=0"], "clients = 0 is not allowed"),
+    ],
+)
+def test_wrong_input_is_explained(arguments: list[str], words: str, run) -> None:
+    code, shown, error = run(*arguments)
+    assert (code, shown) == (2, "")
+    assert words in error
+    assert len(error.splitlines()) == 1
