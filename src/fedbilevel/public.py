@@ -29,6 +29,8 @@ from fedbilevel.core.errors import (
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SingleLevel
 from fedbilevel.core.tree import XYV
+from fedbilevel.diagnostics.check import HypergradientReport, check_hypergradient
+from fedbilevel.diagnostics.diagnose import Diagnosis, diagnose
 from fedbilevel.engines.cpu import tune_cpu
 from fedbilevel.engines.history import History
 from fedbilevel.engines.ledger import Ledger
@@ -47,6 +49,7 @@ __all__ = [
     "Clients",
     "Compositional",
     "ConfigurationError",
+    "Diagnosis",
     "Fed",
     "FedAvg",
     "FedAvgS",
@@ -58,6 +61,7 @@ __all__ = [
     "FedNestSGD",
     "FedbilevelError",
     "History",
+    "HypergradientReport",
     "LFedNest",
     "Ledger",
     "Local",
@@ -75,6 +79,8 @@ __all__ = [
     "SimFBO",
     "SingleLevel",
     "algorithm",
+    "check_hypergradient",
+    "diagnose",
     "fraction",
     "load_result",
     "phase",

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.client import Clients

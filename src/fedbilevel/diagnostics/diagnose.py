@@ -1,0 +1,214 @@
+"""What a problem is like near a point, and which fields of an algorithm it asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
+from fedbilevel.core.tree import PyTree
+from fedbilevel.diagnostics.measure import Measurements, measure
+from fedbilevel.diagnostics.point import point
+from fedbilevel.diagnostics.suggest import Scales, nested, radius, rounds_needed, scales, single_loop
+
+METHODS = ("fednest", "shrofbo", "simfbo")
+UNDEFINED = (
+    "the inner loss still curves downwards where its minimum was sought: y*(x) is not defined; add a ridge to it"
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `diagnose` found; print it, or ask it for fields."""
+
+    measurements: Measurements
+    rounds: int  # that it plans for
+    dim_y: int
+    population: int
+    weight: float  # M·max p_i
+    work: int | None  # the most local steps that the population asks of a client
+
+    @property
+    def mu(self) -> float:
+        """The least curvature of G in y at the given point, at most: negative where G is not convex."""
+        return self.measurements.here.inner.smallest
+
+    @property
+    def smoothness(self) -> float:
+        """L: the largest curvature of G in y at the given point."""
+        return self.measurements.here.inner.largest
+
+    @property
+    def condition(self) -> float:
+        """κ = L/μ; infinite where μ ≤ 0."""
+        return self.smoothness / self.mu if self.mu > 0 else math.inf
+
+    @property
+    def outer_smoothness(self) -> float:
+        """The largest curvature of F in y, in size."""
+        ends = self.measurements.here.outer
+        return max(abs(ends.smallest), abs(ends.largest))
+
+    @property
+    def objective_smoothness(self) -> float:
+        """L_Φ: the largest curvature of Φ, in size."""
+        return self.scales().phi_smoothness
+
+    @property
+    def radius(self) -> float:
+        """r for the projection of v."""
+        return radius(self.scales())
+
+    def scales(self, batch_size: int | None = None, cohort: int | None = None) -> Scales:
+        partial = cohort is not None and cohort < self.population
+        return scales(self.measurements, self.dim_y, batch_size, self.weight, partial)
+
+    def fields(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> dict[str, Any]:
+        """Constructor fields for "simfbo", "shrofbo" or "fednest".
+
+        Args:
+            algorithm: its name.
+            batch_size: samples per draw; None: full batches.
+            cohort: clients per round; None: all.
+        """
+        if algorithm not in METHODS:
+            raise unknown("algorithm with suggestions", algorithm, METHODS)
+        require_count("batch_size", batch_size, optional=True)
+        require_count("cohort", cohort, optional=True)
+        if self.measurements.response.negative_curvature:
+            raise ConfigurationError(UNDEFINED)
+        s = self.scales(batch_size, cohort)
+        return nested(s, batch_size) if algorithm == "fednest" else single_loop(s, batch_size, self.work)
+
+    def rounds_needed(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> float:
+        """Rounds that those fields should need for a thousandfold smaller error; infinite where Φ is not convex."""
+        chosen = self.fields(algorithm, batch_size=batch_size, cohort=cohort)
+        s = self.scales(batch_size, cohort)
+        if algorithm == "fednest":
+            return rounds_needed(s, chosen["outer_lr"], chosen["inner_rounds"] * chosen["inner_lr"])
+        tau, lr = chosen["local_steps"], chosen["server_lr"]
+        return rounds_needed(s, tau * lr.x, tau * lr.y)
+
+    def safe_steps(self, batch_size: int | None = None, cohort: int | None = None) -> dict[str, float]:
+        """Below which a round's whole step (γ·τ) should stay: of y and v, of x where y and v are exact (double loop),
+        and of x where they move along (single loop)."""
+        s = self.scales(batch_size, cohort)
+        inner = 1 / s.smoothness
+        return {"y, v": 2 * inner, "x": 2 / s.phi_smoothness, "x, single loop": 4 * s.outer_step(inner)}
+
+    def __str__(self) -> str:
+        lines = [*self._inner(), *self._clients()]
+        if self.measurements.response.negative_curvature:
+            return "\n".join([*lines, UNDEFINED])
+        return "\n".join([*lines, *self._objective(), *self._choice()])
+
+    def _inner(self) -> list[str]:
+        m, ends = self.measurements, self.measurements.here.inner
+        lines = [
+            f"looked at {m.samples[0]} outer and {m.samples[1]} inner samples ({m.response_samples[0]} and "
+            f"{m.response_samples[1]} for Φ) of {self.population} clients, in float64",
+            f"inner loss in y: curvature from μ = {ends.smallest:.3g} (± {ends.smallest_residual:.0e}) to "
+            f"L = {ends.largest:.3g} (± {ends.largest_residual:.0e}), κ = {self.condition:.3g}; "
+            f"single samples up to {m.sample:.3g}",
+        ]
+        if self.mu <= 0:
+            lines.append(
+                "  INDEFINITE: the inner loss is not strongly convex in y here, so that y*(x) need not be defined; "
+                "add a ridge to it"
+            )
+        if m.delta:
+            lines.append(
+                f"  directions with curvature below L/rounds = {self.smoothness / self.rounds:.2g} cannot be learnt in "
+                f"{self.rounds} rounds; the choice below leaves them out (δ = {m.delta:.2g}) and is for no more rounds"
+            )
+        lines.append(
+            f"outer loss in y: curvature up to {self.outer_smoothness:.3g}, ‖∇y F‖ = {m.here.outer_gradient:.3g}"
+        )
+        return lines
+
+    def _clients(self) -> list[str]:
+        s = self.measurements.spread
+        return [
+            f"clients differ: ∇y g_i by {s.inner:.3g} about their mean ({s.inner_share:.0%} of their mean square), "
+            f"∇x f_i by {s.outer:.3g} ({s.outer_share:.0%}); "
+            f"largest curvature of g_i from {min(s.tops):.3g} to {max(s.tops):.3g}",
+        ]
+
+    def _objective(self) -> list[str]:
+        phi, late = self.measurements.response.curvature, self.measurements.response.lag
+        lines = [
+            f"Φ at y*: curvature from {phi.smallest:.3g} to {phi.largest:.3g}, L_Φ = {self.objective_smoothness:.3g}; "
+            f"lag {self.scales().lag:.3g} ({late.smallest:.3g} to {late.largest:.3g})"
+        ]
+        if phi.smallest < 0:
+            lines.append("  Φ is not convex here")
+        safe = self.safe_steps()
+        steps = ", ".join(f"{name} below {size:.3g}" for name, size in safe.items())
+        return [*lines, f"safe steps of a round, full batches: {steps}; ‖v‖ within r = {self.radius:.3g}"]
+
+    def _choice(self) -> list[str]:
+        chosen, nest = self.fields("simfbo"), self.fields("fednest")
+        lr = chosen["server_lr"]
+        behind = self.scales().outer_step(1 / self.scales().smoothness)
+        why = (
+            f"the {chosen['local_steps']} local steps that the population asks for, very short"
+            if self.work
+            else "one local step, since full batches have no noise that more would average, and clients drift"
+        )
+        return [
+            f"with full batches it would choose SimFBO with {why};",
+            f"  y and v by 1/L = {lr.y * chosen['local_steps']:.3g} a round, x by {behind:.3g}, slow enough for y and "
+            f"v to follow{self._needs('simfbo')}",
+            f"or FedNest with {nest['inner_rounds']} inner rounds of 1/L, conjugate gradient up to "
+            f"{nest['cg_iterations']} products, x by {nest['outer_lr']:.3g}{self._needs('fednest')}",
+            "with mini-batches: ask fields(name, batch_size=…, cohort=…)",
+        ]
+
+    def _needs(self, algorithm: str) -> str:
+        needed = self.rounds_needed(algorithm)
+        if math.isinf(needed):
+            return "; Φ being not convex here, no number of rounds is predicted"
+        late = f", more than the {self.rounds} that were planned" if needed > self.rounds else ""
+        return f"; a thousandfold smaller error should take about {needed:.2g} rounds{late}"
+
+
+def diagnose(
+    problem: Any,
+    clients: Clients,
+    x: PyTree,
+    y: PyTree,
+    *,
+    rounds: int = 1000,
+    max_samples: int = 4096,
+    key: int = 0,
+) -> Diagnosis:
+    """Estimate what step sizes depend on, near (x, y), and say what it would choose.
+
+    All in float64. The curvature of Φ, and how much of it reaches a single-loop method late, are taken at the
+    equilibrium y*(x) (or the nearest to it that `rounds` rounds can reach) on at most 512 samples of each loss.
+
+    Args:
+        problem, clients, x, y: as for `solve`.
+        rounds: how many rounds can be afforded; only matters where κ exceeds it.
+        max_samples: of each loss, at most, evenly spread over clients.
+        key: seed of the random starts.
+
+    Raises:
+        ConfigurationError: an argument is not allowed, or the inner loss has no positive curvature in y.
+    """
+    require_count("rounds", rounds)
+    require_count("max_samples", max_samples)
+    with jax.enable_x64(True):
+        at = point(problem, clients, x, y)
+        found = measure(at.problem, clients, at.x, at.y, rounds, max_samples, key)
+        dim = sum(leaf.size for leaf in jax.tree.leaves(at.y))
+    high = found.here.inner.largest
+    require(bool(np.isfinite(high)) and high > 0, "the largest curvature of the inner loss in y", high, "positive")
+    steps = clients.local_steps
+    work = None if steps is None else int(np.max(steps))
+    return Diagnosis(found, rounds, dim, len(clients), float(len(clients) * clients.weights.max()), work)

@@ -1,0 +1,126 @@
+"""From what was measured to the fields of an algorithm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fedbilevel.core.tree import XYV
+from fedbilevel.diagnostics.measure import Measurements
+
+LOCAL_STEPS = 5  # with mini-batches: averages the noise of as many draws for one exchange
+INNER_ROUNDS = 20  # of FedNest's epoch at the most
+TERMS = 10  # of its series at the most
+CG_TOLERANCE = 1e-6
+DIGITS = math.log(1000)  # an error reduced a thousandfold
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The few numbers that decide, for full batches or for mini-batches.
+
+    Attributes:
+        mu, smoothness: μ and L that y has to be stepped by: L grows with the noise of batches and cohorts.
+        phi_mu, phi_smoothness: the least and the largest curvature of Φ.
+        lag: ‖T‖, see response.py.
+        outer_gradient: the largest ‖∇y F‖ seen.
+    """
+
+    mu: float
+    smoothness: float
+    phi_mu: float
+    phi_smoothness: float
+    lag: float
+    outer_gradient: float
+    dim_y: int
+    noisy: bool
+
+    @property
+    def condition(self) -> float:
+        return self.smoothness / self.mu
+
+    def outer_step(self, inner_step: float) -> float:
+        """γ_x that stays behind y and v, which move by inner steps of that size.
+
+        The lag alone would allow inner_step/‖T‖, Φ by itself 2/L_Φ; harmonically, with a factor of 4 to spare in each.
+        """
+        return 1 / (self.lag / inner_step + 2 * self.phi_smoothness)
+
+
+def scales(m: Measurements, dim_y: int, batch_size: int | None, weight: float, partial: bool) -> Scales:
+    """Scales for that batch size; `weight` is M·max p_i, which multiplies a client's reply where cohorts are `partial`.
+
+    A batch of b independent draws is as smooth as L + (L_1 − L)/b on average, L_1 being that of single samples (Gower
+    et al., "SGD: general analysis and improved rates", ICML 2019, expected smoothness).
+    """
+    smoothness = max(m.here.inner.largest, m.there.inner.largest)
+    noisy = batch_size is not None or partial
+    if noisy:
+        smoothness = max(smoothness, *m.spread.tops)
+    if batch_size is not None:
+        smoothness += max(0.0, m.sample - smoothness) / batch_size
+    if partial:
+        smoothness *= weight
+    phi, late = m.response.curvature, m.response.lag
+    return Scales(
+        mu=max(min(m.here.inner.smallest, m.there.inner.smallest) + m.delta, smoothness * 1e-12),
+        smoothness=smoothness,
+        phi_mu=phi.smallest,
+        phi_smoothness=max(abs(phi.smallest), abs(phi.largest)),
+        lag=max(abs(late.smallest), abs(late.largest)),
+        outer_gradient=max(m.here.outer_gradient, m.there.outer_gradient),
+        dim_y=dim_y,
+        noisy=noisy,
+    )
+
+
+def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of SimFBO and ShroFBO; `work` is the most local steps that the population says, if it says any."""
+    tau = work or (LOCAL_STEPS if batch_size is not None else 1)
+    inner = 1 / s.smoothness
+    server = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
+    # local steps as long as the server's retrace its path; where there is no noise to average they only drift
+    local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
+    return {
+        "local_steps": tau,
+        "batch_size": batch_size,
+        "client_lr": local,
+        "server_lr": server,
+        "radius": radius(s),
+    }
+
+
+def nested(s: Scales, batch_size: int | None) -> dict[str, Any]:
+    """Fields of FedNest: conjugate gradient where its products are exact, a short series where they are noisy."""
+    kappa, step = s.condition, 1 / s.smoothness
+    rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))
+    enough = math.ceil(math.sqrt(kappa) / 2 * math.log(2 / CG_TOLERANCE))  # of conjugate gradient's error bound
+    common = {
+        "local_steps": 1 if batch_size is None else LOCAL_STEPS,
+        "outer_steps": 1,
+        "inner_rounds": rounds,
+        "inner_lr": step,
+        "outer_lr": s.outer_step(rounds * step),
+        "batch_size": batch_size,
+    }
+    if s.noisy:
+        return {**common, "inverse": "series", "neumann_terms": min(TERMS, math.ceil(kappa)), "neumann_step": step}
+    return {
+        **common,
+        "inverse": "cg",
+        "cg_tolerance": CG_TOLERANCE,
+        "cg_iterations": min(enough, 2 * s.dim_y),  # in exact arithmetic dim y of them are enough
+    }
+
+
+def radius(s: Scales) -> float:
+    """r = ‖∇y F‖/μ, which bounds ‖v*‖ where it was measured, ten times over: ∇y F changes on the way."""
+    return 10 * s.outer_gradient / s.mu
+
+
+def rounds_needed(s: Scales, outer_step: float, inner_step: float) -> float:
+    """Rounds for a thousandfold smaller error, near a minimum; infinite where Φ is not strongly convex."""
+    if s.phi_mu <= 0:
+        return math.inf
+    return DIGITS * max(1 / (outer_step * s.phi_mu), 1 / (inner_step * s.mu))

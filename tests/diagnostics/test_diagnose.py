@@ -1,0 +1,254 @@
+"""Are the measurements those of the closed form, and do methods converge with what is suggested?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.diagnostics.diagnose import diagnose
+from fedbilevel.tasks.hyper_representation import hyper_representation
+from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
+
+EPS = np.finfo(np.float64).eps
+METHODS = {"simfbo": fb.SimFBO, "fednest": fb.FedNest}
+ROUNDS = {"simfbo": 300_000, "fednest": 20_000}  # half a minute, at ten thousand rounds a second
+
+
+class Coefficients:
+    """Means over the population, and what follows from them."""
+
+    def __init__(self, clients):
+        mean = {}
+        for i, p in enumerate(clients.weights):
+            for name, value in {**clients.outer.row(i), **clients.inner.row(i)}.items():
+                mean[name] = mean.get(name, 0) + p * value.mean(0)
+        self.A, self.B, self.D, self.E = (mean[name] for name in "ABDE")
+        late, jacobian = np.linalg.inv(self.A), np.linalg.solve(self.A, self.B)
+        half = self.E @ jacobian + 0.5 * jacobian.T @ self.D @ jacobian
+        self.hessian = RIDGE * np.eye(self.B.shape[1]) + half + half.T
+        # each of y and v late by A⁻¹: y = A⁻¹Bx enters E y and D y, v = A⁻¹(D y + Eᵀx) enters Bᵀv
+        slow = late @ jacobian
+        self.lag = self.E @ slow + slow.T @ self.E.T + slow.T @ self.D @ jacobian + jacobian.T @ self.D @ slow
+
+    def iteration(self, steps):
+        """(x, y, v) ← M (x, y, v) + constant: SimFBO with τ = 1, full batches and everyone."""
+        n = len(self.A)
+        slopes = np.block(
+            [
+                [RIDGE * np.eye(self.B.shape[1]), self.E, self.B.T],
+                [-self.B, self.A, np.zeros((n, n))],
+                [-self.E.T, -self.D, self.A],
+            ]
+        )
+        sizes = np.repeat([steps.x, steps.y, steps.v], [self.B.shape[1], n, n])
+        return np.eye(len(slopes)) - sizes[:, None] * slopes
+
+    def spectral_radius(self, steps):
+        return np.abs(np.linalg.eigvals(self.iteration(steps))).max()
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    task = quadratic(clients=4, dim_x=4, dim_y=5, condition=50, samples=(2, 5), seed=3)
+    return task, diagnose(task.problem, task.clients, task.x0, task.y0), Coefficients(task.clients)
+
+
+def ends(matrix):
+    return np.linalg.eigvalsh(matrix)[[0, -1]]
+
+
+def test_spectra_are_the_dense_ones(drawn):
+    """Lanczos has as many steps as there are dimensions; systems are solved to 1e-6, the response to no better."""
+    _, found, exact = drawn
+    assert [found.mu, found.smoothness] == pytest.approx(ends(exact.A), rel=1e-12)
+    assert found.condition == pytest.approx(np.linalg.cond(exact.A), rel=1e-10)
+    assert found.outer_smoothness == pytest.approx(ends(exact.D)[1], rel=1e-12)
+    phi, late = found.measurements.response.curvature, found.measurements.response.lag
+    solves = 1e-5 * found.condition
+    scale = np.abs(ends(exact.hessian)).max()
+    np.testing.assert_allclose([phi.smallest, phi.largest], ends(exact.hessian), rtol=0, atol=solves * scale)
+    scale = np.abs(ends(exact.lag)).max()
+    np.testing.assert_allclose([late.smallest, late.largest], ends(exact.lag), rtol=0, atol=solves * scale)
+
+
+def test_the_equilibrium_is_that_of_the_closed_form(drawn):
+    task, found, exact = drawn
+    c = sum(p * task.clients.inner.row(i)["c"].mean(0) for i, p in enumerate(task.clients.weights))
+    y = np.linalg.solve(exact.A, c)  # x = 0
+    np.testing.assert_allclose(found.measurements.response.y, y, rtol=0, atol=1e-12 * np.linalg.norm(y))
+
+
+def test_clients_differ_by_what_a_loop_says(drawn):
+    task, found, _ = drawn
+    own = [jax.grad(task.problem.inner, 1)(task.x0, task.y0, task.clients.inner.row(i)) for i in range(4)]
+    p, own = task.clients.weights, np.asarray(own)
+    apart = p @ np.sum((own - p @ own) ** 2, axis=1)
+    spread = found.measurements.spread
+    assert spread.inner == pytest.approx(np.sqrt(apart), rel=1e-12)
+    assert spread.inner_share == pytest.approx(apart / (p @ np.sum(own**2, axis=1)), rel=1e-12)
+    assert spread.outer == pytest.approx(0, abs=1e-12)  # ∇x f = Ey + ρx vanishes at 0 for everyone
+    assert spread.tops == pytest.approx([1] * 4, rel=1e-12)  # the task's spectra end at 1
+    assert found.measurements.sample == pytest.approx(1, rel=1e-12)
+
+
+def test_the_radius_holds_v(drawn):
+    task, found, _ = drawn
+    assert found.radius >= np.linalg.norm(solution(task.clients).v)
+
+
+@pytest.mark.parametrize("heterogeneity", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("condition", [1.01, 10, 1e4])
+def test_the_single_loop_is_stable_with_room(condition, heterogeneity):
+    """Eigenvalues of the iteration itself: x could go three times as fast, and fast enough it is unstable."""
+    task = quadratic(condition=condition, heterogeneity=heterogeneity, seed=7)
+    exact = Coefficients(task.clients)
+    y = 1 / ends(exact.A)[1]
+    x = 1 / (np.abs(ends(exact.lag)).max() / y + 2 * ends(exact.hessian)[1])  # suggest.Scales.outer_step
+    assert exact.spectral_radius(fb.XYV(x, y, y)) < 1
+    assert exact.spectral_radius(fb.XYV(3 * x, y, y)) < 1
+    assert exact.spectral_radius(fb.XYV(20 * x, y, y)) > 1
+
+
+def test_the_fields_have_those_steps(drawn):
+    _, found, exact = drawn
+    chosen = found.fields("simfbo")
+    y = 1 / ends(exact.A)[1]
+    x = 1 / (np.abs(ends(exact.lag)).max() / y + 2 * ends(exact.hessian)[1])
+    assert chosen["server_lr"] == pytest.approx(fb.XYV(x, y, y), rel=1e-3)
+    assert chosen["local_steps"] == 1
+    assert found.safe_steps()["y, v"] == pytest.approx(2 * y, rel=1e-9)
+    assert found.fields("shrofbo") == chosen
+
+
+def test_mini_batches_and_cohorts_take_shorter_steps(drawn):
+    """Everyone's own largest curvature is 1, so is every sample's, and unequal weights multiply it by M·max p."""
+    task, found, _ = drawn
+    batch, both = (found.fields("simfbo", batch_size=8, **c) for c in ({}, {"cohort": 2}))
+    assert 5 * batch["server_lr"].y == pytest.approx(1, rel=1e-9)
+    assert 5 * both["server_lr"].y == pytest.approx(1 / (4 * task.clients.weights.max()), rel=1e-9)
+    assert batch["client_lr"] == batch["server_lr"]
+    nested = found.fields("fednest", batch_size=8, cohort=2)
+    assert nested["inverse"] == "series"
+    fb.FedNest(**nested)
+
+
+def test_it_says_it_in_words(drawn):
+    _, found, _ = drawn
+    text = str(found)
+    assert f"κ = {found.condition:.3g}" in text
+    assert "one local step, since full batches have no noise" in text
+    assert "conjugate gradient" in text
+    assert "INDEFINITE" not in text
+
+
+def converges(name, task, found):
+    """To 1e-3 in x, within the rounds that were predicted, twice over, and what a user can afford."""
+    algorithm = METHODS[name](**found.fields(name))
+    needed = found.rounds_needed(name)
+    stop = [fb.stop_when("relative_error", below=1e-3)]
+    options = {"rounds": ROUNDS[name], "eval_every": 50, "metrics": task.metrics, "callbacks": stop}
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **options)
+    assert result.history.rows[-1]["relative_error"] <= 1e-3
+    assert result.round <= 2 * needed + 50
+    return result.round
+
+
+def check_quadratic(seed):
+    rng = np.random.default_rng(seed)
+    condition = (2.0, 1e4)[seed] if seed < 2 else float(np.exp(rng.uniform(np.log(2), np.log(1e4))))
+    heterogeneity = float(rng.choice([0.3, 0.5, 1.0, 2.0]))
+    task = quadratic(condition=condition, heterogeneity=heterogeneity, seed=seed)
+    found = diagnose(task.problem, task.clients, task.x0, task.y0)
+    took = {name: converges(name, task, found) for name in METHODS}
+    print(f"κ of clients {condition:.0f}, heterogeneity {heterogeneity}, κ {found.condition:.1f}: rounds {took}")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_it_suggests_converges(seed):
+    check_quadratic(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 20))
+def test_what_it_suggests_converges_on_many(seed):
+    check_quadratic(seed)
+
+
+def test_work_that_the_population_gives_is_planned_for():
+    """Unequal local work: ShroFBO's short local steps leave a drift far below 1e-2."""
+    task = quadratic(condition=5, clients=4, local_steps=np.array([1, 4, 2, 3]))
+    found = diagnose(task.problem, task.clients, task.x0, task.y0)
+    fields = found.fields("shrofbo")
+    assert fields["local_steps"] == 4
+    result = fb.solve(fb.ShroFBO(**fields), task.problem, task.clients, task.x0, task.y0, rounds=4000)
+    exact = solution(task.clients).x
+    assert np.linalg.norm(result.x - exact) <= 1e-2 * np.linalg.norm(exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_what_it_suggests_trains_a_network(name):
+    task = hyper_representation(data="digits")
+    found = diagnose(task.problem, task.clients, task.x0, task.y0, rounds=300)
+    assert "cannot be learnt in 300 rounds" in str(found)
+    assert "Φ is not convex here" in str(found)
+    algorithm = METHODS[name](**found.fields(name, batch_size=32, cohort=10))
+    options = {"rounds": 300, "cohort": 10, "metrics": task.metrics}
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **options)
+    assert result.history.rows[-1]["test_accuracy"] >= 0.93
+
+
+def bent(curvature):
+    """g = y₀² + ½ c y₁² − xᵀy on one client."""
+    problem = fb.Bilevel(
+        lambda x, y, b: jnp.mean(b) * jnp.sum(y) + x @ x,
+        lambda x, y, b: jnp.mean(b) * (y[0] ** 2 + 0.5 * curvature * y[1] ** 2) - x @ y,
+    )
+    return problem, fb.Clients(outer=[np.ones(2)], inner=[np.ones(1)]), np.ones(2), np.ones(2)
+
+
+def test_an_indefinite_inner_hessian_is_said():
+    found = diagnose(*bent(-1.0))
+    assert found.mu == pytest.approx(-1, rel=1e-12)
+    assert "INDEFINITE" in str(found)
+    assert found.condition == np.inf
+
+
+def test_few_rounds_leave_flat_directions_out():
+    """L = 2, μ = 1e-3: ten rounds reach curvatures from 0.2 on."""
+    found = diagnose(*bent(1e-3), rounds=10)
+    assert found.measurements.delta == pytest.approx(0.2, rel=1e-9)
+    assert "cannot be learnt in 10 rounds" in str(found)
+
+
+class TestRefusals:
+    def test_arguments(self, drawn):
+        task, found, _ = drawn
+        with pytest.raises(ConfigurationError, match="did you mean 'simfbo'"):
+            found.fields("simfb")
+        with pytest.raises(ConfigurationError, match="batch_size = 0"):
+            found.fields("simfbo", batch_size=0)
+        with pytest.raises(ConfigurationError, match="rounds = 0"):
+            diagnose(task.problem, task.clients, task.x0, task.y0, rounds=0)
+        with pytest.raises(ConfigurationError, match="finite in every leaf"):
+            diagnose(task.problem, task.clients, task.x0 * np.nan, task.y0)
+
+    def test_an_inner_loss_without_curvature(self):
+        problem, clients, x, y = bent(0.0)
+        flat = fb.Bilevel(problem.outer, lambda x, y, b: jnp.mean(b) * (x @ y))
+        with pytest.raises(ConfigurationError, match="largest curvature"):
+            diagnose(flat, clients, x, y)
+
+    def test_fields_where_the_minimum_does_not_exist(self):
+        """g = y² − exp(½y²) − xy is convex around 0 alone, and a large x pushes y out of there."""
+        problem = fb.Bilevel(
+            lambda x, y, b: jnp.mean(b) * jnp.sum(y) + x @ x,
+            lambda x, y, b: jnp.mean(b) * (jnp.sum(y**2) - jnp.sum(jnp.exp(0.5 * y**2))) - x @ y,
+        )
+        clients = fb.Clients(outer=[np.ones(2)], inner=[np.ones(1)])
+        found = diagnose(problem, clients, np.array([30.0]), np.array([0.0]))
+        assert "y*(x) is not defined" in str(found)
+        with pytest.raises(ConfigurationError, match=r"y\*\(x\) is not defined"):
+            found.fields("simfbo")
