@@ -105,7 +105,7 @@ def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str) -> N
         panel.grid(alpha=0.3, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
         if _spans_decades(np.array([line.costs[cost][-1] for line in curves if not line.level])):
-            panel.set_xscale("log")
+            panel.set_xscale("log", nonpositive="mask")  # round 0 costs nothing
         else:
             panel.set_xlim(left=0)
             panel.locator_params(axis="x", nbins=6)
