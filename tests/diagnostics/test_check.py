@@ -12,7 +12,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.config import positive
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.problem import Bilevel, Compositional
 from fedbilevel.diagnostics.check import check_hypergradient
 from fedbilevel.oracles.products import cross_v
 from fedbilevel.tasks.quadratic import RIDGE, quadratic
@@ -191,7 +191,7 @@ def test_an_algorithm_is_played_and_its_noise_measured(checked):
     expected = 0.5 * 2 / np.sqrt(DRAWS) / np.linalg.norm(exact)
     assert row.standard_error == pytest.approx(expected, rel=5 / np.sqrt(8 * DRAWS))
     assert 0 < row.relative_error <= 4 * expected  # χ with 4 degrees of freedom: beyond 4·(½√4) once in 10⁶
-    assert row.cost == "1 exchanges"
+    assert row.cost == "1 exchange"
 
 
 def test_the_table_names_every_row(checked):
@@ -215,14 +215,51 @@ def test_without_solving_the_yardstick_is_the_implicit_gradient_there(task, poin
     assert "only where the inner gradient vanishes" in str(report)
 
 
+def test_compositions_and_models_with_functions_in_them():
+    """Φ(x) = F(R(x)), whose gradient needs no Hessian; x carries its activation; clients of unequal weight and size."""
+    rng = np.random.default_rng(2)
+    draw = lambda n: {"u": rng.normal(size=(n, 3)), "t": rng.normal(size=(n, 2))}  # noqa: E731
+    weights = np.array([0.3, 0.7])
+    clients = Clients(outer=[draw(3), draw(4)], inner=[draw(5), draw(2)], weights=weights)
+
+    def outer(y, batch):
+        return jnp.mean(jnp.log(jnp.cosh(y["z"] - batch["t"])))
+
+    def response(x, batch):
+        return {"z": jnp.mean(x["act"](batch["u"] @ x["w"]), axis=0)}
+
+    def objective(w):
+        rows = [clients.inner.row(i) for i in range(2)]
+        z = sum(p * response({"w": w, "act": jnp.tanh}, row)["z"] for p, row in zip(weights, rows, strict=True))
+        return sum(p * outer({"z": z}, clients.outer.row(i)) for i, p in enumerate(weights))
+
+    w = jnp.asarray(rng.normal(size=(3, 2)))
+    exact = np.asarray(jax.grad(objective)(w))
+    seen = []
+
+    def mine(x, y):
+        seen.append(x["act"] is jnp.tanh)
+        return {"w": jax.grad(objective)(x["w"]), "act": None}
+
+    x, y = {"w": w, "act": jnp.tanh}, {"z": np.zeros(2)}
+    report = check_hypergradient(Compositional(outer, response), clients, x, y, estimators={"mine": mine})
+    assert error(np.asarray(report.hypergradient["w"]).ravel(), exact.ravel()) <= ROUNDING
+    assert report["mine"].relative_error <= ROUNDING
+    assert (
+        report["finite differences"].relative_error <= 1e-8
+    )  # ε·abs(Φ)/h = 1e-10 over slopes of a tenth, and room for ten
+    assert seen == [True]
+
+
 def test_an_indefinite_inner_hessian_is_reported():
     problem = Bilevel(
         lambda x, y, b: jnp.mean(b) * jnp.sum(y) + x @ x,
         lambda x, y, b: jnp.mean(b) * (y[0] ** 2 - 0.5 * y[1] ** 2) - x @ y,
     )
     clients = Clients(outer=[np.ones(2)], inner=[np.ones(1)])
-    report = check_hypergradient(problem, clients, np.ones(2), np.ones(2), solve_inner=False, steps=1, terms=1)
+    report = check_hypergradient(problem, clients, np.ones(2), np.ones(2), solve_inner=False, steps=5000, terms=1)
     assert report.negative_curvature
+    assert "diverged" in report["unrolled"].note  # (1 + ½)^5000
     assert report.smallest_curvature == pytest.approx(-1, rel=1e-12)
     assert "NEGATIVE CURVATURE" in str(report)
 
@@ -245,6 +282,10 @@ class TestRefusals:
             self.check(task, terms=0)
         with pytest.raises(ConfigurationError, match="step = -1"):
             self.check(task, step=-1)
+
+    def test_a_name_that_is_taken(self, task):
+        with pytest.raises(ConfigurationError, match="'cg' is not allowed"):
+            self.check(task, estimators={"cg": lambda x, y: x}, solve_inner=False, steps=1, terms=1)
 
     @pytest.mark.parametrize(
         ("given", "raised", "match"),

@@ -120,17 +120,18 @@ def check_hypergradient(
         rows.add_own(plan)
         rows.add_local(clients)
         for name, given in (estimators or {}).items():
-            require(isinstance(name, str), "estimators", name, "a mapping from names to estimators")
+            taken = {row.name for row in rows.rows}
+            require(name not in taken, "the name of an estimator", name, f"none of {sorted(taken)}")
             if hasattr(type(given), "phases"):
                 drawn = sample(
                     given, at.problem, clients, at.x, found.inner.y, draws=draws, cohort=cohort, engine=engine, key=key
                 )
-                spent = f"{drawn.exchanges:g} exchanges"
-                rows.add(name, drawn.mean, spent, f"mean of {draws} draws", drawn.standard_error)
+                spent = f"{drawn.exchanges:g} exchange{'s' * (drawn.exchanges != 1)}"
+                rows.add_given(name, drawn.mean, spent, f"mean of {draws} draws", drawn.standard_error)
             else:
                 function = callable(given) and not isinstance(given, type)
                 require(function, f"estimators[{name!r}]", given, "a function (x, y) -> tree, or an algorithm")
-                rows.add_given(name, given(at.like_given(at.x), rows.full_y(y)))
+                rows.add_given(name, split(given(at.like_given(at.x), rows.full_y(y)))[0])
         return rows.report(population, plan, dim)
 
 
@@ -138,19 +139,26 @@ class Rows:
     """The rows so far, and what they are measured against."""
 
     def __init__(self, at: Point, found: Estimates) -> None:
-        self.at, self.found, self.rows = at, found, list[Row]()
+        self.at, self.found = at, found
+        self.rows, self.notes = list[Row](), list[str]()
         self.truth = ravel_pytree(found.yardstick.hypergradient)[0]
         if bad := nonfinite_leaves((found.inner.y, found.yardstick.hypergradient)):
             raise NonFiniteError(f"the implicit gradient is not finite ({', '.join(bad)}): no yardstick")
 
-    def add(self, name: str, h: PyTree, cost: str, note: str, standard_error: float | None = None) -> None:
+    def add(self, name: str, h: PyTree, cost: str, note: str) -> None:
+        """One of our own; it may well diverge, where the inner Hessian is not positive definite."""
+        if nonfinite_leaves(h):
+            self.rows.append(Row(name, float("nan"), float("inf"), None, cost, f"diverged; {note}"))
+        else:
+            self.compare(name, ravel_pytree(h)[0], self.truth, cost, note)
+
+    def add_given(
+        self, name: str, h: PyTree, cost: str = "", note: str = "", standard_error: float | None = None
+    ) -> None:
         same_shapes(f"estimators[{name!r}]", h, self.at.x)
         if bad := nonfinite_leaves(h):
             raise NonFiniteError(f"the estimate {name!r} holds NaN or infinity: {', '.join(bad)}")
         self.compare(name, ravel_pytree(h)[0], self.truth, cost, note, standard_error)
-
-    def add_given(self, name: str, h: PyTree) -> None:
-        self.add(name, split(h)[0], "", "")
 
     def compare(self, name: str, h: Any, truth: Any, cost: str, note: str, standard_error: float | None = None) -> None:
         a, b = np.asarray(h, np.float64), np.asarray(truth)
@@ -163,21 +171,27 @@ class Rows:
     def add_own(self, plan: Plan) -> None:
         found = self.found
         step, low = found.step, found.spectrum.smallest
-        left = abs(1 - step * low)
-        self.add("unrolled", found.unrolled, f"{plan.steps} steps", f"(1 − {step:.3g}·μ)^N = {left**plan.steps:.1e}")
+
+        def left(n: int) -> str:
+            factor = abs(1 - step * low)
+            return f"(1 − {step:.3g}·μ)^N = {factor**n:.1e}" if factor < 1 else f"grows by {factor:.3g} each time"
+
+        self.add("unrolled", found.unrolled, f"{plan.steps} steps", left(plan.steps))
         if found.slopes is not None:
-            moved = np.linalg.norm(found.slopes.errors) / np.linalg.norm(found.slopes.values)
-            note = f"along {plan.directions} random directions; halving the width moved them by {moved:.1e}"
+            moved, size = np.linalg.norm(found.slopes.errors), np.linalg.norm(found.slopes.values)
+            note = (
+                f"along {plan.directions} random directions, {size:.3g} in all; half the width moves it by {moved:.1e}"
+            )
             solves = f"{4 * plan.directions} inner problems"
             self.compare("finite differences", found.slopes.values, found.slopes.directions @ self.truth, solves, note)
-        self.add("series", found.series, f"{plan.terms - 1} products", f"(1 − {step:.3g}·μ)^N = {left**plan.terms:.1e}")
-        note = f"relative residual {float(found.system.residual):.1e}" + (
-            "" if plan.dense else "; the yardstick itself"
-        )
+        self.add("series", found.series, f"{plan.terms - 1} products", left(plan.terms))
+        itself = "" if plan.dense else "; the yardstick itself"
+        note = f"relative residual {float(found.system.residual):.1e}{itself}"
         self.add("cg", found.cg, f"{int(found.system.iterations)} products", note)
 
     def add_local(self, clients: Clients) -> None:
         if len(clients) > LOCAL:
+            self.notes.append(f"{len(clients)} clients, more than {LOCAL}: their own hypergradients are left out")
             return
         each = Population.each(self.at.problem, clients, range(len(clients)))
         h, failed = local_hypergradient(each, jnp.asarray(clients.weights), self.at.x, self.found.inner.y)
@@ -201,24 +215,30 @@ class Rows:
         where = "(x, y*(x))" if plan.solve_inner else "(x, y)"
         how = "dense" if plan.dense else f"conjugate gradient to a residual of {float(found.system.residual):.0e}"
         size = np.linalg.norm(self.truth)
-        notes = [
+        self.notes[:0] = [
             f"implicit gradient at {where}, {how}: norm {size:.6g}; dim x = {self.truth.size}, dim y = {dim}, "
             f"{population.counts[0]} outer and {population.counts[1]} inner samples, all in float64",
             f"inner gradient there: {norm:.1e}; inner Hessian: {low:.3g} to {high:.3g}",
         ]
         if self.at.single:
-            notes.append("x or y came in less than float64 and was converted")
+            self.notes.append("x or y came in less than float64 and was converted")
         if not plan.solve_inner:
-            notes.append("the yardstick equals ∇Φ(x) only where the inner gradient vanishes; no finite differences")
+            self.notes.append(
+                "the yardstick equals ∇Φ(x) only where the inner gradient vanishes; no finite differences"
+            )
         if negative:
-            notes.append("NEGATIVE CURVATURE: the inner Hessian is not positive definite; y*(x) and ∇Φ are not defined")
+            self.notes.append(
+                "NEGATIVE CURVATURE: the inner Hessian is not positive definite; y*(x) and ∇Φ are not defined"
+            )
         # rounding of a gradient is about ε·L·‖y‖; a thousand times that is no longer rounding
         limit = 1e3 * float(np.finfo(np.float64).eps) * max(high, 1.0) * max(1.0, float(optax.tree.norm(found.inner.y)))
         if plan.solve_inner and norm > limit:
             newton = int(found.inner.iterations)
-            notes.append(f"the inner problem was NOT solved: its gradient is {norm:.1e} after {newton} Newton steps")
+            self.notes.append(
+                f"the inner problem was NOT solved: its gradient is {norm:.1e} after {newton} Newton steps"
+            )
         return HypergradientReport(
-            tuple(self.rows), found.yardstick.hypergradient, found.inner.y, norm, low, negative, tuple(notes)
+            tuple(self.rows), found.yardstick.hypergradient, found.inner.y, norm, low, negative, tuple(self.notes)
         )
 
 

@@ -59,7 +59,8 @@ def estimates(population: Population, x: PyTree, start: PyTree, plan: Plan) -> E
         inner = Inner(start, norm, zero, zero, jnp.asarray(False))
     y = inner.y
     spectrum = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, plan.seed, iterations=100)
-    step = plan.step or 1 / spectrum.largest
+    scale = max(abs(spectrum.smallest), abs(spectrum.largest))
+    step = plan.step or (1 / scale if scale else 1.0)
     by_cg, system = implicit_by_cg(population, x, y, tolerance=CG_TOLERANCE)
     drawn = None
     if plan.solve_inner:
