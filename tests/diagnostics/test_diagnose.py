@@ -111,6 +111,19 @@ def test_the_single_loop_is_stable_with_room(condition, heterogeneity):
     assert exact.spectral_radius(fb.XYV(20 * x, y, y)) > 1
 
 
+def test_one_dimension_is_stable_up_to_four_times_the_bound_of_the_lag():
+    """ẋ = −γ_x B v, ẏ = −γ(λy − Bx), v̇ = −γ(λv − Dy): Routh's limit is γ_x φ = 2γλ, φ = DB²/λ², T = 2φ/λ."""
+    b, d, slow, inner = 0.7, 1.3, 0.2, 0.5
+    phi = d * b**2 / slow**2
+    bound = inner / (2 * phi / slow)
+
+    def growth(outer):
+        flow = [[0, 0, -outer * b], [inner * b, -inner * slow, 0], [0, inner * d, -inner * slow]]
+        return np.linalg.eigvals(np.array(flow)).real.max()
+
+    assert growth(4 * bound * (1 - 1e-6)) < 0 < growth(4 * bound * (1 + 1e-6))
+
+
 def test_the_fields_have_those_steps(drawn):
     _, found, exact = drawn
     chosen = found.fields("simfbo")
