@@ -220,6 +220,13 @@ def test_fields_that_are_refused(fields, message):
         fb.FedNest(**fields)
 
 
+def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bound():
+    task = quadratic(heterogeneity=0.0)  # every A_i has the largest eigenvalue 1
+    with pytest.raises(fb.ConfigurationError, match=r"neumann_step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"):
+        run(fb.FedNest(neumann_step=2.1), task, 1)
+    run(fb.FedNest(neumann_step=2.1, inverse="cg"), task, 1)  # which does not use it
+
+
 def test_lfednest_is_local_only():
     with pytest.raises(fb.ConfigurationError, match="FedNestSGD have the global one"):
         fb.LFedNest(hypergradient="global")
