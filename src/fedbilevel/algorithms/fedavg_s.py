@@ -1,8 +1,8 @@
 """FedAvg-S: local descent on x and ascent on y at once, for min over x of max over y of F(x, y).
 
 Charlie Hou, Kiran K. Thekumparampil, Giulia Fanti, Sewoong Oh. "Efficient Algorithms for Federated Saddle Point
-Optimization". 2021, arXiv:2102.06333: federated averaging carried over to saddle points, the baseline of that paper
-and of FedNest's.
+Optimization". 2021, arXiv:2102.06333. The baseline there, and of FedNest's paper: federated averaging carried over to
+saddle points.
 
     x_{i,ν+1} = x_{i,ν} − (α/τ_i) ∇x f_i(x_{i,ν}, y_{i,ν}; ξ_ν)
     y_{i,ν+1} = y_{i,ν} + (β/τ_i) ∇y f_i(x_{i,ν}, y_{i,ν}; ξ_ν)       both from the same point, on the same samples

@@ -17,9 +17,6 @@ constant, and 1 − c α_t²: the same with η = δ u^{-1/3} times that constant
 constant. Where the noise of d does not depend on z, that of m settles at a/(2 − a) of its variance.
 
 Exchanges per round: 1. Client state: none.
-Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
-(FedBiOAcc: twice that).
-
 Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the mean of z_{i,τ}, and is unbiased for unequal weights too; likewise for m.
@@ -56,6 +53,7 @@ class FedBiO(LocalDirections):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: one set of step sizes, where clients are alike or τ = 1.
+    Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
     """
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
@@ -94,6 +92,7 @@ class FedBiOAcc(LocalDirections):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: small batches, whose noise the momenta average out without lagging behind.
+    Cost per local step: two gradients of g and two joint passes, each f's gradient and both products with ∇²g.
 
     Args:
         forgetting: a, the weight of the newest samples in the momentum, between 0 and 1.

@@ -15,6 +15,7 @@ client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each len
 next of these sums.
 
 Exchanges per round: T + N + 1. Client state: none.
+Cost per local step: a gradient of g.
 
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.

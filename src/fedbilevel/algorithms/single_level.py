@@ -8,8 +8,6 @@
 FedLin is what remains of FedNest's FedOut where there is nothing inner. x* is its fixed point with any number of local
 steps; FedAvg's is another point where clients differ and τ > 1.
 
-Cost per local step: a gradient of f (FedLin: two, but none in its first).
-
 Departures from the papers:
 1. Server and clients exchange changes, Σ p̃_i (x_{i,τ} − x) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the mean of x_{i,τ}, and is unbiased for unequal weights too.
@@ -88,6 +86,7 @@ class FedLin(LocalDescent):
     Needs: a single-level problem.
     Good for: clients that differ: with full batches it ends at x* itself.
     Client state: none.
+    Cost per local step: two gradients of f.
     """
 
     @phase
@@ -123,6 +122,7 @@ class FedAvg(LocalDescent):
     Needs: a single-level problem.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
     Client state: none.
+    Cost per local step: a gradient of f.
     """
 
     @phase
