@@ -28,14 +28,21 @@ CASES = {
         (1, 4),
     ),
     "two phases, a loop, client state": (TwoPhase(), None),
+    "FedNest, random lengths, fresh cohorts": (fb.FedNest(neumann_terms=2, batch_size=4, outer_steps=2), WORK),
+    "FedNest-SGD, conjugate gradient": (fb.FedNestSGD(inverse="cg", cg_iterations=4, batch_size=None), None),
+    "LFedNest, random lengths": (fb.LFedNest(batch_size=4, inner_lr=0.1), (1, 4)),
     "FedMBO, fresh cohorts": (fb.FedMBO(local_steps=2, inner_rounds=2, neumann_terms=3, batch_size=4), None),
     "AggITD, Q = 2, 3, 5": (fb.AggITD(inner_rounds=7, batch_size=4, outer_lr=0.01), WORK),
+    "FedBiO": (fb.FedBiO(batch_size=None), (1, 4)),
     "FedBiOAcc": (fb.FedBiOAcc(local_steps=3, batch_size=4, horizon=5.0), None),
     "FedLin, single level": (fb.FedLin(batch_size=4), WORK),
+    "FedAvg, single level": (fb.FedAvg(batch_size=None), (1, 4)),
     "FedAvg-S, minimax": (fb.FedAvgS(batch_size=None), (1, 4)),
 }
+SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:8], batch))
 PROBLEMS = {  # of the cases that are not for the task's own
-    "FedLin, single level": fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:8], batch)),
+    "FedLin, single level": SINGLE_LEVEL,
+    "FedAvg, single level": SINGLE_LEVEL,
     "FedAvg-S, minimax": fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y)),
 }
 ENGINES = {
@@ -47,8 +54,8 @@ ENGINES = {
     "two devices, chunks, streamed": fb.Local(devices=2, chunk=2, stream=True),
     "streamed": fb.Local(stream=True),
 }
-EVERY_ENGINE = {"SimFBO", "ShroFBO", "two phases"}  # for these cases; the two below, which have it all, for every case
-SOME = ("vmap", "two devices, chunks, streamed")
+EVERY_ENGINE = {"SimFBO", "ShroFBO", "two phases"}  # for these cases; the one below, which has it all, for every case
+SOME = ("two devices, chunks, streamed",)
 PAIRS = [(case, engine) for case in sorted(CASES) for engine in sorted(ENGINES)
          if engine in SOME or case.partition(",")[0] in EVERY_ENGINE]  # fmt: skip
 

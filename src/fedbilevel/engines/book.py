@@ -1,9 +1,12 @@
 """What a round cost and measured: a small pytree that engines fill, exchange by exchange."""
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedbilevel.core.fed import Reply
@@ -43,6 +46,12 @@ def merge(a: Book, b: Book) -> Book:
         a.products + b.products,
         metrics,
     )
+
+
+def stack(books: Sequence[Book]) -> Book:
+    """The books of some rounds, with leaves (rounds,); what a round did not do counts 0 there."""
+    nothing = jax.tree.map(jnp.zeros_like, reduce(merge, books))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(merge(nothing, book) for book in books))
 
 
 def entry(phase: str, message: PyTree, update: PyTree, sums: "Sums") -> Book:

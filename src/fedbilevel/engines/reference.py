@@ -113,7 +113,7 @@ class ReferenceRun:
                 raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
             carry = Carry(carry.round + 1, state, fed.states)
             books.append(fed.book)
-        return Progress(carry, rounds, jax.tree.map(lambda *leaves: np.stack(leaves), *books))
+        return Progress(carry, rounds, book.stack(books))
 
     def close(self) -> None:
         pass
