@@ -133,6 +133,7 @@ class FedNest(GlobalOuter):
     Exchanges per round: 2T + N' + 3.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that differ much and an exact hypergradient, where exchanges are cheap.
+    Cost per local step: two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP.
     Client state: none.
     """
 
@@ -169,6 +170,7 @@ class FedNestSGD(GlobalOuter):
     Exchanges per round: T + N' + 3.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that are alike, with a global hypergradient.
+    Cost per local step: a gradient of g (on x: two of f); a product with ∇²g per exchange of FedIHGP.
     Client state: none.
     """
 
@@ -185,6 +187,7 @@ class LFedNest(Nested):
     Exchanges per round: T + 1.
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ.
+    Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.
     Client state: none.
     """
 

@@ -4,12 +4,14 @@ A field that an algorithm does not have is left out; what is in neither is the a
 One module per task; in it, one table of algorithms per data set.
 """
 
-from fedbilevel.experiments.presets import hyper_representation, quadratic
+from fedbilevel.experiments.presets import closed_forms, hyper_representation, images, quadratic
 from fedbilevel.experiments.presets.table import Preset
 
 TASKS: dict[str, dict[str | None, Preset]] = {
     "hyper_representation": hyper_representation.PRESETS,
     "quadratic": quadratic.PRESETS,
+    **closed_forms.PRESETS,
+    **images.PRESETS,
 }
 PRESETS = {(task, data): found for task, table in TASKS.items() for data, found in table.items()}
 """Every preset by (task, data set); None stands for every data set without one of its own."""

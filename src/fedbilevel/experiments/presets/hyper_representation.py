@@ -1,18 +1,26 @@
 """Step sizes and sizes for hyper_representation, by data set."""
 
-from fedbilevel.experiments.presets.table import Fields, Preset, xyv
+from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
+
+SIMFBO = {"client_lr": xyv(0.1, 0.1, 0.1), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0}
 
 DIGITS: dict[str, Fields] = {
-    "simfbo": {"client_lr": xyv(0.1, 0.1, 0.1), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0},
-    "shrofbo": {"client_lr": xyv(0.1, 0.1, 0.1), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0},
+    **each(SINGLE_LOOP, SIMFBO),
+    **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}),
+    "aggitd": {"inner_lr": 0.1, "outer_lr": 0.3},
+    **each(FEDBIO, {"client_lr": xyv(0.1, 0.1, 0.1)}),
 }
 MNIST: dict[str, Fields] = {
-    "simfbo": {"client_lr": xyv(0.1, 0.1, 0.1), "server_lr": xyv(0.2, 0.2, 0.2), "radius": 10.0},
-    "shrofbo": {"client_lr": xyv(0.1, 0.1, 0.1), "server_lr": xyv(0.2, 0.2, 0.2), "radius": 10.0},
+    **each(SINGLE_LOOP, {**SIMFBO, "server_lr": xyv(0.2, 0.2, 0.2)}),
+    **each(HESSIAN_INVERTING, {"inner_lr": 0.25, "outer_lr": 0.1, "neumann_step": 0.02}),
+    "aggitd": {"inner_lr": 0.03, "outer_lr": 0.1},
+    **each(FEDBIO, {"client_lr": xyv(0.02, 0.02, 0.02)}),
 }
 CIFAR: dict[str, Fields] = {
-    "simfbo": {"client_lr": xyv(0.05, 0.05, 0.05), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0},
-    "shrofbo": {"client_lr": xyv(0.05, 0.05, 0.05), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0},
+    **each(
+        SINGLE_LOOP,
+        {"client_lr": xyv(0.05, 0.05, 0.05), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0},
+    ),
 }
 
 RUN = {"rounds": 300, "cohort": 10, "eval_every": 10}

@@ -1,10 +1,15 @@
 """Step sizes for the quadratic. With full batches, where a method ends is off by a multiple of its clients' steps."""
 
-from fedbilevel.experiments.presets.table import Fields, Preset, xyv
+from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
 
 ALGORITHMS: dict[str, Fields] = {
-    "simfbo": {"client_lr": xyv(1e-4, 1e-3, 1e-3), "server_lr": xyv(0.01, 0.1, 0.1)},
-    "shrofbo": {"client_lr": xyv(1e-4, 1e-3, 1e-3), "server_lr": xyv(0.01, 0.1, 0.1)},
+    **each(SINGLE_LOOP, {"client_lr": xyv(1e-4, 1e-3, 1e-3), "server_lr": xyv(0.01, 0.1, 0.1)}),
+    **each(
+        HESSIAN_INVERTING,
+        {"inner_lr": 1.0, "outer_lr": 0.1, "inner_rounds": 5, "inverse": "cg", "cg_tolerance": 1e-6},
+    ),
+    "aggitd": {"inner_lr": 1.0, "outer_lr": 0.1, "inner_rounds": 20, "inverse": "series"},
+    **each(FEDBIO, {"client_lr": xyv(0.002, 0.05, 0.05)}),
 }
 
 PRESETS: dict[str | None, Preset] = {

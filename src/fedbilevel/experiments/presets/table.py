@@ -1,10 +1,14 @@
 """What a preset is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Fields = Mapping[str, Any]
+HESSIAN_INVERTING = ("fednest", "fednest-sgd", "lfednest", "fedmbo")
+SINGLE_LOOP = ("simfbo", "shrofbo")
+FEDBIO = ("fedbio", "fedbioacc")
+"""Methods with the same fields."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,11 @@ class Preset:
 
     def of(self, algorithm: str) -> dict[str, Any]:
         return {**self.shared, **self.algorithms.get(algorithm, {})}
+
+
+def each(algorithms: Iterable[str], fields: Fields) -> dict[str, Fields]:
+    """The same fields for several algorithms."""
+    return dict.fromkeys(algorithms, fields)
 
 
 def xyv(x: float, y: float, v: float) -> dict[str, float]:
