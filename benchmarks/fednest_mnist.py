@@ -28,11 +28,11 @@ METHODS = {
     "FedNest": fb.FedNest(**FASTER),
     "FedNest, conjugate gradient": fb.FedNest(**{**FASTER, "outer_lr": 0.05}, inverse="cg", cg_iterations=5),
     "FedNest-SGD": fb.FedNestSGD(**FASTER),
-    "LFedNest": fb.LFedNest(**{**PUBLISHED, "outer_lr": 0.02}),
+    "LFedNest": fb.LFedNest(**{**PUBLISHED, "outer_lr": 0.025}),
     "FedMBO": fb.FedMBO(**FASTER),
     "AggITD": fb.AggITD(inner_rounds=5, local_steps=5, batch_size=64, inner_lr=0.05, outer_lr=0.05),
     "FedBiO": fb.FedBiO(local_steps=5, batch_size=64, client_lr=0.02),
-    "FedBiOAcc": fb.FedBiOAcc(local_steps=5, batch_size=64, client_lr=0.01),
+    "FedBiOAcc": fb.FedBiOAcc(local_steps=5, batch_size=64, client_lr=0.02),
     "SimFBO": fb.SimFBO(local_steps=5, batch_size=64, client_lr=0.05, server_lr=0.1, radius=10),
 }
 
