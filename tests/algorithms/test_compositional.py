@@ -1,0 +1,112 @@
+"""Do the methods made for compositional and minimax problems end where the tasks' closed forms say?
+
+Clients and weights are unequal, so that a biased method ends elsewhere: at a point that has a closed form, too.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.tasks import saddle
+from fedbilevel.tasks.compositional import compositional, local_point, solution
+from fedbilevel.tasks.saddle import alternating_point, fedavg_point
+from fedbilevel.tasks.saddle import solution as saddle_point
+
+ALPHA, BETA, INNER_STEPS, OUTER_STEPS = 0.1, 0.8, 4, 3
+
+
+def run(algorithm, task, rounds, **options):
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
+
+
+def relative_error(found, exact):
+    return np.linalg.norm(np.asarray(found) - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(
+    ("method", "end", "exchanges"),
+    [
+        pytest.param(fb.FedNest, solution, 5, id="fednest"),  # 2 on y, ∇y F, h, and the step on x; none for H = I
+        pytest.param(fb.LFedNest, local_point, 2, id="lfednest"),
+    ],
+)
+def test_compositional(method, end, exchanges):
+    """T = 1, β = 1 and τ = 1 make y = R(x) = mean_i r_i(x). The other method's end is more than 5 % away."""
+    task, rounds = compositional(), 150
+    algorithm = method(inner_rounds=1, inner_lr=1.0, local_steps=1, outer_lr=0.4, batch_size=None)
+    result = run(algorithm, task, rounds)
+    assert relative_error(result.x, end(task.clients)) < 1e-8
+    assert relative_error(local_point(task.clients), solution(task.clients)) > 0.05
+    assert result.ledger.exchanges == exchanges * rounds
+
+
+@pytest.fixture(scope="module")
+def hard():
+    return saddle(clients=10, dim=4, ridge=2.0, general=True, centred=False, weighted=True)
+
+
+def steps(**fields):
+    return {"outer_lr": ALPHA, "inner_lr": BETA, "local_steps": INNER_STEPS, "batch_size": None, **fields}
+
+
+def round_matrix(clients):
+    """FedNest's round on the distance e from the saddle point, as a matrix.
+
+    A client's τ corrected steps along q, with curvature C_i of its own, move y by −C_i⁻¹ (I − (I − β/τ C_i)^τ) q; then
+    the same on x, at the new y: q = C̄ e_y + Ā e_x and h = λP̄ e_x − Āᵀe_y.
+    """
+    rows = [{name: a[0] for name, a in clients.outer.row(i).items()} for i in range(len(clients))]
+
+    def mean(function):
+        return sum(p * function(row) for p, row in zip(clients.weights, rows, strict=True))
+
+    def pull(curve, lr, tau):
+        return np.diag(mean(lambda row: (1 - (1 - lr / tau * row[curve]) ** tau) / row[curve]))
+
+    a, p, c = mean(lambda row: row["A"]), np.diag(mean(lambda row: row["P"])), np.diag(mean(lambda row: row["C"]))
+    one, none = np.eye(len(a)), np.zeros_like(a)
+    on_y, on_x = pull("C", BETA, INNER_STEPS), pull("P", ALPHA, OUTER_STEPS)
+    y_moves = np.block([[one, none], [-on_y @ a, one - on_y @ c]])
+    x_moves = np.block([[one - on_x @ p, on_x @ a.T], [none, one]])
+    return x_moves @ y_moves
+
+
+def test_fednest_reaches_the_saddle_linearly(hard):
+    """The error is that of the round's matrix, stretch by stretch, down to rounding; its ratio over a stretch of 15
+    rounds settles at the matrix's largest eigenvalue to that power, 0.054."""
+    exact, stretch = np.concatenate(saddle_point(hard.clients)), 15
+    distance = lambda x, y: jnp.linalg.norm(jnp.concatenate([x, y]) - exact)  # noqa: E731
+    algorithm = fb.FedNest(outer_steps=OUTER_STEPS, **steps())
+    result = run(algorithm, hard, 12 * stretch, eval_every=stretch, metrics={"distance": distance})
+    found = result.history["distance"]
+    over_a_stretch = np.linalg.matrix_power(round_matrix(hard.clients), stretch)
+    ends, error = [], np.concatenate([hard.x0, hard.y0]) - exact
+    for _ in found:
+        ends.append(np.linalg.norm(error))
+        error = over_a_stretch @ error
+    np.testing.assert_allclose(found, ends, rtol=1e-9, atol=1e-13)
+    falling = found[found > 1e-9]
+    ratio = np.abs(np.linalg.eigvals(over_a_stretch)).max()
+    assert len(falling) > 5
+    np.testing.assert_allclose(falling[4:] / falling[3:-1], ratio, rtol=0.03)
+    assert found[-1] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "end"),
+    [
+        pytest.param(fb.FedAvgS(**steps()), lambda c: fedavg_point(c, INNER_STEPS, ALPHA, BETA), id="fedavg-s"),
+        pytest.param(
+            fb.LFedNest(inner_rounds=2, outer_steps=OUTER_STEPS, **steps()),
+            lambda c: alternating_point(c, (OUTER_STEPS, INNER_STEPS), ALPHA, BETA),
+            id="lfednest",
+        ),
+    ],
+)
+def test_local_methods_end_beside_the_saddle(algorithm, end, hard):
+    result, point = run(algorithm, hard, 400), end(hard.clients)
+    exact = saddle_point(hard.clients)
+    np.testing.assert_allclose(result.x, point.x, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(result.y, point.y, rtol=0, atol=1e-12)
+    assert relative_error(point.x, exact.x) > 0.01
