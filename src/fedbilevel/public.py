@@ -25,6 +25,7 @@ from fedbilevel.core.errors import (
     FedbilevelError,
     NonFiniteError,
     NumericalError,
+    NumericalWarning,
 )
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SingleLevel
@@ -69,6 +70,7 @@ __all__ = [
     "Momentum",
     "NonFiniteError",
     "NumericalError",
+    "NumericalWarning",
     "Plain",
     "Proximal",
     "Ragged",

@@ -7,7 +7,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.problem import check_losses
+from fedbilevel.core.problem import Padded, check_losses
 from fedbilevel.core.tree import all_finite, is_floating, join, nbytes, nonfinite_leaves, split
 
 SAMPLES = [np.arange(6.0).reshape(3, 2), np.ones((1, 2))]
@@ -124,3 +124,21 @@ def test_integers_are_always_finite():
     assert all_finite({})
     assert not is_floating(3)
     assert not is_floating(1j)
+
+
+def test_compositional_losses_take_padded_batches():
+    """½‖y − mean r‖², and no mean of ½‖y − r‖² over samples."""
+    problem = fb.Compositional(lambda y, batch: y @ y, lambda x, batch: x * jnp.mean(batch["a"]))
+    rows, x, y = {"a": np.array([1.0, 4.0, 7.0])}, jnp.asarray([1.0, 2.0]), jnp.asarray([0.5, -1.0])
+    padded = Padded({"a": jnp.asarray([1.0, 4.0, 7.0, 9.0])}, jnp.asarray([True, True, True, False]))
+    expected = problem.inner(x, y, rows)
+    np.testing.assert_allclose(expected, 0.5 * ((0.5 - 4) ** 2 + (-1 - 8) ** 2), rtol=1e-15)
+    np.testing.assert_allclose(problem.over_batches().inner(x, y, padded), expected, rtol=1e-14)
+    np.testing.assert_allclose(problem.over_batches().outer(x, y, padded), problem.outer(x, y, rows), rtol=1e-14)
+
+
+def test_a_minimax_problem_has_one_set_of_samples():
+    problem = fb.Minimax(lambda x, y, batch: jnp.mean(batch["a"]) * x @ y - y @ y + x @ x)
+    samples = {"a": np.ones((2, 3))}
+    with pytest.raises(ConfigurationError, match="left out for a Minimax problem"):
+        fb.solve(fb.FedNest(), problem, fb.Clients(samples, samples), jnp.ones(2), jnp.ones(2), rounds=1)

@@ -39,13 +39,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.hypergradient import OuterGradients
+from fedbilevel.algorithms.hypergradient import OuterGradients, check_neumann_step
 from fedbilevel.algorithms.inner_descent import InnerDescent
 from fedbilevel.core.algorithm import algorithm, phase
-from fedbilevel.core.client import Client, uniform_below
+from fedbilevel.core.client import Client, Clients, uniform_below
+from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import unknown
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.products import hess_v
 
@@ -87,6 +89,10 @@ class AggITD(InnerDescent, OuterGradients):
         super().validate()
         if self.inverse not in get_args(Inverse):
             raise unknown("AggITD.inverse", self.inverse, get_args(Inverse))
+
+    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
+        """Refuse a λ at which r would grow; y alone may bear larger ones where it is taken in several local steps."""
+        check_neumann_step("AggITD.inner_lr", at_round(self, 0).inner_lr, problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(x, y)

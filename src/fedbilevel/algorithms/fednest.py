@@ -20,23 +20,26 @@ that v = ∇y F, and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
 
 Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (y_{i,τ} − y) with p̃_i = (M/P) p_i, which for equal weights or full
-   participation is the paper's mean of y_{i,τ}, and is unbiased for unequal weights too.
+   participation is the paper's mean of y_{i,τ}, and is unbiased for unequal weights too. Of corrected steps the
+   common part −βq (or −αh) is taken by the server, once, and only what clients drift beyond it is averaged,
+   Σ p_i d_i / Σ p_i: q and the weights of one cohort are not independent, and their product would be biased.
 2. The first corrected step is along q (or h) itself, its correction being zero whatever is drawn.
 3. v may also be found by a deterministic series or by conjugate gradient (`inverse`), or locally (`hypergradient`).
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.hypergradient import Hypergradient
+from fedbilevel.algorithms.hypergradient import Hypergradient, Quality
 from fedbilevel.algorithms.inner_descent import InnerDescent
-from fedbilevel.algorithms.local_descent import corrected_descent
+from fedbilevel.algorithms.local_descent import corrected_drift
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
@@ -50,9 +53,7 @@ class State(NamedTuple):
 
     x: PyTree
     y: PyTree
-    negative_curvature: (
-        Array  # the first iteration of conjugate gradient that met any, or -1; x does not move from then on
-    )
+    quality: Quality  # of the last v; the first negative curvature stays noted
 
 
 @config
@@ -70,23 +71,40 @@ class Alternating(InnerDescent, Hypergradient):
         InnerDescent.validate(self)
 
     def init(self, x: PyTree, y: PyTree) -> State:
-        return State(x, y, jnp.asarray(-1))
+        return State(x, y, Quality.unknown())
 
     def complaint(self, state: State) -> str:
-        met = int(state.negative_curvature)
-        if met < 0:
+        return self._negative_curvature(state) if self.inverse == "cg" else ""
+
+    def warning(self, state: State) -> str:
+        if self.inverse != "cg":
+            return self._negative_curvature(state)
+        residual = float(state.quality.residual)
+        if residual <= 1.01 * float(np.max(self.cg_tolerance)):
             return ""
-        where = f"iteration {met} of conjugate gradient" if self.hypergradient == "global" else "a client's own system"
         return (
-            f"negative curvature at {where}: the inner Hessian is not positive definite there, and v is not defined; "
-            "add a ridge to the inner loss, or take inverse='series', which assumes less"
+            f"conjugate gradient ended at a relative residual of {residual:.2g}, above cg_tolerance: cg_iterations = \
+{self.cg_iterations} are too few"
         )
 
-    def moved(self, state: State, change: PyTree, y: PyTree, negative: Array) -> State:
-        """The next state; x stays where its hypergradient cannot be trusted."""
-        first = jnp.where(state.negative_curvature >= 0, state.negative_curvature, negative)
-        x = jax.tree.map(lambda old, d: jnp.where(first >= 0, old, old + d), state.x, change)
-        return State(x, y, first)
+    def _negative_curvature(self, state: State) -> str:
+        met = int(state.quality.negative_curvature)
+        if met < 0:
+            return ""
+        unit = "iteration" if self.inverse == "cg" else "product"
+        where = f"{unit} {met}" if self.hypergradient == "global" else "a client's own system"
+        return (
+            f"negative curvature at {where}: the inner Hessian is not positive definite there, and v is not defined; \
+the hypergradient may point anywhere (a ridge on the inner loss in y mends that)"
+        )
+
+    def moved(self, state: State, change: PyTree, y: PyTree, quality: Quality) -> State:
+        """The next state. After conjugate gradient has met negative curvature x stays, until the run is stopped."""
+        before = state.quality.negative_curvature
+        first = jnp.where(before >= 0, before, quality.negative_curvature)
+        stays = (first >= 0) & (self.inverse == "cg")
+        x = jax.tree.map(lambda old, d: jnp.where(stays, old, old + d), state.x, change)
+        return State(x, y, quality._replace(negative_curvature=first))
 
 
 @config
@@ -110,20 +128,20 @@ class GlobalOuter(Nested):
 
     @phase
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """τ corrected steps on x."""
+        """τ corrected steps on x, less what all clients have in common."""
         x, y, h = at
 
         def gradient(x: PyTree, key: Array) -> PyTree:
             return jax.grad(client.problem.outer, 0)(x, y, client.outer_batch(key, self.batch_size))
 
-        change = corrected_descent(gradient, x, h, self.outer_steps, self.outer_lr, key)
-        return Reply(change, gradients=2 * (self.outer_steps - 1))
+        drift = corrected_drift(gradient, x, h, self.outer_steps, self.outer_lr, key)
+        return Reply(drift, gradients=2 * (self.outer_steps - 1))
 
     def fed_out(self, fed: Fed, state: State, y: PyTree, key: Array) -> State:
         estimate_key, descent_key = jax.random.split(key)
-        h, negative = self.estimate(fed, state.x, y, estimate_key)
-        change = fed.mean(self.outer_descent, (state.x, y, h), descent_key, unbiased=True)
-        return self.moved(state, change, y, negative)
+        estimate = self.estimate(fed, state.x, y, estimate_key)
+        drift = fed.mean(self.outer_descent, (state.x, y, estimate.h), descent_key)
+        return self.moved(state, move(drift, -self.outer_lr, estimate.h), y, estimate.quality)
 
 
 @algorithm
@@ -145,7 +163,8 @@ class FedNest(GlobalOuter):
     def fed_inn(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
         q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
-        return optax.tree.add(y, fed.mean(self.corrected_inner_descent, (x, y, q), second, unbiased=True))
+        drift = fed.mean(self.corrected_inner_descent, (x, y, q), second)
+        return optax.tree.add(move(y, -self.inner_lr, q), drift)
 
     @phase
     def inner_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -156,11 +175,11 @@ class FedNest(GlobalOuter):
 
     @phase
     def corrected_inner_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """τ_i corrected steps on y."""
+        """τ_i corrected steps on y, less what all clients have in common."""
         x, y, q = at
         tau = client.local_steps(self.local_steps)
-        change = corrected_descent(self.inner_gradient_at(client, x, y), y, q, tau, self.inner_lr, key)
-        return Reply(change, gradients=2 * (tau - 1))
+        drift = corrected_drift(self.inner_gradient_at(client, x, y), y, q, tau, self.inner_lr, key)
+        return Reply(drift, gradients=2 * (tau - 1))
 
 
 @algorithm
@@ -205,24 +224,22 @@ class LFedNest(Nested):
         """τ steps on x, each along the client's own hypergradient there."""
         x, y = at
 
-        def step(k: Array, carry: tuple[PyTree, Array, Array, Array]) -> tuple[PyTree, Array, Array, Array]:
-            change, loss, negative, products = carry
+        def step(k: Array, carry: tuple[PyTree, Array, tuple[Array, Array], Array]) -> tuple[Any, ...]:
+            change, loss, quality, products = carry
             own = self.own_hypergradient(client, optax.tree.add(x, change), y, jax.random.fold_in(key, k))
-            (now, estimate), spent = own
-            change = move(change, -self.outer_lr / self.outer_steps, estimate.h)
-            return change, loss + now, negative | (estimate.negative_curvature >= 0), products + spent
+            change = move(change, -self.outer_lr / self.outer_steps, own.estimate.h)
+            quality = jax.tree.map(jnp.maximum, quality, own.estimate.quality.to_average())
+            return change, loss + own.loss, quality, products + own.products
 
-        shapes = jax.eval_shape(lambda key: self.own_hypergradient(client, x, y, key), key)
-        loss = jnp.zeros((), shapes[0][0].dtype)
-        start = (optax.tree.zeros_like(x), loss, jnp.asarray(False), jnp.asarray(0))
-        change, loss, negative, products = jax.lax.fori_loop(0, self.outer_steps, step, start)
+        first = jax.eval_shape(lambda key: self.own_hypergradient(client, x, y, key), key)
+        start = (optax.tree.zeros_like(x), jnp.zeros((), first.loss.dtype), (jnp.zeros(()),) * 2, jnp.asarray(0))
+        change, loss, quality, products = jax.lax.fori_loop(0, self.outer_steps, step, start)
+        gradients = (1 if client.problem.indirect == "none" else 2) * self.outer_steps
         metrics = {"outer_loss": loss / self.outer_steps}
-        return Reply(
-            (change, negative.astype(float)), metrics=metrics, gradients=2 * self.outer_steps, products=products
-        )
+        return Reply((change, quality), metrics=metrics, gradients=gradients, products=products)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
         y = self.plain_inner(fed, state.x, state.y, inner_key, self.inner_rounds)
-        change, negative = fed.mean(self.own_outer_descent, (state.x, y), outer_key, unbiased=True)
-        return self.moved(state, change, y, jnp.where(negative > 0, 0, -1))
+        change, means = fed.mean(self.own_outer_descent, (state.x, y), outer_key, unbiased=True)
+        return self.moved(state, change, y, Quality.of_clients(means))

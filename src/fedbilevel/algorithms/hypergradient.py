@@ -11,18 +11,21 @@ With b = ∇y F, H = ∇²yy G, s the Neumann step (1/ℓ in papers) and N terms
 loss and the results are averaged, in one exchange; where clients differ that is another vector than the hypergradient.
 """
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at, config, positive, static
-from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.errors import NumericalWarning, require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
@@ -32,16 +35,36 @@ from fedbilevel.oracles.population import Population
 from fedbilevel.oracles.products import hess_v, hypergradient
 
 Inverse = Literal["random", "parallel", "series", "cg"]
-SAMPLES_FOR_CHECK = 1024
+SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
 """(where exchanges are made, v, key, number of the fresh cohort) -> H v."""
 
 
+class Quality(NamedTuple):
+    """What the products with H told on the way."""
+
+    negative_curvature: Array  # the first product that met any, or -1: H is then not positive definite
+    residual: Array  # ‖b − H v‖ / ‖b‖ at which conjugate gradient ended; 0 for the others, which do not know it
+
+    @classmethod
+    def unknown(cls) -> "Quality":
+        return cls(jnp.asarray(-1), jnp.zeros(()))
+
+    @classmethod
+    def of_clients(cls, means: tuple[Array, Array]) -> "Quality":
+        """From the share of clients that met negative curvature, and their mean residual."""
+        met, residual = means
+        return cls(jnp.where(met > 0, 0, -1), residual)
+
+    def to_average(self) -> tuple[Array, Array]:
+        return (self.negative_curvature >= 0).astype(float), self.residual
+
+
 class Estimate(NamedTuple):
-    """A hypergradient; `negative_curvature` ≥ 0 is the iteration at which H turned out not to be positive definite."""
+    """A hypergradient and how far to trust it."""
 
     h: PyTree
-    negative_curvature: Array
+    quality: Quality
 
 
 class Solved(NamedTuple):
@@ -49,7 +72,16 @@ class Solved(NamedTuple):
 
     v: PyTree
     products: Array  # with H, spent on it
-    negative_curvature: Array
+    quality: Quality
+
+
+class Own(NamedTuple):
+    """What a client computes by itself."""
+
+    loss: Array  # f_i
+    estimate: Estimate
+    gradients: int
+    products: Array
 
 
 @config
@@ -112,17 +144,10 @@ class Hypergradient(OuterGradients):
         require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-        """Refuse a Neumann step at which the products grow: one of 2/ℓ or more, ℓ as a few Lanczos steps see it."""
-        if self.inverse == "cg" or problem.indirect != "inverse":
-            return
-        inner = Population.of(problem, clients, SAMPLES_FOR_CHECK).inner
-        largest = extreme_eigenvalues(lambda v: inner.hess_v(x, y, v), y, seed=0, iterations=8).largest
-        step = float(at(self, 0).neumann_step)
-        if largest > 0:
-            allowed = (
-                f"below 2/ℓ = {2 / largest:.4g}: at the start the inner Hessian's largest eigenvalue is about ℓ = "
-            )
-            require(step * largest < 2, f"{type(self).__name__}.neumann_step", step, f"{allowed}{largest:.4g}")
+        """Refuse a Neumann step at which the products grow."""
+        if self.inverse != "cg" and problem.indirect == "inverse":
+            name = f"{type(self).__name__}.neumann_step"
+            check_neumann_step(name, at(self, 0).neumann_step, problem, clients, x, y, self.hypergradient == "local")
 
     @property
     def fresh(self) -> int:
@@ -137,10 +162,10 @@ class Hypergradient(OuterGradients):
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         """The same, and whether it may be trusted."""
         if self.hypergradient == "local":
-            h, negative = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
-            return Estimate(h, jnp.where(negative > 0, 0, -1))
+            h, means = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
+            return Estimate(h, Quality.of_clients(means))
         gradient_key, system_key, last_key = jax.random.split(key, 3)
-        v, negative = None, jnp.asarray(-1)
+        v, quality = None, Quality.unknown()
         if fed.indirect != "none":
             each = self.inverse == "parallel" and fed.indirect == "inverse"
             ask = self.outer_gradients_by_length if each else self.outer_gradient
@@ -150,11 +175,11 @@ class Hypergradient(OuterGradients):
             def product(fed: Fed, v: PyTree, key: Array, number: Any) -> PyTree:
                 return fed.mean(self.hessian_product, (x, y, v), key, unbiased=True, fresh=self.cohort(number))
 
-            v, _, negative = self.solve_system(fed, product, v, system_key)
+            v, _, quality = self.solve_system(fed, product, v, system_key)
         h = fed.mean(
             self.hypergradient_given, (x, y, v), last_key, unbiased=True, fresh=self.cohort(self.neumann_terms)
         )
-        return Estimate(h, negative)
+        return Estimate(h, quality)
 
     def cohort(self, number: Any) -> Any:
         return number if self.fresh else None
@@ -170,13 +195,16 @@ class Hypergradient(OuterGradients):
 
             start = Iteration.start(b, self.cg_tolerance)
             end = loop.repeat(self.cg_iterations, iterate, start, loop_key, until=Iteration.ended)
-            return Solved(end.v, end.spent, end.negative)
+            size = optax.tree.vdot(b, b)
+            residual = jnp.sqrt(end.rr / jnp.where(size > 0, size, 1))
+            return Solved(end.v, end.spent, Quality(end.negative, residual.astype(float)))
 
-        def shrink(loop: Any, carry: tuple[PyTree, Array], key: Array) -> tuple[PyTree, Array]:
+        def shrink(loop: Any, carry: tuple[PyTree, Array, Array], key: Array) -> tuple[PyTree, Array, Array]:
             """v ← (I − sH) v + what the inverse adds before its n-th product."""
-            v, n = carry
-            shrunk = move(v, -step, product(loop, v, key, n))
-            return optax.tree.add(shrunk, addition(n)), n + 1
+            v, n, negative = carry
+            hv = product(loop, v, key, n)
+            negative = jnp.where((negative < 0) & curves_down(v, hv), n - 1, negative)
+            return optax.tree.add(move(v, -step, hv), addition(n)), n + 1, negative
 
         def nothing(n: Array) -> PyTree:
             return optax.tree.zeros_like(b)
@@ -191,8 +219,8 @@ class Hypergradient(OuterGradients):
         else:
             count, addition = jnp.asarray(terms - 1), lambda n: scaled(step, b)
             first = scaled(step, b)
-        v, _ = loop.repeat(count, shrink, (first, one), loop_key)
-        return Solved(v, count, jnp.asarray(-1))
+        v, _, negative = loop.repeat(count, shrink, (first, one, jnp.asarray(-1)), loop_key)
+        return Solved(v, count, Quality(negative, jnp.zeros(())))
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -212,29 +240,64 @@ class Hypergradient(OuterGradients):
 
     @phase
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """The hypergradient of the client's own f_i and g_i, and 1 if its own Hessian was not positive definite."""
-        (loss, estimate), products = self.own_hypergradient(client, *at, key)
-        update = (estimate.h, (estimate.negative_curvature >= 0).astype(float))
-        return Reply(update, metrics={"outer_loss": loss}, gradients=2, products=products)
+        """The hypergradient of the client's own f_i and g_i."""
+        own = self.own_hypergradient(client, *at, key)
+        update = (own.estimate.h, own.estimate.quality.to_average())
+        return Reply(update, metrics={"outer_loss": own.loss}, gradients=own.gradients, products=own.products)
 
-    def own_hypergradient(
-        self, client: Client, x: PyTree, y: PyTree, key: Array
-    ) -> tuple[tuple[Array, Estimate], Array]:
-        """((f_i, hypergradient), products) of a client by itself."""
+    def own_hypergradient(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
         problem, size = client.problem, self.batch_size
         outer_key, system_key, last_key = jax.random.split(key, 3)
         outer_batch, inner_batch = client.outer_batch(outer_key, size), client.inner_batch(last_key, size)
-        solved = Solved(None, jnp.asarray(-1), jnp.asarray(-1))
+        v, spent, quality = None, jnp.asarray(0), Quality.unknown()
         if problem.indirect != "none":
-            solved = solved._replace(v=jax.grad(problem.outer, 1)(x, y, outer_batch))
+            v = jax.grad(problem.outer, 1)(x, y, outer_batch)
         if problem.indirect == "inverse":
 
             def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
                 return hess_v(problem, x, y, v, client.inner_batch(key, size))
 
-            solved = self.solve_system(Alone, product, solved.v, system_key)
-        loss, h = hypergradient(problem, x, y, solved.v, outer_batch, inner_batch)
-        return (loss, Estimate(h, solved.negative_curvature)), solved.products + 1
+            v, spent, quality = self.solve_system(Alone, product, v, system_key)
+        loss, h = hypergradient(problem, x, y, v, outer_batch, inner_batch)
+        direct = v is None
+        return Own(loss, Estimate(h, quality), 1 if direct else 2, spent if direct else spent + 1)
+
+
+def check_neumann_step(
+    field: str, step: Any, problem: Problem, clients: Clients, x: PyTree, y: PyTree, local: bool = False
+) -> None:
+    """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i.
+
+    Warn where an eigenvalue is negative.
+
+    ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
+    clients; x and y move on, and it with them.
+    """
+    if local:
+        ids = np.unique(np.linspace(0, len(clients) - 1, CLIENTS_FOR_CHECK).astype(int))
+        several = Population.each(problem, clients, ids.tolist(), SAMPLES_FOR_CHECK).inner
+        losses = [jax.tree.map(lambda leaf, k=k: leaf[k], several) for k in range(len(ids))]
+    else:
+        losses = [Population.of(problem, clients, SAMPLES_FOR_CHECK).inner]
+    ends = [extreme_eigenvalues(partial(loss.hess_v, x, y), y, seed=0, iterations=8) for loss in losses]
+    largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
+    whose = "a client's own" if local else "the"
+    if smallest < -1e-3 * abs(largest):
+        text = (
+            f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not"
+        )
+        warnings.warn(NumericalWarning(f"{text} defined there, and the hypergradient may point anywhere"), stacklevel=4)
+    if largest > 0:
+        allowed = (
+            f"below 2/ℓ = {2 / largest:.4g}: at the start {whose} inner Hessian's largest eigenvalue is about ℓ = "
+        )
+        require(float(step) * largest < 2, field, float(step), f"{allowed}{largest:.4g}")
+
+
+def curves_down(v: PyTree, hv: PyTree) -> Array:
+    """Whether vᵀHv < 0 beyond rounding."""
+    curvature = optax.tree.vdot(v, hv)
+    return curvature < -jnp.sqrt(jnp.finfo(curvature.dtype).eps) * optax.tree.norm(v) * optax.tree.norm(hv)
 
 
 class Alone:

@@ -15,33 +15,26 @@ Gradient = Callable[[PyTree, Array], PyTree]
 
 def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
     """FedAvg's local steps: the change of `start` after τ gradient steps of size lr/τ."""
-    return _steps(gradient, start, optax.tree.zeros_like(start), 0, tau, lr, key)
+
+    def step(k: Array, change: PyTree) -> PyTree:
+        return move(change, -lr / tau, gradient(optax.tree.add(start, change), jax.random.fold_in(key, k)))
+
+    return jax.lax.fori_loop(0, tau, step, optax.tree.zeros_like(start))
 
 
-def corrected_descent(
+def corrected_drift(
     gradient: Gradient, start: PyTree, mean_gradient: PyTree, tau: int | Array, lr: Any, key: Array
 ) -> PyTree:
-    """Federated SVRG's local steps: the change of `start` after τ steps of size lr/τ along
+    """Federated SVRG's local steps, of size lr/τ along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, with q the mean gradient.
 
-        ∇(point; ζ_ν) − ∇(start; ζ_ν) + q        with q the mean gradient of all clients at `start`.
+    Returns what they change beyond −lr·q, the part that all clients have in common: nothing for τ = 1.
 
-    Jakub Konečný et al., arXiv:1610.02527; as FedLin: Aritra Mitra et al., NeurIPS 2021. The first step is along q
-    itself, whatever is drawn.
+    Jakub Konečný et al., arXiv:1610.02527; as FedLin: Aritra Mitra et al., NeurIPS 2021.
     """
 
-    def corrected(point: PyTree, key: Array) -> PyTree:
-        change = optax.tree.sub(gradient(point, key), gradient(start, key))
-        return optax.tree.add(change, mean_gradient)
+    def step(k: Array, drift: PyTree) -> PyTree:
+        point = move(optax.tree.add(start, drift), -lr * k / tau, mean_gradient)
+        step_key = jax.random.fold_in(key, k)
+        return move(drift, -lr / tau, optax.tree.sub(gradient(point, step_key), gradient(start, step_key)))
 
-    first = move(optax.tree.zeros_like(start), -lr / tau, mean_gradient)
-    return _steps(corrected, start, first, 1, tau, lr, key)
-
-
-def _steps(
-    direction: Gradient, start: PyTree, change: PyTree, begin: int, tau: int | Array, lr: Any, key: Array
-) -> PyTree:
-    def step(k: Array, change: PyTree) -> PyTree:
-        d = direction(optax.tree.add(start, change), jax.random.fold_in(key, k))
-        return move(change, -lr / tau, d)
-
-    return jax.lax.fori_loop(begin, tau, step, change)
+    return jax.lax.fori_loop(1, tau, step, optax.tree.zeros_like(start))  # the first step is along q itself

@@ -10,7 +10,8 @@ steps; FedAvg's is another point where clients differ and τ > 1.
 
 Departures from the papers:
 1. Server and clients exchange changes, Σ p̃_i (x_{i,τ} − x) with p̃_i = (M/P) p_i, which for equal weights or full
-   participation is the mean of x_{i,τ}, and is unbiased for unequal weights too.
+   participation is the mean of x_{i,τ}, and is unbiased for unequal weights too. FedLin's server takes the common
+   part −αq itself, and averages what clients drift beyond it: see FedNest.
 2. A client's step is α/τ_i, so that unequal work does not re-weight the clients.
 3. FedLin's first corrected step is along q itself, its correction being zero whatever is drawn; nothing is compressed.
 
@@ -24,14 +25,14 @@ import jax
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.local_descent import Gradient, corrected_descent, local_descent
+from fedbilevel.algorithms.local_descent import Gradient, corrected_drift, local_descent
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem, SingleLevel
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, move
 
 
 class State(NamedTuple):
@@ -98,17 +99,17 @@ class FedLin(LocalDescent):
 
     @phase
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """τ_i corrected steps on x."""
+        """τ_i corrected steps on x, less what all have in common."""
         x, q = at
         tau = client.local_steps(self.local_steps)
-        change = corrected_descent(self.gradient_of(client), x, q, tau, self.outer_lr, key)
-        return Reply(change, gradients=2 * (tau - 1))
+        drift = corrected_drift(self.gradient_of(client), x, q, tau, self.outer_lr, key)
+        return Reply(drift, gradients=2 * (tau - 1))
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         gradient_key, descent_key = jax.random.split(key)
         q = fed.mean(self.outer_gradient, state.x, gradient_key, unbiased=True)
-        change = fed.mean(self.corrected_outer_descent, (state.x, q), descent_key, unbiased=True)
-        return state._replace(x=optax.tree.add(state.x, change))
+        drift = fed.mean(self.corrected_outer_descent, (state.x, q), descent_key)
+        return state._replace(x=optax.tree.add(move(state.x, -self.outer_lr, q), drift))
 
 
 @algorithm

@@ -10,6 +10,7 @@ fresh                          how many fresh cohorts a round may ask (see Fed.m
 init_client(x, y) -> state     what each client keeps between rounds; left out: nothing
 check_start(problem, clients, x, y)   raises ConfigurationError if its fields do not fit the problem
 complaint(state) -> str        why the run must not go on, or ""
+warning(state) -> str          what the user should know of it, or ""; said once
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.problem import Padded, Problem
+from fedbilevel.core.problem import Minimax, Padded, Problem
 from fedbilevel.core.tree import PyTree
 
 
@@ -199,6 +199,12 @@ def _length(what: str, tree: PyTree) -> int:
 def _shapes(tree: PyTree) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return ", ".join(f"{jax.tree_util.keystr(path) or 'leaf'} {np.shape(leaf)}" for path, leaf in leaves)
+
+
+def check_samples(problem: Problem, clients: Clients) -> None:
+    """Refuse samples of an inner loss where a problem has but one set of them."""
+    one = isinstance(problem, Minimax) and clients.inner is not clients.outer
+    require(not one, "Clients.inner", "other samples than outer", "left out for a Minimax problem, which has one loss")
 
 
 def check_finite(name: str, array: Any) -> None:

@@ -21,6 +21,10 @@ class NonFiniteError(NumericalError):
     """A NaN or an infinity appeared; the message names the round, the phase and the quantity."""
 
 
+class NumericalWarning(UserWarning):
+    """The run goes on, but what its method assumes was seen not to hold."""
+
+
 class CheckpointError(FedbilevelError, OSError):
     """A checkpoint could not be written, or does not belong to this run."""
 

@@ -103,10 +103,15 @@ class Compositional(Bilevel):
         _require_function("Compositional.inner", inner, "(x, batch)")
 
         def distance(x: PyTree, y: PyTree, batch: PyTree) -> Array:
-            gap = optax.tree.sub(y, inner(x, batch))
+            gap = optax.tree.sub(y, _over_padded(inner, x, batch))
             return optax.tree.vdot(gap, gap) / 2
 
         self._set(lambda x, y, batch: outer(y, batch), distance)
+
+    def over_batches(self) -> Self:
+        changed = copy.copy(self)  # `inner` is no mean of its values on single samples, and takes padded batches itself
+        changed._set(_mean_over(self.outer), self.inner)
+        return changed
 
 
 @dataclass(frozen=True, init=False)
@@ -141,6 +146,15 @@ def _mean_over(loss: Loss) -> Loss:
         return jnp.sum(jnp.where(batch.mask, one(batch.samples), 0)) / jnp.sum(batch.mask)
 
     return mean_loss
+
+
+def _over_padded(function: Callable[[PyTree, PyTree], PyTree], x: PyTree, batch: PyTree) -> PyTree:
+    """function(x, batch), a pytree that is a mean over samples, on a batch that may be padded."""
+    if not isinstance(batch, Padded):
+        return function(x, batch)
+    each = jax.vmap(lambda sample: function(x, jax.tree.map(lambda a: a[None], sample)))(batch.samples)
+    share = batch.mask / jnp.sum(batch.mask)
+    return jax.tree.map(lambda leaf: jnp.tensordot(share.astype(leaf.dtype), leaf, axes=1), each)
 
 
 def _require_function(field: str, got: object, arguments: str) -> None:

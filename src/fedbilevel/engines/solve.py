@@ -6,7 +6,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
@@ -19,9 +20,9 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import check_algorithm, check_solves
-from fedbilevel.core.client import Clients
+from fedbilevel.core.client import Clients, check_samples
 from fedbilevel.core.config import hyperparameters
-from fedbilevel.core.errors import CheckpointError, NumericalError, require, require_count
+from fedbilevel.core.errors import CheckpointError, NumericalError, NumericalWarning, require, require_count
 from fedbilevel.core.problem import Problem, SingleLevel, check_losses
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
@@ -53,7 +54,7 @@ def solve(
     checkpoint_every: int | None = None,
     resume: bool = False,
 ) -> Result:
-    """Run a federated bilevel algorithm.
+    """Run a federated algorithm.
 
     Args:
         algorithm: e.g. SimFBO(local_steps=10).
@@ -79,6 +80,7 @@ def solve(
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
+    check_samples(problem, clients)
     require_count("rounds", rounds)
     require_count("eval_every", eval_every, optional=True)
     require_count("checkpoint_every", checkpoint_every, optional=True)
@@ -109,8 +111,7 @@ def solve(
         **hyperparameters(algorithm),
     }
     plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
-    complaint = getattr(algorithm, "complaint", lambda state: "")
-    loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, complaint)
+    loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, algorithm)
     if resume:
         carry = loop.restore(carry)
     run = (engine or Local()).start(algorithm, problem, clients, cohort, key, carry)
@@ -149,11 +150,12 @@ class Loop:
     plan: Plan
     evaluation: Evaluation
     callbacks: Sequence[Callback]
-    complaint: Callable[[Any], str]
+    algorithm: Any
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
+    warned: bool = False
 
     def play(self, run: Run, carry: Carry) -> Result:
         result, reason = self.result(run, carry), ""
@@ -180,8 +182,7 @@ class Loop:
         """Some rounds, their costs and losses noted; the speed they had."""
         began, compiling = time.perf_counter(), run.compile_seconds
         carry, done, book = run.advance(carry, rounds)
-        if trouble := self.complaint(carry.state):
-            raise NumericalError(f"round {int(carry.round) - done} or soon after: {trouble}")
+        self.listen(carry.state, int(carry.round) - done)
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
         self.ledger.add(book, done, self.plan.identity["cohort"])
@@ -189,6 +190,15 @@ class Loop:
             means = np.asarray(total, float) / np.asarray(weight, float)
             self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9)
+
+    def listen(self, state: Any, round: int) -> None:
+        """Ask the algorithm what it thinks of the state that some rounds from `round` on led to."""
+        silent = lambda state: ""  # noqa: E731
+        if trouble := getattr(self.algorithm, "complaint", silent)(state):
+            raise NumericalError(f"round {round} or soon after: {trouble}")
+        if not self.warned and (doubt := getattr(self.algorithm, "warning", silent)(state)):
+            warnings.warn(NumericalWarning(f"round {round} or soon after: {doubt}"), stacklevel=5)
+            self.warned = True
 
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""

@@ -34,8 +34,9 @@ class Resident:
                     check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
         every = np.arange(len(clients), dtype=np.int32)
         table = members(clients, every, clients.outer.start, clients.inner.start)
-        data = Data(clients.outer.values, clients.inner.values)
-        self.round: Round = (*replicate((data, table), mesh), None)
+        outer, table = replicate((clients.outer.values, table), mesh)
+        inner = outer if clients.inner is clients.outer else replicate(clients.inner.values, mesh)
+        self.round: Round = (Data(outer, inner), table, None)
 
     def inputs(self, round: int) -> Round:
         return self.round
@@ -72,7 +73,8 @@ class Streamed:
             ids = self.cohorts(round)
             flat = ids.ravel()
             outer = padded("outer", clients.outer, flat, layout.outer_longest)
-            inner = padded("inner", clients.inner, flat, layout.inner_longest)
+            same = clients.inner is clients.outer
+            inner = outer if same else padded("inner", clients.inner, flat, layout.inner_longest)
             place = np.arange(flat.size, dtype=np.int64)
             table = members(clients, flat, place * layout.outer_longest, place * layout.inner_longest)
             table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
