@@ -84,5 +84,8 @@ def _probe(cls: Any) -> Any:
         def complaint(self, state: State) -> str:
             return ""
 
+        def warning(self, state: State) -> str:
+            return ""
+
     Probe.__name__, Probe.__qualname__, Probe.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return algorithm(Probe)
