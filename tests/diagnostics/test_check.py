@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedbilevel.algorithms.fednest import LFedNest
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import positive
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.problem import Bilevel, Compositional
+from fedbilevel.core.problem import Bilevel, Compositional, SingleLevel
 from fedbilevel.diagnostics.check import check_hypergradient
 from fedbilevel.oracles.products import cross_v
 from fedbilevel.tasks.quadratic import RIDGE, quadratic
+from fedbilevel.tasks.saddle import saddle
 
 EPS = np.finfo(np.float64).eps
 CONDITION, TERMS, STEP, DRAWS = 10.0, 6, 0.9, 400
@@ -233,6 +235,18 @@ def test_compositions_and_models_with_functions_in_them():
         z = sum(p * response({"w": w, "act": jnp.tanh}, row)["z"] for p, row in zip(weights, rows, strict=True))
         return sum(p * outer({"z": z}, clients.outer.row(i)) for i, p in enumerate(weights))
 
+    def local(w):
+        """Σ p_i Jᵢᵀ ∇f_i(R(w)): every client with its own Jacobian and its own ∇f_i."""
+        total = 0
+        for i, p in enumerate(weights):
+            own = lambda w, i=i: response({"w": w, "act": jnp.tanh}, clients.inner.row(i))["z"]  # noqa: E731
+            mean = sum(
+                q * response({"w": w, "act": jnp.tanh}, clients.inner.row(j))["z"] for j, q in enumerate(weights)
+            )
+            slope = jax.grad(lambda z, i=i: outer({"z": z}, clients.outer.row(i)))(mean)
+            total = total + p * jax.vjp(own, w)[1](slope)[0]
+        return np.asarray(total)
+
     w = jnp.asarray(rng.normal(size=(3, 2)))
     exact = np.asarray(jax.grad(objective)(w))
     seen = []
@@ -245,6 +259,7 @@ def test_compositions_and_models_with_functions_in_them():
     report = check_hypergradient(Compositional(outer, response), clients, x, y, estimators={"mine": mine})
     assert error(np.asarray(report.hypergradient["w"]).ravel(), exact.ravel()) <= ROUNDING
     assert report["mine"].relative_error <= ROUNDING
+    assert report["local"].relative_error == pytest.approx(error(local(w).ravel(), exact.ravel()), rel=1e-9)
     assert (
         report["finite differences"].relative_error <= 1e-8
     )  # ε·abs(Φ)/h = 1e-10 over slopes of a tenth, and room for ten
@@ -264,6 +279,17 @@ def test_an_indefinite_inner_hessian_is_reported():
     assert "NEGATIVE CURVATURE" in str(report)
 
 
+def test_clients_of_a_minimax_problem_invert_no_hessian():
+    """y*(x) is the federation's, where Σ p_i ∇y f_i = 0: the mean of ∇x f_i is ∇Φ itself, though every client's own
+    ∇y f_i is far from 0."""
+    task = saddle(clients=6, dim=3, ridge=2.0, centred=False, weighted=True, general=True)
+    played = {"LFedNest": LFedNest(batch_size=None)}
+    report = check_hypergradient(task.problem, task.clients, task.x0, task.y0, steps=1, draws=1, estimators=played)
+    assert report["local"].relative_error <= ROUNDING
+    assert report["LFedNest"].relative_error <= ROUNDING
+    assert "∇y F vanishes" in report["local"].note
+
+
 class TestRefusals:
     def check(self, task, x=None, y=None, **options):
         x, y = (task.x0 if x is None else x), (task.y0 if y is None else y)
@@ -276,6 +302,11 @@ class TestRefusals:
     def test_shapes_that_the_losses_do_not_take(self, task):
         with pytest.raises(ConfigurationError, match=r"shapes \(3,\) and \(5,\)"):
             self.check(task, x=np.zeros(3))
+
+    def test_a_problem_of_one_level_is_named_by_its_kind(self, task):
+        one_level = SingleLevel(lambda x, batch: x @ x)
+        with pytest.raises(ConfigurationError, match=r"problem = 'SingleLevel' .*Bilevel, Minimax or Compositional"):
+            check_hypergradient(one_level, task.clients, task.x0, task.y0)
 
     def test_counts(self, task):
         with pytest.raises(ConfigurationError, match="terms = 0"):

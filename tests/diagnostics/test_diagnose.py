@@ -239,8 +239,10 @@ def test_few_rounds_leave_flat_directions_out():
 class TestRefusals:
     def test_arguments(self, drawn):
         task, found, _ = drawn
-        with pytest.raises(ConfigurationError, match="did you mean 'simfbo'"):
-            found.fields("simfb")
+        with pytest.raises(
+            ConfigurationError, match=r"'fedmbo' is not allowed.*suggested for: fednest, shrofbo, simfbo"
+        ):
+            found.fields("fedmbo")
         with pytest.raises(ConfigurationError, match="batch_size = 0"):
             found.fields("simfbo", batch_size=0)
         with pytest.raises(ConfigurationError, match="rounds = 0"):

@@ -23,6 +23,11 @@ from fedbilevel.oracles.population import Population
 
 DENSE = 500  # dim y up to which the yardstick is dense
 LOCAL = 1000  # clients up to which everyone's own hypergradient is computed
+LOCAL_NOTES = {
+    "inverse": "every client with its own Hessian: its error is bias",
+    "identity": "every client with its own ∇y f_i for v: its error is bias",
+    "none": "the mean of ∇x f_i, as ∇y F vanishes at y*(x)",
+}
 
 Estimator = Callable[[PyTree, PyTree], PyTree]
 """(x, y) -> an estimate of the hypergradient, like x."""
@@ -194,8 +199,9 @@ class Rows:
             self.notes.append(f"{len(clients)} clients, more than {LOCAL}: their own hypergradients are left out")
             return
         each = Population.each(self.at.problem, clients, range(len(clients)))
-        h, failed = local_hypergradient(each, jnp.asarray(clients.weights), self.at.x, self.found.inner.y)
-        note = "every client with its own Hessian: its error is bias"
+        p, indirect = jnp.asarray(clients.weights), self.at.problem.indirect
+        h, failed = local_hypergradient(each, p, self.at.x, self.found.inner.y, indirect=indirect)
+        note = LOCAL_NOTES[indirect]
         if failed:
             note = f"{int(failed)} of {len(clients)} clients' own Hessians are not positive definite"
         self.add("local", h, "1 exchange", note)

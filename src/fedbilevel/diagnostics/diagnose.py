@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
+from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.tree import PyTree
 from fedbilevel.diagnostics.measure import Measurements, measure
 from fedbilevel.diagnostics.point import point
@@ -76,8 +76,9 @@ class Diagnosis:
             batch_size: samples per draw; None: full batches.
             cohort: clients per round; None: all.
         """
-        if algorithm not in METHODS:
-            raise unknown("algorithm with suggestions", algorithm, METHODS)
+        require(
+            algorithm in METHODS, "algorithm", algorithm, f"one that fields are suggested for: {', '.join(METHODS)}"
+        )
         require_count("batch_size", batch_size, optional=True)
         require_count("cohort", cohort, optional=True)
         if self.measurements.response.negative_curvature:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
+from fedbilevel.core.problem import Indirect
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.exact import Implicit, dense_implicit, implicit_by_cg, implicit_with
 from fedbilevel.oracles.finite_differences import Inner, Slopes, slopes, solve_inner
@@ -87,15 +88,24 @@ def _series(population: Population, x: PyTree, y: PyTree, step: Array, *, terms:
     return implicit_with(population, x, y, v).hypergradient
 
 
-@jax.jit
-def local_hypergradient(each: Population, p: Array, x: PyTree, y: PyTree) -> tuple[PyTree, Array]:
-    """Σ p_i (∇x f_i − ∇²xy g_i (∇²yy g_i)⁻¹ ∇y f_i), every client inverting its own Hessian, and the number of clients
-    whose Hessian is not positive definite or could not be inverted."""
+@partial(jax.jit, static_argnames="indirect")
+def local_hypergradient(
+    each: Population, p: Array, x: PyTree, y: PyTree, *, indirect: Indirect = "inverse"
+) -> tuple[PyTree, Array]:
+    """Σ p_i (∇x f_i − ∇²xy g_i v_i), as LFedNest's clients form it, and the number of clients whose system failed.
+
+    By what the problem says of ∇²yy g, v_i = (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none"). A
+    system fails where the client's Hessian is not positive definite or could not be inverted.
+    """
 
     def own(one: Population) -> tuple[PyTree, Array]:
-        implicit, system = implicit_by_cg(one, x, y, tolerance=CG_TOLERANCE)
-        failed = (system.negative_curvature >= 0) | (system.residual > 1e3 * CG_TOLERANCE)
-        return implicit.hypergradient, failed
+        if indirect == "inverse":
+            implicit, system = implicit_by_cg(one, x, y, tolerance=CG_TOLERANCE)
+            failed = (system.negative_curvature >= 0) | (system.residual > 1e3 * CG_TOLERANCE)
+            return implicit.hypergradient, failed
+        f_x, f_y = one.outer.gradients(x, y)
+        h = f_x if indirect == "none" else one.hypergradient(x, y, f_y)[0]
+        return h, jnp.asarray(False)
 
     h, failed = lax.map(own, each)
     return jax.tree.map(lambda leaf: jnp.tensordot(p, leaf, 1), h), jnp.sum(failed)

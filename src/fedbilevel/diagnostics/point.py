@@ -31,7 +31,9 @@ class Point:
 
 def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Point:
     """Check and convert; to be called with float64 switched on."""
-    require(isinstance(problem, Bilevel), "problem", problem, "a Bilevel problem, or one of its special cases")
+    require(
+        isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
+    )
     require(isinstance(clients, Clients), "clients", clients, "Clients")
     assert isinstance(problem, Bilevel)
     assert isinstance(clients, Clients)
