@@ -10,7 +10,7 @@ With z = (x, y, v) and d_i(z; B) the client's three directions on samples B,
     FedBiO      z ← z − η d_i(z; B)                                                        τ_i times
     FedBiOAcc   z' = z − η_t m                                                             τ_i times
                 m ← d_i(z'; B) + (1 − a_t)(m − d_i(z; B)),  z ← z'                         the same samples B in both
-                η_t = η / (1 + t/u)^{1/3},  a_t = a / (1 + t/u)^{2/3}                      t: local steps so far
+                η_t = η / (1 + t/u)^{1/3},  a_t = a / (1 + t/u)^{2/3}                      t: rounds so far × τ
 
 after which the server averages z, and FedBiOAcc's also m. The paper writes α_t = δ/(u + t)^{1/3}, the steps α_t times a
 constant, and 1 − c α_t²: the same with η = δ u^{-1/3} times that constant and a = c δ² u^{-2/3}; u = ∞ keeps both
@@ -21,7 +21,9 @@ Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the mean of z_{i,τ}, and is unbiased for unequal weights too; likewise for m.
 2. FedBiOAcc's client evaluates its momentum at its own last z', in the same exchange; the paper's does so once the
-   server has averaged z', in another. With τ = 1 that is the same point, since all step along the server's m.
+   server has averaged z', in another. With τ = 1 that is the same point, since all step along the server's m. With
+   τ > 1 what clients drifted apart stays in m for about 1/a steps, and on very different clients m may run away: take
+   a near ½ there, or fewer local steps.
 3. m starts at 0 with a_0 = 1: the first local step of a run does not move, it measures m = d_i(z; B).
 4. One draw of inner and one of outer samples serves all three directions (`independent_batches` draws for each).
 5. v is not projected on a ball.

@@ -4,17 +4,22 @@ right."""
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from fedbilevel.cli import comparison, diagnostics, lists, run
-from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_FINITE, NOT_WRITTEN, Add, fail
+from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_WRITTEN, NUMBERS_FAIL, Add, fail
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(arguments)
     try:
-        return int(options.command(options))
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return int(options.command(options))
     except KeyboardInterrupt:
         return fail(INTERRUPTED, "interrupted")
     except Exception as error:
@@ -22,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code is None or options.debug:
             raise
         return fail(code, str(error))
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    print(f"fedbilevel: warning: {message}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,11 +48,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _exit_code(error: Exception) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
-    from fedbilevel.core.errors import CheckpointError, FedbilevelError, NonFiniteError
+    from fedbilevel.core.errors import CheckpointError, FedbilevelError, NumericalError
     from fedbilevel.data.errors import DataError
 
-    if isinstance(error, NonFiniteError):
-        return NOT_FINITE
+    if isinstance(error, NumericalError):
+        return NUMBERS_FAIL
     if isinstance(error, CheckpointError | OSError):
         return NOT_WRITTEN
     return BAD_INPUT if isinstance(error, FedbilevelError | DataError) else None

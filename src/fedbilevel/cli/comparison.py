@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbilevel.cli.shared import (
-    NOT_FINITE,
+    NUMBERS_FAIL,
     OK,
     Add,
     add_length,
@@ -88,7 +88,7 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    from fedbilevel.core.errors import NonFiniteError, require
+    from fedbilevel.core.errors import NumericalError, require
 
     require(len(options.what) <= 1, "TASK", " ".join(options.what), "a single task with --algorithms")
     terminal = console()
@@ -109,11 +109,11 @@ def _algorithms(options: argparse.Namespace) -> int:
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
             playing.finish(spec, place, options.quiet, task, series=folder)
-        except NonFiniteError as error:  # the others are still worth comparing
+        except NumericalError as error:  # the others are still worth comparing
             failed.append(f"{place.relative_to(folder)}: {error}")
             print(f"fedbilevel: {failed[-1]}", file=sys.stderr)
 
     groups = play_all(specs, folder, options.seeds, play)
     terminal.print(comparison_table(groups, terminal.width))
     terminal.print(f"runs  {folder}\nplot  {folder / PICTURE}", highlight=False, soft_wrap=True)
-    return NOT_FINITE if failed else OK
+    return NUMBERS_FAIL if failed else OK

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
-from fedbilevel.core.errors import CheckpointError, NonFiniteError
+from fedbilevel.core.errors import CheckpointError, NumericalError
 from fedbilevel.experiments import Folder, Parts, Spec, build, display, load_run, resume, run
 from fedbilevel.experiments.runner import resumable
 from fedbilevel.tasks import Task
@@ -57,8 +57,8 @@ def _shown(
             play(watch)
     except KeyboardInterrupt:
         raise SystemExit(fail(INTERRUPTED, _how_to_resume(folder, series))) from None
-    except NonFiniteError as error:
-        raise NonFiniteError(f"{error}; {_what_stays(folder)}") from error
+    except NumericalError as error:
+        raise type(error)(f"{error}; {_what_stays(folder)}") from error
     except CheckpointError as error:
         full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full or not Folder(folder).checkpoint.is_file():

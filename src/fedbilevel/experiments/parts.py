@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.algorithm import check_solves
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import check_cohort
 from fedbilevel.engines.local import Local
@@ -36,6 +36,7 @@ def build(spec: Spec, task: Task | None = None) -> Parts:
     algorithm = algorithm_of(spec)
     engine = Local(chunk=spec.engine.chunk, devices=spec.engine.devices, stream=spec.engine.stream)
     task = task_of(spec) if task is None else task
+    require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
     check_solves(algorithm, task.problem)
     check_cohort(spec.run.cohort, len(task.clients))
     return Parts(task, algorithm, engine)

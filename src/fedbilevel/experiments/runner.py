@@ -45,7 +45,7 @@ def run(
 
     Raises:
         ConfigurationError, DataError: nothing was written.
-        NonFiniteError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
+        NumericalError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
     """
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
     require_free(place.path)

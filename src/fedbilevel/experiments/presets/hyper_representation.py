@@ -1,6 +1,6 @@
 """Step sizes and sizes for hyper_representation, by data set."""
 
-from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
+from fedbilevel.experiments.presets.table import HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
 
 SIMFBO = {"client_lr": xyv(0.1, 0.1, 0.1), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0}
 
@@ -8,13 +8,15 @@ DIGITS: dict[str, Fields] = {
     **each(SINGLE_LOOP, SIMFBO),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}),
     "aggitd": {"inner_lr": 0.1, "outer_lr": 0.3},
-    **each(FEDBIO, {"client_lr": xyv(0.1, 0.1, 0.1)}),
+    "fedbio": {"client_lr": xyv(0.1, 0.1, 0.1)},
+    "fedbioacc": {"client_lr": xyv(0.1, 0.1, 0.1), "forgetting": 0.5},
 }
 MNIST: dict[str, Fields] = {
     **each(SINGLE_LOOP, {**SIMFBO, "server_lr": xyv(0.2, 0.2, 0.2)}),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.25, "outer_lr": 0.1, "neumann_step": 0.02}),
     "aggitd": {"inner_lr": 0.03, "outer_lr": 0.1},
-    **each(FEDBIO, {"client_lr": xyv(0.02, 0.02, 0.02)}),
+    "fedbio": {"client_lr": xyv(0.02, 0.02, 0.02)},
+    "fedbioacc": {"client_lr": xyv(0.02, 0.02, 0.02), "forgetting": 0.5},
 }
 CIFAR: dict[str, Fields] = {
     **each(
