@@ -12,9 +12,19 @@ import numpy as np
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.tree import PyTree
+from fedbilevel.diagnostics.acceleration import Cycle
 from fedbilevel.diagnostics.measure import Measurements, measure
 from fedbilevel.diagnostics.point import point
-from fedbilevel.diagnostics.suggest import Scales, nested, radius, rounds_needed, scales, single_loop
+from fedbilevel.diagnostics.suggest import (
+    DIGITS,
+    Scales,
+    momentum,
+    nested,
+    radius,
+    rounds_needed,
+    scales,
+    single_loop,
+)
 
 METHODS = ("fednest", "shrofbo", "simfbo")
 UNDEFINED = (
@@ -91,7 +101,13 @@ class Diagnosis:
         chosen = self.fields(algorithm, batch_size=batch_size, cohort=cohort)
         s = self.scales(batch_size, cohort)
         if algorithm == "fednest":
+            if isinstance(chosen["outer_lr"], Cycle):
+                return len(chosen["outer_lr"].steps)
             return rounds_needed(s, chosen["outer_lr"], chosen["inner_rounds"] * chosen["inner_lr"])
+        if "server_optimizer" in chosen:
+            found = momentum(s)
+            assert found
+            return -DIGITS / math.log(found.radius)
         tau, lr = chosen["local_steps"], chosen["server_lr"]
         return rounds_needed(s, tau * lr.x, tau * lr.y)
 
@@ -123,9 +139,11 @@ class Diagnosis:
                 "add a ridge to it"
             )
         if m.delta:
+            how, choice = ("by plain descent", "for mini-batches") if m.affine else ("at all", "below")
             lines.append(
                 f"  directions with curvature below L/rounds = {self.smoothness / self.rounds:.2g} cannot be learnt in "
-                f"{self.rounds} rounds; the choice below leaves them out (δ = {m.delta:.2g}) and is for no more rounds"
+                f"{self.rounds} rounds {how}; the choice {choice} leaves them out (δ = {m.delta:.2g}) and is for no "
+                "more rounds"
             )
         lines.append(
             f"outer loss in y: curvature up to {self.outer_smoothness:.3g}, ‖∇y F‖ = {m.here.outer_gradient:.3g}"
@@ -154,19 +172,25 @@ class Diagnosis:
 
     def _choice(self) -> list[str]:
         chosen, nest = self.fields("simfbo"), self.fields("fednest")
-        lr = chosen["server_lr"]
-        behind = self.scales().outer_step(1 / self.scales().smoothness)
+        lr, outer = chosen["server_lr"], nest["outer_lr"]
+        tau = chosen["local_steps"]
         why = (
-            f"the {chosen['local_steps']} local steps that the population asks for, very short"
+            f"the {tau} local steps that the population asks for, very short"
             if self.work
             else "one local step, since full batches have no noise that more would average, and clients drift"
         )
+        heavy = ""
+        if "server_optimizer" in chosen:
+            heavy = f", with momentum {chosen['server_optimizer'].decay:.7g} on the server"
+        cycled = isinstance(outer, Cycle)
+        steps = f"by a cycle of {len(outer.steps)} steps" if cycled else f"by {outer:.3g}"
+        exchanges = 2 * nest["inner_rounds"] + 3 + nest["cg_iterations"]
         return [
             f"with full batches it would choose SimFBO with {why};",
-            f"  y and v by 1/L = {lr.y * chosen['local_steps']:.3g} a round, x by {behind:.3g}, slow enough for y and "
-            f"v to follow{self._needs('simfbo')}",
+            f"  y and v by 1/L = {lr.y * tau:.3g} a round, x by {lr.x * tau:.3g}, slow enough for y and "
+            f"v to follow{heavy}{self._needs('simfbo')}",
             f"or FedNest with {nest['inner_rounds']} inner rounds of 1/L, conjugate gradient up to "
-            f"{nest['cg_iterations']} products, x by {nest['outer_lr']:.3g}{self._needs('fednest')}",
+            f"{nest['cg_iterations']} products, x {steps}, up to {exchanges} exchanges a round{self._needs('fednest')}",
             "with mini-batches: ask fields(name, batch_size=…, cohort=…)",
         ]
 

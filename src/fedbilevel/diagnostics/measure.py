@@ -11,7 +11,8 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import XYV, PyTree
+from fedbilevel.diagnostics.affine import Affine, affine
 from fedbilevel.diagnostics.response import Response, response
 from fedbilevel.oracles.lanczos import Extremes, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total
@@ -50,6 +51,7 @@ class Measurements(NamedTuple):
     sample: float  # the largest eigenvalue of ∇²yy g on a single sample
     samples: tuple[int, int]  # outer and inner, that were looked at
     response_samples: tuple[int, int]
+    affine: Affine | None  # of the samples of the response; None where the problem is not small and quadratic
 
 
 def measure(
@@ -71,6 +73,7 @@ def measure(
         sample=single_sample(Population.of(problem, clients, SAMPLES).inner, x, y, seed),
         samples=population.counts,
         response_samples=few.counts,
+        affine=affine(few, XYV(x, found.y, found.v)),
     )
 
 

@@ -6,13 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fedbilevel.core.tree import XYV
+from fedbilevel.diagnostics.acceleration import Cycle, Momentum, best_momentum, cycle, heavy_ball
+from fedbilevel.diagnostics.affine import Affine
 from fedbilevel.diagnostics.measure import Measurements
 
 LOCAL_STEPS = 5  # with mini-batches: averages the noise of as many draws for one exchange
 INNER_ROUNDS = 20  # of FedNest's epoch at the most
 TERMS = 10  # of its series at the most
 CG_TOLERANCE = 1e-6
+PATIENCE = 30.0  # κ above which plain descent is thought slow
+SOLVED = 8  # FedNest's inner rounds are then so many κ, which leave e^−8 of y's error
 DIGITS = math.log(1000)  # an error reduced a thousandfold
 
 
@@ -35,10 +41,17 @@ class Scales:
     outer_gradient: float
     dim_y: int
     noisy: bool
+    affine: Affine | None
 
     @property
     def condition(self) -> float:
         return self.smoothness / self.mu
+
+    @property
+    def accelerable(self) -> Affine | None:
+        """The iteration itself, where it is known and plain descent would be slow on a strongly convex Φ."""
+        slow = not self.noisy and self.condition > PATIENCE and self.phi_mu > 0
+        return self.affine if slow else None
 
     def outer_step(self, inner_step: float) -> float:
         """γ_x that stays behind y and v, which move by inner steps of that size.
@@ -63,23 +76,35 @@ def scales(m: Measurements, dim_y: int, batch_size: int | None, weight: float, p
     if partial:
         smoothness *= weight
     phi, late = m.response.curvature, m.response.lag
+    mu = min(m.here.inner.smallest, m.there.inner.smallest) + m.delta
+    curved, delayed = (phi.smallest, phi.largest), (late.smallest, late.largest)
+    steepest = max(m.here.outer_gradient, m.there.outer_gradient)
+    if m.affine and not noisy:  # momentum and inner rounds reach what δ leaves out
+        inner, bent, late_by = m.affine.inner, m.affine.phi, m.affine.lag
+        mu, curved, delayed = float(inner[0]), (bent[0], bent[-1]), (late_by[0], late_by[-1])
+        steepest = max(steepest, mu * m.affine.v)  # ‖∇y F‖ ≥ μ‖v‖ at an equilibrium
     return Scales(
-        mu=max(min(m.here.inner.smallest, m.there.inner.smallest) + m.delta, smoothness * 1e-12),
+        mu=max(float(mu), smoothness * 1e-12),
         smoothness=smoothness,
-        phi_mu=phi.smallest,
-        phi_smoothness=max(abs(phi.smallest), abs(phi.largest)),
-        lag=max(abs(late.smallest), abs(late.largest)),
-        outer_gradient=max(m.here.outer_gradient, m.there.outer_gradient),
+        phi_mu=float(curved[0]),
+        phi_smoothness=float(np.abs(curved).max()),
+        lag=float(np.abs(delayed).max()),
+        outer_gradient=steepest,
         dim_y=dim_y,
         noisy=noisy,
+        affine=m.affine,
     )
 
 
 def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
     """Fields of SimFBO and ShroFBO; `work` is the most local steps that the population says, if it says any."""
     tau = work or (LOCAL_STEPS if batch_size is not None else 1)
+    extra: dict[str, Any] = {}
     inner = 1 / s.smoothness
     server = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
+    if work is None and (found := momentum(s)):
+        server = server._replace(x=server.x * found.slower)
+        extra = {"server_optimizer": heavy_ball(found.decay)}
     # local steps as long as the server's retrace its path; where there is no noise to average they only drift
     local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
     return {
@@ -88,20 +113,33 @@ def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str
         "client_lr": local,
         "server_lr": server,
         "radius": radius(s),
+        **extra,
     }
+
+
+def momentum(s: Scales) -> Momentum | None:
+    """What SimFBO needs where plain descent is slow and the iteration is known."""
+    if not s.accelerable:
+        return None
+    inner = 1 / s.smoothness
+    found = best_momentum(s.accelerable, XYV(s.outer_step(inner), inner, inner))
+    return found if found.radius < 1 else None
 
 
 def nested(s: Scales, batch_size: int | None) -> dict[str, Any]:
     """Fields of FedNest: conjugate gradient where its products are exact, a short series where they are noisy."""
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))
+    outer_lr: float | Cycle = s.outer_step(rounds * step)
+    if s.accelerable:
+        rounds, outer_lr = math.ceil(SOLVED * kappa), cycle(s.accelerable.phi)
     enough = math.ceil(math.sqrt(kappa) / 2 * math.log(2 / CG_TOLERANCE))  # of conjugate gradient's error bound
     common = {
         "local_steps": 1 if batch_size is None else LOCAL_STEPS,
         "outer_steps": 1,
         "inner_rounds": rounds,
         "inner_lr": step,
-        "outer_lr": s.outer_step(rounds * step),
+        "outer_lr": outer_lr,
         "batch_size": batch_size,
     }
     if s.noisy:

@@ -1,0 +1,109 @@
+"""Steps for ill-conditioned quadratics, where those of plain descent would take millions of rounds.
+
+SimFBO. With full batches and one local step, z = (x, y, v) moves by z ← z − Γ J z about the solution, Γ being the step
+sizes and J as in affine.py. Heavy ball with decay β (Polyak, "Some methods of speeding up the convergence of iteration
+methods", 1964) turns every eigenvalue λ of ΓJ into the roots of
+
+    ζ² − (1 + β − λ) ζ + β = 0
+
+Where x is slow enough all λ are real and positive, and β = (1 − √λ_min)² needs the root of the rounds. In one dimension
+they are real up to γ_x φ = 4γλ/27, where 2γλ is the limit of plain descent (see response.py). Complex ones bound β.
+
+FedNest. With y solved so well that x moves by exact hypergradients, a step 1/λ takes the error in the eigenvector of
+∇²Φ with eigenvalue λ away altogether (Richardson's iteration, 1911), and a cycle through the spectrum all of it. A long
+step throws what inexactness has left far along the steep directions; hence each goes where the gradient is largest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fedbilevel.core.tree import XYV
+from fedbilevel.diagnostics.affine import Affine
+
+SLOWER = 2.0 ** -np.arange(5)  # what x may be slowed down by
+LOSSES = np.geomspace(1, 1e-6, 241)  # 1 − β
+HASTE = 1.5  # x must also be stable when it is so much faster
+INEXACT = 0.03  # of an error is thought to remain where it should vanish
+REDUCTION = 1e-3  # of a cycle
+
+
+class Momentum(NamedTuple):
+    """For SimFBO."""
+
+    slower: float  # the factor on x's step
+    decay: float  # β
+    radius: float  # the error's factor a round
+
+
+def best_momentum(affine: Affine, server: XYV) -> Momentum:
+    """On a grid: what has the least spectral radius even when x is in haste."""
+    dims = (affine.dim_x, affine.dim_y, affine.dim_y)
+    best, least = Momentum(1.0, 0.0, math.inf), math.inf
+    for slower in SLOWER:
+        calm, hasty = (
+            _radius(
+                np.linalg.eigvals(
+                    np.repeat([server.x * slower * speed, server.y, server.v], dims)[:, None] * affine.jacobian
+                )
+            )
+            for speed in (1.0, HASTE)
+        )
+        worst = np.maximum(calm, hasty)
+        at = int(worst.argmin())
+        if worst[at] < least:
+            best, least = Momentum(float(slower), float(1 - LOSSES[at]), float(calm[at])), worst[at]
+    return best
+
+
+def _radius(eigenvalues: np.ndarray) -> np.ndarray:
+    """The largest |ζ|, for every 1 − β of LOSSES."""
+    decay = 1 - LOSSES[:, None]
+    middle = (1 + decay - eigenvalues) / 2
+    root = np.sqrt(middle**2 - decay + 0j)
+    return np.maximum(abs(middle + root), abs(middle - root)).max(axis=1)
+
+
+class HeavyBall(optax.GradientTransformation):  # type: ignore[misc]
+    """optax.sgd(1.0, decay), which as a dictionary is what a spec calls it."""
+
+    decay: float
+
+    def _asdict(self) -> dict[str, Any]:
+        return {"name": "momentum", "decay": self.decay}
+
+
+@functools.cache
+def heavy_ball(decay: float) -> HeavyBall:
+    """The same object for the same decay, so that what was compiled with it serves again."""
+    made = HeavyBall(*optax.sgd(1.0, decay))
+    made.decay = decay
+    return made
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A schedule: step sizes, over and over."""
+
+    steps: tuple[float, ...]
+
+    def __call__(self, round: Array | int) -> Array:
+        return jnp.asarray(self.steps)[round % len(self.steps)]
+
+
+def cycle(phi: np.ndarray) -> Cycle:
+    """Steps that reduce the error a thousandfold; phi: the eigenvalues of ∇²Φ, all positive."""
+    left, steps = np.ones(len(phi)), list[float]()
+    while left.max() > REDUCTION:
+        step = 1 / phi[np.argmax(phi * left)]
+        steps.append(float(step))
+        left = left * np.maximum(abs(1 - step * phi), INEXACT)
+    return Cycle(tuple(steps))
