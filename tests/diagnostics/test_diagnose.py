@@ -241,7 +241,7 @@ class TestIllConditioned:
     def test_a_cycle(self, known):
         """Exact hypergradients leave nothing but rounding; after 8κ inner steps, a thousandth at the most."""
         exact, affine = known
-        steps = np.array(cycle(affine.phi).steps)
+        steps = np.array(cycle(affine.phi))
         assert np.abs(np.prod(1 - np.outer(steps, affine.phi), axis=0)).max() <= 1e-6
         n = len(exact.A)
         left = np.linalg.matrix_power(np.eye(n) - exact.A / ends(exact.A)[1], math.ceil(8 * np.linalg.cond(exact.A)))
@@ -255,9 +255,14 @@ class TestIllConditioned:
             total = epoch @ total
         assert np.linalg.norm(total[:5, :5], 2) <= 1e-2
 
-    def test_a_spec_can_name_the_momentum(self):
+    def test_a_spec_can_name_them(self):
+        """As far as a command goes: three digits, and no cycles."""
         assert heavy_ball(0.9) is heavy_ball(0.9)
-        assert heavy_ball(0.9)._asdict() == {"name": "momentum", "decay": 0.9}
+        assert heavy_ball(0.99987)._asdict() == {"name": "momentum", "decay": 0.999}
+        steps = cycle(np.array([1.0, 4.0]))
+        assert steps[:2] == (0.25, 1.0)  # the steep direction first
+        assert [float(steps(n)) for n in (0, 1, len(steps))] == [0.25, 1.0, 0.25]
+        assert steps._asdict() == {"schedule": "linear", "start": 0.25, "end": 0.25, "steps": 1}
         grad = jnp.ones(2)
         updates, state = heavy_ball(0.9).update(grad, heavy_ball(0.9).init(grad))
         assert heavy_ball(0.9).update(grad, state)[0] == pytest.approx(-1.9 * np.ones(2), rel=1e-6)

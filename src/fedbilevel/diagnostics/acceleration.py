@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -73,12 +72,15 @@ def _radius(eigenvalues: np.ndarray) -> np.ndarray:
 
 
 class HeavyBall(optax.GradientTransformation):  # type: ignore[misc]
-    """optax.sgd(1.0, decay), which as a dictionary is what a spec calls it."""
+    """optax.sgd(1.0, decay), which as a dictionary is what a spec calls it.
+
+    Commands round to three digits, up to 1 at worst: there it is rounded down, as less momentum is stable too.
+    """
 
     decay: float
 
     def _asdict(self) -> dict[str, Any]:
-        return {"name": "momentum", "decay": self.decay}
+        return {"name": "momentum", "decay": math.floor(1e3 * self.decay) / 1e3}
 
 
 @functools.cache
@@ -89,14 +91,17 @@ def heavy_ball(decay: float) -> HeavyBall:
     return made
 
 
-@dataclass(frozen=True)
-class Cycle:
-    """A schedule: step sizes, over and over."""
+class Cycle(tuple[float, ...]):
+    """A schedule: step sizes, over and over. A spec has none such: as a dictionary it is its shortest step alone."""
 
-    steps: tuple[float, ...]
+    __slots__ = ()
 
     def __call__(self, round: Array | int) -> Array:
-        return jnp.asarray(self.steps)[round % len(self.steps)]
+        return jnp.asarray(tuple(self))[round % len(self)]
+
+    def _asdict(self) -> dict[str, Any]:
+        shortest = min(self)
+        return {"schedule": "linear", "start": shortest, "end": shortest, "steps": 1}
 
 
 def cycle(phi: np.ndarray) -> Cycle:
@@ -106,4 +111,4 @@ def cycle(phi: np.ndarray) -> Cycle:
         step = 1 / phi[np.argmax(phi * left)]
         steps.append(float(step))
         left = left * np.maximum(abs(1 - step * phi), INEXACT)
-    return Cycle(tuple(steps))
+    return Cycle(steps)

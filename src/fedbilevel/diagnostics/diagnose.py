@@ -102,7 +102,7 @@ class Diagnosis:
         s = self.scales(batch_size, cohort)
         if algorithm == "fednest":
             if isinstance(chosen["outer_lr"], Cycle):
-                return len(chosen["outer_lr"].steps)
+                return len(chosen["outer_lr"])
             return rounds_needed(s, chosen["outer_lr"], chosen["inner_rounds"] * chosen["inner_lr"])
         if "server_optimizer" in chosen:
             found = momentum(s)
@@ -183,7 +183,7 @@ class Diagnosis:
         if "server_optimizer" in chosen:
             heavy = f", with momentum {chosen['server_optimizer'].decay:.7g} on the server"
         cycled = isinstance(outer, Cycle)
-        steps = f"by a cycle of {len(outer.steps)} steps" if cycled else f"by {outer:.3g}"
+        steps = f"by a cycle of {len(outer)} steps" if cycled else f"by {outer:.3g}"
         exchanges = 2 * nest["inner_rounds"] + 3 + nest["cg_iterations"]
         return [
             f"with full batches it would choose SimFBO with {why};",
