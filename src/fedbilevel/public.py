@@ -22,6 +22,7 @@ from fedbilevel.core.config import fraction, positive, static, steps
 from fedbilevel.core.errors import (
     CheckpointError,
     ConfigurationError,
+    ExchangeError,
     FedbilevelError,
     NonFiniteError,
     NumericalError,
@@ -29,6 +30,7 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SingleLevel
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import HypergradientReport, check_hypergradient
 from fedbilevel.diagnostics.diagnose import Diagnosis, diagnose
@@ -51,6 +53,7 @@ __all__ = [
     "Compositional",
     "ConfigurationError",
     "Diagnosis",
+    "ExchangeError",
     "Fed",
     "FedAvg",
     "FedAvgS",
@@ -75,6 +78,7 @@ __all__ = [
     "Proximal",
     "Ragged",
     "Reference",
+    "RemoteClients",
     "Reply",
     "Result",
     "ShroFBO",

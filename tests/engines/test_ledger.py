@@ -8,14 +8,16 @@ from fedbilevel.engines import book
 from fedbilevel.engines.ledger import Ledger
 
 
-def a_book(calls, responders=0, gradients=0, products=0):
-    return book.Book(calls, *(np.asarray(count) for count in (responders, gradients, products)), {})
+def a_book(calls, gradients=0, products=0, cohort=1, lost=0):
+    """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
+    counts = {call: book.Count(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()}
+    return book.Book(counts, np.asarray(gradients), np.asarray(products), {})
 
 
 def test_bytes_are_counted_per_client_and_exchange():
     ledger = Ledger()
     calls = {("ask", 100, 7): np.array([1, 2, 0]), ("tell", 30, 50): np.array([1, 1, 1])}
-    ledger.add(a_book(calls, [20, 30, 10], [5, 0, 1], [2, 2, 2]), rounds=3, cohort=10)
+    ledger.add(a_book(calls, [5, 0, 1], [2, 2, 2], cohort=10), rounds=3)
     assert (ledger.rounds, ledger.exchanges) == (3, 3 + 3)
     assert ledger.bytes_down == 10 * (3 * 100 + 3 * 30)
     assert ledger.bytes_up == 10 * (3 * 7 + 3 * 50)
@@ -24,9 +26,16 @@ def test_bytes_are_counted_per_client_and_exchange():
     assert ledger.gradients_per_client == ledger.products_per_client == 0.1
 
 
+def test_those_who_do_not_answer_are_sent_to_but_send_nothing():
+    ledger = Ledger()
+    ledger.add(a_book({("ask", 100, 7): np.array([1, 2])}, cohort=10, lost=4), rounds=2)
+    assert (ledger.exchanges, ledger.replies) == (3, 3 * 6)
+    assert (ledger.bytes_down, ledger.bytes_up) == (3 * 10 * 100, 3 * 6 * 7)
+
+
 def test_one_phase_with_two_kinds_of_message_is_one_line():
     ledger = Ledger()
-    ledger.add(a_book({("ask", 8, 8): 2, ("ask", 16, 8): 1}), rounds=1, cohort=3)
+    ledger.add(a_book({("ask", 8, 8): 2, ("ask", 16, 8): 1}, cohort=3), rounds=1)
     assert ledger.exchanges_by_phase == {"ask": 3}
     assert ledger.bytes_down == 3 * (2 * 8 + 16)
 
@@ -35,10 +44,10 @@ def test_parts_of_a_run_add_up_to_the_whole():
     calls = {("ask", 4, 2): np.arange(6)}
     counts = np.arange(6) * 3
     whole, parts = Ledger(), Ledger()
-    whole.add(a_book(calls, counts, counts, counts), rounds=6, cohort=5)
+    whole.add(a_book(calls, counts, counts, cohort=5), rounds=6)
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         some = {call: n[part] for call, n in calls.items()}
-        parts.add(a_book(some, *[counts[part]] * 3), rounds=part.stop - part.start, cohort=5)
+        parts.add(a_book(some, counts[part], counts[part], cohort=5), rounds=part.stop - part.start)
     assert parts == whole
 
 
@@ -46,9 +55,9 @@ def test_totals_do_not_overflow():
     """Books are int32 per round; 10 rounds of 2³⁰ gradients, and petabytes, are still exact."""
     ledger = Ledger()
     much = np.full(10, 2**30, np.int32)
-    ledger.add(a_book({("ask", 2**40, 2**41): much}, much, much, much), rounds=10, cohort=2**20)
+    ledger.add(a_book({("ask", 2**40, 2**41): much}, much, much), rounds=10)
     assert ledger.gradients == 10 * 2**30
-    assert ledger.bytes_up == 10 * 2**30 * 2**41 * 2**20
+    assert ledger.bytes_up == 10 * 2**30 * 2**41
     assert isinstance(ledger.bytes_up, int)
 
 
@@ -73,11 +82,12 @@ def test_the_two_means():
 
 def test_books_merge_by_kind_of_exchange_and_metric():
     sums = book.Sums(jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)])
-    ask = book.entry("ask", {"m": jnp.zeros(3)}, jnp.ones(2), sums)
-    tell = book.entry("tell", jnp.zeros(1), jnp.ones(2), sums._replace(metrics={"gain": jnp.asarray(1.0)}))
+    ask = book.entry("ask", {"m": jnp.zeros(3)}, jnp.ones(2), sums, asked=3)
+    tell = book.entry("tell", jnp.zeros(1), jnp.ones(2), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
     both = book.merge(book.merge(ask, tell), ask)
-    assert {call: int(n) for call, n in both.calls.items()} == {("ask", 24, 16): 2, ("tell", 8, 16): 1}
-    assert [int(n) for n in (both.responders, both.gradients, both.products)] == [9, 12, 15]
+    counts = {call: tuple(int(n) for n in count) for call, count in both.calls.items()}
+    assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3)}
+    assert [int(n) for n in (both.gradients, both.products)] == [12, 15]
     assert {name: [float(n) for n in pair] for name, pair in both.metrics.items()} == {
         ("ask", "loss"): [4.0, 1.0],
         ("tell", "gain"): [1.0, 0.5],

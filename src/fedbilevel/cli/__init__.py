@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedbilevel.cli import comparison, diagnostics, lists, run
-from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_WRITTEN, NUMBERS_FAIL, Add, fail
+from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_ANSWERED, NOT_WRITTEN, NUMBERS_FAIL, Add, fail
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,11 +48,13 @@ def parser() -> argparse.ArgumentParser:
 
 def _exit_code(error: Exception) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
-    from fedbilevel.core.errors import CheckpointError, FedbilevelError, NumericalError
+    from fedbilevel.core.errors import CheckpointError, ExchangeError, FedbilevelError, NumericalError
     from fedbilevel.data.errors import DataError
 
     if isinstance(error, NumericalError):
         return NUMBERS_FAIL
+    if isinstance(error, ExchangeError):
+        return NOT_ANSWERED
     if isinstance(error, CheckpointError | OSError):
         return NOT_WRITTEN
     return BAD_INPUT if isinstance(error, FedbilevelError | DataError) else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fedbilevel.experiments import Spec
 
-OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, INTERRUPTED = 0, 2, 3, 4, 130
+OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, INTERRUPTED = 0, 2, 3, 4, 5, 130
 TASK_HELP = "see `fedbilevel tasks` (hyper_representation); or your own: module:NAME or path/to/file.py:NAME"
 EPILOG = """\
 fields for --set:
@@ -35,7 +35,8 @@ your own task:
   NAME is a fedbilevel.tasks.Task, or a function that returns one; the function's keyword arguments are then the
   fields of [task].
 
-exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written, 130 interrupted
+exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
+  5 too few clients answered, 130 interrupted
 """
 
 

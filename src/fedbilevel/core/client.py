@@ -88,6 +88,14 @@ class Ragged:
         values = jax.tree.map(lambda leaf: leaf[chosen], self.values)
         return Ragged(values, np.zeros(1, np.int64), np.array([total]))
 
+    def example(self) -> PyTree:
+        """One sample's shapes: leaves (1, ...), without values."""
+
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((1, *np.shape(leaf)[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+        return jax.tree.map(one, self.values)
+
     def row(self, i: int) -> PyTree:
         """The samples of row i, leaves (size[i], ...)."""
         start, stop = int(self.start[i]), int(self.start[i] + self.size[i])
@@ -137,11 +145,16 @@ class Clients:
             )
         object.__setattr__(self, "outer", outer_rows)
         object.__setattr__(self, "inner", inner_rows)
-        object.__setattr__(self, "weights", _weights(weights, inner_rows.size))
-        object.__setattr__(self, "local_steps", _local_steps(local_steps, count))
+        weights = inner_rows.size if _is(weights, "size") else weights
+        object.__setattr__(self, "weights", checked_weights("Clients.weights", weights, count, "None, 'size'"))
+        object.__setattr__(self, "local_steps", checked_local_steps("Clients.local_steps", local_steps, count))
 
     def __len__(self) -> int:
         return len(self.weights)
+
+    def examples(self) -> tuple[PyTree, PyTree]:
+        """One sample's shapes for each loss, leaves (1, ...)."""
+        return self.outer.example(), self.inner.example()
 
     def pooled(self) -> Clients:
         """One client that holds every sample: the same problem without a federation.
@@ -162,29 +175,32 @@ def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
     return Ragged.stacked(name, data, sizes)
 
 
-def _weights(weights: Any, sizes: np.ndarray) -> np.ndarray:
-    if weights is None:
-        weights = np.ones(len(sizes))
-    elif isinstance(weights, str):
-        require(weights == "size", "Clients.weights", weights, "None, 'size' or one number per client")
-        weights = sizes
+def _is(value: Any, word: str) -> bool:
+    return isinstance(value, str) and value == word
+
+
+def checked_weights(field: str, weights: Any, count: int, otherwise: str = "None") -> np.ndarray:
+    """Weights of `count` clients that sum to 1; None means equal ones."""
+    weights = np.ones(count) if weights is None else weights
+    require(not isinstance(weights, str), field, weights, f"{otherwise} or one number per client")
     p = np.asarray(weights, np.float64)
-    require(p.shape == sizes.shape, "Clients.weights", p.shape, f"of shape {sizes.shape}, one per client")
-    require(bool(np.all(np.isfinite(p)) and np.all(p > 0)), "Clients.weights", weights, "positive and finite")
+    require(p.shape == (count,), field, p.shape, f"of shape {(count,)}, one per client")
+    require(bool(np.all(np.isfinite(p)) and np.all(p > 0)), field, weights, "positive and finite")
     return np.asarray(p / p.sum())
 
 
-def _local_steps(steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:
+def checked_local_steps(field: str, steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:
+    """Local steps of `count` clients: see `Clients`."""
     if steps is None:
         return None
     allowed = f"None, a pair (low, high) with 1 ≤ low ≤ high, or {count} positive integers"
     if isinstance(steps, tuple):
         whole = len(steps) == 2 and all(isinstance(step, int | np.integer) for step in steps)
-        require(whole and 1 <= steps[0] <= steps[1], "Clients.local_steps", steps, allowed)
+        require(whole and 1 <= steps[0] <= steps[1], field, steps, allowed)
         return int(steps[0]), int(steps[1])
     array = np.asarray(steps)
     fits = array.shape == (count,) and np.issubdtype(array.dtype, np.integer) and bool(np.all(array >= 1))
-    require(fits, "Clients.local_steps", steps, allowed)
+    require(fits, field, steps, allowed)
     return array.astype(np.int32)
 
 
@@ -201,7 +217,7 @@ def _shapes(tree: PyTree) -> str:
     return ", ".join(f"{jax.tree_util.keystr(path) or 'leaf'} {np.shape(leaf)}" for path, leaf in leaves)
 
 
-def check_samples(problem: Problem, clients: Clients) -> None:
+def check_samples(problem: Problem, clients: Any) -> None:
     """Refuse samples of an inner loss where a problem has but one set of them."""
     one = isinstance(problem, Minimax) and clients.inner is not clients.outer
     require(not one, "Clients.inner", "other samples than outer", "left out for a Minimax problem, which has one loss")

@@ -25,6 +25,10 @@ class NumericalWarning(UserWarning):
     """The run goes on, but what its method assumes was seen not to hold."""
 
 
+class ExchangeError(FedbilevelError):
+    """Too few clients answered; the message names round and phase, and what those said who refused."""
+
+
 class CheckpointError(FedbilevelError, OSError):
     """A checkpoint could not be written, or does not belong to this run."""
 

@@ -1,5 +1,6 @@
 """What a round cost and measured: a small pytree that engines fill, exchange by exchange."""
 
+import operator
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -16,11 +17,18 @@ Call = tuple[str, int, int]
 """(phase, bytes down per client, bytes up per client)."""
 
 
+class Count(NamedTuple):
+    """How often something was exchanged."""
+
+    exchanges: Any
+    asked: Any  # messages sent down, summed over the exchanges
+    answered: Any  # replies that counted
+
+
 class Book(NamedTuple):
     """Sums over the exchanges made so far; leaves are scalars (per round) or (rounds,) arrays."""
 
-    calls: dict[Call, Any]  # how many exchanges of each kind
-    responders: Array  # replies that counted
+    calls: dict[Call, Count]  # the exchanges of each kind
     gradients: Array  # batch gradients, summed over clients
     products: Array  # Hessian- and Jacobian-vector products, likewise
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
@@ -28,24 +36,19 @@ class Book(NamedTuple):
 
 def empty() -> Book:
     zero = jnp.zeros((), jnp.int32)
-    return Book({}, zero, zero, zero, {})
+    return Book({}, zero, zero, {})
 
 
 def merge(a: Book, b: Book) -> Book:
     """The sum of two books."""
-    calls = {call: a.calls.get(call, 0) + b.calls.get(call, 0) for call in {**a.calls, **b.calls}}
-    none = (jnp.zeros(()), jnp.zeros(()))
-    names = {**a.metrics, **b.metrics}
-    metrics = {
-        n: tuple(p + q for p, q in zip(a.metrics.get(n, none), b.metrics.get(n, none), strict=True)) for n in names
-    }
-    return Book(
-        calls,
-        a.responders + b.responders,
-        a.gradients + b.gradients,
-        a.products + b.products,
-        metrics,
-    )
+    calls = _added(a.calls, b.calls, Count(0, 0, 0))
+    metrics = _added(a.metrics, b.metrics, (jnp.zeros(()), jnp.zeros(())))
+    return Book(calls, a.gradients + b.gradients, a.products + b.products, metrics)
+
+
+def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]:
+    """Entry by entry; one that is missing counts as `nothing`."""
+    return {k: jax.tree.map(operator.add, a.get(k, nothing), b.get(k, nothing)) for k in {**a, **b}}
 
 
 def stack(books: Sequence[Book]) -> Book:
@@ -54,11 +57,11 @@ def stack(books: Sequence[Book]) -> Book:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(merge(nothing, book) for book in books))
 
 
-def entry(phase: str, message: PyTree, update: PyTree, sums: "Sums") -> Book:
-    """The book of one exchange."""
-    calls = {(phase, nbytes(message), nbytes(update)): jnp.ones((), jnp.int32)}
+def entry(phase: str, message: PyTree, update: PyTree, sums: "Sums", asked: int) -> Book:
+    """The book of one exchange, in which so many clients were asked."""
+    count = Count(jnp.ones((), jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
     metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
-    return Book(calls, sums.responders, sums.gradients, sums.products, metrics)
+    return Book({(phase, nbytes(message), nbytes(update)): count}, sums.gradients, sums.products, metrics)
 
 
 class Sums(NamedTuple):

@@ -52,17 +52,25 @@ class Run(Protocol):
 class Engine(Protocol):
     """A way to simulate (or reach) clients."""
 
-    def start(self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry) -> Run:
-        """Prepare a run; `carry` gives shapes and dtypes."""
+    def start(self, algorithm: Any, problem: Problem, clients: Any, cohort: int, key: Array, carry: Carry) -> Run:
+        """Prepare a run on `Clients` or `RemoteClients`; `carry` gives shapes and dtypes."""
         ...
 
 
-def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int) -> Carry:
-    """The carry before round 0."""
+def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int | None) -> Carry:
+    """The carry before round 0; without a population's size clients keep their state themselves."""
     state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, x, y)
+    if population is None:
+        return Carry(jnp.zeros((), jnp.int32), state, None)
     one = init_client(algorithm, x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
     return Carry(jnp.zeros((), jnp.int32), state, clients)
+
+
+def check_here(clients: Any) -> None:
+    """Refuse clients whose samples are not on this machine, for engines that simulate them."""
+    here = isinstance(clients, Clients)
+    require(here, "clients", type(clients).__name__, "Clients, unless the engine is one that reaches them elsewhere")
 
 
 def check_reply(reply: Reply, phase: str, fresh: object) -> None:

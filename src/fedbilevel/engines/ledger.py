@@ -27,16 +27,16 @@ class Ledger:
     products: int = 0
     exchanges_by_phase: dict[str, int] = field(default_factory=dict)
 
-    def add(self, book: Book, rounds: int, cohort: int) -> None:
+    def add(self, book: Book, rounds: int) -> None:
         """Add a book whose leaves are (rounds,) arrays or scalars."""
         self.rounds += rounds
         for (phase, down, up), calls in book.calls.items():
-            count = _total(calls)
+            count, asked, answered = (_total(number) for number in calls)
             self.exchanges += count
-            self.bytes_down += count * cohort * down
-            self.bytes_up += count * cohort * up
+            self.bytes_down += asked * down
+            self.bytes_up += answered * up
+            self.replies += answered
             self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
-        self.replies += _total(book.responders)
         self.gradients += _total(book.gradients)
         self.products += _total(book.products)
 

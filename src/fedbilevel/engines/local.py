@@ -22,7 +22,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.book import Book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Progress
+from fedbilevel.engines.engine import Carry, Progress, check_here
 from fedbilevel.engines.local_fed import AXIS, Data, Layout, LocalFed, Members
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped
@@ -66,6 +66,7 @@ class Local:
     def start(
         self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> LocalRun:
+        check_here(clients)
         available = len(jax.devices())
         require(
             self.devices <= available,

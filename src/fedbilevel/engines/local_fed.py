@@ -95,7 +95,7 @@ class LocalFed:
             sums, _ = sum_over_clients(one, self.draw(fresh), None, self.layout.chunk)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
-        self.book = book.merge(self.book, book.entry(name, message, sums.update, sums))
+        self.book = book.merge(self.book, book.entry(name, message, sums.update, sums, self.layout.cohort))
         return book.normalise(sums, self.layout.population, self.layout.cohort, unbiased)
 
     def repeat(

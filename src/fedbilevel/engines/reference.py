@@ -18,7 +18,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Progress, check_reply
+from fedbilevel.engines.engine import Carry, Progress, check_here, check_reply
 
 
 class ReferenceFed:
@@ -55,7 +55,7 @@ class ReferenceFed:
             sums = book.weigh(reply, client.weight, jnp.ones(()))
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         assert total is not None
-        self.book = book.merge(self.book, book.entry(name, message, total.update, total))
+        self.book = book.merge(self.book, book.entry(name, message, total.update, total, len(ids)))
         return book.normalise(total, len(self.run.clients), len(ids), unbiased)
 
     def repeat(
@@ -126,6 +126,7 @@ class Reference:
     def start(
         self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> ReferenceRun:
+        check_here(clients)
         return ReferenceRun(algorithm, problem, clients, cohort, key)
 
 

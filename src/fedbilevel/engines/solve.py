@@ -22,8 +22,16 @@ from jax import Array
 from fedbilevel.core.algorithm import check_algorithm, check_solves
 from fedbilevel.core.client import Clients, check_samples
 from fedbilevel.core.config import hyperparameters
-from fedbilevel.core.errors import CheckpointError, NumericalError, NumericalWarning, require, require_count
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ExchangeError,
+    NumericalError,
+    NumericalWarning,
+    require,
+    require_count,
+)
 from fedbilevel.core.problem import Problem, SingleLevel, check_losses
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.engine import Carry, Engine, Run, check_cohort, first_carry
@@ -39,7 +47,7 @@ STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
 def solve(
     algorithm: Any,
     problem: Problem,
-    clients: Clients,
+    clients: Clients | RemoteClients,
     x0: PyTree,
     y0: PyTree = None,
     *,
@@ -59,7 +67,7 @@ def solve(
     Args:
         algorithm: e.g. SimFBO(local_steps=10).
         problem: the losses.
-        clients: who holds which samples.
+        clients: who holds which samples; or, for an engine that reaches clients elsewhere, what is known of them.
         x0, y0: where to start; any pytrees (their floating arrays are the variables); a single-level problem has no y0.
         rounds: how many rounds in total, those before a resumption included.
         cohort: clients per round, drawn uniformly without replacement; None takes everyone.
@@ -76,6 +84,7 @@ def solve(
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
             hold here; the last good checkpoint stays.
+        ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint.
         CheckpointError: a checkpoint could not be written, or belongs to another run.
     """
     check_algorithm(algorithm)
@@ -98,11 +107,11 @@ def solve(
     else:
         _check_start("y0", y0, y)
     problem = problem.with_fixed(x_fixed, y_fixed)
-    check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
-    if hasattr(algorithm, "check_start"):
+    check_losses(problem, x, y, *clients.examples())
+    if hasattr(algorithm, "check_start") and isinstance(clients, Clients):  # it looks at samples
         algorithm.check_start(problem, clients, x, y)
 
-    carry = first_carry(algorithm, x, y, len(clients))
+    carry = first_carry(algorithm, x, y, len(clients) if isinstance(clients, Clients) else None)
     identity = {
         "algorithm": type(algorithm).__name__,
         "clients": len(clients),
@@ -114,7 +123,8 @@ def solve(
     loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, algorithm)
     if resume:
         carry = loop.restore(carry)
-    run = (engine or Local()).start(algorithm, problem, clients, cohort, key, carry)
+    chosen: Engine = engine or Local()
+    run = chosen.start(algorithm, problem, clients, cohort, key, carry)
     try:
         return loop.play(run, carry)
     finally:
@@ -168,7 +178,12 @@ class Loop:
         with hold_interrupt() as interrupted:
             while result.round < self.plan.rounds and not reason:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
-                carry, speed = self.advance(run, carry, stretch)
+                try:
+                    carry, speed = self.advance(run, carry, stretch)
+                except ExchangeError:
+                    if self.plan.path:
+                        self.save(carry)
+                    raise
                 result = self.result(run, carry)
                 row = self.add_row(result) if self.plan.row_due(result.round) else None
                 reason = self.tell(result, row)
@@ -185,7 +200,7 @@ class Loop:
         self.listen(carry.state, int(carry.round) - done)
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
-        self.ledger.add(book, done, self.plan.identity["cohort"])
+        self.ledger.add(book, done)
         for (_, name), (total, weight) in book.metrics.items():
             means = np.asarray(total, float) / np.asarray(weight, float)
             self.losses.setdefault(name, []).extend(means.tolist())

@@ -1,0 +1,64 @@
+"""Clients somewhere else, as a server knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbilevel.core.client import Clients, checked_local_steps, checked_weights
+from fedbilevel.core.errors import require_count
+from fedbilevel.core.tree import PyTree
+
+
+@dataclass(frozen=True, init=False)
+class RemoteClients:
+    """A population whose samples are out of reach: how many clients, and what one sample looks like.
+
+    Args:
+        count: M.
+        outer: an example of a client's samples of the outer loss: a pytree with leaves (any number, ...), of which
+            only shapes and dtypes are looked at.
+        inner: likewise; None where both losses read the same samples.
+        weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
+        local_steps: as in `Clients`.
+    """
+
+    outer: PyTree
+    inner: PyTree
+    weights: np.ndarray = field(repr=False)
+    local_steps: np.ndarray | tuple[int, int] | None
+
+    def __init__(
+        self, count: int, outer: PyTree, inner: PyTree = None, *, weights: Any = None, local_steps: Any = None
+    ) -> None:
+        require_count("RemoteClients.count", count)
+        example = jax.tree.map(_one_sample, outer)
+        object.__setattr__(self, "outer", example)
+        object.__setattr__(self, "inner", example if inner is None else jax.tree.map(_one_sample, inner))
+        object.__setattr__(self, "weights", checked_weights("RemoteClients.weights", weights, count))
+        object.__setattr__(self, "local_steps", checked_local_steps("RemoteClients.local_steps", local_steps, count))
+
+    @classmethod
+    def of(cls, clients: Clients) -> RemoteClients:
+        """What a server would know of these clients."""
+        outer, inner = clients.examples()
+        one = clients.inner is clients.outer
+        steps = clients.local_steps
+        made = cls(len(clients), outer, None if one else inner, local_steps=steps)
+        object.__setattr__(made, "weights", clients.weights)  # to the last bit
+        return made
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def examples(self) -> tuple[PyTree, PyTree]:
+        """One sample's shapes for each loss, leaves (1, ...)."""
+        return self.outer, self.inner
+
+
+def _one_sample(leaf: Any) -> jax.ShapeDtypeStruct:
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))

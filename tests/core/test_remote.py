@@ -1,0 +1,55 @@
+"""What a server knows of clients elsewhere: shapes and weights, no samples."""
+
+import jax
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.tasks.quadratic import quadratic
+
+
+def test_of_clients_keeps_what_a_server_may_know():
+    task = quadratic(clients=3, samples=(3, 9), local_steps=(1, 4))
+    remote = fb.RemoteClients.of(task.clients)
+    assert len(remote) == 3
+    assert remote.local_steps == (1, 4)
+    np.testing.assert_array_equal(remote.weights, task.clients.weights)
+    for mine, theirs in zip(remote.examples(), (task.clients.outer, task.clients.inner), strict=True):
+        row = theirs.row(1)
+        assert jax.tree.structure(mine) == jax.tree.structure(row)
+        assert [(s.shape[0], s.shape[1:], s.dtype) for s in jax.tree.leaves(mine)] == [
+            (1, a.shape[1:], a.dtype) for a in jax.tree.leaves(row)
+        ]
+
+
+def test_one_set_of_samples_stays_one():
+    remote = fb.RemoteClients.of(fb.Clients([np.ones((4, 2)), np.ones((5, 2))]))
+    assert remote.inner is remote.outer
+
+
+def test_examples_keep_no_values():
+    remote = fb.RemoteClients(2, {"a": np.full((7, 3), 5.0), "b": np.arange(7)})
+    assert (remote.outer["a"].shape, remote.outer["b"].shape) == ((1, 3), (1,))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(remote.outer))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"count": 0}, "RemoteClients.count"),
+        ({"weights": [1.0, 2.0, 3.0]}, "RemoteClients.weights"),
+        ({"weights": "size"}, "RemoteClients.weights"),
+        ({"local_steps": (3, 1)}, "RemoteClients.local_steps"),
+    ],
+)
+def test_wrong_values_are_named(fields, message):
+    with pytest.raises(fb.ConfigurationError, match=message):
+        fb.RemoteClients(**{"count": 2, "outer": np.ones((1, 3)), **fields})
+
+
+def test_engines_that_simulate_need_samples():
+    task = quadratic(clients=3)
+    remote = fb.RemoteClients.of(task.clients)
+    for engine in (fb.Local(), fb.Reference()):
+        with pytest.raises(fb.ConfigurationError, match="clients = 'RemoteClients'"):
+            fb.solve(fb.SimFBO(), task.problem, remote, task.x0, task.y0, rounds=1, engine=engine)
