@@ -137,6 +137,15 @@ def test_compositional_losses_take_padded_batches():
     np.testing.assert_allclose(problem.over_batches().outer(x, y, padded), problem.outer(x, y, rows), rtol=1e-14)
 
 
+def test_what_a_compositional_loss_makes_of_zero_padding_is_left_out():
+    """log 0 = −∞: with a weight of 0 it would reach the mean as NaN."""
+    problem = fb.Compositional(lambda y, batch: y, lambda x, batch: jnp.mean(jnp.log(batch)) * x).over_batches()
+    rows, (x, y) = jnp.asarray([1.0, 4.0, 7.0]), jnp.asarray([2.0, 0.5])
+    padded = Padded(jnp.append(rows, 0.0), jnp.asarray([True, True, True, False]))
+    whole, cut = (jax.value_and_grad(problem.inner, 1)(x, y, batch) for batch in (padded, rows))
+    np.testing.assert_allclose(whole, cut, rtol=1e-14)
+
+
 def test_a_minimax_problem_has_one_set_of_samples():
     problem = fb.Minimax(lambda x, y, batch: jnp.mean(batch["a"]) * x @ y - y @ y + x @ x)
     samples = {"a": np.ones((2, 3))}

@@ -102,8 +102,10 @@ class Compositional(Bilevel):
         _require_function("Compositional.outer", outer, "(y, batch)")
         _require_function("Compositional.inner", inner, "(x, batch)")
 
+        mean_inner = _mean_over(inner)
+
         def distance(x: PyTree, y: PyTree, batch: PyTree) -> Array:
-            gap = optax.tree.sub(y, _over_padded(inner, x, batch))
+            gap = optax.tree.sub(y, mean_inner(x, batch))
             return optax.tree.vdot(gap, gap) / 2
 
         self._set(lambda x, y, batch: outer(y, batch), distance)
@@ -136,25 +138,23 @@ class Padded(NamedTuple):
     mask: Array
 
 
-def _mean_over(loss: Loss) -> Loss:
-    """Extend a mean-of-samples loss to padded batches: the mean of its values on the true samples."""
+def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Extend function(*point, batch), a pytree that is a mean over samples, to padded batches: to the true samples."""
 
-    def mean_loss(x: PyTree, y: PyTree, batch: PyTree) -> Array:
+    def mean_function(*arguments: PyTree) -> PyTree:
+        *point, batch = arguments
         if not isinstance(batch, Padded):
-            return loss(x, y, batch)
-        one = jax.vmap(lambda sample: loss(x, y, jax.tree.map(lambda a: a[None], sample)))
-        return jnp.sum(jnp.where(batch.mask, one(batch.samples), 0)) / jnp.sum(batch.mask)
+            return function(*point, batch)
+        each = jax.vmap(lambda sample: function(*point, jax.tree.map(lambda a: a[None], sample)))(batch.samples)
+        count = jnp.sum(batch.mask)
 
-    return mean_loss
+        def mean(leaf: Array) -> Array:
+            mask = batch.mask.reshape(-1, *[1] * (leaf.ndim - 1))
+            return jnp.sum(jnp.where(mask, leaf, 0), axis=0) / count  # whatever the padding gives, a NaN too, is left
 
+        return jax.tree.map(mean, each)
 
-def _over_padded(function: Callable[[PyTree, PyTree], PyTree], x: PyTree, batch: PyTree) -> PyTree:
-    """function(x, batch), a pytree that is a mean over samples, on a batch that may be padded."""
-    if not isinstance(batch, Padded):
-        return function(x, batch)
-    each = jax.vmap(lambda sample: function(x, jax.tree.map(lambda a: a[None], sample)))(batch.samples)
-    share = batch.mask / jnp.sum(batch.mask)
-    return jax.tree.map(lambda leaf: jnp.tensordot(share.astype(leaf.dtype), leaf, axes=1), each)
+    return mean_function
 
 
 def _require_function(field: str, got: object, arguments: str) -> None:
