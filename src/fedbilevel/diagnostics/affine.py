@@ -18,6 +18,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.tree import XYV, PyTree
+from fedbilevel.diagnostics.response import fields
 from fedbilevel.oracles.population import Population
 
 SMALL = 300  # dim x + 2 dim y up to which eigenvalues are cheap
@@ -62,11 +63,11 @@ def affine(population: Population, at: XYV) -> Affine | None:
     dim_x, dim_y, dim_v = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in at)
     if dim_x + dim_y + dim_v > SMALL:
         return None
-    jacobian, fields = (np.asarray(a) for a in _linearised(population, at))
+    jacobian, here = (np.asarray(a) for a in _linearised(population, at))
     flat, unravel = ravel_pytree(at)
     if not np.all(np.isfinite(jacobian)):
         return None
-    (rest, *_), (all_rest, *_) = (np.linalg.lstsq(jacobian[i:, i:], fields[i:]) for i in (dim_x, 0))
+    (rest, *_), (all_rest, *_) = (np.linalg.lstsq(jacobian[i:, i:], here[i:]) for i in (dim_x, 0))
     moves = [np.concatenate([np.zeros(dim_x), rest]), all_rest]
     found = Affine(jacobian, dim_x, dim_y, max(float(np.linalg.norm((flat - move)[-dim_y:])) for move in moves))
     # were the fields affine, all three would be at rest there
@@ -80,10 +81,8 @@ def _linearised(population: Population, at: XYV) -> tuple[PyTree, PyTree]:
     """The Jacobian, and the fields themselves."""
     flat, unravel = ravel_pytree(at)
 
-    def fields(z: jax.Array) -> jax.Array:
-        x, y, v = unravel(z)
-        h, s = population.hypergradient(x, y, v)
-        return ravel_pytree(XYV(h, population.inner.gradients(x, y)[1], s))[0]
+    def flat_fields(z: jax.Array) -> jax.Array:
+        return ravel_pytree(fields(population, unravel(z)))[0]
 
-    columns = jax.lax.map(lambda e: jax.jvp(fields, (flat,), (e,))[1], jnp.eye(flat.size), batch_size=32)
-    return columns.T, fields(flat)
+    columns = jax.lax.map(lambda e: jax.jvp(flat_fields, (flat,), (e,))[1], jnp.eye(flat.size), batch_size=32)
+    return columns.T, flat_fields(flat)

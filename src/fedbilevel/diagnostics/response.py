@@ -93,12 +93,13 @@ def _solve(population: Population, x: PyTree, y: PyTree, delta: Array, b: PyTree
     return found.v, found.negative_curvature >= 0
 
 
+def fields(population: Population, at: XYV) -> XYV:
+    """h, ∇y G and s."""
+    h, s = population.hypergradient(*at)
+    return XYV(h, population.inner.gradients(at.x, at.y)[1], s)
+
+
 @jax.jit
 def _moved(population: Population, x: PyTree, y: PyTree, v: PyTree, dx: PyTree, dy: PyTree) -> XYV:
     """The derivatives of h, ∇y G and s along (dx, dy, 0)."""
-
-    def fields(x: PyTree, y: PyTree) -> XYV:
-        h, s = population.hypergradient(x, y, v)
-        return XYV(h, population.inner.gradients(x, y)[1], s)
-
-    return jax.jvp(fields, (x, y), (dx, dy))[1]
+    return jax.jvp(lambda x, y: fields(population, XYV(x, y, v)), (x, y), (dx, dy))[1]
