@@ -48,17 +48,10 @@ from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, move, scaled
+from fedbilevel.core.tree import XY, PyTree, move, scaled
 from fedbilevel.oracles.products import hess_v
 
 Inverse = Literal["random", "series"]
-
-
-class State(NamedTuple):
-    """What the server keeps."""
-
-    x: PyTree
-    y: PyTree
 
 
 class Inner(NamedTuple):
@@ -94,8 +87,8 @@ class AggITD(InnerDescent, OuterGradients):
         """Refuse a λ at which r would grow; y alone may bear larger ones where it is taken in several local steps."""
         check_neumann_step("AggITD.inner_lr", at_round(self, 0).inner_lr, problem, clients, x, y)
 
-    def init(self, x: PyTree, y: PyTree) -> State:
-        return State(x, y)
+    def init(self, x: PyTree, y: PyTree) -> XY:
+        return XY(x, y)
 
     @phase
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -124,7 +117,7 @@ class AggITD(InnerDescent, OuterGradients):
         change = optax.tree.add(reply.update.r, gradient)
         return reply._replace(update=reply.update._replace(r=change), gradients=reply.gradients + 1)
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
+    def round(self, fed: Fed, state: XY, key: Array) -> XY:
         draw_key, before_key, at_key, after_key, last_key = jax.random.split(key, 5)
         x, y = state
         terms = self.inner_rounds
@@ -142,4 +135,4 @@ class AggITD(InnerDescent, OuterGradients):
         inner = fed.repeat(terms - 1 - begin, once, inner, after_key)
         v = scaled(self.inner_lr if series else terms * self.inner_lr, inner.r)
         h = fed.mean(self.hypergradient_given, (x, inner.y, v), last_key, unbiased=True)
-        return State(move(x, -self.outer_lr, h), inner.y)
+        return XY(move(x, -self.outer_lr, h), inner.y)

@@ -20,7 +20,7 @@ Departures from the paper:
 Checked in tests/algorithms/test_fedavg_s.py (closed form of the fixed point) and tests/engines/test_agreement.py.
 """
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +33,7 @@ from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Minimax, Problem
-from fedbilevel.core.tree import PyTree, move
-
-
-class State(NamedTuple):
-    """What the server keeps."""
-
-    x: PyTree
-    y: PyTree
+from fedbilevel.core.tree import XY, PyTree, move
 
 
 @algorithm
@@ -70,20 +63,20 @@ class FedAvgS:
         require_count("FedAvgS.local_steps", self.local_steps)
         require_count("FedAvgS.batch_size", self.batch_size, optional=True)
 
-    def init(self, x: PyTree, y: PyTree) -> State:
-        return State(x, y)
+    def init(self, x: PyTree, y: PyTree) -> XY:
+        return XY(x, y)
 
     @phase
-    def descent_ascent(self, client: Client, start: State, key: Array) -> Reply:
+    def descent_ascent(self, client: Client, start: XY, key: Array) -> Reply:
         """τ_i simultaneous steps: down on x, up on y."""
         tau = client.local_steps(self.local_steps)
         value_and_gradients = jax.value_and_grad(client.problem.outer, (0, 1))
 
-        def step(k: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+        def step(k: Array, carry: tuple[XY, Array]) -> tuple[XY, Array]:
             change, total = carry
             x, y = optax.tree.add(start, change)
             loss, (dx, dy) = value_and_gradients(x, y, client.outer_batch(jax.random.fold_in(key, k), self.batch_size))
-            moved = State(move(change.x, -self.outer_lr / tau, dx), move(change.y, self.inner_lr / tau, dy))
+            moved = XY(move(change.x, -self.outer_lr / tau, dx), move(change.y, self.inner_lr / tau, dy))
             return moved, total + loss
 
         batch = jax.eval_shape(lambda key: client.outer_batch(key, self.batch_size), key)
@@ -92,5 +85,5 @@ class FedAvgS:
         change, total = jax.lax.fori_loop(0, tau, step, begin)
         return Reply(change, metrics={"outer_loss": total / tau}, gradients=tau)
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
+    def round(self, fed: Fed, state: XY, key: Array) -> XY:
         return optax.tree.add(state, fed.mean(self.descent_ascent, state, key, unbiased=True))

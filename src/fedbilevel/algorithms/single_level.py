@@ -19,7 +19,7 @@ Checked in tests/algorithms/test_single_level.py (closed forms of both fixed poi
 tests/engines/test_agreement.py.
 """
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import optax
@@ -32,14 +32,7 @@ from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem, SingleLevel
-from fedbilevel.core.tree import PyTree, move
-
-
-class State(NamedTuple):
-    """What the server keeps; y is None, as single-level problems have none."""
-
-    x: PyTree
-    y: PyTree
+from fedbilevel.core.tree import XY, PyTree, move
 
 
 @config
@@ -63,8 +56,8 @@ class LocalDescent:
         require_count(f"{name}.local_steps", self.local_steps)
         require_count(f"{name}.batch_size", self.batch_size, optional=True)
 
-    def init(self, x: PyTree, y: PyTree) -> State:
-        return State(x, y)
+    def init(self, x: PyTree, y: PyTree) -> XY:
+        return XY(x, y)
 
     def gradient_of(self, client: Client) -> Gradient:
         """(x, key) -> ∇f_i(x) on drawn samples."""
@@ -105,7 +98,7 @@ class FedLin(LocalDescent):
         drift = corrected_drift(self.gradient_of(client), x, q, tau, self.outer_lr, key)
         return Reply(drift, gradients=2 * (tau - 1))
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
+    def round(self, fed: Fed, state: XY, key: Array) -> XY:
         gradient_key, descent_key = jax.random.split(key)
         q = fed.mean(self.outer_gradient, state.x, gradient_key, unbiased=True)
         drift = fed.mean(self.corrected_outer_descent, (state.x, q), descent_key)
@@ -132,6 +125,6 @@ class FedAvg(LocalDescent):
         tau = client.local_steps(self.local_steps)
         return Reply(local_descent(self.gradient_of(client), x, tau, self.outer_lr, key), gradients=tau)
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
+    def round(self, fed: Fed, state: XY, key: Array) -> XY:
         change = fed.mean(self.outer_descent, state.x, key, unbiased=True)
         return state._replace(x=optax.tree.add(state.x, change))

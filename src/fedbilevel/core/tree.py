@@ -10,6 +10,13 @@ from jax import Array
 PyTree = Any
 
 
+class XY(NamedTuple):
+    """One entry for each of the outer variable x and the inner variable y (None where a problem has none)."""
+
+    x: Any
+    y: Any
+
+
 class XYV(NamedTuple):
     """One entry for each of the outer variable x, the inner variable y and the auxiliary variable v."""
 
