@@ -224,17 +224,17 @@ class LFedNest(Nested):
         """τ steps on x, each along the client's own hypergradient there."""
         x, y = at
 
-        def step(k: Array, carry: tuple[PyTree, Array, tuple[Array, Array], Array]) -> tuple[Any, ...]:
-            change, loss, quality, products = carry
+        def step(k: Array, carry: tuple[PyTree, Array, tuple[Array, Array], Array, Array]) -> tuple[Any, ...]:
+            change, loss, quality, gradients, products = carry
             own = self.own_hypergradient(client, optax.tree.add(x, change), y, jax.random.fold_in(key, k))
             change = move(change, -self.outer_lr / self.outer_steps, own.estimate.h)
             quality = jax.tree.map(jnp.maximum, quality, own.estimate.quality.to_average())
-            return change, loss + own.loss, quality, products + own.products
+            return change, loss + own.loss, quality, gradients + own.gradients, products + own.products
 
         first = jax.eval_shape(lambda key: self.own_hypergradient(client, x, y, key), key)
-        start = (optax.tree.zeros_like(x), jnp.zeros((), first.loss.dtype), (jnp.zeros(()),) * 2, jnp.asarray(0))
-        change, loss, quality, products = jax.lax.fori_loop(0, self.outer_steps, step, start)
-        gradients = (1 if client.problem.indirect == "none" else 2) * self.outer_steps
+        none = jnp.asarray(0)
+        start = (optax.tree.zeros_like(x), jnp.zeros((), first.loss.dtype), (jnp.zeros(()),) * 2, none, none)
+        change, loss, quality, gradients, products = jax.lax.fori_loop(0, self.outer_steps, step, start)
         metrics = {"outer_loss": loss / self.outer_steps}
         return Reply((change, quality), metrics=metrics, gradients=gradients, products=products)
 
