@@ -66,10 +66,6 @@ class Alternating(InnerDescent, Hypergradient):
 
     outer_lr: float = positive(0.1)
 
-    def validate(self) -> None:
-        Hypergradient.validate(self)
-        InnerDescent.validate(self)
-
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(x, y, Quality.unknown())
 

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from fedbilevel.algorithms.batches import Batches
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at, config, positive, static
@@ -85,14 +86,11 @@ class Own(NamedTuple):
 
 
 @config
-class OuterGradients:
+class OuterGradients(Batches):
     """The two phases of every hypergradient that the federation makes together: how it begins and how it ends.
 
-    Args:
-        batch_size: samples per draw for each loss; None takes all samples.
+    Args: that of `Batches`.
     """
-
-    batch_size: int | None = static(32)
 
     @phase
     def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -113,7 +111,7 @@ class OuterGradients:
 class Hypergradient(OuterGradients):
     """The fields of every method that inverts the inner Hessian.
 
-    Args: that of `OuterGradients`, and
+    Args: that of `Batches`, and
         hypergradient: "global" or "local".
         inverse: "random", "parallel" (global only), "series" or "cg".
         neumann_terms: N.
@@ -133,13 +131,13 @@ class Hypergradient(OuterGradients):
     fresh_cohorts: bool = static(True)
 
     def validate(self) -> None:
+        super().validate()
         name = type(self).__name__
         for field, allowed in {"hypergradient": ("global", "local"), "inverse": get_args(Inverse)}.items():
             if getattr(self, field) not in allowed:
                 raise unknown(f"{name}.{field}", getattr(self, field), allowed)
         for field in ("neumann_terms", "cg_iterations"):
             require_count(f"{name}.{field}", getattr(self, field))
-        require_count(f"{name}.batch_size", self.batch_size, optional=True)
         both = self.hypergradient == "local" and self.inverse == "parallel"
         require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
 

@@ -3,6 +3,7 @@
 import optax
 from jax import Array
 
+from fedbilevel.algorithms.batches import Batches
 from fedbilevel.algorithms.local_descent import Gradient, local_descent
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
@@ -14,26 +15,24 @@ from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
 @config
-class InnerDescent:
+class InnerDescent(Batches):
     """The fields of the steps on y, and one round of FedAvg.
 
-    Args:
+    Args: that of `Batches`, and
         inner_rounds: rounds of steps on y for each step of x.
         local_steps: τ_i on y, where the population does not give each client its own.
         inner_lr: β; a client's step is β/τ_i.
-        batch_size: samples per draw for each loss; None takes all samples.
     """
 
     inner_rounds: int = static(1)
     local_steps: int = static(5)
     inner_lr: float = positive(0.5)
-    batch_size: int | None = static(32)
 
     def validate(self) -> None:
+        super().validate()
         name = type(self).__name__
         for field in ("inner_rounds", "local_steps"):
             require_count(f"{name}.{field}", getattr(self, field))
-        require_count(f"{name}.batch_size", self.batch_size, optional=True)
 
     @phase
     def inner_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
