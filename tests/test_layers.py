@@ -22,7 +22,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "algorithms": {"oracles", "core"},
     "engines": {"core"},
     "diagnostics": {"core", "oracles", "engines"},
-    "flower": {"core", "engines"},
+    "flower": {"root", "core", "engines"},
     "tasks": {"core", "data"},
     "experiments": {"root", *BELOW_EXPERIMENTS},
     "cli": {"root", "experiments", *BELOW_EXPERIMENTS},

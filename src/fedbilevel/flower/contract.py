@@ -1,0 +1,155 @@
+"""What server and clients agree on: the algorithm, its hyperparameters, and every call that a round may make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel import __version__
+from fedbilevel.core.algorithm import init_client, phase_name
+from fedbilevel.core.client import Client, Samples
+from fedbilevel.core.config import at, hyperparameters
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+from fedbilevel.flower.wire import digest, layout, shapes
+
+PROTOCOL = 1
+
+
+class Call(NamedTuple):
+    """One thing that a server may ask: a phase, with a message of these shapes."""
+
+    phase: str
+    message: PyTree
+    update: PyTree  # the shapes of the reply's update
+    metrics: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The phase and a digest of the message's layout."""
+        return f"{self.phase}:{digest('|'.join(layout(self.message)))[:12]}"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Drawn up by each side from its own code and compared at the first message.
+
+    Its calls are found by tracing one round abstractly, with a `fed` that notes what is asked: a server cannot ask
+    anything that its algorithm does not ask, in any other shape.
+    """
+
+    algorithm: Any
+    calls: dict[str, Call]
+    state: PyTree  # shapes of what a client keeps between rounds, or None
+
+    @cached_property
+    def text(self) -> str:
+        """As JSON, to be compared."""
+        calls = {name: [layout(call.message), layout(call.update), call.metrics] for name, call in self.calls.items()}
+        terms = {
+            "protocol": PROTOCOL,
+            "fedbilevel": __version__,
+            "algorithm": type(self.algorithm).__name__,
+            "hyperparameters": hyperparameters(self.algorithm),
+            "calls": calls,
+            "state": layout(self.state),
+        }
+        return json.dumps(terms, sort_keys=True)
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.text)
+
+
+def draw_up(
+    algorithm: Any, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool
+) -> Contract:
+    """The contract of a run.
+
+    Args:
+        x, y: the variables where the run starts; only shapes matter.
+        examples: one sample of each loss, as `RemoteClients.examples` gives them.
+        worked: whether the population says how many local steps a client makes.
+    """
+    algorithm = at(algorithm, 0)
+    state = init_client(algorithm, x, y)
+    recorder = Recorder(algorithm, problem, worked)
+
+    def round(x: PyTree, y: PyTree, state: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
+        recorder.state, recorder.examples = state, examples
+        return algorithm.round(recorder, algorithm.init(x, y), key)
+
+    jax.eval_shape(round, x, y, state, examples, jax.random.key(0))
+    kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
+    return Contract(algorithm, recorder.calls, kept)
+
+
+class Recorder:
+    """A `Fed` for tracing: every exchange has one client, whose samples are the examples."""
+
+    def __init__(self, algorithm: Any, problem: Problem, worked: bool) -> None:
+        self.algorithm, self.problem, self.worked = algorithm, problem, worked
+        self.indirect = problem.indirect
+        self.state: PyTree = None
+        self.examples: tuple[PyTree, PyTree] = (None, None)
+        self.calls: dict[str, Call] = {}
+
+    def mean(
+        self,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        unbiased: bool = False,
+        fresh: int | Array | None = None,
+    ) -> PyTree:
+        name = phase_name(self.algorithm, phase)
+        message = jax.tree.map(jnp.asarray, message)
+        reply = phase(self.client(None if fresh is not None else self.state), message, key)
+        update = jax.tree.map(jnp.asarray, reply.update)
+        call = Call(name, shapes(message), shapes(update), tuple(sorted(reply.metrics or {})))
+        self.calls[call.name] = call
+        return update
+
+    def repeat(
+        self,
+        n: int | Array,
+        body: Callable[[Fed, Any, Array], Any],
+        carry: PyTree,
+        key: Array,
+        *,
+        until: Callable[[Any], Array] | None = None,
+    ) -> PyTree:
+        return body(self, carry, key)
+
+    def client(self, state: PyTree) -> Client:
+        outer, inner = (Samples(one, jnp.asarray(0), jnp.asarray(1), 1, True) for one in self.examples)
+        work = jnp.asarray(1, jnp.int32) if self.worked else None
+        return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
+
+
+def difference(mine: str, theirs: str) -> str:
+    """In words, where two contracts differ first."""
+    try:
+        a, b = json.loads(mine), json.loads(theirs)
+        for term in a:
+            if a[term] != b.get(term):
+                return _first(term, a[term], b.get(term))
+    except (ValueError, AttributeError, RecursionError):
+        return "it cannot be read"
+    return "it has further terms"
+
+
+def _first(term: str, mine: Any, theirs: Any) -> str:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        name = next(n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n))
+        return _first(f"{term}.{name}", mine.get(name), theirs.get(name))
+    return f"{term} is {str(theirs)[:200]} there and {str(mine)[:200]} here"

@@ -1,0 +1,111 @@
+"""The engine that reaches real clients: `solve` on a server, its exchanges over Flower's Grid."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.serverapp import Grid
+from jax import Array
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.config import at
+from fedbilevel.core.errors import ExchangeError, NonFiniteError
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.tree import nonfinite_leaves
+from fedbilevel.engines import book
+from fedbilevel.engines.cohort import round_keys
+from fedbilevel.engines.engine import Carry, Progress
+from fedbilevel.flower.clock import Clock, WallClock
+from fedbilevel.flower.contract import draw_up
+from fedbilevel.flower.courier import Courier
+from fedbilevel.flower.exchange_log import ExchangeLog
+from fedbilevel.flower.fed import FlowerFed
+from fedbilevel.flower.roster import Roster
+from fedbilevel.flower.terms import Rests, Terms
+from fedbilevel.flower.wire import Answer, layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flower:
+    """Reach clients through Flower.
+
+    Args:
+        grid: what Flower gives to a ServerApp's main, or an `InProcess` one.
+        terms: what is expected of clients.
+        name: of the whole run, the same when it is resumed: clients keep their state under it.
+        log: a file that gets one JSON line for each exchange.
+    """
+
+    grid: Grid
+    terms: Terms = field(default_factory=Terms)
+    name: str = field(default_factory=lambda: secrets.token_hex(16))
+    log: str | Path | None = None
+
+    def start(
+        self, algorithm: Any, problem: Problem, clients: Clients | RemoteClients, cohort: int, key: Array, carry: Carry
+    ) -> FlowerRun:
+        return FlowerRun(self, algorithm, problem, clients, cohort, key, carry)
+
+
+class FlowerRun:
+    """A run in progress. State and round live in the carry; here is only who is there."""
+
+    compile_seconds = 0.0
+
+    def __init__(
+        self,
+        engine: Flower,
+        algorithm: Any,
+        problem: Problem,
+        clients: Clients | RemoteClients,
+        cohort: int,
+        key: Array,
+        carry: Carry,
+    ) -> None:
+        self.algorithm, self.problem, self.clients, self.cohort, self.key = algorithm, problem, clients, cohort, key
+        self.name, self.terms, self.weights = engine.name, engine.terms, clients.weights
+        worked = clients.local_steps is not None
+        state = carry.state
+        self.contract = draw_up(algorithm, problem, state.x, getattr(state, "y", None), clients.examples(), worked)
+        self.layouts = {name: layout(call.update) for name, call in self.contract.calls.items()}
+        self.clock: Clock = getattr(engine.grid, "clock", None) or WallClock()
+        self.roster = Roster(engine.grid, self.contract, self.name, len(clients), self.terms, self.clock)
+        self.courier = Courier(engine.grid, self.roster, self.terms, self.clock)
+        self.rests = Rests()
+        self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))
+        self.privacy: tuple[float, float] | None = None  # (ε, δ), the largest that a client has spent
+        self.gather_clients()
+
+    def gather_clients(self) -> None:
+        """Wait for the population; go on with a quorum of it."""
+        everyone = list(range(len(self.clients)))
+        needed = self.terms.needed(len(everyone))
+        self.roster.wait(everyone, needed)
+        if (here := len(self.roster.nodes)) < needed:
+            reasons = "; ".join(sorted(set(self.roster.refusals.values()))[:3])
+            told = f" ({reasons})" if reasons else ""
+            raise ExchangeError(f"{here} clients are here where {needed} of {len(everyone)} are needed{told}")
+
+    def advance(self, carry: Carry, rounds: int) -> Progress:
+        """One round."""
+        round = int(carry.round)
+        keys = round_keys(self.key, round)
+        fed = FlowerFed(self, at(self.algorithm, carry.round), round, keys)
+        state = fed.algorithm.round(fed, carry.state, keys.algorithm)
+        if bad := nonfinite_leaves(state):
+            raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
+        return Progress(Carry(carry.round + 1, state, carry.clients), 1, book.stack([fed.book]))
+
+    def spent(self, answer: Answer) -> None:
+        """Note what a client says it has spent of its privacy."""
+        if answer.epsilon > 0 and np.isfinite(answer.epsilon):
+            epsilon, delta = self.privacy or (0.0, 0.0)
+            self.privacy = max(epsilon, answer.epsilon), max(delta, answer.delta)
+
+    def close(self) -> None:
+        pass

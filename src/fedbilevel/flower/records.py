@@ -1,0 +1,45 @@
+"""Questions and answers as Flower's messages: one record of fields, one of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbilevel.flower.wire import Answer, Ask, Refusal, read
+
+ACTION = "fedbilevel"
+MESSAGE_TYPE = f"query.{ACTION}"
+FIELDS, LEAVES = "fields", "leaves"
+RAW = "fedbilevel.leaves"  # how an Array's bytes are to be read: our layout, not NumPy's
+
+
+def content(said: Ask | Answer) -> RecordDict:
+    """All arrays travel as one: Flower stores, hashes and moves every Array by itself."""
+    fields = {f.name: getattr(said, f.name) for f in dataclasses.fields(said) if f.name != "payload"}
+    leaves = Array(dtype="uint8", shape=(len(said.payload),), stype=RAW, data=said.payload)
+    return RecordDict({FIELDS: ConfigRecord(fields), LEAVES: ArrayRecord({RAW: leaves})})
+
+
+def question(grid: Grid, node: int, ask: Ask, seconds: float) -> Message:
+    """A message that is worth nothing after some seconds: Flower's own default is half a day."""
+    return grid.create_message(content(ask), MESSAGE_TYPE, node, f"{ask.run[:8]}/{ask.round}", ttl=seconds)
+
+
+def said_in(kind: type[Any], message: Message) -> Any:
+    """The Ask or Answer in a message.
+
+    Raises:
+        Refusal: Flower reports an error, or it is no message of ours.
+    """
+    if message.has_error():
+        raise Refusal(f"Flower's error {message.error.code}: {(message.error.reason or '')[:300]}")
+    records = message.content
+    if set(records) != {FIELDS, LEAVES}:
+        raise Refusal("it is no message of fedbilevel's")
+    fields, leaves = records[FIELDS], records[LEAVES]
+    if not isinstance(fields, ConfigRecord) or not isinstance(leaves, ArrayRecord) or list(leaves) != [RAW]:
+        raise Refusal("it is no message of fedbilevel's")
+    return read(kind, dict(fields), leaves[RAW].data)

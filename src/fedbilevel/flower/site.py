@@ -1,0 +1,204 @@
+"""A client: its own problem, samples and state, and the answers it gives. Knows nothing of Flower."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.core.algorithm import check_algorithm, check_solves, init_client
+from fedbilevel.core.client import Client, Ragged, Samples
+from fedbilevel.core.config import at
+from fedbilevel.core.errors import FedbilevelError, require
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.problem import Problem, check_losses
+from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.flower.client_state import Kept, states_for
+from fedbilevel.flower.contract import Call, Contract, difference, draw_up
+from fedbilevel.flower.guard import Guard
+from fedbilevel.flower.limits import Limits, Patience
+from fedbilevel.flower.privacy import Privacy
+from fedbilevel.flower.store import FolderStore, Store
+from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, to_bytes
+
+log = logging.getLogger("fedbilevel.client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a client has and does.
+
+    Args:
+        id: which client of the population it is, 0 ≤ id < M.
+        algorithm, problem, x0, y0: as given to `solve` on the server; of x0 and y0 only shapes matter.
+        outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
+        inner: likewise; None where both losses read the same samples.
+        works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
+        limits: what it lets a server ask.
+        privacy: how its replies are clipped and noised; None sends them as they are.
+        folder: where it keeps what outlives a process: its state of a run, where the algorithm has clients keep any,
+            and with `privacy` its secret and its account. None leaves the state to Flower, which forgets it when the
+            SuperNode restarts: the client then starts clean.
+    """
+
+    id: int
+    algorithm: Any
+    problem: Problem
+    x0: PyTree
+    y0: PyTree = None
+    outer: PyTree
+    inner: PyTree = None
+    works: bool = False
+    limits: Limits = field(default_factory=Limits)
+    privacy: Privacy | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_algorithm(self.algorithm)
+        check_solves(self.algorithm, self.problem)
+        require(self.id >= 0, "Site.id", self.id, "0 or more")
+        kept = self.privacy is None or self.folder is not None
+        require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
+
+
+class Desk:
+    """Answers questions for a site; keeps its samples and compiled phases as long as the process lives."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        (self.x, x_fixed), (self.y, y_fixed) = split(site.x0), split(site.y0)
+        self.problem = site.problem.with_fixed(x_fixed, y_fixed)
+        outer = Ragged.listed("outer", [site.outer])
+        inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
+        examples = outer.example(), inner.example()
+        check_losses(self.problem, self.x, self.y, *examples)
+        self.contract: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
+        self.outer = _samples(outer)
+        self.inner = self.outer if inner is outer else _samples(inner)
+        self.patience = Patience(site.limits.seconds)
+        self.store = None if site.folder is None else FolderStore(site.folder)
+        self.guard = None if site.privacy is None or site.folder is None else Guard(site.privacy, site.folder)
+
+    def answer(self, ask: Ask, memory: Store) -> Answer:
+        """The answer to a question; what is wrong with the question is said in it, and logged. Never raises.
+
+        `memory` is where the client's state goes if the site has no folder.
+        """
+        began = time.perf_counter()
+        what = f"run {ask.run[:8]} round {ask.round} exchange {ask.exchange} {ask.phase or 'greeting'}"
+        blank = Answer(run=ask.run, round=ask.round, exchange=ask.exchange, client=self.site.id)
+        try:
+            self.site.limits.check_algorithm(self.site.algorithm)
+            if not ask.phase:
+                answer = self.greet(ask, blank)
+            else:
+                x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
+                answer = self.patience.run(lambda: self.reply(ask, self.store or memory, blank, x64))
+            log.info("%s: answered in %.3f s, %d bytes", what, time.perf_counter() - began, len(answer.payload))
+        except (Refusal, FedbilevelError) as error:
+            log.warning("%s: refused: %s", what, error)
+            answer = replace(blank, refused=str(error)[:1000])
+        except Exception as error:  # a client must answer, whatever its code does
+            log.exception("%s: failed", what)
+            answer = replace(blank, refused=f"the phase failed with {type(error).__name__}; the client's log says more")
+        return answer
+
+    def greet(self, ask: Ask, blank: Answer) -> Answer:
+        if ask.contract != self.contract.text:
+            raise Refusal(f"we do not agree: {difference(self.contract.text, ask.contract)}")
+        return replace(blank, contract=self.contract.text)
+
+    def reply(self, ask: Ask, store: Store, blank: Answer, x64: bool) -> Answer:
+        """Check what is asked, run it, keep what is to be kept."""
+        with jax.enable_x64(x64):
+            call = self.call(ask)
+            message = self.message(call, ask)
+            at_start, before = self.states(ask, store)
+            reply = self.play(call.phase, message, ask, None if ask.fresh else before)
+        if bad := nonfinite_leaves(reply.update):
+            raise Refusal(f"the reply is not finite in {', '.join(bad)}")
+        if reply.state is not None and not ask.fresh:
+            now = jax.tree.map(np.asarray, reply.state)
+            store.save(ask.run, Kept(ask.round, ask.exchange, at_start, before, now))
+        answer = replace(blank, layout=layout(reply.update))
+        if self.guard is not None:  # metrics and counts of work tell of the data, too
+            sent, epsilon = self.guard.protect(reply.update, [ask.run, ask.round, ask.exchange, ask.phase])
+            return replace(answer, payload=to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
+        return replace(
+            answer,
+            payload=to_bytes(reply.update),
+            gradients=int(reply.gradients),
+            products=int(reply.products),
+            metrics=json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()}),
+        )
+
+    def states(self, ask: Ask, store: Store) -> tuple[PyTree, PyTree]:
+        """What the client keeps, as it was at the start of the round and as this message has to see it."""
+        if self.contract.state is None:
+            return None, None
+        kept = store.load(ask.run, Kept(0, 0, *[self.contract.state] * 3))
+        return states_for(kept, self.first, ask.round, ask.exchange)
+
+    def play(self, phase: str, message: PyTree, ask: Ask, state: PyTree) -> Reply:
+        """Run the phase, compiled."""
+        key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(ask.key, np.uint32)), impl=ask.key_kind)
+        client = Client(
+            problem=self.problem,
+            outer=self.outer,
+            inner=self.inner,
+            id=jnp.asarray(self.site.id, jnp.int32),
+            weight=jnp.asarray(ask.weight, float),
+            state=state,
+            work=jnp.asarray(ask.work, jnp.int32) if self.site.works else None,
+        )
+        algorithm = at(self.site.algorithm, jnp.asarray(ask.round, jnp.int32))
+        return jax.block_until_ready(run_phase(phase, algorithm, client, message, key))
+
+    def call(self, ask: Ask) -> Call:
+        """What is asked for, if it is one of the things that may be."""
+        if ask.contract != self.contract.digest:
+            raise Refusal("the message is of another contract: algorithm, hyperparameters, shapes or version differ")
+        phases = sorted({call.phase for call in self.contract.calls.values()})
+        if ask.phase not in phases:
+            raise Refusal(f"unknown phase {ask.phase[:80]!r}; this run's are {', '.join(phases)}")
+        call = self.contract.calls.get(ask.call)
+        if call is None or call.phase != ask.phase:
+            raise Refusal(f"phase {ask.phase} is not asked with such a message in this run")
+        if (ask.work >= 1) != self.site.works:
+            raise Refusal(f"local steps = {ask.work} came; this client expects {'some' if self.site.works else 'none'}")
+        return call
+
+    def message(self, call: Call, ask: Ask) -> PyTree:
+        """The arrays of the question."""
+        self.site.limits.check_message(ask.work, len(ask.payload))
+        message = from_bytes(ask.payload, call.message)
+        if bad := nonfinite_leaves(message):
+            raise Refusal(f"the message is not finite in {', '.join(bad)}")
+        if not 0 < ask.weight <= 1 or ask.round < 0 or ask.exchange < 0:
+            raise Refusal(f"weight {ask.weight}, round {ask.round}, exchange {ask.exchange} make no sense")
+        return message
+
+    @cached_property
+    def first(self) -> PyTree:
+        """What the client keeps before it was ever asked."""
+        return jax.tree.map(np.asarray, init_client(at(self.site.algorithm, 0), self.x, self.y))
+
+
+@partial(jax.jit, static_argnums=0)
+def run_phase(phase: str, algorithm: Any, client: Client, message: PyTree, key: Any) -> Reply:
+    """What one client computes; data, state and hyperparameters are arguments of the program."""
+    return getattr(algorithm, phase)(client, message, jax.random.fold_in(key, client.id))
+
+
+def _samples(rows: Ragged) -> Samples:
+    """All of a client's samples, on its device."""
+    size = int(rows.size[0])
+    return Samples(jax.tree.map(jnp.asarray, rows.values), jnp.asarray(0), jnp.asarray(size), size, equal=True)

@@ -1,0 +1,125 @@
+"""What travels: trees as plain bytes, and the two messages, a question and its answer. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbilevel.core.errors import FedbilevelError
+from fedbilevel.core.tree import PyTree, nbytes
+
+TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bytes": bytes, "list[str]": list}
+"""Of a message's fields, by their annotations."""
+
+
+class Refusal(FedbilevelError):
+    """A message that must not count; the text says why, without any value of the data."""
+
+
+def layout(tree: PyTree) -> list[str]:
+    """One line for each leaf: its path, dtype and shape. What two sides have to agree on to understand bytes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path) or 'value'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """The tree with every array replaced by its shape and dtype."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def to_bytes(tree: PyTree) -> bytes:
+    """All leaves one after the other, little-endian, in the order of `layout`."""
+    return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
+
+
+def from_bytes(data: bytes, like: PyTree) -> PyTree:
+    """Undo `to_bytes`; `like` has the shapes and dtypes. The arrays are read-only views of `data`."""
+    if len(data) != nbytes(like):
+        raise Refusal(f"{len(data)} bytes came where {nbytes(like)} were expected")
+    leaves, start = [], 0
+    for leaf in jax.tree.leaves(like):
+        stop = start + nbytes(leaf)
+        leaves.append(np.frombuffer(data[start:stop], leaf.dtype).reshape(leaf.shape))
+        start = stop
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def require_layout(what: str, got: list[str], expected: list[str]) -> None:
+    """Refuse what differs from the expected layout, naming the first leaf that does."""
+    if got == expected:
+        return
+    for mine, theirs in zip(expected, got, strict=False):
+        if mine != theirs:
+            raise Refusal(f"{what}: {theirs} came where {mine} was expected")
+    raise Refusal(f"{what}: {len(got)} leaves came where {len(expected)} were expected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A question to one client. With an empty `phase` it is a greeting: who are you, and do we agree?"""
+
+    run: str  # of the whole run, resumptions included
+    contract: str  # the digest of what was agreed, or, greeting, its whole text
+    round: int = 0
+    exchange: int = 0  # its number within the round
+    phase: str = ""
+    call: str = ""  # which of the contract's calls
+    key: bytes = b""  # the exchange's
+    key_kind: str = ""
+    weight: float = 1.0
+    work: int = -1  # local steps, where the population has a word in it; else -1
+    fresh: bool = False  # a fresh cohort: clients are asked without what they keep
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A client's answer: a reply that may count, or, with `refused` not empty, none."""
+
+    run: str
+    round: int
+    exchange: int
+    client: int
+    contract: str = ""  # its whole text, in the answer to a greeting
+    refused: str = ""
+    layout: list[str] = field(default_factory=list)
+    gradients: int = 0
+    products: int = 0
+    metrics: str = "{}"  # JSON: name -> number
+    epsilon: float = 0.0  # what the client has spent of its privacy so far
+    delta: float = 0.0
+    payload: bytes = b""
+
+    def numbers(self) -> dict[str, float]:
+        """The metrics."""
+        try:
+            found = json.loads(self.metrics)
+            return {str(name): float(value) for name, value in found.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise Refusal("its metrics are not numbers by name") from None
+
+
+def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
+    """An Ask or an Answer from the fields of a record, each of its own type, none missing, none too many."""
+    wanted = {f.name: f for f in dataclasses.fields(kind) if f.name != "payload"}
+    if odd := sorted(set(fields) ^ set(wanted)):
+        raise Refusal(f"the fields of the message differ in {', '.join(odd)[:200]}: another version of fedbilevel?")
+    for name, f in wanted.items():
+        value = fields[name]
+        if type(value) is not TYPES[str(f.type)] or (
+            isinstance(value, list) and any(type(i) is not str for i in value)
+        ):
+            raise Refusal(f"field {name} of the message is a {type(value).__name__}, not a {f.type}")
+    return kind(**fields, payload=payload)
+
+
+def digest(text: str) -> str:
+    """A short name of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
