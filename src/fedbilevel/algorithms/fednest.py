@@ -136,7 +136,10 @@ class GlobalOuter(Nested):
     def fed_out(self, fed: Fed, state: State, y: PyTree, key: Array) -> State:
         estimate_key, descent_key = jax.random.split(key)
         estimate = self.estimate(fed, state.x, y, estimate_key)
-        drift = fed.mean(self.outer_descent, (state.x, y, estimate.h), descent_key)
+        if self.merged and self.outer_steps == 1:
+            drift = optax.tree.zeros_like(state.x)
+        else:
+            drift = fed.mean(self.outer_descent, (state.x, y, estimate.h), descent_key)
         return self.moved(state, move(drift, -self.outer_lr, estimate.h), y, estimate.quality)
 
 
@@ -158,8 +161,17 @@ class FedNest(GlobalOuter):
 
     def fed_inn(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
-        q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
-        drift = fed.mean(self.corrected_inner_descent, (x, y, q), second)
+
+        def drifted(fed: Fed, q: PyTree) -> PyTree:
+            return fed.mean(self.corrected_inner_descent, (x, y, q), second)
+
+        if self.merged:
+            q, more = fed.mean(self.inner_gradient_and_work, (x, y), first, unbiased=True)
+            still = optax.tree.zeros_like(y)
+            drift = fed.repeat((more > 0).astype(int), lambda fed, *_: drifted(fed, q), still, second)  # once or never
+        else:
+            q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
+            drift = drifted(fed, q)
         return optax.tree.add(move(y, -self.inner_lr, q), drift)
 
     @phase
@@ -168,6 +180,13 @@ class FedNest(GlobalOuter):
         batch = client.inner_batch(key, self.batch_size)
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, batch)
         return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
+
+    @phase
+    def inner_gradient_and_work(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """The same, and whether this client's corrected steps go on: the first one alone is along q, without drift."""
+        reply = self.inner_gradient(client, at, key)
+        more = jnp.asarray(client.local_steps(self.local_steps) > 1, float)
+        return reply._replace(update=(reply.update, more))
 
     @phase
     def corrected_inner_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:

@@ -9,6 +9,15 @@ With b = ∇y F, H = ∇²yy G, s the Neumann step (1/ℓ in papers) and N terms
 
 "global": every product is a mean over clients and costs an exchange. "local": every client does all of it with its own
 loss and the results are averaged, in one exchange; where clients differ that is another vector than the hypergradient.
+
+Exchanges of a global one, without and with `merged`, N' ≤ N − 1 being the length (for "parallel" the longest), K the
+iterations:
+
+    random N' + 2, N' + 2        parallel N + 1, N' + 2        series N + 1, N + 1        cg K + 2, K + 1
+
+Merged, conjugate gradient gets ∇x F with b, and each H p_k brings ∇²xy G·p_k with it; as v = Σ α_k p_k, these give
+h = ∇x F − Σ α_k ∇²xy G·p_k without an exchange of its own. Neumann products cannot be had in fewer: their N' + 2
+factors, from b to ∇²xy G, are means over clients, each applied to what the mean before it gave.
 """
 
 import warnings
@@ -33,7 +42,7 @@ from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.inverse import Iteration
 from fedbilevel.oracles.lanczos import extreme_eigenvalues
 from fedbilevel.oracles.population import Population
-from fedbilevel.oracles.products import hess_v, hypergradient
+from fedbilevel.oracles.products import cross_v, hess_v, hypergradient
 
 Inverse = Literal["random", "parallel", "series", "cg"]
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
@@ -120,6 +129,8 @@ class Hypergradient(OuterGradients):
         cg_tolerance: relative residual at which conjugate gradient ends.
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
             expectation is the product of the expectations; otherwise the round's own cohort gives them all.
+        merged: as few exchanges as give the same numbers: what can rides with another reply, and what the server knows
+            to be zero is not asked for. Conjugate gradient then costs a client K cross products in place of one.
     """
 
     hypergradient: Literal["global", "local"] = static("global")
@@ -129,6 +140,7 @@ class Hypergradient(OuterGradients):
     cg_iterations: int = static(20)
     cg_tolerance: float = positive(1e-3)
     fresh_cohorts: bool = static(True)
+    merged: bool = static(False)
 
     def validate(self) -> None:
         super().validate()
@@ -162,6 +174,8 @@ class Hypergradient(OuterGradients):
         if self.hypergradient == "local":
             h, means = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
             return Estimate(h, Quality.of_clients(means))
+        if self.merged and self.inverse == "cg" and fed.indirect == "inverse":
+            return self.merged_estimate(fed, x, y, key)
         gradient_key, system_key, last_key = jax.random.split(key, 3)
         v, quality = None, Quality.unknown()
         if fed.indirect != "none":
@@ -179,6 +193,18 @@ class Hypergradient(OuterGradients):
         )
         return Estimate(h, quality)
 
+    def merged_estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
+        """By conjugate gradient, all that ∇²xy G is needed for coming with the products."""
+        gradient_key, system_key = jax.random.split(key)
+        f_x, b = fed.mean(self.outer_gradients, (x, y), gradient_key, unbiased=True)
+
+        def products(fed: Fed, p: PyTree) -> tuple[PyTree, PyTree]:
+            both: tuple[PyTree, PyTree] = fed.mean(self.both_products, (x, y, p), system_key, unbiased=True)
+            return both
+
+        end, quality = self.conjugate_gradient(fed, products, b, system_key, optax.tree.zeros_like(x))
+        return Estimate(optax.tree.sub(f_x, end.image), quality)
+
     def cohort(self, number: Any) -> Any:
         return number if self.fresh else None
 
@@ -186,16 +212,9 @@ class Hypergradient(OuterGradients):
         """H⁻¹b by the chosen inverse, with `loop.repeat` and `product` doing the exchanges, or a client's own loops."""
         step, terms = self.neumann_step, self.neumann_terms
         draw_key, loop_key = jax.random.split(key)
-        if self.inverse == "cg":
-
-            def iterate(loop: Any, it: Iteration, key: Array) -> Iteration:
-                return it.advanced(product(loop, it.p, loop_key, 0))  # one key: the same samples in every product
-
-            start = Iteration.start(b, self.cg_tolerance)
-            end = loop.repeat(self.cg_iterations, iterate, start, loop_key, until=Iteration.ended)
-            size = optax.tree.vdot(b, b)
-            residual = jnp.sqrt(end.rr / jnp.where(size > 0, size, 1))
-            return Solved(end.v, end.spent, Quality(end.negative, residual.astype(float)))
+        if self.inverse == "cg":  # one key: the same samples in every product
+            end, quality = self.conjugate_gradient(loop, lambda loop, p: (product(loop, p, loop_key, 0), None), b, key)
+            return Solved(end.v, end.spent, quality)
 
         def shrink(loop: Any, carry: tuple[PyTree, Array, Array], key: Array) -> tuple[PyTree, Array, Array]:
             """v ← (I − sH) v + what the inverse adds before its n-th product."""
@@ -212,13 +231,46 @@ class Hypergradient(OuterGradients):
             count, addition = uniform_below(draw_key, terms), nothing
             first = scaled(terms * step, b)
         elif self.inverse == "parallel":  # b holds, for each length, the mean over the clients that drew it
-            count, addition = jnp.asarray(terms - 1), lambda n: jax.tree.map(lambda leaf: leaf[terms - 1 - n], b)
-            first = jax.tree.map(lambda leaf: leaf[terms - 1], b)
+            count = longest(b) if self.merged else jnp.asarray(terms - 1)
+            addition = lambda n: jax.tree.map(lambda leaf: leaf[count - n], b)  # noqa: E731
+            first = addition(jnp.asarray(0))
         else:
             count, addition = jnp.asarray(terms - 1), lambda n: scaled(step, b)
             first = scaled(step, b)
         v, _, negative = loop.repeat(count, shrink, (first, one, jnp.asarray(-1)), loop_key)
         return Solved(v, count, Quality(negative, jnp.zeros(())))
+
+    def conjugate_gradient(
+        self,
+        loop: Any,
+        products: Callable[[Any, PyTree], tuple[PyTree, PyTree]],
+        b: PyTree,
+        key: Array,
+        image: PyTree = None,
+    ) -> tuple[Iteration, Quality]:
+        """Its last iteration; `products` gives H p and, for an `image` (see `Iteration`), C p."""
+        start = Iteration.start(b, self.cg_tolerance, image)
+        iterate = lambda loop, it, key: it.advanced(*products(loop, it.p))  # noqa: E731
+        end = loop.repeat(self.cg_iterations, iterate, start, key, until=Iteration.ended)
+        size = optax.tree.vdot(b, b)
+        residual = jnp.sqrt(end.rr / jnp.where(size > 0, size, 1))
+        return end, Quality(end.negative, residual.astype(float))
+
+    @phase
+    def outer_gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """∇x f_i and ∇y f_i, by one pass."""
+        batch = client.outer_batch(key, self.batch_size)
+        loss, gradients = jax.value_and_grad(client.problem.outer, (0, 1))(*at, batch)
+        return Reply(gradients, metrics={"outer_loss": loss}, gradients=1)
+
+    @phase
+    def both_products(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """∇²yy g_i p and ∇²xy g_i p, each on a draw of its own: v comes from the first and is multiplied by the second,
+        and one draw for both would bias their product."""
+        hess_key, cross_key = jax.random.split(key)
+        hess_batch, cross_batch = (client.inner_batch(k, self.batch_size) for k in (hess_key, cross_key))
+        both = hess_v(client.problem, *at, hess_batch), cross_v(client.problem, *at, cross_batch)
+        return Reply(both, products=2)
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -296,6 +348,13 @@ def curves_down(v: PyTree, hv: PyTree) -> Array:
     """Whether vᵀHv < 0 beyond rounding."""
     curvature = optax.tree.vdot(v, hv)
     return curvature < -jnp.sqrt(jnp.finfo(curvature.dtype).eps) * optax.tree.norm(v) * optax.tree.norm(hv)
+
+
+def longest(by_length: PyTree) -> Array:
+    """The last place of leaves (N, …) where any is not zero; 0 where there is none."""
+    some = [jnp.any(leaf.reshape(len(leaf), -1) != 0, axis=1) for leaf in jax.tree.leaves(by_length)]
+    places = jnp.any(jnp.stack(some), axis=0)
+    return jnp.max(jnp.where(places, jnp.arange(len(places)), 0))
 
 
 class Alone:

@@ -44,9 +44,7 @@ class Roster:
         self.greetings.update(zip(sent, new, strict=True))
         self.known.update(new)
         for message in list(self.grid.pull_messages(list(self.greetings))) if self.greetings else []:
-            node = self.greetings.pop(message.metadata.reply_to_message_id, None)
-            if node is None:
-                continue
+            node = self.greetings.pop(message.metadata.reply_to_message_id)
             try:
                 self.admit(node, said_in(Answer, message))
             except Refusal as refusal:
