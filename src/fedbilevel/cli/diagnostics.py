@@ -19,7 +19,7 @@ unrolling, finite differences, truncated series and conjugate gradient, and what
 rounds with fresh samples and cohorts, with the settings that `fedbilevel run` would have.
 
 settings:
-  --set task.clients=50             of the task
+  --set task.population=50             of the task
   --set fednest.neumann_terms=10    of an algorithm;  algorithm.… is for all of them
 """
 
@@ -30,7 +30,7 @@ these the step sizes that --algorithm would be given, as a command to run. Batch
 `fedbilevel run` would have.
 
 settings:
-  --set task.clients=50             of the task
+  --set task.population=50             of the task
   --set batch_size=64               of the algorithms that have such a field
 """
 
@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace) -> int:
         check_solves(algorithm, task.problem)
     report = check_hypergradient(
         task.problem,
-        task.clients,
+        task.population,
         task.x0,
         task.y0,
         estimators=estimators,
@@ -101,7 +101,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     tune(spec)
     task = task_of(spec)
     planned = {} if options.rounds is None else {"rounds": options.rounds}
-    report = diagnose(task.problem, task.clients, task.x0, task.y0, key=spec.run.seed, **planned)
+    report = diagnose(task.problem, task.population, task.x0, task.y0, key=spec.run.seed, **planned)
     commands = []
     for name, one in specs.items():
         batch_size = one.algorithm.fields.get("batch_size")

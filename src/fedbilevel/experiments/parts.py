@@ -8,7 +8,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.algorithm import check_solves
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
-from fedbilevel.engines.engine import check_cohort
+from fedbilevel.engines.engine import Engine, check_cohort
 from fedbilevel.engines.local import Local
 from fedbilevel.experiments.own_task import label, task_maker
 from fedbilevel.experiments.spec import Named, Spec, fields_of
@@ -20,7 +20,7 @@ class Parts(NamedTuple):
 
     task: Task
     algorithm: Any
-    engine: Local
+    engine: Engine
 
 
 def build(spec: Spec, task: Task | None = None) -> Parts:
@@ -52,7 +52,7 @@ def task_of(spec: Spec) -> Task:
     """The task alone, all its samples with one client if they are to be pooled."""
     fields = fields_of(spec.task.name, spec.algorithm.name)["task"]
     task: Task = _made("task", task_maker(spec.task.name), spec.task, fields)
-    return replace(task, clients=task.clients.pooled()) if spec.run.pooled else task
+    return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
 
 
 def _made(kind: str, make: Callable[..., Any], named: Named, fields: Any) -> Any:

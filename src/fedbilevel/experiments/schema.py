@@ -72,7 +72,7 @@ def of_algorithm(cls: Any) -> dict[str, Field]:
 
 
 def of_function(function: Callable[..., Any]) -> dict[str, Field]:
-    """The keyword arguments of a task."""
+    """The keyword arguments of a task, but for `party`, which says who is to see it (see federation.py)."""
     try:
         hints = typing.get_type_hints(function)
     except NameError as error:  # a name that its module imports for type checkers alone
@@ -80,6 +80,7 @@ def of_function(function: Callable[..., Any]) -> dict[str, Field]:
         raise ConfigurationError(f"the annotations of {name} cannot be read: {error}") from error
     parameters = inspect.signature(function).parameters
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named.pop("party", None)
     return {name: Field(name, hints.get(name, Any), parameter.default) for name, parameter in named.items()}
 
 

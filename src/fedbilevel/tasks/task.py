@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 
 
@@ -13,12 +15,22 @@ from fedbilevel.core.tree import PyTree
 class Task:
     """A problem with its population, a start, and what is worth measuring.
 
-    `metrics` are functions (x, y) -> scalar; the first is the one that plots and progress bars show.
+    `metrics` are functions (x, y) -> scalar; the first is the one that plots and progress bars show. As the server of a
+    federation sees it, its clients are `RemoteClients`.
     """
 
     name: str
     problem: Problem
-    clients: Clients
+    clients: Clients | RemoteClients
     x0: PyTree
     y0: PyTree
     metrics: Mapping[str, Callable[[PyTree, PyTree], Any]] = field(default_factory=dict)
+
+    @property
+    def population(self) -> Clients:
+        """The clients with their samples; a ConfigurationError where these are elsewhere."""
+        if not isinstance(self.clients, Clients):
+            raise ConfigurationError(
+                f"the samples of task {self.name}'s clients are elsewhere, and cannot be looked at"
+            )
+        return self.clients

@@ -1,0 +1,195 @@
+"""A spec played by a federation over Flower: what its server and its clients do.
+
+The run configuration (`flwr run --run-config`) changes the spec and says what is expected of clients; the node
+configuration (`--node-config` of a client's SuperNode) says which client it is, where its data and its state lie, what
+it allows, and how private it wants to be.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.remote import RemoteClients
+from fedbilevel.engines.history import Row
+from fedbilevel.engines.result import Result
+from fedbilevel.experiments import schema
+from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.own_task import task_maker
+from fedbilevel.experiments.parts import Parts, algorithm_of
+from fedbilevel.experiments.places import write_json
+from fedbilevel.experiments.runner import complete
+from fedbilevel.experiments.spec import Spec, assign, fields_of
+from fedbilevel.tasks import Task
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+
+    from fedbilevel.flower.site import Site
+
+Config = Mapping[str, Any]
+
+SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float, "norm-bound": float}
+"""Run configuration, besides `settings` and `out`: fields of `flower.terms.Terms`. norm-bound = 0 sets none."""
+
+LIMITS = {"max-local-steps": int, "max-batch-size": int, "max-seconds": float, "max-bytes": int}
+PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
+NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, **LIMITS, **PRIVACY}
+"""Node configuration, besides the task's own fields."""
+
+
+def server_app(spec: Spec) -> ServerApp:
+    """A ServerApp that plays the spec."""
+    from fedbilevel.flower import apps
+
+    return apps.server_app(partial(serve, spec))
+
+
+def client_app(spec: Spec) -> ClientApp:
+    """A ClientApp that serves the phases of the spec's algorithm on its own samples."""
+    from fedbilevel.flower import apps
+
+    return apps.client_app(partial(site, spec))
+
+
+def serve(spec: Spec, grid: Grid, config: Config) -> None:
+    """Play the spec with the clients that the grid reaches; an unfinished run in the folder `out` is continued."""
+    from fedbilevel.experiments.display import Watch
+    from fedbilevel.flower.engine import Flower
+
+    spec = configured(spec, config)
+    task = seen_by(spec, "server")
+    place = Folder(Path(config["out"])) if config.get("out") else Folder.new(spec)
+    name = run_name(place)
+    engine = Flower(grid=grid, terms=terms(config), name=name, log=place.path / "exchanges.jsonl")
+
+    def note_name(result: Result, row: Row | None) -> None:
+        if not _name_file(place).exists():
+            write_json(_name_file(place), {"name": name})
+
+    watch = Watch(_plain_console(), next(iter(task.metrics)), spec.run.exchanges)
+    complete(spec, place.path, callbacks=[note_name, watch], parts=Parts(task, algorithm_of(spec), engine))
+    print(f"run   {place.path.resolve()}", flush=True)
+
+
+def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
+    """What the client of this node has and does."""
+    from fedbilevel.flower.limits import Limits
+    from fedbilevel.flower.privacy import Privacy
+    from fedbilevel.flower.site import Site
+
+    spec = configured(spec, run_config)
+    known = fields_of(spec.task.name, spec.algorithm.name)["task"]
+    for name in node_config:
+        if name not in NODE and name not in known:
+            raise unknown("name in the node configuration", name, {**NODE, **known})
+    node = {name: _typed(name, NODE[name], value) for name, value in node_config.items() if name in NODE}
+    require("partition-id" in node, "node configuration: partition-id", None, "the number of this client, from 0")
+    own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
+    client = node["partition-id"]
+    task = seen_by(spec.replace(task=own) if own else spec, client)
+    clients = task.population
+    alone = len(clients) == 1
+    require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
+    row = 0 if alone else client
+    one = clients.inner is clients.outer
+    limits = {name.removeprefix("max-").replace("-", "_"): node[name] for name in LIMITS if name in node}
+    limits = {("message_bytes" if name == "bytes" else name): value for name, value in limits.items()}
+    private = {name.replace("-", "_"): node[name] for name in PRIVACY if name in node}
+    return Site(
+        id=client,
+        algorithm=algorithm_of(spec),
+        problem=task.problem,
+        x0=task.x0,
+        y0=task.y0,
+        outer=clients.outer.row(row),
+        inner=None if one else clients.inner.row(row),
+        works=clients.local_steps is not None,
+        limits=Limits(**limits),
+        privacy=_privacy(Privacy, private),
+        folder=Path(node["state-folder"]).expanduser() if "state-folder" in node else None,
+    )
+
+
+def configured(spec: Spec, config: Config) -> Spec:
+    """The spec with the settings of a run configuration: FIELD=VALUE, as for --set, with spaces between."""
+    known = {"settings", "out", *SERVER}
+    for name in config:
+        if name not in known:
+            raise unknown("name in the run configuration", name, known)
+    spec = assign(spec, str(config.get("settings", "")).split())
+    require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
+    return spec
+
+
+def terms(config: Config) -> Any:
+    """What is expected of clients."""
+    from fedbilevel.flower.terms import Terms
+
+    given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
+    bound = given.pop("norm-bound", 0.0)
+    return Terms(**given, norm_bound=bound or None)
+
+
+def seen_by(spec: Spec, party: str | int) -> Task:
+    """The task as the server or one of the clients sees it.
+
+    A function with a parameter `party` makes just that: "server" gets a Task with `RemoteClients`, a client's number
+    a Task with that client's samples alone. Of any other task everyone makes the whole, and uses its own part.
+    """
+    maker = task_maker(spec.task.name)
+    fields = fields_of(spec.task.name, spec.algorithm.name)["task"]
+    values = {name: fields[name].build(value) for name, value in spec.task.fields.items()}
+    if "party" in inspect.signature(maker).parameters:
+        task = maker(**values, party=party)
+        kind = RemoteClients if party == "server" else Clients
+        fits = isinstance(task.clients, kind) and (party == "server" or len(task.clients) == 1)
+        wanted = "RemoteClients" if party == "server" else "Clients with one client"
+        require(fits, f"Task.clients for party = {party!r}", type(task.clients).__name__, wanted)
+        return task
+    task = maker(**values)
+    return replace(task, clients=RemoteClients.of(task.population)) if party == "server" else task
+
+
+def run_name(place: Folder) -> str:
+    """Of the run in a folder, under which clients keep their state; a new one for a run that begins."""
+    if not _name_file(place).is_file():
+        return secrets.token_hex(16)
+    try:
+        return str(json.loads(_name_file(place).read_text())["name"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigurationError(f"{_name_file(place)} is damaged: {error}") from error
+
+
+def _name_file(place: Folder) -> Path:
+    return place.path / "federation.json"
+
+
+def _typed(name: str, kind: type, value: Any) -> Any:
+    value = float(value) if kind is float and type(value) is int else value
+    require(type(value) is kind, name, value, schema.WORDS[kind])
+    return value
+
+
+def _privacy(made: Any, given: Mapping[str, float]) -> Any:
+    """Privacy where anything of it is given; then all but the budget has to be."""
+    if not given:
+        return None
+    missing = [name for name in ("clip", "noise_multiplier", "delta") if name not in given]
+    require(not missing, "node configuration", f"{', '.join(given)} alone", f"given with {', '.join(missing)} too")
+    return made(**given)
+
+
+def _plain_console() -> Any:
+    from rich.console import Console
+
+    return Console(width=160, force_terminal=False)
