@@ -150,12 +150,18 @@ def test_all_the_same_gives_the_same_bits():
         {"asked": ("a run, 3", 1, "local")},
         {"update": np.full(N, 1e-300)},
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)),
 )
 def test_anything_else_gives_independent_noise(other):
     first = protected(ZEROS, Privacy(1.0, 1.0, 1e-5))
     second = protected(other.pop("update", ZEROS), Privacy(1.0, 1.0, 1e-5), **other)
     assert abs(np.mean(first * second)) < 4 / math.sqrt(N)
+
+
+def test_another_scale_has_another_noise():
+    """Else two replies to one question, c + aG and c + bG after the account was lost, would give away c."""
+    first, wider = (protected(ZEROS, Privacy(1.0, z, 1e-5)) / z for z in (1.0, 2.0))
+    assert abs(np.mean(first * wider)) < 4 / math.sqrt(N)
 
 
 # What is refused

@@ -82,11 +82,11 @@ class Privacy:
     ) -> tuple[PyTree, Spent]:
         """What may be sent in place of `update`, and the account to store before it is sent.
 
-        The noise is a function of the secret, the number of the reply, the context and the clipped vector. A number
+        The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
         is never used twice, so that every reply has noise of its own, one that repeats a question too: asking again
         averages the noise, and that is what the account charges for. (Noise that came back with the same question
         would tell, by two answers being equal or not, whether the data make a difference.) Should an account
-        be lost and a number come back, the noise still differs wherever the vector does.
+        be lost and a number come back, the noise still differs wherever one of the others does.
 
         Args:
             update: a pytree of floating leaves.
@@ -105,8 +105,9 @@ class Privacy:
         """
         after = self.charge(spent)
         vector = clipped(flat(update), self.clip)
-        noise = gaussian(noise_key(secret, after.total, context, vector), vector.size)
-        vector = vector + self.clip * self.noise_multiplier * noise
+        deviation = self.clip * self.noise_multiplier
+        key = noise_key(secret, after.total, context, vector, deviation)
+        vector = vector + deviation * gaussian(key, vector.size)
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, update))
         parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty one
         sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
@@ -115,6 +116,8 @@ class Privacy:
 
 def load_secret(path: str | Path) -> bytes:
     """A client's 32 secret bytes from the file `path`, which is made, of mode 0600, where there is none.
+
+    One file per client: two that share one may come to share noise, and then each could take it off the other.
 
     Raises:
         ConfigurationError: others may read the file, or it does not hold 32 bytes.
@@ -155,13 +158,13 @@ def clipped(vector: np.ndarray, bound: float) -> np.ndarray:
     return vector if largest * norm <= bound else scaled * (bound / norm)
 
 
-def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: np.ndarray) -> bytes:
+def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: np.ndarray, deviation: float) -> bytes:
     """32 bytes, pseudo-random to whoever lacks the secret, another for every other argument (HMAC-SHA256)."""
     fits = isinstance(secret, bytes) and len(secret) == SECRET_BYTES
     require(fits, "secret", "(not shown)", f"{SECRET_BYTES} bytes")
     fits = not isinstance(context, str) and all(isinstance(part, int | str) for part in context)
     require(fits, "context", context, "a sequence of whole numbers and strings")
-    named = ["fedbilevel noise", number, list(context), hashlib.sha256(vector.tobytes()).hexdigest()]
+    named = ["fedbilevel noise", number, list(context), deviation, hashlib.sha256(vector.tobytes()).hexdigest()]
     return hmac.digest(secret, json.dumps(named).encode(), "sha256")
 
 
