@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fedbilevel.cli import comparison, diagnostics, lists, run
+from fedbilevel.cli import comparison, diagnostics, federation, lists, run
 from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_ANSWERED, NOT_WRITTEN, NUMBERS_FAIL, Add, fail
 
 
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     comparison.add_to(add)
     diagnostics.add_to(add)
     lists.add_to(add)
+    federation.add_to(add)
     return whole
 
 

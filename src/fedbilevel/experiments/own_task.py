@@ -35,6 +35,12 @@ def label(name: str) -> str:
     return f"{Path(place).name}:{attribute}" if _is_file(place) else name
 
 
+def own_file(name: str) -> Path | None:
+    """The file that a task is in, if its name says one."""
+    place, _, _ = name.rpartition(":")
+    return Path(place) if _is_file(place) else None
+
+
 def task_maker(name: str) -> Callable[..., Task]:
     """The function that makes a task.
 

@@ -1,0 +1,63 @@
+"""`fedbilevel flower`: write a Flower app, or see a whole federation run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedbilevel.cli.shared import OK, TASK_HELP, Add, count, prepare_jax, settings
+
+DEMO_TEXT = """\
+Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
+trains a network on handwritten digits that are divided over the clients, and stops everything it started.
+"""
+
+
+def add_to(add: Add) -> None:
+    """The command and its subcommands."""
+    flower = add("flower", _help, "run in a real federation, over Flower")
+    commands = flower.add_subparsers(title="commands", metavar="COMMAND")
+    inside = Add(commands)
+    new = inside("new", _new, "write a Flower app for a task")
+    new.add_argument("folder", type=Path, metavar="DIR", help="where to: new or empty")
+    new.add_argument("--task", metavar="TASK", help=TASK_HELP)
+    for command in (new, demo := inside("demo", _demo, "run a federation of processes on this machine", DEMO_TEXT)):
+        command.add_argument("--algorithm", metavar="NAME", help="see `fedbilevel algorithms` (simfbo)")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="FIELD=VALUE", help="see `fedbilevel run -h`"
+        )
+        command.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
+        command.add_argument("--clients", type=count, metavar="N", help="how many clients (demo: 4)")
+    new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
+    demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
+    demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
+
+
+def _help(options: argparse.Namespace) -> int:
+    from fedbilevel.core.errors import ConfigurationError
+
+    raise ConfigurationError("fedbilevel flower needs a command: new or demo (see fedbilevel flower --help)")
+
+
+def _new(options: argparse.Namespace) -> int:
+    from fedbilevel.experiments import configure
+    from fedbilevel.experiments.flower_app import write_app
+
+    clients = [] if options.clients is None else [f"task.clients={options.clients}"]
+    said = [*clients, *settings(options)]
+    spec = configure(task=options.task, algorithm=options.algorithm, data=options.data, settings=said)
+    write_app(spec, options.folder)
+    print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
+    return OK
+
+
+def _demo(options: argparse.Namespace) -> int:
+    prepare_jax()
+    from fedbilevel.experiments import configure
+    from fedbilevel.experiments.federation_demo import play
+
+    clients = options.clients or 4
+    said = [f"task.clients={clients}", "run.cohort=none", "run.rounds=50", "run.eval_every=5", *settings(options)]
+    spec = configure(algorithm=options.algorithm, settings=said)
+    play(spec, clients, options.out, persistent=not options.stock)
+    return OK
