@@ -38,7 +38,7 @@ class Courier:
             else:
                 going[client] = ask
         end = self.clock.time() + self.terms.deadline
-        messages = [question(self.grid, self.roster.nodes[c], ask, self.terms.deadline) for c, ask in going.items()]
+        messages = [question(self.roster.nodes[c], ask, self.terms.deadline) for c, ask in going.items()]
         for (client, ask), sent in zip(going.items(), self.grid.push_messages(messages), strict=True):
             if sent:
                 self.under_way[client] = (sent, ask, end)

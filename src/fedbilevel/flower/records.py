@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
 
 from fedbilevel.flower.wire import Answer, Ask, Refusal, read
 
@@ -23,9 +22,9 @@ def content(said: Ask | Answer) -> RecordDict:
     return RecordDict({FIELDS: ConfigRecord(fields), LEAVES: ArrayRecord({RAW: leaves})})
 
 
-def question(grid: Grid, node: int, ask: Ask, seconds: float) -> Message:
+def question(node: int, ask: Ask, seconds: float) -> Message:
     """A message that is worth nothing after some seconds: Flower's own default is half a day."""
-    return grid.create_message(content(ask), MESSAGE_TYPE, node, f"{ask.run[:8]}/{ask.round}", ttl=seconds)
+    return Message(content(ask), node, MESSAGE_TYPE, group_id=f"{ask.run[:8]}/{ask.round}", ttl=seconds)
 
 
 def said_in(kind: type[Any], message: Message) -> Any:

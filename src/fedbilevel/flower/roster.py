@@ -40,7 +40,7 @@ class Roster:
         self.known &= online
         new = sorted(online - self.known)
         ask = Ask(run=self.run, contract=self.contract.text)
-        sent = self.grid.push_messages([question(self.grid, node, ask, self.terms.deadline) for node in new])
+        sent = self.grid.push_messages([question(node, ask, self.terms.deadline) for node in new])
         self.greetings.update(zip(sent, new, strict=True))
         self.known.update(new)
         for message in list(self.grid.pull_messages(list(self.greetings))) if self.greetings else []:
