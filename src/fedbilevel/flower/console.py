@@ -1,0 +1,106 @@
+"""`flwr` commands in one process that stays: importing Flower takes seconds, a command then milliseconds.
+
+`python -m fedbilevel.flower.console` reads a command per line (a JSON list of words) and prints what `flwr` prints,
+then END and the exit status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fedbilevel.core.errors import FedbilevelError
+
+END = "\x04"
+
+
+class CommandError(FedbilevelError):
+    """A `flwr` command failed; the message has what it printed."""
+
+
+class Console:
+    """Gives commands to one `flwr` process, started at the first of them; `close` ends it."""
+
+    def __init__(self, env: Mapping[str, str], directory: Path) -> None:
+        self.env, self.directory = dict(env), directory
+        self.process: subprocess.Popen[str] | None = None
+
+    def __call__(self, *words: str, timeout: float = 60.0) -> str:
+        """What `flwr WORDS…` prints.
+
+        Raises:
+            CommandError: it failed, or took longer than `timeout` seconds.
+        """
+        return "".join(self.lines(*words, timeout=timeout))
+
+    def lines(self, *words: str, timeout: float) -> Iterator[str]:
+        """What `flwr WORDS…` prints, line by line as it comes; errors as above."""
+        process = self.started()
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.flush()
+        watchdog = threading.Timer(timeout, process.kill)
+        watchdog.start()
+        printed: list[str] = []
+        try:
+            for line in process.stdout:
+                if line.startswith(END):
+                    if line.rstrip() != END + "0":
+                        raise CommandError(f"flwr {' '.join(words)} failed:\n{''.join(printed)}")
+                    return
+                printed.append(line)
+                yield line
+        finally:
+            watchdog.cancel()
+        self.close()
+        raise CommandError(f"flwr {' '.join(words)} ended, or took longer than {timeout:.0f} s:\n{''.join(printed)}")
+
+    def started(self) -> subprocess.Popen[str]:
+        """The process, started when there is none."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fedbilevel.flower.children", str(os.getpid()), sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=self.env,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+        return self.process
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+def main() -> None:
+    """Carry out the commands on the standard input."""
+    from flwr.cli.app import app
+
+    for line in sys.stdin:
+        try:
+            status = app(json.loads(line), standalone_mode=False) or 0
+        except SystemExit as exit:
+            status = exit.code
+        except Exception as error:  # noqa: BLE001 - printed, for the one who asked
+            print(getattr(error, "message", error) or type(error).__name__)
+            status = 1
+        failed = status not in (0, None)
+        print(f"\n{END}{int(failed)}", flush=True)
+        if failed:  # Flower ends a process some seconds after an error, whatever else it does
+            return
+
+
+if __name__ == "__main__":
+    main()

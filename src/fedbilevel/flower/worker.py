@@ -1,0 +1,194 @@
+"""One process that answers all messages of a client: JAX, data and compiled programs stay warm between them.
+
+`python -m fedbilevel.flower.worker --address HOST:PORT` takes the place of `flower-superexec` beside a SuperNode that
+was started with `--isolation process`; `fedbilevel.flower.supernode` starts both. Apps run unchanged.
+
+A message that cannot be answered gets an error reply, and the worker goes on. It ends when its SuperNode has been out
+of reach for PATIENCE seconds, on SIGTERM, and when a run is stopped while one of its messages is being worked on: a
+computation cannot be interrupted, and the client should not work for nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedbilevel.flower.versions import require_flower
+
+PATIENCE = 30.0  # seconds without a SuperNode
+BEAT = 15.0  # seconds between two signs of life; a SuperNode gives a task up after 60
+PUSHES = 3  # attempts to deliver a reply
+
+logger = logging.getLogger("fedbilevel.worker")
+
+
+class Node(Protocol):
+    """What the worker asks of its SuperNode; `private.Node` says what each call does."""
+
+    def acquire(self) -> bool: ...
+    def pull(self) -> tuple[Any, Any, Any, Any]: ...
+    def push(self, reply: Any, context: Any) -> None: ...
+    def finish(self, context: Any, failure: str) -> None: ...
+    def beat(self) -> bool: ...
+
+
+class Apps:
+    """The app of the latest message. Another app, or another version of it, takes its place in this process."""
+
+    def __init__(self, load: Callable[[Any, Any], tuple[Callable, Path]]) -> None:
+        self.load, self.hash, self.directory = load, "", Path()
+        self.app: Callable | None = None
+
+    def get(self, run: Any, fab: Any) -> Callable:
+        """The ClientApp of `run`, imported when the message before was for another one."""
+        if self.app is not None and fab.hash_str == self.hash:
+            return self.app
+        if self.app is not None:
+            forget(self.directory)
+        self.app = None  # also when the next line fails
+        self.app, self.directory = self.load(run, fab)
+        self.hash = fab.hash_str
+        return self.app
+
+
+def forget(directory: Path) -> None:
+    """Drop the modules imported from `directory`, so that another app's of the same name can be imported."""
+    for name, module in list(sys.modules.items()):
+        if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(directory):
+            del sys.modules[name]
+    sys.path[:] = [entry for entry in sys.path if entry != str(directory)]
+
+
+class Heart:
+    """Beats while a task is being worked on, so that a long one is not given up."""
+
+    def __init__(self, node: Node, abandoned: Callable[[], None], interval: float = BEAT) -> None:
+        self.node, self.abandoned, self.interval = node, abandoned, interval
+        self.lock, self.working = threading.Lock(), False
+        threading.Thread(target=self.run, daemon=True, name="heartbeat").start()
+
+    def set(self, working: bool) -> None:
+        """Begin or end a task; waits for a beat under way."""
+        with self.lock:
+            self.working = working
+
+    def run(self) -> None:
+        """Beat for ever."""
+        while True:
+            time.sleep(self.interval)
+            with self.lock:
+                if self.working and not self.alive():
+                    self.abandoned()
+
+    def alive(self) -> bool:
+        """Whether the SuperNode still waits for the task; a beat that gets no answer counts as yes."""
+        try:
+            return self.node.beat()
+        except Exception as error:  # noqa: BLE001 - the task itself will meet what is wrong with the connection
+            logger.warning("heartbeat failed: %s", type(error).__name__)
+            return True
+
+
+def answer(node: Node, apps: Apps, error_reply: Callable[[Any, Exception], Any]) -> None:
+    """Work on the task just acquired. What goes wrong becomes an error reply, if there is a message to reply to."""
+    start = time.perf_counter()
+    message = context = None
+    kind, failure = "unknown", ""
+    times: dict[str, float] = {}
+
+    def mark(stage: str) -> None:
+        times[stage] = time.perf_counter() - start - sum(times.values())
+
+    try:
+        message, context, run, fab = node.pull()
+        kind = message.metadata.message_type
+        mark("pull")
+        reply = apps.get(run, fab)(message=message, context=context)
+        if not hasattr(reply, "metadata"):
+            raise TypeError(f"the ClientApp returned {type(reply).__name__} for a {kind!r} message, not a Message")
+        mark("app")
+    except Exception as error:
+        logger.exception("type=%s failed", kind)
+        failure = f"{type(error).__name__}: {error}"
+        reply = None if message is None else error_reply(message, error)
+    if reply is not None:
+        failure = deliver(node, reply, context) or failure
+        mark("push")
+    node.finish(context, failure)
+    mark("finish")
+    stages = " ".join(f"{stage}={seconds:.3f}" for stage, seconds in times.items())
+    total = time.perf_counter() - start
+    logger.info("type=%s outcome=%s seconds=%.3f %s", kind, "error" if failure else "reply", total, stages)
+
+
+def deliver(node: Node, reply: Any, context: Any) -> str:
+    """Push the reply, again where that fails: what went wrong in the end, "" for nothing.
+
+    Flower refuses an object whose upload was announced anew in the meantime; announcing once more mends that.
+    """
+    failure = ""
+    for attempt in range(1, PUSHES + 1):
+        try:
+            node.push(reply, context)
+            return ""
+        except Exception as error:  # noqa: BLE001 - reported; one reply must not end the worker
+            failure = f"the reply could not be delivered: {type(error).__name__}: {error}"
+            logger.warning("push attempt %d of %d failed: %s", attempt, PUSHES, type(error).__name__)
+    return failure
+
+
+def serve(node: Node, apps: Apps, error_reply: Callable[[Any, Exception], Any], patience: float = PATIENCE) -> None:
+    """Answer messages until the SuperNode has been out of reach for `patience` seconds."""
+    heart = Heart(node, abandoned)
+    reached = time.monotonic()
+    while time.monotonic() - reached < patience:
+        asked = time.monotonic()
+        try:
+            found = node.acquire()
+            reached = time.monotonic()
+            if found:
+                heart.set(True)
+                try:
+                    answer(node, apps, error_reply)
+                finally:
+                    heart.set(False)
+            elif reached - asked < 0.1:  # a SuperNode that does not hold the question open
+                time.sleep(0.05)
+        except Exception as error:  # noqa: BLE001 - a connection that comes back is used again
+            logger.warning("SuperNode: %s", type(error).__name__)
+            time.sleep(0.5)
+    logger.error("the SuperNode has been out of reach for %.0f s: the worker ends", patience)
+
+
+def abandoned() -> None:
+    """The run was stopped, or the SuperNode gave the task up: end this process, whatever it computes."""
+    logger.warning("nobody waits for the current task any more: the worker ends")
+    os._exit(75)
+
+
+def main() -> None:
+    """Run a worker until its SuperNode goes away."""
+    parser = argparse.ArgumentParser(prog="python -m fedbilevel.flower.worker", description=serve.__doc__)
+    parser.add_argument("--address", required=True, metavar="HOST:PORT", help="of the SuperNode's runtime API")
+    parser.add_argument("--root-certificates", type=Path, help="verify the SuperNode with these; without: no TLS")
+    options = parser.parse_args()
+    require_flower()
+    from fedbilevel.flower import private
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logger.setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    serve(private.Node(options.address, options.root_certificates), Apps(private.load), private.error_reply)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
