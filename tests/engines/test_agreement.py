@@ -29,6 +29,10 @@ CASES = {
     ),
     "two phases, a loop, client state": (TwoPhase(), None),
     "FedNest, random lengths, fresh cohorts": (fb.FedNest(neumann_terms=2, batch_size=4, outer_steps=2), WORK),
+    "FedNest, merged exchanges": (
+        fb.FedNest(inverse="cg", cg_iterations=3, merged=True, batch_size=4, inner_rounds=2),
+        (1, 2),
+    ),
     "FedNest-SGD, conjugate gradient": (fb.FedNestSGD(inverse="cg", cg_iterations=4, batch_size=None), None),
     "LFedNest, random lengths": (fb.LFedNest(batch_size=4, inner_lr=0.1), (1, 4)),
     "FedMBO, fresh cohorts": (fb.FedMBO(local_steps=2, inner_rounds=2, neumann_terms=3, batch_size=4), None),

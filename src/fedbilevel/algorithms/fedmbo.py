@@ -14,7 +14,8 @@ each client's own, that variance falls with their number, hence the paper's line
 client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each length apart, and each product takes in the
 next of these sums.
 
-Exchanges per round: T + N + 1. Client state: none.
+Exchanges per round: T + N + 1; merged: T + N' + 2 for the longest N'_i drawn, by conjugate gradient with K products
+T + K + 1. Client state: none.
 Cost per local step: a gradient of g.
 
 Departures from the paper:

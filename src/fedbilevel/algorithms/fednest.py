@@ -25,6 +25,9 @@ Departures from the paper:
    Σ p_i d_i / Σ p_i: q and the weights of one cohort are not independent, and their product would be biased.
 2. The first corrected step is along q (or h) itself, its correction being zero whatever is drawn.
 3. v may also be found by a deterministic series or by conjugate gradient (`inverse`), or locally (`hypergradient`).
+4. `merged` makes the exchanges fewer and the numbers no others: see hypergradient.py for v and h. The reply to q says
+   whether anyone will take a second step on y; where nobody does, the drift is zero and not asked for, as that of x for
+   τ = 1. What is left depends on what was just averaged: q on y, the drift on q, ∇y F on y, h on v, x's drift on h.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
@@ -108,7 +111,7 @@ class Nested(Alternating):
     """What the three share.
 
     Args: those of `Alternating`, where a client's step on x is α/τ, and
-        outer_steps: τ on x.
+        outer_steps: τ on x; more than one is an exchange more where `merged`.
     """
 
     outer_steps: int = static(1)
@@ -147,7 +150,8 @@ class GlobalOuter(Nested):
 class FedNest(GlobalOuter):
     """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested`.
 
-    Exchanges per round: 2T + N' + 3.
+    Exchanges per round: 2T + N' + 3; merged: 2T + N' + 2, by conjugate gradient with K products 2T + K + 1, all T fewer
+    where τ_i = 1 for everyone.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that differ much and an exact hypergradient, where exchanges are cheap.
     Cost per local step: two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP.
@@ -201,7 +205,7 @@ class FedNest(GlobalOuter):
 class FedNestSGD(GlobalOuter):
     """FedNest with FedAvg's plain local steps on y. Fields: see `Nested`.
 
-    Exchanges per round: T + N' + 3.
+    Exchanges per round: T + N' + 3; merged: T + N' + 2, by conjugate gradient with K products T + K + 1.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that are alike, with a global hypergradient.
     Cost per local step: a gradient of g (on x: two of f); a product with ∇²g per exchange of FedIHGP.
@@ -218,7 +222,7 @@ class FedNestSGD(GlobalOuter):
 class LFedNest(Nested):
     """FedNest made light: FedAvg's steps on y, local hypergradients on x. Fields: see `Nested`.
 
-    Exchanges per round: T + 1.
+    Exchanges per round: T + 1, merged or not.
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ.
     Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.

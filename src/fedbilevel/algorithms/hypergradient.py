@@ -130,7 +130,7 @@ class Hypergradient(OuterGradients):
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
             expectation is the product of the expectations; otherwise the round's own cohort gives them all.
         merged: as few exchanges as give the same numbers: what can rides with another reply, and what the server knows
-            to be zero is not asked for. Conjugate gradient then costs a client K cross products in place of one.
+            to be zero is not asked for. Conjugate gradient then costs a client a cross product with each H p.
     """
 
     hypergradient: Literal["global", "local"] = static("global")
