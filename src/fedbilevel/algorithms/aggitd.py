@@ -39,8 +39,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.hypergradient import OuterGradients, check_neumann_step
+from fedbilevel.algorithms.hypergradient import OuterGradients
 from fedbilevel.algorithms.inner_descent import InnerDescent
+from fedbilevel.algorithms.neumann_step import check_neumann_step
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round

@@ -1,0 +1,48 @@
+"""Whether a Neumann step suits the inner Hessian, seen before the first round."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import NumericalWarning, require
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+from fedbilevel.oracles.lanczos import extreme_eigenvalues
+from fedbilevel.oracles.population import Population
+
+SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
+
+
+def check_neumann_step(
+    field: str, step: Any, problem: Problem, clients: Clients, x: PyTree, y: PyTree, local: bool = False
+) -> None:
+    """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i.
+
+    Warn where an eigenvalue is negative.
+
+    ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
+    clients; x and y move on, and it with them.
+    """
+    if local:
+        ids = np.unique(np.linspace(0, len(clients) - 1, CLIENTS_FOR_CHECK).astype(int))
+        several = Population.each(problem, clients, ids.tolist(), SAMPLES_FOR_CHECK).inner
+        losses = [jax.tree.map(lambda leaf, k=k: leaf[k], several) for k in range(len(ids))]
+    else:
+        losses = [Population.of(problem, clients, SAMPLES_FOR_CHECK).inner]
+    ends = [extreme_eigenvalues(partial(loss.hess_v, x, y), y, seed=0, iterations=8) for loss in losses]
+    largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
+    whose = "a client's own" if local else "the"
+    if smallest < -1e-3 * abs(largest):
+        text = (
+            f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not"
+        )
+        warnings.warn(NumericalWarning(f"{text} defined there, and the hypergradient may point anywhere"), stacklevel=4)
+    if largest > 0:
+        allowed = (
+            f"below 2/ℓ = {2 / largest:.4g}: at the start {whose} inner Hessian's largest eigenvalue is about ℓ = "
+        )
+        require(float(step) * largest < 2, field, float(step), f"{allowed}{largest:.4g}")
