@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,10 +13,13 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.flower.records import ACTION, content, said_in
-from fedbilevel.flower.site import Desk, Site
+from fedbilevel.flower.site import Desk, Site, in_words
 from fedbilevel.flower.store import ContextStore
-from fedbilevel.flower.wire import Answer, Ask, Refusal
+from fedbilevel.flower.wire import Answer, Ask
+
+log = logging.getLogger("fedbilevel.client")
 
 Config = Mapping[str, Any]
 """Flower's: names to strings, numbers and flags."""
@@ -30,19 +34,20 @@ def client_app(make: Callable[[Config, Config], Site]) -> ClientApp:
     """
     keep_compiled_programs()
     app = ClientApp()
-    desks: dict[tuple[int, int], Desk] = {}
+    desks: dict[int, tuple[int, Desk]] = {}  # node -> its last run
 
     @app.query(ACTION)
     def answer(message: Message, context: Context) -> Message:
         try:
             ask: Ask = said_in(Ask, message)
-        except Refusal as refusal:
-            nobody = Answer(run="", round=0, exchange=0, client=-1, refused=str(refusal))
-            return Message(content(nobody), reply_to=message)
-        place = context.run_id, context.node_id
-        if place not in desks:
-            desks[place] = Desk(make(context.run_config, context.node_config))
-        said = desks[place].answer(ask, ContextStore(context.state))
+            run, desk = desks.get(context.node_id, (None, None))
+            if desk is None or run != context.run_id:
+                desk = Desk(make(context.run_config, context.node_config))
+                desks[context.node_id] = context.run_id, desk
+            said = desk.answer(ask, ContextStore(context.state))
+        except Exception as error:
+            log.warning("no answer: %s", error, exc_info=not isinstance(error, FedbilevelError))
+            said = Answer(run="", round=0, exchange=0, client=-1, refused=in_words(error))
         return Message(content(said), reply_to=message)
 
     return app

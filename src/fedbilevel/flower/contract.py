@@ -16,12 +16,17 @@ from fedbilevel import __version__
 from fedbilevel.core.algorithm import init_client, phase_name
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at, hyperparameters
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import book
+from fedbilevel.engines.engine import check_reply
 from fedbilevel.flower.wire import digest, layout, shapes
 
 PROTOCOL = 1
+PROBES = (0, 1, 10, 100, 1000)
+"""Rounds at which schedules are compared."""
 
 
 class Call(NamedTuple):
@@ -49,6 +54,7 @@ class Contract:
     algorithm: Any
     calls: dict[str, Call]
     state: PyTree  # shapes of what a client keeps between rounds, or None
+    worked: bool  # whether the server says how many local steps a client makes
 
     @cached_property
     def text(self) -> str:
@@ -59,6 +65,8 @@ class Contract:
             "fedbilevel": __version__,
             "algorithm": type(self.algorithm).__name__,
             "hyperparameters": hyperparameters(self.algorithm),
+            "schedules": self.schedules(),
+            "local steps from the server": self.worked,
             "calls": calls,
             "state": layout(self.state),
         }
@@ -67,6 +75,12 @@ class Contract:
     @cached_property
     def digest(self) -> str:
         return digest(self.text)
+
+    def schedules(self) -> dict[str, list[str]]:
+        """What each schedule says at some rounds, to five digits: two machines may round differently."""
+        fixed = hyperparameters(self.algorithm)
+        rounds = [hyperparameters(at(self.algorithm, jnp.asarray(round, jnp.int32))) for round in PROBES]
+        return {name: [f"{values[name]:.5g}" for values in rounds] for name in rounds[0] if name not in fixed}
 
 
 def draw_up(
@@ -78,9 +92,13 @@ def draw_up(
         x, y: the variables where the run starts; only shapes matter.
         examples: one sample of each loss, as `RemoteClients.examples` gives them.
         worked: whether the population says how many local steps a client makes.
+
+    Raises:
+        ConfigurationError: a message, an update or what clients keep holds a PRNG key.
     """
-    algorithm = at(algorithm, 0)
+    given, algorithm = algorithm, at(algorithm, jnp.zeros((), jnp.int32))
     state = init_client(algorithm, x, y)
+    check_plain("what clients keep", state)
     recorder = Recorder(algorithm, problem, worked)
 
     def round(x: PyTree, y: PyTree, state: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
@@ -89,7 +107,7 @@ def draw_up(
 
     jax.eval_shape(round, x, y, state, examples, jax.random.key(0))
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
-    return Contract(algorithm, recorder.calls, kept)
+    return Contract(given, recorder.calls, kept, worked)
 
 
 class Recorder:
@@ -113,11 +131,17 @@ class Recorder:
     ) -> PyTree:
         name = phase_name(self.algorithm, phase)
         message = jax.tree.map(jnp.asarray, message)
-        reply = phase(self.client(None if fresh is not None else self.state), message, key)
-        update = jax.tree.map(jnp.asarray, reply.update)
-        call = Call(name, shapes(message), shapes(update), tuple(sorted(reply.metrics or {})))
+        check_plain(f"the message of phase {name}", message)
+        client = self.client(None if fresh is not None else self.state)
+        reply = phase(client, message, key)
+        check_reply(reply, name, fresh)
+        check_plain(f"the update of phase {name}", reply.update)
+        call = Call(name, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         self.calls[call.name] = call
-        return update
+        return book.normalise(book.weigh(reply, client.weight, jnp.ones(())), 1, 1, unbiased)
+
+    def first(self, n: int, phase: Callable[..., Reply], message: PyTree, key: Array) -> PyTree:
+        return self.mean(phase, message, key, unbiased=True)
 
     def repeat(
         self,
@@ -134,6 +158,16 @@ class Recorder:
         outer, inner = (Samples(one, jnp.asarray(0), jnp.asarray(1), 1, True) for one in self.examples)
         work = jnp.asarray(1, jnp.int32) if self.worked else None
         return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
+
+
+def check_plain(what: str, tree: PyTree) -> None:
+    """Refuse PRNG keys, which have no bytes of their own to send or keep."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            place = jax.tree_util.keystr(path) or "value"
+            raise ConfigurationError(
+                f"{what}: {place} is a PRNG key; use the one that a phase gets, or send jax.random.key_data of it"
+            )
 
 
 def difference(mine: str, theirs: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbilevel.flower.clock import Clock
@@ -12,8 +12,6 @@ from fedbilevel.flower.records import question, said_in
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal
-
-log = logging.getLogger("fedbilevel.server")
 
 Outcome = Answer | Refusal
 
@@ -26,63 +24,72 @@ class Courier:
         self.under_way: dict[int, tuple[str, Ask, float]] = {}  # client -> (message, question, when it is worthless)
         self.ready: list[tuple[int, Ask, Outcome]] = []  # arrived, and not handed out yet
 
-    def send(self, asks: dict[int, Ask]) -> dict[int, Refusal]:
-        """Send what can be sent; the rest is answered at once by the reason."""
-        refused: dict[int, Refusal] = {}
-        going: dict[int, Ask] = {}
-        for client, ask in asks.items():
-            if client not in self.roster.nodes:
-                refused[client] = Refusal("it is not online")
-            elif self.busy(client):
-                refused[client] = Refusal("it has not answered an earlier message yet")
-            else:
-                going[client] = ask
+    def send(self, asks: dict[int, Ask]) -> dict[int, str]:
+        """Send what can be sent, to clients with nothing under way; of the others, why not."""
+        nodes = self.roster.nodes
+        failed = {client: "it is not online" for client in asks if client not in nodes}
+        going = [client for client in asks if client in nodes]
         end = self.clock.time() + self.terms.deadline
-        messages = [question(self.roster.nodes[c], ask, self.terms.deadline) for c, ask in going.items()]
-        for (client, ask), sent in zip(going.items(), self.grid.push_messages(messages), strict=True):
+        messages = [question(nodes[client], asks[client], self.terms.deadline) for client in going]
+        for client, sent in zip(going, self.grid.push_messages(messages), strict=True):
             if sent:
-                self.under_way[client] = (sent, ask, end)
+                self.under_way[client] = (sent, asks[client], end)
             else:
-                refused[client] = Refusal("Flower did not take the message")
-        return refused
+                failed[client] = "Flower did not take the message"
+        return failed
+
+    def listen(
+        self, wanted: Callable[[Ask], bool], enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[int, Ask, Outcome]]:
+        """Answers to the questions that are wanted, as they arrive, until there are enough or none can come.
+
+        Answers to others are kept for whoever wants them.
+        """
+        began = self.clock.time()
+        while not enough():
+            place = next((i for i, (_, ask, _) in enumerate(self.ready) if wanted(ask)), None)
+            if place is not None:
+                yield self.ready.pop(place)
+            elif any(wanted(ask) for _, ask, _ in self.under_way.values()):
+                self.look(began)
+            else:
+                return
+
+    def settle(self, clients: Iterable[int]) -> None:
+        """Wait until none of these has a message under way."""
+        began, clients = self.clock.time(), set(clients)
+        while clients & set(self.under_way):
+            self.look(began)
+
+    def busy(self, client: int) -> bool:
+        """Whether the client has a message that was not answered, or an answer that nobody has wanted yet."""
+        return client in self.under_way or any(ready[0] == client for ready in self.ready)
+
+    def look(self, began: float) -> None:
+        """Take in what has arrived since the last look, or else wait a little, longer as time goes on."""
+        if new := self.arrivals():
+            self.ready += new
+        else:
+            self.clock.sleep(min(self.terms.poll, 0.001 + 0.05 * (self.clock.time() - began)))
 
     def arrivals(self) -> list[tuple[int, Ask, Outcome]]:
-        """What has come back since the last look, deadlines that have passed included."""
-        if not self.under_way:
-            return []
+        """What has come back, deadlines that have passed included."""
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
         arrived: list[tuple[int, Ask, Outcome]] = []
         for message in self.grid.pull_messages(list(senders)):
-            client = senders.get(message.metadata.reply_to_message_id)
-            if client is None or client not in self.under_way:
-                continue
-            ask = self.under_way.pop(client)[1]
-            arrived.append((client, ask, opened(message)))
+            client = senders.pop(message.metadata.reply_to_message_id)
+            arrived.append((client, self.under_way.pop(client)[1], opened(message)))
         now = self.clock.time()
         for client in [c for c, (_, _, end) in self.under_way.items() if now >= end]:
             ask = self.under_way.pop(client)[1]
             arrived.append((client, ask, Refusal(f"no answer within {self.terms.deadline:g} s")))
         return arrived
 
-    def listen(self, enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Ask, Outcome]]:
-        """Answers as they arrive, until there are enough or nothing is under way."""
-        began = self.clock.time()
-        while (self.ready or self.under_way) and not enough():
-            self.ready += [] if self.ready else self.arrivals()
-            if self.ready:
-                yield self.ready.pop(0)
-            else:
-                self.clock.sleep(min(self.terms.poll, 0.001 + 0.05 * (self.clock.time() - began)))
 
-    def busy(self, client: int) -> bool:
-        """Whether the client has a message that was not answered, or an answer that nobody has asked for yet."""
-        return client in self.under_way or any(ready[0] == client for ready in self.ready)
-
-
-def opened(message: object) -> Outcome:
+def opened(message: Message) -> Outcome:
     """The answer in a message, or why there is none."""
     try:
-        answer: Answer = said_in(Answer, message)  # type: ignore[arg-type]
+        answer: Answer = said_in(Answer, message)
     except Refusal as refusal:
         return refusal
     return Refusal(answer.refused) if answer.refused else answer

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from flwr.serverapp import Grid
 from jax import Array
 
@@ -27,7 +26,7 @@ from fedbilevel.flower.exchange_log import ExchangeLog
 from fedbilevel.flower.fed import FlowerFed
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Rests, Terms
-from fedbilevel.flower.wire import Answer, layout
+from fedbilevel.flower.wire import layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,8 @@ class Flower:
     Args:
         grid: what Flower gives to a ServerApp's main, or an `InProcess` one.
         terms: what is expected of clients.
-        name: of the whole run, the same when it is resumed: clients keep their state under it.
+        name: of the whole run, the same when it is resumed: clients keep their state under it. Where an algorithm has
+            clients keep any, a run resumes from its last round alone: save every round (`checkpoint_every=1`).
         log: a file that gets one JSON line for each exchange.
     """
 
@@ -78,14 +78,13 @@ class FlowerRun:
         self.courier = Courier(engine.grid, self.roster, self.terms, self.clock)
         self.rests = Rests()
         self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))
-        self.privacy: tuple[float, float] | None = None  # (ε, δ), the largest that a client has spent
         self.gather_clients()
 
     def gather_clients(self) -> None:
         """Wait for the population; go on with a quorum of it."""
         everyone = list(range(len(self.clients)))
         needed = self.terms.needed(len(everyone))
-        self.roster.wait(everyone, needed)
+        self.roster.wait(everyone, len(everyone), needed)
         if (here := len(self.roster.nodes)) < needed:
             reasons = "; ".join(sorted(set(self.roster.refusals.values()))[:3])
             told = f" ({reasons})" if reasons else ""
@@ -100,12 +99,6 @@ class FlowerRun:
         if bad := nonfinite_leaves(state):
             raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
         return Progress(Carry(carry.round + 1, state, carry.clients), 1, book.stack([fed.book]))
-
-    def spent(self, answer: Answer) -> None:
-        """Note what a client says it has spent of its privacy."""
-        if answer.epsilon > 0 and np.isfinite(answer.epsilon):
-            epsilon, delta = self.privacy or (0.0, 0.0)
-            self.privacy = max(epsilon, answer.epsilon), max(delta, answer.delta)
 
     def close(self) -> None:
         pass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.flower.clock import Clock
-from fedbilevel.flower.wire import Ask
+from fedbilevel.flower.wire import Answer, Ask
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -21,17 +21,17 @@ class Exchange:
         self.clock, self.began = clock, clock.time()
         self.line: dict[str, Any] = {"round": round, "exchange": exchange, "phase": phase, "attempt": attempt}
 
-    def sent(self, asks: Iterable[Ask]) -> None:
-        sizes = [len(ask.payload) for ask in asks]
-        self.line |= {"asked": len(sizes), "bytes_down": sum(sizes)}
-
-    def done(self, answers: Mapping[int, Any], refused: Mapping[int, list[str]]) -> None:
-        """`answers` and the reasons of those that do not count, by client."""
-        up = sum(len(counted.answer.payload) for counted in answers.values())
+    def done(self, asks: Iterable[Ask], answers: Mapping[int, Answer], refused: Mapping[int, str]) -> None:
+        """What was sent, and by client the answers that count and why others do not."""
+        down = [len(ask.payload) for ask in asks]
+        up = sum(len(answer.payload) for answer in answers.values())
         seconds = round(self.clock.time() - self.began, 4)
-        self.line |= {"answered": sorted(answers), "bytes_up": up, "seconds": seconds}
-        if failed := {str(client): why[-1] for client, why in sorted(refused.items()) if client not in answers}:
-            self.line["refused"] = failed
+        self.line |= {"asked": len(down), "answered": sorted(answers), "bytes_down": sum(down), "bytes_up": up}
+        self.line |= {"seconds": seconds}
+        if (epsilon := max((answer.epsilon for answer in answers.values()), default=0.0)) > 0:
+            self.line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
+        if refused:
+            self.line["refused"] = {str(client): why for client, why in sorted(refused.items())}
 
 
 class ExchangeLog:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import phase_name
-from fedbilevel.core.errors import ExchangeError, require
+from fedbilevel.core.errors import ConfigurationError, ExchangeError, require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import book
@@ -21,10 +22,13 @@ from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
 from fedbilevel.flower.contract import Call
 from fedbilevel.flower.courier import Outcome
 from fedbilevel.flower.exchange_log import Exchange
-from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, require_layout, shapes, to_bytes
+from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, require_layout, shapes, to_bytes
 
 if TYPE_CHECKING:
     from fedbilevel.flower.engine import FlowerRun
+
+
+LARGEST = 2**31 - 1
 
 
 class FlowerFed:
@@ -49,43 +53,30 @@ class FlowerFed:
     ) -> PyTree:
         question = self.question(phase, message, key, fresh is not None)
         cohort = self.own if fresh is None else self.cohort(self.keys.of_fresh(int(fresh)))
-        answers = self.gather(question, cohort)
-        sums = self.total(question, answers)
-        self.enter(question, len(cohort), sums)
+        answers, asked = self.gather(question, cohort, self.run.terms.needed(len(cohort)))
+        sums = self.total(answers)
+        self.enter(question, asked, sums)
         return book.normalise(sums, len(self.run.clients), len(answers), unbiased)
 
     def first(self, n: int, phase: Callable[..., Reply], message: PyTree, key: Array) -> PyTree:
         """Σ p_i u_i over the first n answers to arrive, each computed on the message that its client was last sent.
 
-        Clients that are idle are sent this message first; those still at work go on with the one they have, in later
-        rounds too. History: `staleness`, the mean number of rounds between a question and its answer's use.
+        Clients that are idle are sent this message first; those still at work on an earlier message of the same kind
+        go on with that one, in later rounds too. History: `staleness`, the mean number of rounds between a question
+        and its answer's use.
 
         Raises:
             ExchangeError: fewer than n answers can be expected.
         """
-        clients = range(len(self.run.clients))
-        require(1 <= n <= len(clients), "fed.first: n", n, f"1 to {len(clients)} (all clients)")
+        count = len(self.run.clients)
+        require(1 <= n <= count, "fed.first: n", n, f"1 to {count} (all clients)")
         question = self.question(phase, message, key, fresh=False)
-        works = work_of(self.keys.work, jnp.arange(len(clients)), self.run.clients.local_steps)
-        asks = {client: self.ask(question, client, None if works is None else int(works[client])) for client in clients}
-        idle = {c: a for c, a in asks.items() if c in self.run.roster.nodes and not self.run.courier.busy(c)}
-        exchange = Exchange(self.run.clock, self.round, question.number, question.call.phase)
-        exchange.sent(idle.values())
-        refused = {client: [str(reason)] for client, reason in self.run.courier.send(idle).items()}
-        arrived: dict[int, tuple[Ask, Counted]] = {}
-        for client, ask, outcome in self.run.courier.listen(enough=lambda: len(arrived) >= n):
-            try:
-                arrived[client] = ask, self.count(outcome, ask, question.call, client)
-            except Refusal as refusal:
-                refused.setdefault(client, []).append(str(refusal))
-        answers = {client: counted for client, (_, counted) in sorted(arrived.items())}
-        exchange.done(answers, refused)
-        self.run.exchange_log(exchange)
-        if len(answers) < n:
-            raise ExchangeError(self.complaint(question, len(answers), n, 1, refused))
-        sums = self.total(question, answers)
-        stale = sum(self.run.weights[c] * (self.round - ask.round) for c, (ask, _) in arrived.items())
-        self.enter(question, len(idle), sums._replace(metrics={**sums.metrics, "staleness": jnp.asarray(stale)}))
+        works = work_of(self.keys.work, jnp.arange(count), self.run.clients.local_steps)
+        everyone = dict(enumerate([None] * count if works is None else works.tolist()))
+        answers, asked = self.gather(question, everyone, n, early=True)
+        sums = self.total(answers)
+        stale = sum(self.run.weights[client] * (self.round - one.answer.round) for client, one in answers.items())
+        self.enter(question, asked, sums._replace(metrics={**sums.metrics, "staleness": jnp.asarray(stale)}))
         return sums.update
 
     def repeat(
@@ -115,7 +106,11 @@ class FlowerFed:
         name = phase_name(self.algorithm, phase)
         message = jax.tree.map(np.asarray, message)
         made = Call(name, shapes(message), None, ()).name
-        assert made in self.run.contract.calls, f"the round asks {made}, which tracing it did not find"
+        if made not in self.run.contract.calls:
+            raise ConfigurationError(
+                f"round {self.round} asks phase {name} with {', '.join(layout(message)) or 'nothing'}, which tracing a "
+                "round did not find: the shapes and dtypes of messages must be the same in every round"
+            )
         number, self.exchanges = self.exchanges, self.exchanges + 1
         return Question(self.run.contract.calls[made], number, to_bytes(message), key, fresh)
 
@@ -136,34 +131,55 @@ class FlowerFed:
             payload=question.payload,
         )
 
-    def gather(self, question: Question, cohort: dict[int, int | None]) -> dict[int, Counted]:
-        """Ask the cohort, again where too few answer. By client, in the cohort's order."""
-        run, needed = self.run, self.run.terms.needed(len(cohort))
+    def gather(
+        self, question: Question, works: dict[int, int | None], needed: int, early: bool = False
+    ) -> tuple[dict[int, Counted], int]:
+        """Ask these clients, again where too few answer.
+
+        Args:
+            works: the local steps of each client.
+            needed: how many have to answer.
+            early: take the first `needed` answers, to earlier questions of the kind too; clients at work are let be.
+
+        Returns:
+            answers: by client, in the order of `works`.
+            asked: how many messages were sent.
+        """
+        run, asked = self.run, 0
         counted: dict[int, Counted] = {}
-        reasons: dict[int, list[str]] = {}
+        reasons: dict[int, str] = {}
+
+        def wanted(ask: Ask) -> bool:
+            this = (ask.round, ask.exchange) == (self.round, question.number)
+            return ask.call == question.call.name if early else this
+
         for attempt in range(run.terms.attempts):
-            asked = [c for c in cohort if c not in counted and (attempt or not run.rests.resting(c, self.round))]
+            left = [c for c in works if c not in counted and (attempt or not run.rests.resting(c, self.round))]
             if attempt:
-                run.roster.wait(asked, needed - len(counted))
+                run.roster.wait(left, needed - len(counted), needed - len(counted))
+            if early:
+                left = [client for client in left if not run.courier.busy(client)]
+            else:
+                run.courier.settle(left)
             exchange = Exchange(run.clock, self.round, question.number, question.call.phase, attempt)
-            asks = {client: self.ask(question, client, cohort[client]) for client in asked}
-            exchange.sent(asks.values())
-            refused = run.courier.send(asks)
-            outcomes: Iterable[tuple[int, Ask, Outcome]] = [(c, asks[c], why) for c, why in refused.items()]
-            for client, ask, outcome in [*outcomes, *run.courier.listen()]:
-                if client not in asks:
-                    continue  # an earlier exchange's, too late
+            asks = {client: self.ask(question, client, works[client]) for client in left}
+            failed = run.courier.send(asks)
+            sent = [ask for client, ask in asks.items() if client not in failed]
+            new: dict[int, Counted] = {}
+            for client, ask, outcome in run.courier.listen(wanted, lambda: early and len(counted) >= needed):
                 try:
-                    counted[client] = self.count(outcome, ask, question.call, client)
+                    new[client] = counted[client] = self.count(outcome, ask, question.call, client)
                     run.rests.answered(client)
                 except Refusal as refusal:
-                    reasons.setdefault(client, []).append(str(refusal))
+                    failed[client] = str(refusal)
                     run.rests.failed(client, self.round)
-            exchange.done({c: counted[c] for c in asked if c in counted}, reasons)
+            exchange.done(sent, {client: one.answer for client, one in new.items()}, failed)
             run.exchange_log(exchange)
+            reasons |= failed
+            asked += len(sent)
             if len(counted) >= needed:
-                return {client: counted[client] for client in cohort if client in counted}
-        raise ExchangeError(self.complaint(question, len(counted), needed, run.terms.attempts, reasons))
+                return {client: counted[client] for client in works if client in counted}, asked
+        raise ExchangeError(self.complaint(question, len(counted), needed, reasons))
 
     def count(self, outcome: Outcome, ask: Ask, call: Call, client: int) -> Counted:
         """An answer that was found to be right in every respect.
@@ -187,12 +203,14 @@ class FlowerFed:
         metrics = outcome.numbers()
         if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
             raise Refusal("its metrics are not those of the phase, or not finite")
-        if outcome.gradients < 0 or outcome.products < 0:
-            raise Refusal("its counts are negative")
-        self.run.spent(outcome)
+        most = LARGEST // len(self.run.clients)  # so that their sum is exact
+        if not (0 <= outcome.gradients <= most and 0 <= outcome.products <= most):
+            raise Refusal(f"its counts ({outcome.gradients}, {outcome.products}) are not between 0 and {most}")
+        if not 0 <= outcome.epsilon < math.inf:
+            raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
         return Counted(outcome, update, metrics)
 
-    def total(self, question: Question, answers: dict[int, Counted]) -> book.Sums:
+    def total(self, answers: dict[int, Counted]) -> book.Sums:
         """The weighted sums: all that the algorithm sees. A protocol that reveals sums alone would stand here."""
         shared = set.intersection(*(set(counted.metrics) for counted in answers.values()))
         sums = []
@@ -208,13 +226,14 @@ class FlowerFed:
         entry = book.entry(question.call.phase, question.call.message, question.call.update, sums, asked)
         self.book = book.merge(self.book, entry)
 
-    def complaint(self, question: Question, got: int, needed: int, attempts: int, reasons: dict[int, list[str]]) -> str:
-        said = "; ".join(f"client {client}: {why[-1]}" for client, why in sorted(reasons.items())[:5])
-        left_out = "" if len(reasons) <= 5 else f"; and {len(reasons) - 5} more"
+    def complaint(self, question: Question, got: int, needed: int, reasons: dict[int, str]) -> str:
+        said = [f"client {client}: {why}" for client, why in sorted(reasons.items())]
+        left_out = [] if len(said) <= 5 else [f"and {len(said) - 5} more"]
+        attempts = self.run.terms.attempts
         times = "" if attempts == 1 else f" after {attempts} attempts"
         return (
             f"round {self.round}, phase {question.call.phase}: {got} clients answered where {needed} are needed{times} "
-            f"({said}{left_out})"
+            f"({'; '.join(said[:5] + left_out)})"
         )
 
 
@@ -239,5 +258,6 @@ class Counted:
 
 
 def euclidean(tree: PyTree) -> float:
-    """The norm of all leaves together, in float64."""
-    return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))
+    """The norm of all leaves together, in float64; infinite where a square overflows."""
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Collection
 
 from flwr.serverapp import Grid
 
@@ -16,16 +18,18 @@ log = logging.getLogger("fedbilevel.server")
 
 
 class Roster:
-    """Greets every node once. A node counts if it agrees to the contract and names a client of the population."""
+    """Greets nodes. A node counts if it agrees to the contract and names a client of the population that is free.
+
+    One that does not is greeted again after `terms.deadline` seconds, and when a client has gone whom it may be now.
+    """
 
     def __init__(self, grid: Grid, contract: Contract, run: str, population: int, terms: Terms, clock: Clock) -> None:
         self.grid, self.contract, self.run, self.population = grid, contract, run, population
         self.terms, self.clock = terms, clock
-        self.nodes: dict[int, int] = {}  # client -> node, of those online
-        self.known: set[int] = set()  # nodes that were greeted
+        self.nodes: dict[int, int] = {}  # client -> node, of those that count
+        self.greeted: dict[int, float] = {}  # node -> when
         self.greetings: dict[str, int] = {}  # message -> node, not answered yet
         self.refusals: dict[int, str] = {}  # node -> why it does not count
-        self.spare: dict[int, int] = {}  # client -> node that is it as well: a restarted one, the old not given up yet
 
     def refresh(self) -> None:
         """See who has come and gone."""
@@ -34,22 +38,28 @@ class Roster:
             if node not in online:
                 log.warning("client %d has gone (node %d)", client, node)
                 del self.nodes[client]
-                if (other := self.spare.pop(client, -1)) in online:
-                    log.info("client %d is here (node %d)", client, other)
-                    self.nodes[client] = other
-        self.known &= online
-        new = sorted(online - self.known)
-        ask = Ask(run=self.run, contract=self.contract.text)
-        sent = self.grid.push_messages([question(node, ask, self.terms.deadline) for node in new])
-        self.greetings.update(zip(sent, new, strict=True))
-        self.known.update(new)
+                self.greeted.clear()
+        self.greeted = {node: when for node, when in self.greeted.items() if node in online}
+        self.refusals = {node: why for node, why in self.refusals.items() if node in online}
+        self.greet(online - set(self.nodes.values()))
         for message in list(self.grid.pull_messages(list(self.greetings))) if self.greetings else []:
             node = self.greetings.pop(message.metadata.reply_to_message_id)
             try:
                 self.admit(node, said_in(Answer, message))
             except Refusal as refusal:
-                log.warning("node %d does not take part: %s", node, refusal)
+                if self.refusals.get(node) != str(refusal):
+                    log.warning("node %d does not take part: %s", node, refusal)
                 self.refusals[node] = str(refusal)
+
+    def greet(self, nodes: Collection[int]) -> None:
+        """Greet those of the nodes that were not greeted within the last `terms.deadline` seconds."""
+        now, deadline = self.clock.time(), self.terms.deadline
+        due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
+        ask = Ask(run=self.run, contract=self.contract.text)
+        sent = self.grid.push_messages([question(node, ask, deadline) for node in due])
+        self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
+        self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
+        self.greeted.update(dict.fromkeys(due, now))
 
     def admit(self, node: int, answer: Answer) -> None:
         """Note which client a node is."""
@@ -60,21 +70,21 @@ class Roster:
         client = answer.client
         if not 0 <= client < self.population:
             raise Refusal(f"it calls itself client {client}, of a population of {self.population}")
-        if client in self.nodes:
-            self.spare[client] = node
-            raise Refusal(f"it calls itself client {client}, which node {self.nodes[client]} is already")
+        if (holder := self.nodes.get(client, node)) != node:
+            raise Refusal(f"it calls itself client {client}, which node {holder} is already")
         log.info("client %d is here (node %d)", client, node)
         self.nodes[client] = node
+        self.refusals.pop(node, None)
 
-    def wait(self, clients: list[int], enough: int) -> None:
-        """Wait until all of these are here, at most `terms.join` seconds; longer only while fewer than `enough` are
-        here and greetings are out (a first answer may have to wait for imports)."""
+    def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
+        """Wait until `hoped` of these clients are here, at most `terms.join` seconds; up to `terms.deadline` only
+        while fewer than `needed` are here and greetings are out (a first answer may have to wait for imports)."""
         began = self.clock.time()
         while True:
             self.refresh()
             here = sum(client in self.nodes for client in clients)
             waited = self.clock.time() - began
-            limit = self.terms.deadline if self.greetings and here < enough else self.terms.join
-            if here == len(clients) or waited >= limit:
+            patient = self.greetings and here < needed
+            if here >= hoped or waited >= (max(self.terms.join, self.terms.deadline) if patient else self.terms.join):
                 return
             self.clock.sleep(min(self.terms.poll, 0.002 + 0.05 * waited))

@@ -93,22 +93,15 @@ class Desk:
         `memory` is where the client's state goes if the site has no folder.
         """
         began = time.perf_counter()
-        what = f"run {ask.run[:8]} round {ask.round} exchange {ask.exchange} {ask.phase or 'greeting'}"
+        what = f"run {ask.run[:8]!r} round {ask.round} exchange {ask.exchange} phase {ask.phase[:40]!r}"
         blank = Answer(run=ask.run, round=ask.round, exchange=ask.exchange, client=self.site.id)
         try:
             self.site.limits.check_algorithm(self.site.algorithm)
-            if not ask.phase:
-                answer = self.greet(ask, blank)
-            else:
-                x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
-                answer = self.patience.run(lambda: self.reply(ask, self.store or memory, blank, x64))
+            answer = self.reply(ask, self.store or memory, blank) if ask.phase else self.greet(ask, blank)
             log.info("%s: answered in %.3f s, %d bytes", what, time.perf_counter() - began, len(answer.payload))
-        except (Refusal, FedbilevelError) as error:
-            log.warning("%s: refused: %s", what, error)
-            answer = replace(blank, refused=str(error)[:1000])
-        except Exception as error:  # a client must answer, whatever its code does
-            log.exception("%s: failed", what)
-            answer = replace(blank, refused=f"the phase failed with {type(error).__name__}; the client's log says more")
+        except Exception as error:
+            log.warning("%s: refused: %s", what, error, exc_info=not isinstance(error, FedbilevelError))
+            answer = replace(blank, refused=in_words(error))
         return answer
 
     def greet(self, ask: Ask, blank: Answer) -> Answer:
@@ -116,29 +109,28 @@ class Desk:
             raise Refusal(f"we do not agree: {difference(self.contract.text, ask.contract)}")
         return replace(blank, contract=self.contract.text)
 
-    def reply(self, ask: Ask, store: Store, blank: Answer, x64: bool) -> Answer:
+    def reply(self, ask: Ask, store: Store, blank: Answer) -> Answer:
         """Check what is asked, run it, keep what is to be kept."""
-        with jax.enable_x64(x64):
-            call = self.call(ask)
-            message = self.message(call, ask)
-            at_start, before = self.states(ask, store)
-            reply = self.play(call.phase, message, ask, None if ask.fresh else before)
-        if bad := nonfinite_leaves(reply.update):
-            raise Refusal(f"the reply is not finite in {', '.join(bad)}")
-        if reply.state is not None and not ask.fresh:
-            now = jax.tree.map(np.asarray, reply.state)
-            store.save(ask.run, Kept(ask.round, ask.exchange, at_start, before, now))
+        call = self.call(ask)
+        message = self.message(call, ask)
+        at_start, before = (None, None) if ask.fresh else self.states(ask, store)
+        reply = self.played(call.phase, message, ask, before)
         answer = replace(blank, layout=layout(reply.update))
         if self.guard is not None:  # metrics and counts of work tell of the data, too
             sent, epsilon = self.guard.protect(reply.update, [ask.run, ask.round, ask.exchange, ask.phase])
-            return replace(answer, payload=to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
-        return replace(
-            answer,
-            payload=to_bytes(reply.update),
-            gradients=int(reply.gradients),
-            products=int(reply.products),
-            metrics=json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()}),
-        )
+            answer = replace(answer, payload=to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
+        else:
+            answer = replace(
+                answer,
+                payload=to_bytes(reply.update),
+                gradients=int(reply.gradients),
+                products=int(reply.products),
+                metrics=json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()}),
+            )
+        if reply.state is not None and not ask.fresh:  # last: what is refused must leave no trace
+            now = jax.tree.map(np.asarray, reply.state)
+            store.save(ask.run, Kept(ask.round, ask.exchange, at_start, before, now))
+        return answer
 
     def states(self, ask: Ask, store: Store) -> tuple[PyTree, PyTree]:
         """What the client keeps, as it was at the start of the round and as this message has to see it."""
@@ -147,20 +139,35 @@ class Desk:
         kept = store.load(ask.run, Kept(0, 0, *[self.contract.state] * 3))
         return states_for(kept, self.first, ask.round, ask.exchange)
 
-    def play(self, phase: str, message: PyTree, ask: Ask, state: PyTree) -> Reply:
+    def played(self, phase: str, message: PyTree, ask: Ask, state: PyTree) -> Reply:
+        """What the phase gives, in good time and finite. Under privacy an error says nothing that depends on data."""
+        try:
+            x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
+            reply = self.patience.run(lambda: self.play(phase, message, ask, state, x64))
+            if bad := nonfinite_leaves((reply.update, reply.metrics)):
+                raise Refusal(f"the reply is not finite in {', '.join(bad)}")
+        except Exception:
+            if self.guard is None:
+                raise
+            log.exception("phase %s of round %d failed", phase, ask.round)
+            raise Refusal("the phase failed; the client's log says more") from None
+        return reply
+
+    def play(self, phase: str, message: PyTree, ask: Ask, state: PyTree, x64: bool) -> Reply:
         """Run the phase, compiled."""
-        key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(ask.key, np.uint32)), impl=ask.key_kind)
-        client = Client(
-            problem=self.problem,
-            outer=self.outer,
-            inner=self.inner,
-            id=jnp.asarray(self.site.id, jnp.int32),
-            weight=jnp.asarray(ask.weight, float),
-            state=state,
-            work=jnp.asarray(ask.work, jnp.int32) if self.site.works else None,
-        )
-        algorithm = at(self.site.algorithm, jnp.asarray(ask.round, jnp.int32))
-        return jax.block_until_ready(run_phase(phase, algorithm, client, message, key))
+        with jax.enable_x64(x64):
+            key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(ask.key, np.uint32)), impl=ask.key_kind)
+            client = Client(
+                problem=self.problem,
+                outer=self.outer,
+                inner=self.inner,
+                id=jnp.asarray(self.site.id, jnp.int32),
+                weight=jnp.asarray(ask.weight, float),
+                state=state,
+                work=jnp.asarray(ask.work, jnp.int32) if self.site.works else None,
+            )
+            algorithm = at(self.site.algorithm, jnp.asarray(ask.round, jnp.int32))
+            return jax.block_until_ready(run_phase(phase, algorithm, client, message, key))
 
     def call(self, ask: Ask) -> Call:
         """What is asked for, if it is one of the things that may be."""
@@ -177,14 +184,16 @@ class Desk:
         return call
 
     def message(self, call: Call, ask: Ask) -> PyTree:
-        """The arrays of the question."""
+        """The arrays of the question, Python numbers where the server's algorithm sends such."""
         self.site.limits.check_message(ask.work, len(ask.payload))
         message = from_bytes(ask.payload, call.message)
         if bad := nonfinite_leaves(message):
             raise Refusal(f"the message is not finite in {', '.join(bad)}")
-        if not 0 < ask.weight <= 1 or ask.round < 0 or ask.exchange < 0:
+        if not 0 < ask.weight <= 1 or not 0 <= ask.round < 2**31 or ask.exchange < 0:
             raise Refusal(f"weight {ask.weight}, round {ask.round}, exchange {ask.exchange} make no sense")
-        return message
+        return jax.tree.map(
+            lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf, message, call.message
+        )
 
     @cached_property
     def first(self) -> PyTree:
@@ -196,6 +205,11 @@ class Desk:
 def run_phase(phase: str, algorithm: Any, client: Client, message: PyTree, key: Any) -> Reply:
     """What one client computes; data, state and hyperparameters are arguments of the program."""
     return getattr(algorithm, phase)(client, message, jax.random.fold_in(key, client.id))
+
+
+def in_words(error: Exception) -> str:
+    """What a server is told of an error: the text of ours alone, others' may hold anything."""
+    return str(error) if isinstance(error, FedbilevelError) else f"{type(error).__name__}; the client's log says more"
 
 
 def _samples(rows: Ragged) -> Samples:

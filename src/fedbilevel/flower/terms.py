@@ -45,7 +45,8 @@ class Terms:
 
 
 class Rests:
-    """Who is not asked for a while: a client that fails sits out 1 round, then 2, 4, …, until it answers again."""
+    """Who is not asked for a while: a client that fails in round t is asked again in t + 1, then, should it fail once
+    more, 2 rounds after that, then 4, …, until it answers."""
 
     def __init__(self) -> None:
         self.until: dict[int, tuple[int, int]] = {}  # client -> (first round it is asked again, failures in a row)
@@ -54,7 +55,6 @@ class Rests:
         return client in self.until and round < self.until[client][0]
 
     def failed(self, client: int, round: int) -> None:
-        """In this round, hence not asked again in it."""
         back, failures = self.until.get(client, (0, 0))
         if round >= back:  # several failures in one round are one
             rest = min(2**failures, LONGEST_REST)

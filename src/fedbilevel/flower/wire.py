@@ -17,10 +17,17 @@ from fedbilevel.core.tree import PyTree, nbytes
 
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bytes": bytes, "list[str]": list}
 """Of a message's fields, by their annotations."""
+LONGEST_REFUSAL = 1000  # characters
 
 
 class Refusal(FedbilevelError):
-    """A message that must not count; the text says why, without any value of the data."""
+    """A message that must not count; the text says why, without any value of the data.
+
+    Parts of it may be the other side's words: it is one line, and not a long one.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(" ".join(text[:LONGEST_REFUSAL].split()))
 
 
 def layout(tree: PyTree) -> list[str]:
@@ -30,8 +37,12 @@ def layout(tree: PyTree) -> list[str]:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """The tree with every array replaced by its shape and dtype."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    """The tree with every array replaced by its shape and dtype (and whether that is weak, as a Python number's)."""
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+
+    return jax.tree.map(one, tree)
 
 
 def to_bytes(tree: PyTree) -> bytes:
@@ -40,14 +51,20 @@ def to_bytes(tree: PyTree) -> bytes:
 
 
 def from_bytes(data: bytes, like: PyTree) -> PyTree:
-    """Undo `to_bytes`; `like` has the shapes and dtypes. The arrays are read-only views of `data`."""
+    """Undo `to_bytes`; `like` has the shapes and dtypes. The arrays are read-only views of `data`.
+
+    Raises:
+        Refusal: another number of bytes, or flags that are neither 0 nor 1.
+    """
     if len(data) != nbytes(like):
         raise Refusal(f"{len(data)} bytes came where {nbytes(like)} were expected")
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):
-        stop = start + nbytes(leaf)
-        leaves.append(np.frombuffer(data[start:stop], leaf.dtype).reshape(leaf.shape))
-        start = stop
+        part = memoryview(data)[start : start + nbytes(leaf)]
+        if leaf.dtype == bool and np.any(np.frombuffer(part, np.uint8) > 1):
+            raise Refusal("a flag came that is neither true nor false")
+        leaves.append(np.frombuffer(part, leaf.dtype).reshape(leaf.shape))
+        start += len(part)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -101,8 +118,8 @@ class Answer:
         """The metrics."""
         try:
             found = json.loads(self.metrics)
-            return {str(name): float(value) for name, value in found.items()}
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            return {name: float(value) for name, value in found.items()}
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             raise Refusal("its metrics are not numbers by name") from None
 
 
