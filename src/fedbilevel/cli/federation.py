@@ -1,4 +1,4 @@
-"""`fedbilevel flower`: write a Flower app, or see a whole federation run on this machine."""
+"""`fedbilevel flower`: write a Flower app, make keys for a trial, see a whole federation run on this machine."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def add_to(add: Add) -> None:
         )
         command.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
         command.add_argument("--clients", type=count, metavar="N", help="how many clients (demo: 4)")
+    keys = inside("keys", _keys, "make certificates and keys for a trial")
+    keys.add_argument("folder", type=Path, metavar="DIR", help="where to: nothing is overwritten")
+    keys.add_argument("--clients", type=count, metavar="N", required=True, help="how many clients")
+    keys.add_argument("--host", action="append", metavar="NAME", help="how the server is reached: name or address")
+    new.add_argument("--spec", metavar="FILE", help="a spec in TOML; the other options change it")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
     demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
@@ -36,18 +41,28 @@ def add_to(add: Add) -> None:
 def _help(options: argparse.Namespace) -> int:
     from fedbilevel.core.errors import ConfigurationError
 
-    raise ConfigurationError("fedbilevel flower needs a command: new or demo (see fedbilevel flower --help)")
+    raise ConfigurationError("fedbilevel flower needs a command: new, keys or demo (see fedbilevel flower --help)")
 
 
 def _new(options: argparse.Namespace) -> int:
-    from fedbilevel.experiments import configure
+    from fedbilevel.experiments import configure, toml
     from fedbilevel.experiments.flower_app import write_app
 
+    base = toml.read(Path(options.spec)) if options.spec else None
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
     said = [*clients, *settings(options)]
-    spec = configure(task=options.task, algorithm=options.algorithm, data=options.data, settings=said)
+    spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=said)
     write_app(spec, options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
+    return OK
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from fedbilevel.flower import credentials
+
+    names = options.host or ["localhost", "127.0.0.1"]
+    made = credentials.make(options.folder, options.clients, names)
+    print(f"server   {made.certificate}, {made.key}\nclients  {made.ca} for all; {made.clients[0]}, … for one each")
     return OK
 
 

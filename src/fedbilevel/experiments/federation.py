@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import secrets
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -121,12 +122,12 @@ def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
 
 
 def configured(spec: Spec, config: Config) -> Spec:
-    """The spec with the settings of a run configuration: FIELD=VALUE, as for --set, with spaces between."""
+    """The spec with the settings of a run configuration: FIELD=VALUE, as for --set, divided as a shell would."""
     known = {"settings", "out", *SERVER}
     for name in config:
         if name not in known:
             raise unknown("name in the run configuration", name, known)
-    spec = assign(spec, str(config.get("settings", "")).split())
+    spec = assign(spec, shlex.split(str(config.get("settings", ""))))
     require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
     return spec
 
