@@ -9,6 +9,7 @@ from typing import Any
 
 from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
 from fedbilevel.core.errors import CheckpointError, NumericalError
+from fedbilevel.engines import hosts
 from fedbilevel.experiments import Folder, Parts, Spec, build, display, load_run, resume, run
 from fedbilevel.experiments.runner import resumable
 from fedbilevel.tasks import Task
@@ -47,9 +48,14 @@ def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, s
 def _shown(
     spec: Spec, folder: Path, quiet: bool, parts: Parts, play: Callable[[Any], Any], series: Path | None
 ) -> Summary:
-    """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end."""
+    """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
+
+    Where several processes play it together, process 0 does that; the others' summary is empty.
+    """
+    quiet = quiet or not hosts.is_first()
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
+    hosts.here.advice = _CONTINUE.format(folder)
     watch = display.Watch(console(quiet or brief), next(iter(parts.task.metrics)), spec.run.exchanges)
     try:
         with watch.shown():
@@ -63,8 +69,10 @@ def _shown(
         full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full or not Folder(folder).checkpoint.is_file():
             raise
-        advice = f"free some space, then continue with: fedbilevel run --resume {folder}"
+        advice = f"free some space, then {_CONTINUE.format(folder)}"
         raise CheckpointError(f"{error}; {advice}") from error
+    if not hosts.is_first():
+        return {}
     summary = load_run(folder).summary
     if series is None:
         terminal.print(display.summary_table(summary))
@@ -76,15 +84,23 @@ def _shown(
     return summary
 
 
+_ELSEWHERE = "what there is to resume from is with process 0"
+_CONTINUE = "continue with: fedbilevel run --resume {}"
+
+
 def _how_to_resume(folder: Path, series: Path | None) -> str:
+    if not hosts.is_first():
+        return f"interrupted; {_ELSEWHERE}"
     if series is not None:
         return f"interrupted; continue with the same command and --out {series}"
     if Folder(folder).checkpoint.is_file():
-        return f"interrupted; continue with: fedbilevel run --resume {folder}"
+        return f"interrupted; {_CONTINUE.format(folder)}"
     return "interrupted before the first checkpoint; there is nothing to resume"
 
 
 def _what_stays(folder: Path) -> str:
+    if not hosts.is_first():
+        return _ELSEWHERE
     if Folder(folder).checkpoint.is_file():
         return f"the last good checkpoint stays in {folder}"
     return "no checkpoint had been written; smaller step sizes may help"

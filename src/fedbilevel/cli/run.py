@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli.shared import (
     EPILOG,
+    INTERRUPTED,
     OK,
     TASK_HELP,
     Add,
     add_length,
     console,
     count,
+    fail,
     prepare_jax,
     seed,
     seeds,
@@ -48,24 +52,89 @@ def add_to(add: Add) -> None:
     place.add_argument("--out", type=Path, metavar="DIR", help="the run folder: new or empty (runs/…)")
     place.add_argument("--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds and --quiet")
     run.add_argument("--quiet", action="store_true", help="print nothing but the run's folder")
+    run.add_argument("--coordinator", metavar="HOST:PORT", help="play with others: where process 0 listens, or auto")
+    run.add_argument("--processes", type=count, metavar="N", help="with --coordinator: how many there are")
+    run.add_argument("--process", type=seed, metavar="K", help="with --coordinator: which one this is, from 0")
 
 
 def _run(options: argparse.Namespace) -> int:
+    together = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
+    return _run_together(options) if any(together) else _play(options)
+
+
+def _run_together(options: argparse.Namespace) -> int:
+    """This process's part of a run by several; an error ends it without waiting for the others."""
+    _join(options)
+    from fedbilevel.cli import _exit_code
+    from fedbilevel.engines import hosts
+
+    try:
+        return _play(options)
+    except SystemExit as end:
+        hosts.part(int(end.code or OK))
+    except KeyboardInterrupt:
+        hosts.part(fail(INTERRUPTED, "interrupted"))
+    except Exception as error:  # noqa: BLE001
+        code = _exit_code(error)
+        if code is None or options.debug:
+            traceback.print_exc()
+        hosts.part(1 if code is None else fail(code, str(error)))
+
+
+def _join(options: argparse.Namespace) -> None:
+    from fedbilevel.core.errors import ConfigurationError, require
+
+    number = (options.processes is not None, options.process is not None)
+    whole = options.coordinator is not None and (all(number) or options.coordinator == "auto")
+    if not whole:
+        raise ConfigurationError("--coordinator, --processes and --process are given together")
+    require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator: one run at a time")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
+    prepare_jax()
+    from fedbilevel.engines import hosts
+
+    hosts.join(options.coordinator, options.processes, options.process)
+
+
+def _play(options: argparse.Namespace) -> int:
     if options.resume is not None:
         return _resume(options)
+    spec, folder = _chosen(options)
+    from fedbilevel.cli.playing import start
+
+    if not options.seeds:
+        start(spec, folder, options.quiet)
+        return OK
+    return _run_seeds(options, spec, folder)
+
+
+def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
+    """The spec and the folder for its run; where several processes play it, those of process 0."""
+    if options.coordinator is None:
+        return _described(options)
+    from fedbilevel.engines import hosts
+    from fedbilevel.experiments.spec import resolve
+
+    def say() -> tuple[dict[str, dict[str, Any]], str]:
+        spec, folder = _described(options)
+        return spec.tables(), str(folder)
+
+    tables, folder = hosts.decide(say)
+    spec = resolve(tables)
+    tune(spec)
+    return spec, Path(folder)
+
+
+def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
+    """The spec and the folder that the options describe."""
     if options.out is not None and not options.seeds:
         from fedbilevel.experiments.places import require_free
 
         require_free(options.out)
     spec = _spec(options)
-    from fedbilevel.cli.playing import start
     from fedbilevel.experiments import Folder
 
-    folder = options.out or Folder.new(spec).path
-    if not options.seeds:
-        start(spec, folder, options.quiet)
-        return OK
-    return _run_seeds(options, spec, folder)
+    return spec, options.out or Folder.new(spec).path
 
 
 def _spec(options: argparse.Namespace) -> Spec:

@@ -31,12 +31,17 @@ fields for --set:
     run.exchanges=500                                     a budget of messages, in place of run.rounds
     run.pooled=true                                       one client that holds every sample
 
+several processes, on one or more hosts:
+  The same command in each, but for --process 0, 1, …, N-1. Process 0 listens at HOST:PORT, has the run folder and
+  prints; which spec is played, and which run is resumed, is its word. A run may be resumed with any number of
+  processes. --coordinator auto takes all three from a launcher's environment (Slurm, Open MPI, Kubernetes).
+
 your own task:
   NAME is a fedbilevel.tasks.Task, or a function that returns one; the function's keyword arguments are then the
   fields of [task].
 
 exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
-  5 too few clients answered, 130 interrupted
+  5 too few clients answered or another process was lost, 130 interrupted
 """
 
 

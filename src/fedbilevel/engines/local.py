@@ -1,4 +1,4 @@
-"""The fast engine on this machine: many rounds per compiled program."""
+"""The fast engine, on this machine or on several: many rounds per compiled program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbilevel.core.algorithm import fresh_cohorts
 from fedbilevel.core.client import Clients
@@ -20,12 +20,14 @@ from fedbilevel.core.config import at
 from fedbilevel.core.errors import NonFiniteError, require, require_count
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
+from fedbilevel.engines import hosts
 from fedbilevel.engines.book import Book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.engine import Carry, Progress, check_here
-from fedbilevel.engines.local_fed import AXIS, Data, Layout, LocalFed, Members
+from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Members
 from fedbilevel.engines.reference import Reference
-from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped
+from fedbilevel.engines.shares import Shares
+from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, local, replicate
 
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
 
@@ -42,12 +44,12 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Local:
-    """Simulate clients on this machine's devices.
+    """Simulate clients on this machine's devices, or on those of all processes that called `hosts.join`.
 
     Args:
         chunk: clients vectorised together; None chooses: everyone where models are small or on a GPU (in quarters
             sorted by work where clients work unequally), one at a time where one client's products fill the CPU.
-        devices: how many devices to spread each cohort over.
+        devices: how many devices of each process to spread each cohort over.
         stream: keep the samples on the host and bring each round's cohort to the device, prefetched: for populations
             that do not fit. None streams exactly when some leaf is a NumPy memory map.
         prefetch: cohorts to read ahead when streaming.
@@ -67,16 +69,12 @@ class Local:
         self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> LocalRun:
         check_here(clients)
-        available = len(jax.devices())
-        require(
-            self.devices <= available,
-            "Local.devices",
-            self.devices,
-            f"at most {available}, the devices of this machine",
-        )
-        mesh = Mesh(np.array(jax.devices()[: self.devices]), (AXIS,)) if self.devices > 1 else None
-        share = -(-cohort // self.devices)  # clients per device, rounded up
-        chunk = min(self.chunk or default_chunk(carry.state, clients, share), share)
+        mesh = self.mesh()
+        processes = hosts.count()
+        shares = Shares(len(clients), processes, hosts.index(), self.devices) if processes > 1 else None
+        share = -(-cohort // (self.devices * processes))  # clients per device, rounded up
+        lumpy = shares is not None and cohort < len(clients)
+        chunk = min(self.chunk or default_chunk(carry.state, clients, share, lumpy), share)
         layout = Layout(
             problem=problem.over_batches(),
             population=len(clients),
@@ -87,20 +85,41 @@ class Local:
             inner_longest=int(clients.inner.size.max()),
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
             chunk=chunk,
-            axis=AXIS if mesh else None,
+            axis=(HOST, AXIS) if shares else AXIS if mesh else None,
+            shares=shares,
         )
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
         make: Callable[..., Any] = Streamed if stream else Resident
+        if shares:
+            assert mesh is not None
+            hosts.meet(mesh)
         return LocalRun(algorithm, layout, make(clients, layout, key, mesh, self.prefetch), mesh, key, clients, problem)
 
+    def mesh(self) -> Mesh | None:
+        """The devices to use: none named where one will do, else one axis, or two where there are several processes."""
+        own = [[d for d in jax.devices() if d.process_index == process] for process in range(hosts.count())]
+        available = min(map(len, own))
+        whose = "this machine" if len(own) == 1 else "the machine with the fewest"
+        require(
+            self.devices <= available,
+            "Local.devices",
+            self.devices,
+            f"at most {available}, the devices of {whose}",
+        )
+        chosen = np.array([devices[: self.devices] for devices in own])
+        if len(own) > 1:
+            return Mesh(chosen, (HOST, AXIS))
+        return Mesh(chosen[0], (AXIS,)) if self.devices > 1 else None
 
-def default_chunk(state: PyTree, clients: Clients, share: int) -> int:
-    """How many clients to vectorise together."""
+
+def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> int:
+    """How many clients to vectorise together; `lumpy`: a device's part of a cohort is random, `share` on average."""
+    quarter = -(-share // 4)
     if nbytes(state) <= SMALL_STATE:
-        return share
+        return quarter if lumpy else share
     if jax.default_backend() == "cpu":
         return 1
-    return share if clients.local_steps is None else -(-share // 4)  # a chunk lasts as long as its slowest client
+    return share if clients.local_steps is None and not lumpy else quarter  # a chunk lasts as long as its slowest
 
 
 class LocalRun:
@@ -119,24 +138,31 @@ class LocalRun:
         self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
         self.clients, self.problem = clients, problem
         self.local_steps = clients.local_steps if isinstance(clients.local_steps, tuple) else None
+        if layout.shares:
+            self.algorithm, self.key = replicate((algorithm, key), mesh)
         self.program: Any = None
         self.compile_seconds = 0.0
 
     def advance(self, carry: Carry, rounds: int) -> Progress:
         data, table, ids = self.source.inputs(int(carry.round))
         inputs = Inputs(self.algorithm, data, table, ids, self.key)
+        if self.layout.shares:
+            carry = replicate(carry, self.mesh)
         if self.program is None:
             self.program = self.compile(carry, inputs)
         count = min(rounds, self.source.rounds_per_call)
-        carry, done, books, finite = self.program(carry, np.int32(count), inputs)
-        done = int(done)
+        with hosts.exchange():
+            carry, done, books, finite = self.program(carry, np.int32(count), inputs)
+            done = int(done)
         if not np.all(finite):
             self.explain(carry, np.asarray(finite), sorted(books.metrics))
         return Progress(carry, done, jax.tree.map(lambda leaf: np.asarray(leaf)[:done], books))
 
     def compile(self, carry: Carry, inputs: Inputs) -> Any:
         began = time.perf_counter()
-        program = jax.jit(self.rounds, donate_argnums=0).lower(carry, np.int32(1), inputs).compile()
+        everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and self.layout.shares else None
+        rounds = jax.jit(self.rounds, donate_argnums=0, out_shardings=everywhere)
+        program = rounds.lower(carry, np.int32(1), inputs).compile()
         self.compile_seconds = time.perf_counter() - began
         return program
 
@@ -165,7 +191,7 @@ class LocalRun:
     def one_round(self, carry: Carry, inputs: Inputs) -> tuple[Carry, Book, Array]:
         """One round, its book, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
-        ids, members = self.cohort(keys, inputs)
+        ids, where, members = self.cohort(keys, inputs)
         states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
         algorithm = at(inputs.algorithm, carry.round)
 
@@ -175,32 +201,34 @@ class LocalRun:
             return state, fed.states, fed.book
 
         if self.mesh:
-            spread, same = PartitionSpec(AXIS), PartitionSpec()
+            spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
+            held: Any = PartitionSpec(HOST) if self.layout.shares else same  # the samples
+            inputs_are = Inputs._make((same, held, same, same, same))
             play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
                 play,
                 mesh=self.mesh,
-                in_specs=(spread, spread, same, same, same, same),
+                in_specs=(spread, spread, same, same, same, inputs_are),
                 out_specs=(same, spread, same),
                 check_vma=False,
             )
         state, states, book = play(members, states, algorithm, carry.state, keys, inputs)
-        size = self.layout.cohort  # the places that pad the cohort are dropped here
-        clients = jax.tree.map(lambda full, new: full.at[ids].set(new[:size]), carry.clients, states)
+        # the places that pad the cohort are dropped here
+        clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, states)
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.isfinite(book.metrics[name][0]) for name in sorted(book.metrics)]
         return Carry(carry.round + 1, state, clients), book, jnp.stack(flags)
 
     def fresh(self, keys: RoundKeys, inputs: Inputs, number: Array | int) -> Members:
         """This device's share of the round's fresh cohort of that number."""
-        _, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
+        *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members
         share = members.id.shape[0] // self.mesh.size
-        first = lax.axis_index(AXIS) * share
+        first = lax.axis_index(self.layout.axis) * share
         return jax.tree.map(lambda column: lax.dynamic_slice_in_dim(column, first, share), members)
 
-    def cohort(self, keys: RoundKeys, inputs: Inputs, place: Array | int = 0) -> tuple[Array, Members]:
-        """The ids of a cohort, and its members, padded for the chunks and sorted by work."""
+    def cohort(self, keys: RoundKeys, inputs: Inputs, place: Array | int = 0) -> tuple[Array, Any, Members]:
+        """The ids of a cohort, the places of these among its members, and those, padded and sorted by work."""
         size = self.layout.cohort
         if inputs.ids is None:
             ids = draw_cohort(keys.cohort, self.layout.population, size)
@@ -212,12 +240,16 @@ class LocalRun:
         if members.work is not None:
             order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
+        if shares := self.layout.shares:
+            where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))
+            members = jax.tree.map(lambda column: column[member], members)
+            return ids, where, members._replace(counts=members.counts * taken)
         places = self.layout.chunk * (self.mesh.size if self.mesh else 1)
         extra = -size % places
         if extra:
             members = jax.tree.map(lambda c: jnp.concatenate([c, jnp.broadcast_to(c[:1], (extra,))]), members)
             members = members._replace(counts=members.counts.at[size:].set(0))
-        return ids, members
+        return ids, slice(size), members
 
     def explain(self, carry: Carry, finite: np.ndarray, metrics: list[tuple[str, str]]) -> None:
         """Play the failing round again, client by client, and raise what it finds."""
@@ -226,7 +258,8 @@ class LocalRun:
         names = [f"server update: {jax.tree_util.keystr(path)}" for path, leaf in leaves if is_floating(leaf)]
         names += [f"phase {phase}: {metric}" for phase, metric in metrics]
         bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
-        replay = Reference().start(self.algorithm, self.problem, self.clients, self.layout.cohort, self.key, carry)
+        algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process plays it all by itself
+        replay = Reference().start(algorithm, self.problem, self.clients, self.layout.cohort, key, carry)
         replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
         raise NonFiniteError(f"round {round}, {bad} is not finite")
 

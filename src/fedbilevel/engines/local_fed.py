@@ -17,8 +17,10 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.engine import check_reply
+from fedbilevel.engines.shares import Shares
 
 AXIS = "clients"
+HOST = "hosts"  # the mesh's axis over processes, where there are several
 
 
 class Members(NamedTuple):
@@ -54,7 +56,8 @@ class Layout:
     inner_longest: int
     inner_equal: bool
     chunk: int  # clients vectorised together
-    axis: str | None  # name of the mesh axis, if the cohort is spread over devices
+    axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
+    shares: Shares | None = None  # of several processes
 
 
 Draw = Callable[[Array | int], Members]
@@ -89,10 +92,11 @@ class LocalFed:
             kept = state if reply.state is None else reply.state
             return book.weigh(reply, member.weight, member.counts), kept
 
+        chunk, gaps = self.layout.chunk, self.layout.shares is not None
         if fresh is None:
-            sums, self.states = sum_over_clients(one, self.members, self.states, self.layout.chunk)
+            sums, self.states = sum_over_clients(one, self.members, self.states, chunk, gaps)
         else:
-            sums, _ = sum_over_clients(one, self.draw(fresh), None, self.layout.chunk)
+            sums, _ = sum_over_clients(one, self.draw(fresh), None, chunk, gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
         self.book = book.merge(self.book, book.entry(name, message, sums.update, sums, self.layout.cohort))
@@ -154,17 +158,30 @@ class LocalFed:
 
 
 def sum_over_clients(
-    one: Callable[[Members, PyTree], tuple[book.Sums, PyTree]], members: Members, states: PyTree, chunk: int
+    one: Callable[[Members, PyTree], tuple[book.Sums, PyTree]],
+    members: Members,
+    states: PyTree,
+    chunk: int,
+    gaps: bool = False,
 ) -> tuple[book.Sums, PyTree]:
-    """Σ of `one` over clients, `chunk` of them vectorised at a time, and their new states in order."""
+    """Σ of `one` over clients, `chunk` of them vectorised at a time, and their new states in order.
+
+    With `gaps`, chunks in which nobody counts are left out.
+    """
     count = members.id.shape[0]
-    if chunk == count:
+    if chunk == count and not gaps:
         return _vectorised(one, members, states)
     blocks = jax.tree.map(lambda a: a.reshape(count // chunk, chunk, *a.shape[1:]), (members, states))
 
-    def block(total: book.Sums, inputs: tuple[Members, PyTree]) -> tuple[book.Sums, PyTree]:
+    def play(total: book.Sums, inputs: tuple[Members, PyTree]) -> tuple[book.Sums, PyTree]:
         sums, new = _vectorised(one, *inputs)
         return jax.tree.map(jnp.add, total, sums), new
+
+    def block(total: book.Sums, inputs: tuple[Members, PyTree]) -> tuple[book.Sums, PyTree]:
+        if not gaps:
+            return play(total, inputs)
+        counts = inputs[0].counts
+        return lax.cond(jnp.any(counts > 0), play, lambda total, inputs: (total, inputs[1]), total, inputs)
 
     shape = jax.eval_shape(one, *jax.tree.map(lambda a: a[0], (members, states)))[0]
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)

@@ -34,12 +34,14 @@ from fedbilevel.core.problem import Problem, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
+from fedbilevel.engines import hosts
 from fedbilevel.engines.engine import Carry, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Metric
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.local import Local
 from fedbilevel.engines.result import Callback, Result
+from fedbilevel.engines.source import local
 
 STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
 
@@ -75,8 +77,9 @@ def solve(
         engine: Local() by default.
         eval_every: rounds between rows of the history; None writes the first and the last row only.
         metrics: functions (x, y) -> scalar by name, computed for every row.
-        callbacks: called after every stretch of rounds; one that returns a reason stops the run.
-        checkpoint: a file to save the whole run to, atomically, and to resume from.
+        callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.hosts); one that
+            returns a reason stops the run.
+        checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
         checkpoint_every: rounds between saves; None saves at each row. Also before round 0, at the end and on Ctrl-C.
         resume: continue from `checkpoint`; the result is bit-identical to that of an unbroken run.
 
@@ -84,7 +87,8 @@ def solve(
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
             hold here; the last good checkpoint stays.
-        ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint.
+        ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint. Or another
+            process was lost (hosts.LostProcess); the last checkpoint stays.
         CheckpointError: a checkpoint could not be written, or belongs to another run.
     """
     check_algorithm(algorithm)
@@ -97,7 +101,7 @@ def solve(
     cohort = check_cohort(cohort, len(clients))
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
     path = None if checkpoint is None else Path(checkpoint)
-    fresh = resume or path is None or not path.exists()
+    fresh = resume or path is None or not hosts.is_first() or not path.exists()
     require(fresh, "checkpoint", str(path), "a new file, unless resume=True continues from it")
     key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
@@ -168,36 +172,38 @@ class Loop:
     warned: bool = False
 
     def play(self, run: Run, carry: Carry) -> Result:
-        result, reason = self.result(run, carry), ""
-        if not self.history.rows:
-            first = self.add_row(result)
-            if self.plan.path:
-                self.save(carry)  # from now on there is something to resume
-            reason = self.tell(result, first)
+        result, reason, stop = self.result(run, carry), "", False
         speed = 0.0  # rounds per second; not known before the first stretch
         with hold_interrupt() as interrupted:
-            while result.round < self.plan.rounds and not reason:
+            if not self.history.rows:
+                first = self.add_row(result)
+                if self.plan.path:
+                    self.save(carry)  # from now on there is something to resume
+                reason, stop, _ = agree(self.tell(result, first), interrupted.is_set(), speed)
+            while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
                 try:
                     carry, speed = self.advance(run, carry, stretch)
+                except hosts.LostProcess:
+                    raise  # what the carry held went into the stretch
                 except ExchangeError:
                     if self.plan.path:
                         self.save(carry)
                     raise
                 result = self.result(run, carry)
                 row = self.add_row(result) if self.plan.row_due(result.round) else None
-                reason = self.tell(result, row)
-                if self.plan.save_due(result.round) or (self.plan.path and (reason or interrupted.is_set())):
+                reason, stop, speed = agree(self.tell(result, row), interrupted.is_set(), speed)
+                if self.plan.save_due(result.round) or (self.plan.path and (reason or stop)):
                     self.save(carry)
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
+        if stop:
+            raise KeyboardInterrupt
         return replace(result, stopped=reason)
 
     def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
         """Some rounds, their costs and losses noted; the speed they had."""
         began, compiling = time.perf_counter(), run.compile_seconds
         carry, done, book = run.advance(carry, rounds)
-        self.listen(carry.state, int(carry.round) - done)
+        self.listen(local(carry.state), int(carry.round) - done)
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
         self.ledger.add(book, done)
@@ -217,7 +223,7 @@ class Loop:
 
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
-        state = jax.tree.map(jnp.copy, carry.state)
+        state = jax.tree.map(jnp.copy, local(carry.state))
         x_fixed, y_fixed = self.evaluation.fixed
         return Result(
             x=join(state.x, x_fixed),
@@ -244,11 +250,15 @@ class Loop:
         return row
 
     def tell(self, result: Result, row: Row | None) -> str:
-        reasons = [callback(result, row) for callback in self.callbacks]
+        reasons = [callback(result, row) for callback in self.callbacks if hosts.is_first()]
         return next((reason for reason in reasons if reason), "")
 
     def save(self, carry: Carry) -> None:
+        """Write the checkpoint; where there are several processes, process 0 does."""
         assert self.plan.path is not None
+        hosts.here.saved = str(self.plan.path)
+        if not hosts.is_first():
+            return
         meta = {
             "identity": self.plan.identity,
             "history": self.history.rows,
@@ -261,7 +271,8 @@ class Loop:
     def restore(self, carry: Carry) -> Carry:
         """Continue from the plan's checkpoint; `carry` gives structure and shapes."""
         assert self.plan.path is not None
-        carry, meta = files.load(self.plan.path, carry)
+        with hosts.copy_of(self.plan.path) as path:
+            carry, meta = files.load(path, carry)
         for name, mine in self.plan.identity.items():
             if (theirs := meta["identity"].get(name)) != mine:
                 raise CheckpointError(f"{self.plan.path} belongs to another run: its {name} is {theirs}, not {mine}")
@@ -270,6 +281,12 @@ class Loop:
         self.history, self.ledger = History(meta["history"]), Ledger(**meta["ledger"])
         self.seconds, self.losses = meta["seconds"], meta["losses"]
         return carry
+
+
+def agree(reason: str | None, interrupted: bool, speed: float) -> tuple[str, bool, float]:
+    """What all processes go by: process 0's reason to stop and speed, anybody's Ctrl-C."""
+    words = hosts.gather((reason, interrupted, speed))
+    return words[0][0] or "", any(word[1] for word in words), words[0][2]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.cohort import draw_cohort, round_keys
-from fedbilevel.engines.local_fed import Data, Layout, Members
+from fedbilevel.engines.local_fed import HOST, Data, Layout, Members
 
 Round = tuple[Data, Members, Array | None]
 
@@ -26,17 +26,23 @@ class Resident:
     rounds_per_call = 1024  # how many rounds' books one call can hold
 
     def __init__(self, clients: Clients, layout: Layout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
-        for name, rows in (("outer", clients.outer), ("inner", clients.inner)):
-            if int(np.max(rows.start + rows.size)) >= 2**31:  # rows need not be in order
-                raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
-            for path, leaf in jax.tree_util.tree_leaves_with_path(rows.values):
-                if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
-                    check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
+        outer, outer_start = self.hold("outer", clients.outer, layout, mesh)
+        same = clients.inner is clients.outer
+        inner, inner_start = (outer, outer_start) if same else self.hold("inner", clients.inner, layout, mesh)
         every = np.arange(len(clients), dtype=np.int32)
-        table = members(clients, every, clients.outer.start, clients.inner.start)
-        outer, table = replicate((clients.outer.values, table), mesh)
-        inner = outer if clients.inner is clients.outer else replicate(clients.inner.values, mesh)
+        table = replicate(members(clients, every, outer_start, inner_start), mesh)
         self.round: Round = (Data(outer, inner), table, None)
+
+    def hold(self, name: str, rows: Ragged, layout: Layout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
+        """Bring samples to the device, all or this process's share of them; and where each client's begin."""
+        values, start = layout.shares.own_rows(rows) if layout.shares else (rows.values, rows.start)
+        if int(np.max(start + rows.size)) >= 2**31:  # rows need not be in order
+            raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
+        mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(rows.values)]
+        for (path, leaf), unseen in zip(jax.tree_util.tree_leaves_with_path(values), mapped, strict=True):
+            if unseen:  # whatever is not mapped was checked when the population was described
+                check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
+        return (share(values, mesh) if layout.shares else replicate(values, mesh)), start
 
     def inputs(self, round: int) -> Round:
         return self.round
@@ -72,14 +78,28 @@ class Streamed:
         with jax.enable_x64(self.x64):
             ids = self.cohorts(round)
             flat = ids.ravel()
-            outer = padded("outer", clients.outer, flat, layout.outer_longest)
+            here, place = self.places(ids)
+            outer = padded("outer", clients.outer, here, layout.outer_longest)
             same = clients.inner is clients.outer
-            inner = outer if same else padded("inner", clients.inner, flat, layout.inner_longest)
-            place = np.arange(flat.size, dtype=np.int64)
+            inner = outer if same else padded("inner", clients.inner, here, layout.inner_longest)
             table = members(clients, flat, place * layout.outer_longest, place * layout.inner_longest)
             table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
-            data, table, device_ids = replicate((Data(outer, inner), table, ids), self.mesh)
+            table, device_ids = replicate((table, ids), self.mesh)
+            data = Data(outer, inner)
+            data = share(data, self.mesh) if layout.shares else replicate(data, self.mesh)
         return data, table, device_ids
+
+    def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whose samples to gather here, −1 for nobody's, and the place of each member among those of its process."""
+        shares, flat = self.layout.shares, ids.ravel()
+        if shares is None:
+            return flat, np.arange(flat.size, dtype=np.int64)
+        each = min(self.layout.cohort, shares.largest)
+        place = np.concatenate([number * each + shares.ranks(cohort) for number, cohort in enumerate(ids)])
+        own = shares.owner(flat) == shares.mine
+        here = np.full(len(ids) * each, -1, flat.dtype)
+        here[place[own]] = flat[own]
+        return here, place
 
     def cohorts(self, round: int) -> np.ndarray:
         """Ids of the round's own cohort and of its fresh ones, (1 + fresh, P)."""
@@ -107,11 +127,16 @@ def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_st
 
 
 def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
-    """Samples of the given rows, each padded with zeros to `longest`, flat: leaves (len(ids)·longest, ...)."""
+    """Samples of the given rows, each padded with zeros to `longest`, flat: leaves (len(ids)·longest, ...).
+
+    An id of −1 stands for no row at all.
+    """
 
     def gather(path: Any, leaf: np.ndarray) -> np.ndarray:
         out = np.zeros((len(ids), longest, *leaf.shape[1:]), leaf.dtype)
         for place, i in enumerate(ids):
+            if i < 0:
+                continue
             start, size = int(rows.start[i]), int(rows.size[i])
             out[place, :size] = leaf[start : start + size]
         check_finite(f"Clients.{name}{jax.tree_util.keystr(path)} of the cohort {ids[:3]}…", out)
@@ -126,5 +151,34 @@ def is_memory_mapped(clients: Clients) -> bool:
 
 
 def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Put arrays on the device, or a copy on every device of the mesh."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()) if mesh else None)
+    """Put arrays on the device, or a copy on every device of the mesh, also where other processes have some of it."""
+    if mesh is None or not mesh.is_multi_process:
+        return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()) if mesh else None)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def copy(leaf: Any) -> Array:
+        if isinstance(leaf, Array) and not leaf.is_fully_addressable:
+            return leaf  # it is there already
+        if isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(copy(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        value = _canonical(leaf)
+        return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
+
+    return jax.tree.map(copy, tree)
+
+
+def share(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Put this process's arrays on its own devices; leaves (n, ...) of each become one, (processes·n, ...)."""
+    assert mesh is not None
+    apart = NamedSharding(mesh, PartitionSpec(HOST))
+    return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(apart, _canonical(leaf)), tree)
+
+
+def local(tree: PyTree) -> PyTree:
+    """Arrays that every process has, as ordinary arrays of this one."""
+    return jax.tree.map(lambda a: a if getattr(a, "is_fully_addressable", True) else a.addressable_data(0), tree)
+
+
+def _canonical(leaf: Any) -> np.ndarray:
+    array = np.asarray(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

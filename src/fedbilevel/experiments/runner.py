@@ -1,4 +1,7 @@
-"""One run in one folder: start, resume, write what it found."""
+"""One run in one folder: start, resume, write what it found.
+
+Where several processes play it together, process 0 has the folder and the others write nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.engines import hosts
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Callback, Result
@@ -21,7 +25,7 @@ from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.parts import Parts, build
 from fedbilevel.experiments.places import require_free, write_json, write_text
-from fedbilevel.experiments.spec import Spec, read_spec
+from fedbilevel.experiments.spec import Spec, read_spec, resolve
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
 
@@ -48,7 +52,8 @@ def run(
         NumericalError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
     """
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
-    require_free(place.path)
+    if hosts.is_first():
+        require_free(place.path)
     return _play(spec, place, parts or build(spec), callbacks, plot, resume=False)
 
 
@@ -90,7 +95,11 @@ def complete(
 
 
 def resumable(place: Folder, rounds: int | None) -> Spec:
-    """The spec with which a folder's run can go on."""
+    """The spec with which the run in a folder, process 0's, can go on."""
+    return resolve(hosts.decide(lambda: _resumable(place, rounds).tables()))
+
+
+def _resumable(place: Folder, rounds: int | None) -> Spec:
     if not place.spec.is_file():
         raise ConfigurationError(f"{place.path} is not the folder of a run: it has no spec.toml")
     if not place.checkpoint.is_file():
@@ -109,13 +118,14 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
 def _play(
     spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: bool
 ) -> Result:
-    if plot:
+    writes = hosts.is_first()
+    if plot and writes:
         plots.require_matplotlib()
     began = time.perf_counter()
     task = parts.task
     rounds, eval_every, ends = _length(spec, place, parts, resume)
     scribe = Scribe(spec, place)
-    with contextlib.nullcontext() if resume else _opened(scribe):
+    with _opened(scribe) if writes and not resume else contextlib.nullcontext():
         result = solve(
             parts.algorithm,
             task.problem,
@@ -133,7 +143,9 @@ def _play(
             checkpoint_every=spec.run.checkpoint_every,
             resume=resume,
         )
-    finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
+    if writes:
+        finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
+    hosts.gather("finished")  # no process leaves before all is written
     return result
 
 
@@ -142,7 +154,8 @@ def _length(spec: Spec, place: Folder, parts: Parts, resume: bool) -> tuple[int,
     if spec.run.rounds is not None:
         return spec.run.rounds, spec.run.eval_every, []
     assert spec.run.exchanges is not None
-    done = budget.rounds_done(place.checkpoint, spec.run.exchanges) if resume else None
+    budgeted = spec.run.exchanges
+    done = hosts.decide(lambda: budget.rounds_done(place.checkpoint, budgeted)) if resume else None
     rounds = spec.run.exchanges if done is None else done  # a round has at least one exchange
     return rounds, budget.rounds_between_rows(spec.run, parts), [budget.stop_after(spec.run.exchanges)]
 

@@ -1,0 +1,77 @@
+"""One of several processes of a simulation: python host_worker.py HOST:PORT PROCESSES PROCESS FOLDER JOBS.
+
+JOBS is JSON, a list of [name, function, arguments]; what the functions below return, trees of arrays, goes to
+FOLDER/NAME.PROCESS.npz. They run in the tests' own process too, which then is the only one.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel.engines import hosts
+from fedbilevel.tasks.quadratic import quadratic
+
+
+def agreement(case, engine):
+    """State, clients' states and books after three rounds of a case of test_agreement.py."""
+    from test_agreement import three_rounds
+
+    return three_rounds(case, fb.Local(**engine))
+
+
+def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, **engine):
+    """x, y and losses of a run of SimFBO with cohorts, unequal work and rows."""
+    task = quadratic(clients=8, samples=(3, 9), local_steps=(1, 4))
+    result = fb.solve(
+        fb.SimFBO(batch_size=4, server_lr=server_lr),
+        task.problem,
+        task.clients,
+        task.x0,
+        task.y0,
+        rounds=rounds,
+        cohort=5,
+        engine=fb.Local(**engine),
+        eval_every=2,
+        metrics=task.metrics,
+        checkpoint=checkpoint,
+        resume=resume,
+        callbacks=[lambda result, row: "far enough" if result.round == stop_at else None],
+    )
+    rows = [[value for name, value in sorted(row.items()) if name != "seconds"] for row in result.history.rows[1:]]
+    return {"x": result.x, "y": result.y, "rows": np.array(rows), "stopped": np.array(result.stopped)}
+
+
+def refused(function, **arguments):
+    """The error that a job ends with."""
+    try:
+        globals()[function](**arguments)
+    except fb.FedbilevelError as error:
+        return {"error": np.array(f"{type(error).__name__}: {error}")}
+    return {"error": np.array("")}
+
+
+def said(file, size):
+    """What the processes hear: a word from each, one from process 0, and its file, longer than a message may be."""
+    if hosts.is_first():
+        Path(file).write_bytes(np.arange(size, dtype=np.uint8).tobytes())
+    words = [hosts.gather({"process": hosts.index()})[-1]["process"] for _ in range(3)]
+    with hosts.copy_of(Path(file)) as copy:
+        content = np.frombuffer(copy.read_bytes(), np.uint8)
+    return {"last": np.array(words), "first": np.array(hosts.first(hosts.index())), "content": content}
+
+
+def main():
+    coordinator, processes, process, folder, jobs = sys.argv[1:]
+    hosts.join(coordinator, int(processes), int(process), patience=60)
+    for name, function, arguments in json.loads(jobs):
+        leaves = jax.tree_util.tree_leaves_with_path(globals()[function](**arguments))
+        arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+        np.savez(Path(folder) / f"{name}.{process}.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()

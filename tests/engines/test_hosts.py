@@ -1,0 +1,277 @@
+"""Do several processes, each with its own share of the clients, compute what one computes?
+
+Processes are real ones, on the loopback. Sums over them have another order than in one process: see test_agreement.py
+for why states agree to 1e-12.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import host_worker
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbilevel.core.client import Ragged
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines import hosts
+from fedbilevel.engines.shares import Shares
+
+SECONDS = 240  # after which a process that hangs is ended
+PORTS = iter(range(21000 + os.getpid() % 900, 22000))
+
+
+def free_port():
+    """A port that nobody listens at."""
+    for port in PORTS:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("no free port")
+
+
+def start(processes, folder, jobs, **options):
+    """The processes, started."""
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "TF_CPP_MIN_LOG_LEVEL": "4",
+    }
+    where = f"127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(
+            [sys.executable, host_worker.__file__, where, str(processes), str(k), str(folder), json.dumps(jobs)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+        for k in range(processes)
+    ]
+
+
+def ends(started):
+    """(exit code, standard output, standard error) of each process."""
+    try:
+        outputs = [process.communicate(timeout=SECONDS) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+
+
+def play(processes, folder, jobs):
+    """Do jobs on several processes; a function (name, process) -> {leaf: array}."""
+    for code, _, error in ends(start(processes, folder, jobs)):
+        assert code == 0, error
+    return lambda name, process=0: dict(np.load(folder / f"{name}.{process}.npz"))
+
+
+def alone(job):
+    """The same by this process."""
+    _, function, arguments = job
+    leaves = jax.tree_util.tree_leaves_with_path(getattr(host_worker, function)(**arguments))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_agree(computed, expected):
+    assert computed.keys() == expected.keys()
+    for name, want in expected.items():
+        if want.dtype.kind == "U":
+            assert computed[name] == want
+        else:
+            np.testing.assert_allclose(computed[name], want, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+AGREEMENT = [
+    ["state", "agreement", {"case": "two phases, a loop, client state", "engine": {"devices": 2, "stream": True}}],
+    ["fresh", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {}}],
+]
+MORE = [
+    ["work", "agreement", {"case": "SimFBO, work of each client", "engine": {}}],
+    ["resident", "agreement", {"case": "two phases, a loop, client state", "engine": {"devices": 2}}],
+    ["streamed", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {"stream": True}}],
+    ["random", "agreement", {"case": "ShroFBO, ragged full batches, random work", "engine": {"chunk": 2}}],
+    ["length", "agreement", {"case": "FedMBO, fresh cohorts", "engine": {"devices": 2, "chunk": 2}}],
+]
+DIVERGES = {"rounds": 4, "checkpoint": None, "server_lr": 1e200}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """All that two processes are asked to do in the tests below, and the folder of their files."""
+    folder = tmp_path_factory.mktemp("two")
+    host_worker.solved(4, folder / "of-one.npz")
+    jobs = [
+        *AGREEMENT,
+        ["said", "said", {"file": str(folder / "long"), "size": 3 * hosts.PIECE + 5}],
+        ["stop", "solved", {"rounds": 8, "checkpoint": str(folder / "of-two.npz"), "stop_at": 4}],
+        ["resume", "solved", {"rounds": 8, "checkpoint": str(folder / "of-one.npz"), "resume": True}],
+    ]
+    return folder, play(2, folder, jobs)
+
+
+@pytest.mark.parametrize("job", AGREEMENT, ids=lambda job: job[0])
+def test_two_processes_compute_what_one_does(two, job):
+    _, outcome = two
+    job = [*job[:2], {**job[2], "engine": {}}]
+    assert_agree(outcome(job[0]), alone(job))
+    for leaf, value in outcome(job[0]).items():
+        np.testing.assert_array_equal(outcome(job[0], 1)[leaf], value)
+
+
+def test_words_and_files_reach_every_process(two):
+    _, outcome = two
+    for process in range(2):
+        heard = outcome("said", process)
+        assert heard["['last']"].tolist() == [1, 1, 1]
+        assert heard["['first']"] == 0
+        assert np.array_equal(heard["['content']"], np.arange(3 * hosts.PIECE + 5, dtype=np.uint8))
+
+
+def test_a_checkpoint_of_two_processes_is_resumed_by_one_and_the_other_way_round(two):
+    folder, outcome = two
+    unbroken = alone([None, "solved", {"rounds": 8, "checkpoint": None}])
+    resumed = alone([None, "solved", {"rounds": 8, "checkpoint": folder / "of-two.npz", "resume": True}])
+    assert_agree(resumed, unbroken)
+    assert_agree(outcome("resume"), unbroken)
+    assert_agree(outcome("resume", 1), unbroken)
+
+
+def test_a_callback_of_process_0_stops_all(two):
+    _, outcome = two
+    expected = alone([None, "solved", {"rounds": 8, "checkpoint": None, "stop_at": 4}])
+    assert expected["['stopped']"] == "far enough"
+    for process in range(2):
+        assert_agree(outcome("stop", process), expected)
+
+
+@pytest.mark.slow
+def test_four_processes_compute_what_one_does(tmp_path):
+    """Eight clients on four processes: a cohort of five leaves some process without any, now and then."""
+    host_worker.solved(4, tmp_path / "of-one.npz")
+    resume = ["resume", "solved", {"rounds": 8, "checkpoint": str(tmp_path / "of-one.npz"), "resume": True}]
+    begin = ["begin", "solved", {"rounds": 4, "checkpoint": str(tmp_path / "of-four.npz")}]
+    diverge = ["diverge", "refused", {"function": "solved", **DIVERGES}]
+    outcome = play(4, tmp_path, [*AGREEMENT, *MORE, begin, resume, diverge])
+    for name, function, arguments in [*AGREEMENT, *MORE]:
+        assert_agree(outcome(name, 3), alone([name, function, {**arguments, "engine": {}}]))
+    unbroken = alone([None, "solved", {"rounds": 8, "checkpoint": None}])
+    assert_agree(outcome("resume", 3), unbroken)
+    expected = host_worker.refused("solved", **DIVERGES)["error"]
+    assert "NonFiniteError: round " in str(expected)
+    assert [outcome("diverge", process)["['error']"] for process in range(4)] == [expected] * 4
+    resume[2]["checkpoint"] = str(tmp_path / "of-four.npz")
+    assert_agree(play(2, tmp_path, [resume])("resume", 1), unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_process_ends_the_other_with_a_sentence(tmp_path, lost):
+    checkpoint = tmp_path / "run.npz"
+    job = ["long", "solved", {"rounds": 10_000_000, "checkpoint": str(checkpoint)}]
+    started = start(2, tmp_path, [job])
+    try:
+        while not checkpoint.exists() or checkpoint.stat().st_size == 0:
+            assert all(process.poll() is None for process in started)
+        os.kill(started[lost].pid, signal.SIGKILL)
+        code, _, error = ends(started)[1 - lost]
+    finally:
+        for process in started:
+            process.kill()
+    assert code == hosts.LOST
+    assert f"process {lost} was lost (killed, crashed or cut off); the last checkpoint is {checkpoint}" in error
+    assert Path(checkpoint).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere", 2, 0), "coordinator = 'nowhere' is not allowed: it must be HOST:PORT"),
+        (("host:99999", 2, 0), "it must be HOST:PORT"),
+        (("127.0.0.1:1", 2, 2), "process = 2 is not allowed: it must be 0 to 1"),
+        (("127.0.0.1:1", 2, None), "process = None"),
+        (("127.0.0.1:1", None, 0), "processes = None"),
+        (("auto", 2, 0), "processes and process"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        hosts.join(*arguments)
+
+
+def test_a_coordinator_that_does_not_answer_is_named():
+    with pytest.raises(ConfigurationError, match=r"does not answer in 1 s.*is process 0 running"):
+        hosts.join(f"127.0.0.1:{free_port()}", 2, 1, patience=1)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError, match="cannot listen"):
+        hosts.join(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
+
+
+def test_joining_comes_before_jax_is_used(monkeypatch):
+    jnp.zeros(1).block_until_ready()
+    monkeypatch.setattr(hosts, "_explain_abort", lambda: None)
+    with pytest.raises(ConfigurationError, match="must be called before"):
+        hosts.join(f"127.0.0.1:{free_port()}", 2, 0)
+
+
+def test_processes_that_do_not_come_are_a_sentence(tmp_path):
+    code = f"from fedbilevel.engines import hosts; hosts.join('127.0.0.1:{free_port()}', 2, 0, patience=2)"
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "4"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == hosts.LOST
+    assert "the 2 processes did not all come to 127.0.0.1" in done.stderr
+
+
+@pytest.mark.parametrize(("population", "processes", "devices"), [(8, 2, 1), (7, 3, 2), (5, 5, 1), (100, 4, 3)])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_every_member_of_a_cohort_has_one_place_with_its_owner(population, processes, devices, chunk):
+    shares = Shares(population, processes, 0, devices)
+    owners = np.repeat(np.arange(processes), np.diff(shares.bounds))
+    assert np.ptp(np.bincount(owners)) <= 1
+    np.testing.assert_array_equal(shares.owner(np.arange(population)), owners)
+    rng = np.random.default_rng(0)
+    for cohort in {1, (population + 1) // 2, population}:
+        ids = rng.permutation(population)[:cohort]
+        places = shares.places(cohort, chunk)
+        where, member, taken = map(np.asarray, shares.place(jnp.asarray(ids), places))
+        assert len(set(where.tolist())) == cohort
+        assert taken.sum() == cohort
+        assert taken[where].all()
+        np.testing.assert_array_equal(member[where], np.arange(cohort))
+        by_process = np.arange(len(member)) // (devices * places)
+        np.testing.assert_array_equal(by_process[where], owners[ids])
+        held = np.isin(by_process, owners[ids])  # elsewhere nobody is played
+        np.testing.assert_array_equal(owners[ids][member[held]], by_process[held])
+        on_device = taken.reshape(-1, places)  # the filled places come first, and devices of one process share evenly
+        assert (np.diff(on_device.astype(int), axis=1) <= 0).all()
+        assert (np.ptp(on_device.sum(1).reshape(processes, devices), axis=1) <= 1).all()
+
+
+def test_a_share_holds_the_samples_of_its_clients_only():
+    sizes = [2, 5, 1, 3, 4]
+    rows = Ragged.listed("inner", [np.arange(10 * i, 10 * i + n) for i, n in enumerate(sizes)])
+    shares = [Shares(5, 2, mine, 1) for mine in range(2)]  # clients 0 and 1; 2, 3 and 4
+    held = [one.own_rows(rows) for one in shares]
+    assert held[0][0].tolist() == [0, 1, 10, 11, 12, 13, 14, 0]
+    assert held[1][0].tolist() == [20, 30, 31, 32, 40, 41, 42, 43]
+    for _, begin in held:
+        assert begin.tolist() == [0, 2, 0, 1, 4]
+
+
+def test_more_processes_than_clients_are_refused():
+    with pytest.raises(ConfigurationError, match="processes = 4 is not allowed: it must be at most 3"):
+        Shares(3, 4, 0, 1)
