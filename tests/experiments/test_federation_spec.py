@@ -1,0 +1,201 @@
+"""A spec played by a federation: the same numbers as in a simulation, and what wrong configurations are told."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.cli import main
+from fedbilevel.experiments import configure, federation, load_run, read_spec, run
+from fedbilevel.experiments.flower_app import write_app
+from fedbilevel.flower.in_process import InProcess
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "two-folders"
+NODE = {"partition-id": 0}
+
+
+@pytest.fixture(scope="module")
+def spec():
+    settings = ["task.clients=3", "task.samples=[8, 8]", "run.rounds=4", "run.eval_every=2", "batch_size=4"]
+    return configure(task="quadratic", algorithm="simfbo", settings=settings)
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory):
+    """The example with its data made."""
+    place = tmp_path_factory.mktemp("hospitals")
+    for file in EXAMPLE.glob("*.*"):
+        shutil.copy(file, place)
+    subprocess.run([sys.executable, "make_data.py"], cwd=place, check=True, capture_output=True)
+    return place
+
+
+def assert_same_result(mine, theirs, tolerance):
+    with np.load(mine / "result.npz") as a, np.load(theirs / "result.npz") as b:
+        names = [name for name in a.files if not name.startswith("__")]
+        assert len(names) >= 2
+        assert set(a.files) == set(b.files)
+        for name in names:
+            np.testing.assert_allclose(a[name], b[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def test_a_spec_gives_the_same_numbers_as_a_simulation(spec, tmp_path):
+    federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(tmp_path / "a")})
+    run(spec, tmp_path / "b")
+    a, b = load_run(tmp_path / "a"), load_run(tmp_path / "b")
+    for mine, theirs in zip(a.history.rows, b.history.rows, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"seconds"}:
+            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-12, err_msg=name)
+    assert a.ledger == b.ledger
+    exchanges = [json.loads(line) for line in (tmp_path / "a" / "exchanges.jsonl").read_text().splitlines()]
+    assert [line["answered"] for line in exchanges] == [[0, 1, 2]] * 4
+    assert sum(line["bytes_down"] for line in exchanges) == a.ledger["bytes_down"]
+
+
+def test_settings_of_the_run_configuration_change_both_sides(spec, tmp_path):
+    config = {"settings": "run.rounds=2 'algorithm.batch_size=2'", "out": str(tmp_path / "a")}
+    grid = InProcess(federation.client_app(spec), 3, run_config={"settings": config["settings"]})
+    federation.serve(spec, grid, config)
+    assert load_run(tmp_path / "a").spec.algorithm.fields["batch_size"] == 2
+
+
+def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
+    config = {"out": str(tmp_path / "a"), "attempts": 1, "join": 0.1}
+    grid = InProcess(federation.client_app(spec), 3)
+    lost = InProcess(federation.client_app(spec), 3, delay=lambda client, message: later(message))
+
+    def later(message):
+        return float("inf") if message.content["fields"]["round"] == 2 else 0.0
+
+    with pytest.raises(fb.ExchangeError, match="round 2"):
+        federation.serve(spec, lost, config)
+    name = json.loads((tmp_path / "a" / "federation.json").read_text())["name"]
+    federation.serve(spec, grid, config)
+    run(spec, tmp_path / "b")
+    assert_same_result(tmp_path / "a", tmp_path / "b", 1e-12)
+    assert json.loads((tmp_path / "a" / "federation.json").read_text())["name"] == name
+    federation.serve(spec, lost, config)  # it is finished: nothing is asked
+
+
+def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path, monkeypatch):
+    monkeypatch.chdir(hospitals)
+    spec = read_spec("spec.toml").replace(run={"rounds": 3})
+    run(spec, tmp_path / "b")
+    (server := tmp_path / "server").mkdir()
+    shutil.copy("data/test.csv", server)
+
+    def of(node):
+        return {**node, "folder": str(hospitals / "data" / ("north", "south")[node["partition-id"]])}
+
+    app = federation.client_app(spec)
+    grid = InProcess(app, 2)
+    for context in grid.contexts.values():
+        context.node_config = of(context.node_config)
+    federation.serve(spec.replace(task={"folder": str(server)}), grid, {"out": str(tmp_path / "a")})
+    assert_same_result(tmp_path / "a", tmp_path / "b", 1e-5)  # samples and their products are float32
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({}, "partition-id"),
+        ({"partition-id": 3}, "below 3"),
+        ({"partition-id": "0"}, "partition-id = '0'"),
+        ({**NODE, "clipp": 1.0}, "did you mean 'clip'"),
+        ({**NODE, "clip": 1.0}, "noise_multiplier, delta"),
+        ({**NODE, "clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, "Site.folder"),
+        ({**NODE, "max-local-steps": 0}, "Limits.local_steps"),
+        ({**NODE, "samples": "many"}, "task.samples"),
+    ],
+)
+def test_a_wrong_node_configuration_is_told_what_is_wrong(spec, node, message):
+    with pytest.raises(fb.ConfigurationError, match=message):
+        federation.site(spec, {}, node)
+
+
+def test_node_configuration_says_what_a_site_allows(spec, tmp_path):
+    limits = {"max-local-steps": 7, "max-batch-size": 9, "max-seconds": 5, "max-bytes": 100}
+    privacy = {"clip": 2, "noise-multiplier": 3.0, "delta": 1e-5, "epsilon": 4.0, "state-folder": str(tmp_path)}
+    site = federation.site(spec, {}, {**NODE, **limits, **privacy})
+    assert (site.limits.local_steps, site.limits.batch_size) == (7, 9)
+    assert (site.limits.seconds, site.limits.message_bytes) == (5.0, 100)
+    assert (site.privacy.clip, site.privacy.noise_multiplier, site.privacy.epsilon) == (2.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quorom": 0.5}, "did you mean 'quorum'"),
+        ({"settings": "run.pooled=true"}, "run.pooled"),
+        ({"settings": "run.round=3"}, "did you mean 'rounds'"),
+        ({"attempts": 1.5}, "attempts = 1.5"),
+        ({"quorum": 2}, "Terms.quorum"),
+    ],
+)
+def test_a_wrong_run_configuration_is_told_what_is_wrong(spec, config, message, tmp_path):
+    with pytest.raises(fb.ConfigurationError, match=message):
+        federation.serve(spec, InProcess(federation.client_app(spec), 3), {**config, "out": str(tmp_path / "a")})
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_app_of_a_task_of_ours(tmp_path, capsys):
+    folder = tmp_path / "My-App"
+    assert main(["flower", "new", str(folder), "--task", "quadratic", "--clients", "3", "--rounds", "7"]) == 0
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert project["tool"]["flwr"]["app"]["components"] == {
+        "serverapp": "my_app.server_app:app",
+        "clientapp": "my_app.client_app:app",
+    }
+    known = {"settings", "out", *federation.SERVER}
+    assert set(project["tool"]["flwr"]["app"]["config"]) == known
+    made = read_spec(folder / "my_app" / "spec.toml")
+    assert (made.run.rounds, made.task.fields["clients"]) == (7, 3)
+    again = main(["flower", "new", str(folder), "--task", "quadratic"])
+    assert again == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_the_app_of_a_file_has_the_file(hospitals, tmp_path, monkeypatch):
+    monkeypatch.chdir(hospitals)
+    write_app(read_spec("spec.toml"), tmp_path / "penalties")
+    inside = tmp_path / "penalties" / "penalties"
+    assert (inside / "problem.py").read_text() == (EXAMPLE / "problem.py").read_text()
+    monkeypatch.syspath_prepend(tmp_path / "penalties")
+    assert read_spec(inside / "spec.toml").task.name == "penalties.problem:penalties"
+
+
+def test_a_file_that_needs_its_neighbours_is_refused(tmp_path):
+    (tmp_path / "neighbour_of_it.py").write_text("A = 1\n")
+    (tmp_path / "mine.py").write_text("import neighbour_of_it\nfrom fedbilevel.tasks import quadratic as task\n")
+    spec = configure(task=f"{tmp_path / 'mine.py'}:task")
+    sys.modules.pop("neighbour_of_it")
+    sys.path.remove(str(tmp_path))
+    with pytest.raises(fb.ConfigurationError, match="an installed package"):
+        write_app(spec, tmp_path / "app")
+    assert not (tmp_path / "app").exists()
+
+
+def test_a_name_that_is_no_package_is_refused(spec, tmp_path):
+    with pytest.raises(fb.ConfigurationError, match="begins with a letter"):
+        write_app(spec, tmp_path / "3-apps")
+    assert not (tmp_path / "3-apps").exists()
+
+
+def test_keys_are_made_once(tmp_path, capsys):
+    command = ["flower", "keys", str(tmp_path / "keys"), "--clients", "2", "--host", "server.example.org"]
+    assert main(command) == 0
+    assert {file.name for file in (tmp_path / "keys").iterdir()} >= {"ca.crt", "server.key", "client-0", "client-1.pub"}
+    assert main(command) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+
+
+def test_without_a_command_flower_says_which_there_are(capsys):
+    assert main(["flower"]) == 2
+    assert "new, keys or demo" in capsys.readouterr().err
