@@ -32,10 +32,7 @@ from fedbilevel.experiments.spec import Spec, assign, fields_of
 from fedbilevel.tasks import Task
 
 if TYPE_CHECKING:
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
-
-    from fedbilevel.flower.site import Site
+    from fedbilevel.flower import Site
 
 Config = Mapping[str, Any]
 
@@ -48,24 +45,24 @@ NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, **LIMIT
 """Node configuration, besides the task's own fields."""
 
 
-def server_app(spec: Spec) -> ServerApp:
-    """A ServerApp that plays the spec."""
-    from fedbilevel.flower import apps
+def server_app(spec: Spec) -> Any:
+    """A Flower ServerApp that plays the spec."""
+    from fedbilevel import flower
 
-    return apps.server_app(partial(serve, spec))
-
-
-def client_app(spec: Spec) -> ClientApp:
-    """A ClientApp that serves the phases of the spec's algorithm on its own samples."""
-    from fedbilevel.flower import apps
-
-    return apps.client_app(partial(site, spec))
+    return flower.server_app(partial(serve, spec))
 
 
-def serve(spec: Spec, grid: Grid, config: Config) -> None:
-    """Play the spec with the clients that the grid reaches; an unfinished run in the folder `out` is continued."""
+def client_app(spec: Spec) -> Any:
+    """A Flower ClientApp that serves the phases of the spec's algorithm on its own samples."""
+    from fedbilevel import flower
+
+    return flower.client_app(partial(site, spec))
+
+
+def serve(spec: Spec, grid: Any, config: Config) -> None:
+    """Play the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
     from fedbilevel.experiments.display import Watch
-    from fedbilevel.flower.engine import Flower
+    from fedbilevel.flower import Flower
 
     spec = configured(spec, config)
     task = seen_by(spec, "server")
@@ -84,9 +81,7 @@ def serve(spec: Spec, grid: Grid, config: Config) -> None:
 
 def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
     """What the client of this node has and does."""
-    from fedbilevel.flower.limits import Limits
-    from fedbilevel.flower.privacy import Privacy
-    from fedbilevel.flower.site import Site
+    from fedbilevel.flower import Limits, Privacy, Site
 
     spec = configured(spec, run_config)
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
@@ -134,7 +129,7 @@ def configured(spec: Spec, config: Config) -> Spec:
 
 def terms(config: Config) -> Any:
     """What is expected of clients."""
-    from fedbilevel.flower.terms import Terms
+    from fedbilevel.flower import Terms
 
     given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
     bound = given.pop("norm-bound", 0.0)
