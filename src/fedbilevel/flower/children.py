@@ -29,7 +29,7 @@ def spawn(command: Sequence[str], log: Path | None = None, env: Mapping[str, str
         env: environment; None: this process's own.
         group: whether it leads a process group of its own, which Ctrl-C does not reach and `stop` ends as a whole.
     """
-    launcher = [sys.executable, "-m", __name__ if __name__ != "__main__" else "fedbilevel.flower.children"]
+    launcher = [sys.executable, "-m", __spec__.name]
     with open(log, "ab") if log else contextlib.nullcontext() as output:
         return subprocess.Popen(
             [*launcher, str(os.getpid()), *command],
@@ -82,9 +82,7 @@ def stop(children: Iterable[subprocess.Popen], grace: float = GRACE) -> None:
     if grace > 0:
         for child in children:
             signal_group(child, signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    while time.monotonic() < deadline and (living(members) or any(child.poll() is None for child in children)):
-        time.sleep(0.02)
+    await_end(children, members, grace)
     for child in children:
         signal_group(child, signal.SIGKILL)
     for pid in living(members):
@@ -92,6 +90,14 @@ def stop(children: Iterable[subprocess.Popen], grace: float = GRACE) -> None:
             os.kill(pid, signal.SIGKILL)
     for child in children:
         child.wait()
+    await_end(children, members, grace=GRACE)
+
+
+def await_end(children: Iterable[subprocess.Popen], members: Mapping[int, int], grace: float) -> None:
+    """Wait until all have ended, but at most `grace` seconds."""
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline and (living(members) or any(child.poll() is None for child in children)):
+        time.sleep(0.02)
 
 
 def become(parent: int, command: list[str]) -> None:

@@ -42,6 +42,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 from flwr.supernode.servicer.runtime import runtime_handlers
 
 HOLD = 5.0  # seconds that a worker's question for a task stays open
+PATIENCE = 3  # times as long as the SuperLink took for its answer is waited at least: many nodes must not drown it
 BACKOFF = 0.02  # seconds before an object that is still being uploaded is asked for again, first time
 
 
@@ -138,13 +139,15 @@ class Meeting:
         self.open = threading.Event()  # the message is complete: the worker may take its task
         self.done = threading.Event()  # the worker has finished it
         self.asking = 0
-        self.last = time.monotonic()  # of the last message
+        self.last = self.woken = time.monotonic()  # the last message; the end of the last sleep
         self.incomplete = False
 
     def sleep(self, seconds: float) -> None:
         """What the loop calls instead of time.sleep."""
         if seconds >= 1:
-            time.sleep(self.interval(time.monotonic() - self.last))
+            now = time.monotonic()
+            time.sleep(max(self.interval(now - self.last), PATIENCE * (now - self.woken)))
+            self.woken = time.monotonic()
             return
         caller = inspect.currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
         if caller == "yield_object_contents":
@@ -156,7 +159,7 @@ class Meeting:
         self.done.wait(seconds)
         self.done.clear()
         self.open.clear()
-        self.last = time.monotonic()
+        self.last = self.woken = time.monotonic()
 
     def acquire(self, request: AcquireTaskRequest, state: InMemoryNodeState) -> AcquireTaskResponse:
         """Answer a worker when there is a task. It is the only one: what it had before and did not finish is lost."""

@@ -217,20 +217,25 @@ class Federation:
 
     # Waiting
 
-    def wait_online(self, count: int, seconds: float) -> None:
-        """Wait until the SuperLink says that at least `count` nodes are online."""
+    def wait_online(self, count: int, seconds: float, within: float | None = None) -> None:
+        """Wait until at least `count` nodes are online; `within`: that came online from so many seconds ago on."""
         until = time.monotonic() + seconds
         while not all(map(listens, (self.node_ports[client] for client in self.nodes))):
             self.check_alive(until, "a SuperNode did not start")
             time.sleep(0.1)
-        while self.online() < count:
-            self.check_alive(until, f"{self.online()} of {count} clients are online")
+        began = time.monotonic()
+        while self.online(within if within is None else within + time.monotonic() - began) < count:
+            self.check_alive(until, f"fewer than {count} clients have come online")
             time.sleep(0.2)
 
-    def online(self) -> int:
-        """How many nodes the SuperLink knows to be online."""
+    def online(self, within: float | None = None) -> int:
+        """How many nodes the SuperLink believes to be online; `within`: that came online within so many seconds.
+
+        A node that was killed counts as online until its sign of life is overdue, for up to a minute.
+        """
         listed = json.loads(self.console("supernode", "list", "--format", "json", CONNECTION))
-        return sum(node["status"] == "online" for node in listed["nodes"])
+        ages = [node["online-elapsed"] for node in listed["nodes"] if node["status"] == "online"]
+        return sum(within is None or age <= within for age in ages)
 
     def check_alive(self, until: float, complaint: str) -> None:
         """Raise StartError, with the ends of the logs, once the time is up or a process has ended."""
@@ -263,10 +268,13 @@ class Federation:
         """kill -9 for all processes of a client."""
         children.stop([self.nodes.pop(node)], grace=0)
 
-    def restart(self, node: int, seconds: float = 60.0) -> None:
-        """Start a client's processes again, after `kill`, and wait until all that run are online."""
+    def restart(self, node: int, seconds: float = 150.0) -> None:
+        """Start a client's processes again, after `kill`, and wait until it is online.
+
+        A SuperLink that knows its nodes by keys refuses one while it believes that it never left: for up to a minute.
+        """
         self.start_node(node)
-        self.wait_online(len(self.nodes), seconds)
+        self.wait_online(1, seconds, within=0.0)
 
     def kill_superlink(self) -> None:
         """kill -9 for the SuperLink and what it started."""

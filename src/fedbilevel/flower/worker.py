@@ -148,12 +148,12 @@ def deliver(node: Node, reply: Any, context: Any) -> str:
 def serve(node: Node, apps: Apps, error_reply: Callable[[Any, Exception], Any], patience: float = PATIENCE) -> None:
     """Answer messages until the SuperNode has been out of reach for `patience` seconds."""
     heart = Heart(node, abandoned)
-    reached = time.monotonic()
+    reached, lost = time.monotonic(), False
     while time.monotonic() - reached < patience:
         asked = time.monotonic()
         try:
             found = node.acquire()
-            reached = time.monotonic()
+            reached, lost = time.monotonic(), False
             if found:
                 heart.set(True)
                 try:
@@ -163,7 +163,9 @@ def serve(node: Node, apps: Apps, error_reply: Callable[[Any, Exception], Any], 
             elif reached - asked < 0.1:  # a SuperNode that does not hold the question open
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - a connection that comes back is used again
-            logger.warning("SuperNode: %s", type(error).__name__)
+            if not lost:
+                logger.warning("the SuperNode is out of reach: %s", type(error).__name__)
+            lost = True
             time.sleep(0.5)
     logger.error("the SuperNode has been out of reach for %.0f s: the worker ends", patience)
 

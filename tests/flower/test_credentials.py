@@ -1,0 +1,84 @@
+"""Throw-away credentials: what they certify, who can read them, that nothing is overwritten."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.flower import credentials
+
+pytest.importorskip("cryptography")
+
+
+def test_private_files_are_their_owners_alone(tmp_path: Path) -> None:
+    made = credentials.make(tmp_path / "new", clients=2)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
+    private = {"server.key", "client-0", "client-1"}
+    assert {name for name, mode in modes.items() if mode == 0o600} == private
+    assert modes.keys() - private == {"ca.crt", "server.pem", "client-0.pub", "client-1.pub"}
+    assert made.public(1) == tmp_path / "new" / "client-1.pub"
+    for path in (tmp_path / "new").iterdir():
+        assert (b"PRIVATE" in path.read_bytes()) == (path.name in private)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    credentials.make(tmp_path, clients=1)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigurationError, match=r"client-0, client-0\.pub would be overwritten"):
+        credentials.make(tmp_path, clients=2)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_clients_halves_belong_together_and_no_two_clients_share_a_key(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+    made = credentials.make(tmp_path, clients=3)
+    numbers = []
+    for client, path in enumerate(made.clients):
+        public = load_ssh_public_key(made.public(client).read_bytes())
+        assert load_ssh_private_key(path.read_bytes(), None).public_key() == public
+        numbers.append(public.public_numbers())  # type: ignore[union-attr]
+    assert len(set(numbers)) == 3
+
+
+def handshake(made: credentials.Credentials, trust: Path, name: str) -> None:
+    """A TLS connection over a pair of sockets: server with `made`, client that trusts `trust` and wants `name`."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=str(trust))
+    server.load_cert_chain(made.certificate, made.key)
+    ours, theirs = socket.socketpair()
+
+    def serve() -> None:
+        try:
+            server.wrap_socket(theirs, server_side=True).close()
+        except (ssl.SSLError, OSError):
+            theirs.close()  # the client refused: it says why
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        client.wrap_socket(ours, server_hostname=name).close()
+    finally:
+        ours.close()
+        thread.join()
+
+
+def test_the_server_is_believed_under_its_names_only_and_by_its_authority_only(tmp_path: Path) -> None:
+    made = credentials.make(tmp_path / "a", clients=0, names=["example.org", "127.0.0.1", "::1"])
+    other = credentials.make(tmp_path / "b", clients=0)
+    for name in ("example.org", "127.0.0.1", "::1"):
+        handshake(made, made.ca, name)
+    for trust, name in [(made.ca, "example.com"), (made.ca, "127.0.0.2"), (other.ca, "example.org")]:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake(made, trust, name)
+
+
+@pytest.mark.parametrize("wrong", [{"clients": -1}, {"clients": 1, "names": []}, {"clients": 1, "days": 0}])
+def test_wrong_arguments_are_named(tmp_path: Path, wrong: dict) -> None:
+    with pytest.raises(ConfigurationError, match=str(next(reversed(wrong)))):
+        credentials.make(tmp_path, **wrong)
+    assert list(tmp_path.iterdir()) == []

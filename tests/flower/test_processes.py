@@ -1,0 +1,319 @@
+"""Processes: nothing is left behind, whatever happens; and the whole thing with Flower, its faults included (slow)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedbilevel.flower import children, credentials, supernode
+from fedbilevel.flower.processes import Federation, StartError, free_ports
+
+pytest.importorskip("flwr")
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+DETACHING = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def wait(holds: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait until `holds()`; fail after `seconds`."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    return children.identity(pid) is None
+
+
+def test_stop_ends_a_child_that_ignores_sigterm_and_a_grandchild_in_another_session(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = children.spawn([sys.executable, "-c", DETACHING], log)
+    wait(lambda: log.exists() and log.read_text().strip())
+    grandchild = int(log.read_text())
+    assert not gone(grandchild)
+    children.stop([child], grace=0.2)
+    assert child.returncode == -signal.SIGKILL
+    assert gone(grandchild)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked, which only Linux can be")
+def test_children_go_when_their_parent_is_killed() -> None:
+    program = "from fedbilevel.flower import children; import sys, time\n"
+    program += f"print(children.spawn({SLEEP!r}).pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    child = int(parent.stdout.readline())
+    assert not gone(child)
+    parent.kill()
+    parent.communicate()
+    wait(lambda: gone(child))
+
+
+def unit(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+    """A process that supervises `a` (ends at once, noting its start) and `b` (sleeps)."""
+    program = f"""
+import sys
+from functools import partial
+from fedbilevel.flower import children, supernode
+a = [sys.executable, "-c", "open({str(tmp_path / "starts")!r}, 'a').write('x'); {body}"]
+start = lambda command: partial(children.spawn, command, group=False)
+sys.exit(supernode.supervise({{"a": start(a), "b": start({SLEEP!r})}}, backoff=(0.1, 0.4)))
+"""
+    return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+
+
+def test_the_supervisor_starts_again_what_ends_and_stops_both_on_sigterm(tmp_path: Path) -> None:
+    supervisor = unit(tmp_path, "raise SystemExit(1)")
+    wait(lambda: (tmp_path / "starts").exists() and len((tmp_path / "starts").read_text()) >= 3)
+    family = children.family(supervisor.pid)
+    assert len(family) >= 2
+    supervisor.send_signal(signal.SIGTERM)
+    _, said = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 0
+    assert children.living(family) == []
+    assert "a ended with status 1" in said
+
+
+def test_the_supervisor_ends_when_a_command_was_called_wrongly(tmp_path: Path) -> None:
+    supervisor = unit(tmp_path, "raise SystemExit(2)")
+    supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 2
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+class Trivial(Federation):
+    """A federation of processes that only listen."""
+
+    def superlink_command(self) -> list[str]:
+        return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(self.port)]
+
+    def node_command(self, client: int) -> list[str]:
+        port = self.node_ports[client]
+        return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+
+    def online(self, within: float | None = None) -> int:
+        return len(self.nodes)
+
+
+class Broken(Trivial):
+    """Its second client says why it cannot start."""
+
+    def node_command(self, client: int) -> list[str]:
+        return super().node_command(client) if client == 0 else [sys.executable, "-c", "raise SystemExit('no disk')"]
+
+
+def members(federation: Federation) -> dict[int, int]:
+    """All processes of a federation that lives."""
+    processes = [child for child in (federation.superlink, *federation.nodes.values()) if child]
+    return {pid: start for child in processes for pid, start in children.family(child.pid).items()}
+
+
+def test_nothing_is_left_after_an_exception_in_the_block(tmp_path: Path) -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), {}
+
+    def use() -> None:
+        with Trivial(tmp_path, 2, tls=False) as federation:
+            seen.update(members(federation))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use()
+    assert len(seen) == 3
+    assert children.living(seen) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_ends_the_block_too(tmp_path: Path) -> None:
+    seen: dict[int, int] = {}
+
+    def use() -> None:
+        with Trivial(tmp_path, 1, tls=False) as federation:
+            seen.update(members(federation))
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    with pytest.raises(SystemExit):
+        use()
+    assert len(seen) == 2
+    assert children.living(seen) == []
+
+
+def test_a_node_is_killed_and_started_again(tmp_path: Path) -> None:
+    with Trivial(tmp_path, 2, tls=False) as federation:
+        first = federation.nodes[1].pid
+        federation.kill(node=1)
+        assert gone(first)
+        federation.restart(node=1)
+        assert federation.nodes[1].pid != first
+
+
+def test_what_does_not_start_is_reported_with_its_log_and_the_rest_is_stopped(tmp_path: Path) -> None:
+    federation = Broken(tmp_path, 2, tls=False)
+    with pytest.raises(StartError, match=r"client-1 ended\n--- .*client-1\.log\nno disk"), federation:
+        pass
+    assert federation.nodes == {}
+    assert free_ports(1, federation.port) == [federation.port]  # nobody listens there any more
+
+
+# With Flower
+
+PROJECT = """
+[project]
+name = "ping"
+version = "1.0.0"
+description = "Messages there and back"
+license = "Apache-2.0"
+dependencies = ["flwr"]
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+[tool.flwr.app]
+publisher = "fedbilevel"
+[tool.flwr.app.components]
+serverapp = "ping.server:app"
+clientapp = "ping.client:app"
+[tool.flwr.app.config]
+rounds = 1
+kind = "ping"
+pause = 0.0
+"""
+CLIENT = """
+import os
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+app = ClientApp()
+@app.query("ping")
+def ping(message, context):
+    calls = context.state["c"]["calls"] + 1 if "c" in context.state else 1
+    context.state["c"] = ConfigRecord({"calls": calls})
+    answer = {"calls": calls, "pid": os.getpid(), "partition": context.node_config["partition-id"]}
+    return Message(RecordDict({"c": ConfigRecord(answer)}), reply_to=message)
+@app.query("none")
+def none(message, context):
+    return None
+@app.query("die")
+def die(message, context):
+    os.kill(os.getpid(), 9)
+"""
+SERVER = """
+import time
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+app = ServerApp()
+@app.main()
+def main(grid, context):
+    kinds = [context.run_config["kind"]] + ["ping"] * context.run_config["rounds"]
+    for kind in kinds:
+        asked = [Message(RecordDict(), node, "query." + kind, ttl=100.0) for node in grid.get_node_ids()]
+        left = set(grid.push_messages(asked))
+        while left:
+            for reply in grid.pull_messages(left):
+                left.discard(reply.metadata.reply_to_message_id)
+                said = f"error={reply.error.code}" if reply.has_error() else dict(reply.content["c"])
+                print("ANSWER", kind, said, flush=True)
+            time.sleep(0.1)
+        time.sleep(context.run_config["pause"])
+"""
+
+
+@pytest.fixture(scope="module")
+def ping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Flower app of a few lines."""
+    directory = tmp_path_factory.mktemp("app")
+    (directory / "ping").mkdir()
+    (directory / "pyproject.toml").write_text(PROJECT)
+    for name, content in {"__init__": "", "client": CLIENT, "server": SERVER}.items():
+        (directory / "ping" / f"{name}.py").write_text(content)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """Two clients, TLS and keys."""
+    with Federation(tmp_path_factory.mktemp("federation"), 2, first_port=22700) as running:
+        yield running
+
+
+def answers(lines: Iterator[str]) -> list[str]:
+    """What the clients answered, without the log around it."""
+    return [line.partition("ANSWER ")[2].strip() for line in lines if "ANSWER" in line]
+
+
+def number(field: str, answer: str) -> int:
+    found = re.search(rf"'{field}': (\d+)", answer)
+    assert found, answer
+    return int(found[1])
+
+
+@pytest.mark.slow
+def test_a_client_answers_all_messages_in_one_process(federation: Federation, ping: Path) -> None:
+    got = answers(federation.run(ping, "rounds=2"))
+    for partition in (0, 1):
+        mine = [answer for answer in got if number("partition", answer) == partition]
+        assert [number("calls", answer) for answer in mine] == [1, 2, 3]
+        assert len({number("pid", answer) for answer in mine}) == 1
+
+
+@pytest.mark.slow
+def test_no_reply_and_a_worker_that_dies_are_told_at_once_and_the_next_message_is_answered(
+    federation: Federation, ping: Path
+) -> None:
+    for kind, code in [("none", 2), ("die", 8)]:
+        began = time.monotonic()
+        got = answers(federation.run(ping, f"rounds=1 kind='{kind}'"))
+        assert got[:2] == [f"{kind} error={code}"] * 2
+        assert sorted(number("partition", answer) for answer in got[2:]) == [0, 1]
+        assert time.monotonic() - began < 60  # Flower alone: 60 s after the last sign of life, or not at all
+
+
+@pytest.mark.slow
+def test_a_stranger_is_refused(federation: Federation, tmp_path: Path) -> None:
+    stranger = credentials.make(tmp_path / "own", clients=1).clients[0]
+    command = [*federation.node_command(0), "--max-retries", "0"]
+    command[command.index("--auth-supernode-private-key") + 1] = str(stranger)
+    command[command.index("--port") + 1] = str(*free_ports(1, 22750))
+    log = tmp_path / "log"
+    child = children.spawn(command, log, federation.environment("stranger"))
+    try:
+        wait(lambda: "supernode ended with status 1" in log.read_text(), 60)
+        assert federation.online() == 2
+    finally:
+        children.stop([child])
+
+
+@pytest.mark.slow
+def test_a_client_that_is_killed_comes_back_under_its_key_and_answers(federation: Federation, ping: Path) -> None:
+    federation.kill(node=1)
+    federation.restart(node=1)
+    got = answers(federation.run(ping))
+    assert sorted(number("partition", answer) for answer in got) == [0, 0, 1, 1]
+
+
+@pytest.mark.slow
+def test_the_supernode_alone_dies_and_is_started_again(federation: Federation, ping: Path) -> None:
+    members = children.family(federation.nodes[0].pid)
+    (serving,) = [pid for pid in members if b"\0serve\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(serving, signal.SIGKILL)
+    federation.wait_online(1, 150, within=0.0)
+    assert len(answers(federation.run(ping))) == 4
+
+
+def test_the_interval_is_what_the_command_line_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        supernode.parse(["--fastest", "3", "--slowest", "2"])
+    assert "0 < --fastest <= --slowest" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        supernode.parse(["--isolation", "process"])

@@ -1,0 +1,179 @@
+"""The worker against a SuperNode made of lists: whatever one message does, the next one is answered."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.flower import supernode, versions, worker
+
+
+class Fake:
+    """A SuperNode with messages 0, 1, … for apps; notes what comes back. Out of reach when all are answered."""
+
+    def __init__(self, messages: list[Any], push_errors: int = 0, pull_error: Exception | None = None) -> None:
+        self.messages, self.push_errors, self.pull_error = list(messages), push_errors, pull_error
+        self.replies: list[Any] = []
+        self.finished: list[tuple[Any, str]] = []
+        self.beats = 0
+
+    def acquire(self) -> bool:
+        if not self.messages:
+            raise ConnectionError("gone")
+        return True
+
+    def pull(self) -> tuple[Any, Any, Any, Any]:
+        name = self.messages.pop(0)
+        if self.pull_error and name == "unreadable":
+            raise self.pull_error
+        message = SimpleNamespace(metadata=SimpleNamespace(message_type=f"query.{name}"), name=name)
+        return message, "context", "run", SimpleNamespace(hash_str="hash")
+
+    def push(self, reply: Any, context: Any) -> None:
+        assert context == "context"
+        if self.push_errors:
+            self.push_errors -= 1
+            raise RuntimeError("the push session was replaced")
+        self.replies.append(reply.name)
+
+    def finish(self, context: Any, failure: str) -> None:
+        self.finished.append((context, failure))
+
+    def beat(self) -> bool:
+        self.beats += 1
+        return True
+
+
+def app(message: Any, context: Any) -> Any:
+    """Echo, unless the message's name asks for a fault."""
+    if message.name == "raises":
+        raise ValueError("no")
+    return None if message.name == "none" else SimpleNamespace(name=message.name, metadata=None)
+
+
+def error_reply(message: Any, error: Exception) -> Any:
+    return SimpleNamespace(name=f"{message.name}: {type(error).__name__}", metadata=None)
+
+
+def serve(node: Fake, load: Callable | None = None) -> None:
+    apps = worker.Apps(load or (lambda run, fab: (app, Path("/nowhere"))))
+    worker.serve(node, apps, error_reply, patience=0.3)
+
+
+def test_an_exception_and_a_missing_reply_become_error_replies_and_the_worker_goes_on() -> None:
+    node = Fake(["a", "raises", "none", "b"])
+    serve(node)
+    assert node.replies == ["a", "raises: ValueError", "none: TypeError", "b"]
+    assert [bool(failure) for _, failure in node.finished] == [False, True, True, False]
+    assert "NoneType for a 'query.none' message" in node.finished[2][1]
+
+
+def test_a_reply_that_is_refused_is_pushed_again_and_in_the_end_reported() -> None:
+    node = Fake(["a", "b"], push_errors=worker.PUSHES - 1)
+    serve(node)
+    assert node.replies == ["a", "b"]
+    assert node.finished == [("context", "")] * 2
+    node = Fake(["a", "b"], push_errors=worker.PUSHES)
+    serve(node)
+    assert node.replies == ["b"]
+    assert "could not be delivered" in node.finished[0][1]
+
+
+def test_a_task_that_cannot_be_pulled_has_no_reply_but_an_end() -> None:
+    node = Fake(["unreadable", "a"], pull_error=OSError("cut"))
+    serve(node)
+    assert node.replies == ["a"]
+    assert [context for context, _ in node.finished] == [None, "context"]
+
+
+def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded() -> None:
+    loads: list[int] = []
+
+    def load(run: Any, fab: Any) -> tuple[Callable, Path]:
+        loads.append(1)
+        if len(loads) == 1:
+            raise ImportError("not yet")
+        return app, Path("/nowhere")
+
+    node = Fake(["a", "b", "c"])
+    serve(node, load)
+    assert node.replies == ["a: ImportError", "b", "c"]
+    assert len(loads) == 2
+
+
+def test_another_version_of_an_app_takes_the_place_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for version in ("1", "2"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "an_app_of_the_test.py").write_text(f"VERSION = {version}")
+
+    def load(run: Any, fab: Any) -> tuple[Callable, Path]:
+        directory = tmp_path / fab.hash_str
+        sys.path.insert(0, str(directory))
+        import an_app_of_the_test  # type: ignore[import-not-found]
+
+        return lambda: an_app_of_the_test.VERSION, directory
+
+    apps = worker.Apps(load)
+    got = [apps.get("run", SimpleNamespace(hash_str=version))() for version in ("1", "1", "2", "1")]
+    assert got == [1, 1, 2, 1]
+
+
+def test_the_heart_beats_during_a_task_only_and_a_task_given_up_is_told() -> None:
+    node, told = Fake([]), threading.Event()
+    heart = worker.Heart(node, told.set, interval=0.01)
+    assert not told.wait(0.1)
+    assert node.beats == 0
+    heart.set(True)
+    while node.beats < 2:
+        told.wait(0.01)
+    assert not told.is_set()
+    node.beat = lambda: False  # type: ignore[method-assign]
+    assert told.wait(10)
+    node.beat = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    told.clear()
+    assert not told.wait(0.1)  # no answer is not a no
+    heart.set(False)
+
+
+def test_the_interval_grows_with_the_quiet_time_between_its_bounds() -> None:
+    assert supernode.interval(0.0, 0.05, 2.0) == 0.05
+    assert supernode.interval(10.0, 0.05, 2.0) == 1.0
+    assert supernode.interval(1000.0, 0.05, 2.0) == 2.0
+
+
+def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = ["--superlink", "h:1", "--insecure", "--port", "9100", "--fastest", "0.1"]
+    commands = supernode.processes(arguments, "1.41.3")
+    assert list(commands) == ["supernode", "worker"]
+    assert commands["worker"][-2:] == ["--address", "127.0.0.1:9100"]
+    assert commands["supernode"][2:6] == ["fedbilevel.flower.supernode", "serve", "0.1", "2.0"]
+    assert commands["supernode"][-2:] == ["--isolation", "process"]
+    assert not caplog.records
+    stock = supernode.processes(arguments, "1.50.0")
+    assert list(stock) == ["supernode"]
+    assert Path(stock["supernode"][0]).name == "flower-supernode"
+    assert stock["supernode"][1:] == ["--superlink", "h:1", "--insecure", "--host", "127.0.0.1", "--port", "9100"]
+    assert "1.50.0 was not tried" in caplog.text
+
+
+def test_without_flower_the_message_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: None)
+    with pytest.raises(ConfigurationError, match=r'pip install "fedbilevel\[flower\]"'):
+        versions.require_flower()
+
+
+def test_what_is_started_sends_no_news_and_keeps_compiled_programs() -> None:
+    env = supernode.environment({"FLWR_HOME": "/data/client", "PATH": "/bin"})
+    assert (env["FLWR_TELEMETRY_ENABLED"], env["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    assert env["JAX_COMPILATION_CACHE_DIR"] == "/data/client/jax-compilation-cache"
+    assert supernode.environment({"JAX_COMPILATION_CACHE_DIR": "/mine"})["JAX_COMPILATION_CACHE_DIR"] == "/mine"
