@@ -317,3 +317,13 @@ def test_the_interval_is_what_the_command_line_says(capsys: pytest.CaptureFixtur
     assert "0 < --fastest <= --slowest" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         supernode.parse(["--isolation", "process"])
+
+
+@pytest.mark.slow
+def test_clients_come_back_to_a_superlink_that_was_killed_and_kept_its_database(tmp_path: Path, ping: Path) -> None:
+    with Federation(tmp_path, 1, first_port=22600, database=tmp_path / "state.db") as federation:
+        unit = federation.nodes[0]
+        federation.kill_superlink()
+        federation.restart_superlink()
+        assert [number("calls", answer) for answer in answers(federation.run(ping))] == [1, 2]
+        assert unit.poll() is None
