@@ -34,16 +34,17 @@ def client_app(make: Callable[[Config, Config], Site]) -> ClientApp:
     """
     keep_compiled_programs()
     app = ClientApp()
-    desks: dict[int, tuple[int, Desk]] = {}  # node -> its last run
+    desks: dict[int, tuple[Any, Desk]] = {}  # node -> the last one, and what it was made for
 
     @app.query(ACTION)
     def answer(message: Message, context: Context) -> Message:
         try:
             ask: Ask = said_in(Ask, message)
-            run, desk = desks.get(context.node_id, (None, None))
-            if desk is None or run != context.run_id:
+            wanted = context.run_id, context.run_config, context.node_config
+            made, desk = desks.get(context.node_id, (None, None))
+            if desk is None or made != wanted:
                 desk = Desk(make(context.run_config, context.node_config))
-                desks[context.node_id] = context.run_id, desk
+                desks[context.node_id] = wanted, desk
             said = desk.answer(ask, ContextStore(context.state))
         except Exception as error:
             log.warning("no answer: %s", error, exc_info=not isinstance(error, FedbilevelError))

@@ -15,7 +15,7 @@ from jax import Array
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import init_client, phase_name
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.config import at, hyperparameters
+from fedbilevel.core.config import Schedule, at, hyperparameters
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -78,9 +78,10 @@ class Contract:
 
     def schedules(self) -> dict[str, list[str]]:
         """What each schedule says at some rounds, to five digits: two machines may round differently."""
-        fixed = hyperparameters(self.algorithm)
-        rounds = [hyperparameters(at(self.algorithm, jnp.asarray(round, jnp.int32))) for round in PROBES]
-        return {name: [f"{values[name]:.5g}" for values in rounds] for name in rounds[0] if name not in fixed}
+        leaves = jax.tree_util.tree_leaves_with_path(self.algorithm, is_leaf=lambda leaf: isinstance(leaf, Schedule))
+        found = {jax.tree_util.keystr(path): leaf.function for path, leaf in leaves if isinstance(leaf, Schedule)}
+        rounds = [jnp.asarray(round, jnp.int32) for round in PROBES]
+        return {name: [f"{float(function(round)):.5g}" for round in rounds] for name, function in found.items()}
 
 
 def draw_up(

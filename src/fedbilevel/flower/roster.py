@@ -41,7 +41,12 @@ class Roster:
                 self.greeted.clear()
         self.greeted = {node: when for node, when in self.greeted.items() if node in online}
         self.refusals = {node: why for node, why in self.refusals.items() if node in online}
+        self.listen()
         self.greet(online - set(self.nodes.values()))
+        self.listen()
+
+    def listen(self) -> None:
+        """Take in the answers to greetings that have come."""
         for message in list(self.grid.pull_messages(list(self.greetings))) if self.greetings else []:
             node = self.greetings.pop(message.metadata.reply_to_message_id)
             try:

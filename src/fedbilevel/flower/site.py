@@ -166,8 +166,8 @@ class Desk:
                 state=state,
                 work=jnp.asarray(ask.work, jnp.int32) if self.site.works else None,
             )
-            algorithm = at(self.site.algorithm, jnp.asarray(ask.round, jnp.int32))
-            return jax.block_until_ready(run_phase(phase, algorithm, client, message, key))
+            round = jnp.asarray(ask.round, jnp.int32)
+            return jax.block_until_ready(run_phase(phase, self.site.algorithm, round, client, message, key))
 
     def call(self, ask: Ask) -> Call:
         """What is asked for, if it is one of the things that may be."""
@@ -202,9 +202,9 @@ class Desk:
 
 
 @partial(jax.jit, static_argnums=0)
-def run_phase(phase: str, algorithm: Any, client: Client, message: PyTree, key: Any) -> Reply:
+def run_phase(phase: str, algorithm: Any, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
     """What one client computes; data, state and hyperparameters are arguments of the program."""
-    return getattr(algorithm, phase)(client, message, jax.random.fold_in(key, client.id))
+    return getattr(at(algorithm, round), phase)(client, message, jax.random.fold_in(key, client.id))
 
 
 def in_words(error: Exception) -> str:

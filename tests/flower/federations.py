@@ -1,0 +1,141 @@
+"""Federations in process: clients of a quadratic task, some of which misbehave, and the run that should come of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import Message
+
+import fedbilevel as fb
+from fedbilevel.core.config import static
+from fedbilevel.core.tree import XY
+from fedbilevel.engines import reference
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.engine import Flower
+from fedbilevel.flower.records import content, said_in
+from fedbilevel.flower.site import Site
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Answer, Ask
+from fedbilevel.tasks.quadratic import quadratic
+
+NAME = "0123456789abcdef"
+TASK = quadratic(clients=6, dim_x=2, dim_y=3, samples=(6, 6))  # of equal size: clients share compiled phases
+SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 10 steps of them, eager and compiled
+
+
+@fb.algorithm
+class Steps:
+    """Two exchanges a round: a step on y, then one on x; no client keeps anything."""
+
+    batch_size: int | None = static(4)
+    lr: float = 0.1
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    @fb.phase
+    def y_gradient(self, client, message, key):
+        loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*message, client.inner_batch(key, self.batch_size))
+        return fb.Reply(gradient, metrics={"inner": loss}, gradients=1)
+
+    @fb.phase
+    def x_gradient(self, client, message, key):
+        batch = client.outer_batch(key, self.batch_size)
+        return fb.Reply({"g": jax.grad(client.problem.outer)(*message, batch)}, gradients=1)
+
+    def round(self, fed, state, key):
+        x, y = state
+        first, last = jax.random.split(key)
+        y = y - self.lr * fed.mean(self.y_gradient, (x, y), first)
+        return XY(x - self.lr * fed.mean(self.x_gradient, (x, y), last, unbiased=True)["g"], y)
+
+
+def site(algorithm, k, task=TASK, problem=None, **more):
+    """Client k of a task."""
+    clients = task.clients
+    problem = problem or task.problem
+    one = clients.inner is clients.outer or isinstance(problem, fb.Minimax)
+    return Site(
+        id=k,
+        algorithm=algorithm,
+        problem=problem,
+        x0=task.x0,
+        y0=None if isinstance(problem, fb.SingleLevel) else task.y0,
+        outer=clients.outer.row(k),
+        inner=None if one else clients.inner.row(k),
+        works=clients.local_steps is not None,
+        **more,
+    )
+
+
+def app(algorithm, task=TASK, problem=None, **more):
+    """The ClientApp of all clients; kept by the caller, it keeps their samples and programs from run to run."""
+    return client_app(lambda run, node: site(algorithm, node["partition-id"], task, problem, **more))
+
+
+def solve(algorithm, grid, *, task=TASK, terms=None, log=None, name=NAME, rounds=3, cohort=4, key=1, **more):
+    """The run over a grid."""
+    engine = Flower(grid=grid, name=name, log=log, terms=terms or Terms())
+    clients = fb.RemoteClients.of(task.clients)
+    return fb.solve(
+        algorithm, task.problem, clients, task.x0, task.y0, rounds=rounds, cohort=cohort, key=key, engine=engine, **more
+    )
+
+
+def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, key=1):
+    """What the reference engine makes of the run when each (client, round, exchange) in `absent` does not happen."""
+
+    class Absent(reference.ReferenceFed):
+        exchanges = 0
+
+        def mean(self, *arguments, **options):
+            number, self.exchanges = self.exchanges, self.exchanges + 1
+            whole = ids, works = self.own
+            there = np.array([(i, self.round, number) not in absent for i in ids.tolist()])
+            self.own = ids[there], None if works is None else works[there]
+            try:
+                return super().mean(*arguments, **options)
+            finally:
+                self.own = whole
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "ReferenceFed", Absent)
+        return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0,
+                        rounds=rounds, cohort=cohort, key=key, engine=fb.Reference())  # fmt: skip
+
+
+def cohorts(rounds=3, cohort=4, population=6, key=1):
+    """Who is drawn in each round."""
+    keys = [reference.round_keys(jax.random.key(key), round) for round in range(rounds)]
+    return [reference.draw_cohort(one.cohort, population, cohort).tolist() for one in keys]
+
+
+def misbehaving(good, faults):
+    """A ClientApp whose answers are what `faults[client, round, exchange]`(answer, message) makes of them."""
+
+    def answer(message, context):
+        reply = good(message, context)
+        ask: Ask = said_in(Ask, message)
+        fault = faults.get((context.node_config["partition-id"], ask.round, ask.exchange)) if ask.phase else None
+        if fault is None:
+            return reply
+        changed = fault(said_in(Answer, reply), message)
+        return Message(content(changed), reply_to=message) if isinstance(changed, Answer) else changed
+
+    return answer
+
+
+def same(a, b, tolerance=SAME):
+    """Both results have the same state and rows, but for time, and bytes down: not everyone may have been asked."""
+    assert jax.tree.structure(a.state) == jax.tree.structure(b.state)
+    for one, other in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    assert len(a.history.rows) == len(b.history.rows)
+    for one, other in zip(a.history.rows, b.history.rows, strict=True):
+        assert set(one) == set(other)
+        for column in set(one) - {"seconds", "bytes_down"}:
+            np.testing.assert_allclose(one[column], other[column], rtol=tolerance, atol=tolerance, err_msg=column)
+
+
+def moved(result, task=TASK):
+    """Agreement on a state that stood still would prove nothing."""
+    assert all(float(jnp.linalg.norm(a - b)) > 1e-3 for a, b in ((result.x, task.x0), (result.y, task.y0)))

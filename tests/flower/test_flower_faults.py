@@ -1,0 +1,310 @@
+"""Whoever fails is as if absent: the run equals that of the reference engine without those answers."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import federations
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+
+import fedbilevel as fb
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.records import said_in
+from fedbilevel.flower.terms import Rests, Terms
+from fedbilevel.flower.wire import Ask
+
+STEPS = federations.Steps()
+CLIENTS = federations.app(STEPS)  # their compiled phases serve all tests
+COHORTS = federations.cohorts()
+TERMS = Terms(norm_bound=1e6, deadline=100.0, join=5.0)
+
+
+def refuse(answer, message):
+    raise RuntimeError("the disk is full")
+
+
+def flower_error(answer, message):
+    return Message(Error(code=8, reason="ClientApp stopped responding"), reply_to=message)
+
+
+def garbage(answer, message):
+    return Message(RecordDict({"fields": ConfigRecord({"run": 3})}), reply_to=message)
+
+
+def half_garbage(answer, message):
+    reply = federations.Message(federations.content(answer), reply_to=message)
+    reply.content["fields"]["round"] = "first"
+    return reply
+
+
+def changed(**fields):
+    return lambda answer, message: replace(answer, **fields)
+
+
+def numbers(*values, dtype=float):
+    return np.array(values, dtype).tobytes()
+
+
+FAULTS = {  # of an answer to the first exchange, whose update is float64[3]: what is said about it
+    "raises": (refuse, "Flower's error 2: RuntimeError: the disk is full"),
+    "flower's error": (flower_error, "Flower's error 8: ClientApp stopped responding"),
+    "garbage": (garbage, "no message of fedbilevel's"),
+    "a field of another type": (half_garbage, "field round of the message is a str, not a int"),
+    "NaN": (changed(payload=numbers(1, math.nan, 1)), "its update is not finite in value"),
+    "infinite": (changed(payload=numbers(1, 1, math.inf)), "its update is not finite in value"),
+    "huge": (changed(payload=numbers(1e7, 0, 0)), "a norm of 1e+07, above the bound of 1e+06"),
+    "huge beyond squares": (changed(payload=numbers(1e200, 0, 0)), "a norm of inf, above the bound"),
+    "shape": (changed(payload=numbers(1, 1), layout=["value float64[2]"]), "value float64[2] came where"),
+    "shape, not said": (changed(payload=numbers(1, 1)), "16 bytes came where 24 were expected"),
+    "dtype": (changed(payload=numbers(1, 1, 1, dtype="f4"), layout=["value float32[3]"]), "float32[3] came where"),
+    "structure": (changed(layout=["['g'] float64[3]"]), "['g'] float64[3] came where value float64[3]"),
+    "further leaves": (changed(layout=["value float64[3]", "b float64[]"]), "2 leaves came where 1 were expected"),
+    "no leaf": (changed(layout=[], payload=b""), "0 leaves came where 1"),
+    "metrics: NaN": (changed(metrics='{"inner": NaN}'), "metrics are not those of the phase, or not finite"),
+    "metrics: a name": (changed(metrics='{"inner": 1.0, "label": 7}'), "metrics are not those of the phase"),
+    "metrics: no JSON": (changed(metrics="{"), "metrics are not numbers by name"),
+    "metrics: a list": (changed(metrics="[1]"), "metrics are not numbers by name"),
+    "metrics: beyond floats": (changed(metrics='{"inner": 1' + 400 * "0" + "}"), "metrics are not numbers by name"),
+    "another client": (changed(client=(COHORTS[1][0] + 1) % 6), "answers as client"),
+    "another round": (changed(round=0), "it answers another question"),
+    "another exchange": (changed(exchange=1), "it answers another question"),
+    "another run": (changed(run="ffffffffffffffff"), "it answers another question"),
+    "negative gradients": (changed(gradients=-1), "its counts (-1, 0) are not between 0 and"),
+    "absurd products": (changed(products=2**62), "are not between 0 and 357913941"),  # ⌊(2³¹ − 1)/6⌋
+    "an account of NaN": (changed(epsilon=math.nan), "it cannot have spent ε = nan"),
+    "refuses": (changed(refused="I do not\nwant to"), "I do not want to"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def absent():
+    """The run in which one client misses all of round 1, and a second one its second exchange, and who they are."""
+    first, second = COHORTS[1][:2]
+    with pytest.MonkeyPatch.context() as patch:
+        return federations.without(patch, STEPS, {(first, 1, 0), (first, 1, 1), (second, 1, 1)})
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with pytest.MonkeyPatch.context() as patch:
+        return federations.without(patch, STEPS, set())
+
+
+def run(tmp_path, client_app, **options):
+    """The result of a run with faults, and what its log says of refusals: (round, exchange, client) -> reason."""
+    log = tmp_path / "exchanges.jsonl"
+    grid = InProcess(client_app, 6, delay=options.pop("delay", None))
+    result = federations.solve(STEPS, grid, log=log, **{"terms": TERMS, **options})
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    said = {
+        (line["round"], line["exchange"], int(c)): why for line in lines for c, why in line.get("refused", {}).items()
+    }
+    return result, said, lines
+
+
+def test_a_run_without_faults(tmp_path, whole):
+    result, said, _ = run(tmp_path, CLIENTS)
+    federations.same(result, whole)
+    federations.moved(result)
+    assert said == {}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_answer_is_left_out(fault, tmp_path, absent):
+    """The client that fails in the first exchange of round 1 is not asked in the second one, and is in round 2."""
+    (first, second), (wrong, expected) = COHORTS[1][:2], FAULTS[fault]
+    faults = {(first, 1, 0): wrong, (second, 1, 1): refuse}
+    result, said, lines = run(tmp_path, federations.misbehaving(CLIENTS, faults))
+    assert set(said) == {(1, 0, first), (1, 1, second)}
+    assert expected in said[1, 0, first]
+    federations.same(result, absent)
+    assert [line["asked"] for line in lines] == [4, 4, 4, 3, 4, 4]
+    assert result.ledger.bytes_down == sum(line["bytes_down"] for line in lines)
+    assert result.ledger.bytes_up == absent.ledger.bytes_up == sum(line["bytes_up"] for line in lines)
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 150.0], ids=["never", "too late"])
+def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
+    """An answer after 150 s, on the federation's clock, comes when the next round's is awaited, and changes nothing."""
+    first, second = COHORTS[1][:2]
+
+    def delay(client, message):
+        ask: Ask = said_in(Ask, message)
+        slow = (client, ask.round, ask.exchange) in {(first, 1, 0), (second, 1, 1)} and ask.phase
+        return seconds if slow else 1.0
+
+    result, said, lines = run(tmp_path, CLIENTS, delay=delay)
+    assert set(said.values()) == {"no answer within 100 s"}
+    federations.same(result, absent)
+    seconds_taken = np.array([line["seconds"] for line in lines[:4]])
+    assert np.all(seconds_taken >= [1, 1, 100, 100])
+    assert np.all(seconds_taken <= np.array([1, 1, 100, 100]) + TERMS.poll)
+
+
+def test_failing_again_and_again_means_resting_longer(tmp_path, monkeypatch):
+    """Everyone is in every cohort; one who fails whenever it is asked is asked in rounds 0, 1, 3 and 7."""
+    asked = []
+
+    def fail(answer, message):
+        asked.append(answer.round)
+        raise RuntimeError("again")
+
+    faults = {(3, round, 0): fail for round in range(7)}  # in round 7 it answers, and is in round 8
+    options = {"rounds": 9, "cohort": 6}
+    result, _, _ = run(tmp_path, federations.misbehaving(CLIENTS, faults), **options)
+    missing = {(3, round, exchange) for round in range(7) for exchange in range(2)}
+    assert asked == [0, 1, 3]
+    federations.same(result, federations.without(monkeypatch, STEPS, missing, **options))
+
+
+def test_rests():
+    rests = Rests()
+    failed = []
+    for round in range(200):
+        if not rests.resting(0, round):
+            rests.failed(0, round)
+            rests.failed(0, round)  # two failures in one round are one
+            assert rests.resting(0, round)
+            failed.append(round)
+    assert np.diff(failed).tolist() == [1, 2, 4, 8, 16, 32, 32, 32, 32, 32][: len(failed) - 1]
+    rests.answered(0)
+    assert not rests.resting(0, 199)
+
+
+def test_too_few_are_asked_again(tmp_path, whole):
+    """Three of four fail at first: the quorum is two. In the second attempt those are asked who have not answered."""
+    failing, failed = COHORTS[1][:3], []
+
+    def once(answer, message):
+        if answer.client in failed:
+            return answer
+        failed.append(answer.client)
+        raise RuntimeError("once")
+
+    faults = {(client, 1, 1): once for client in failing}
+    result, _, lines = run(tmp_path, federations.misbehaving(CLIENTS, faults))
+    again = [line for line in lines if line["attempt"]]
+    assert [(line["round"], line["exchange"], line["asked"], line["answered"]) for line in again] == [
+        (1, 1, 3, sorted(failing))
+    ]
+    federations.same(result, whole)  # they have rested in nothing: answering ends it
+    assert result.ledger.bytes_down == sum(line["bytes_down"] for line in lines) > whole.ledger.bytes_down
+
+
+def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path, whole):
+    """The checkpoint has the rounds before; what comes of it then is the unbroken run."""
+    failing = sorted(COHORTS[1][:3])
+    faults = {(client, 1, 1): refuse for client in failing}
+    path = tmp_path / "checkpoint.npz"
+    with pytest.raises(fb.core.errors.ExchangeError) as raised:
+        run(tmp_path, federations.misbehaving(CLIENTS, faults), checkpoint=path)
+    said = "; ".join(f"client {client}: Flower's error 2: RuntimeError: the disk is full" for client in failing)
+    assert str(raised.value) == (
+        f"round 1, phase x_gradient: 1 clients answered where 2 are needed after 3 attempts ({said})"
+    )
+    resumed, _, lines = run(tmp_path, CLIENTS, checkpoint=path, resume=True)
+    federations.same(resumed, whole)
+    assert [line["round"] for line in lines[-4:]] == [1, 1, 2, 2]
+
+
+def test_quorum():
+    assert [Terms(quorum=0.5).needed(cohort) for cohort in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    assert [Terms(quorum=0.7).needed(10), Terms(quorum=1.0).needed(7), Terms(quorum=1e-3).needed(5)] == [7, 7, 1]
+    for field, value in (("quorum", 0), ("quorum", 1.1), ("deadline", math.inf), ("poll", 0), ("norm_bound", -1.0)):
+        with pytest.raises(fb.ConfigurationError, match=re.escape(f"Terms.{field} = {value}")):
+            Terms(**{field: value})
+    with pytest.raises(fb.ConfigurationError, match=r"Terms\.attempts"):
+        Terms(attempts=0)
+
+
+class Changing(InProcess):
+    """Does something to the federation before the first message of some (round, exchange) goes out."""
+
+    events: dict
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        asks = [said_in(Ask, message) for message in messages]
+        for place in {(ask.round, ask.exchange) for ask in asks if ask.phase}:
+            if event := self.events.pop(place, None):
+                event(self)
+        return super().push_messages(messages)
+
+
+def changing(**options):
+    grid = Changing(CLIENTS, 6)
+    grid.events = options
+    return grid
+
+
+def test_a_client_that_goes_and_comes_back_as_another_node(tmp_path, monkeypatch):
+    """Gone when round 1 begins to send, noticed when its time is over; back, as node 7, for round 2."""
+    client = next(iter(set(COHORTS[1]) & set(COHORTS[2])))
+    grid = changing()
+    grid.events = {(1, 0): lambda grid: grid.leave(client), (1, 1): lambda grid: grid.join(client)}
+    result = federations.solve(STEPS, grid, terms=TERMS)
+    expected = federations.without(monkeypatch, STEPS, {(client, 1, 0), (client, 1, 1)})
+    federations.same(result, expected)
+    assert {grid.client(node): node for node in grid.contexts}[client] == 7
+
+
+def test_two_nodes_for_one_client(tmp_path, whole, caplog):
+    """The first holds the place; when it goes the other one takes it, within the round."""
+    client = next(iter(set(COHORTS[0]) & set(COHORTS[1])))
+    grid = changing()
+    grid.join(client)
+    grid.events = {(0, 1): lambda grid: grid.leave(client)}  # its answer of that exchange is lost
+    result = federations.solve(STEPS, grid, terms=replace(TERMS, quorum=1.0))  # so it has to be asked again
+    federations.same(result, whole)
+    assert f"node 7 does not take part: it calls itself client {client}, which node {client + 1} is" in caplog.text
+
+
+def test_a_population_that_is_not_complete(tmp_path, monkeypatch):
+    """Four of six are enough to begin; one more comes in round 1, the last one never."""
+    early, late = 5, 4
+    grid = changing()
+    grid.leave(early)
+    grid.leave(late)
+    grid.events = {(1, 0): lambda grid: grid.join(early)}  # round 1 has begun: it is there for round 2
+    missing = {(late, r, e) for r in range(3) for e in range(2)} | {(early, r, e) for r in range(2) for e in range(2)}
+    result = federations.solve(STEPS, grid, terms=TERMS, cohort=6)
+    federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))
+    assert grid.clock.time() > TERMS.join  # it has waited for them
+
+
+def test_a_population_that_is_too_small():
+    grid = InProcess(CLIENTS, 6)
+    for client in range(4):
+        grid.leave(client)
+    with pytest.raises(fb.core.errors.ExchangeError, match="2 clients are here where 3 of 6 are needed"):
+        federations.solve(STEPS, grid, terms=TERMS)
+
+
+def test_strangers_do_not_take_part(caplog):
+    """Clients of another algorithm disagree at the greeting, which says in what."""
+    grid = InProcess(federations.app(federations.Steps(lr=0.2)), 6)
+    with pytest.raises(fb.core.errors.ExchangeError, match=re.escape("hyperparameters.lr is 0.1 there and 0.2 here")):
+        federations.solve(STEPS, grid, terms=TERMS)
+    assert "node 1 does not take part: we do not agree" in caplog.text
+
+
+def test_one_who_does_not_take_part_is_greeted_again(tmp_path, monkeypatch):
+    """A client whose data were not there when it was greeted first takes part from the round after the deadline on."""
+    tries = []
+
+    def late_data(message, context):
+        ask: Ask = said_in(Ask, message)
+        if context.node_config["partition-id"] == 5 and not ask.phase:
+            tries.append(ask)
+            if len(tries) == 1:
+                raise FileNotFoundError("data")
+        return CLIENTS(message, context)
+
+    grid = InProcess(late_data, 6, delay=lambda client, message: 60.0)  # a deadline of 100 s is over in round 1
+    result = federations.solve(STEPS, grid, terms=replace(TERMS, join=70.0), cohort=6)
+    assert len(tries) == 2
+    missing = {(5, round, exchange) for round in range(2) for exchange in range(2)}
+    federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))

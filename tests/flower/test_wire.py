@@ -1,0 +1,193 @@
+"""Bytes and records: what was sent comes back, and nothing else is taken for it."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import federations
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbilevel.flower.fed import FlowerFed
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, content, said_in
+from fedbilevel.flower.site import Desk
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, read, require_layout, shapes, to_bytes
+
+InProcess(None, 0)  # Flower's messages want to know of which task they are
+RNG = np.random.default_rng(0)
+TREES = {
+    "nothing": None,
+    "an empty tuple": (),
+    "None leaves": {"a": None, "b": np.ones(2)},
+    "0-d": {"a": np.float64(2.5), "b": np.int32(3)},
+    "empty": {"a": np.zeros((0, 3)), "b": np.ones(2), "c": np.zeros(0, np.int8)},
+    "f16": RNG.normal(size=(2, 3)).astype(np.float16),
+    "bf16": RNG.normal(size=(2, 3)).astype(ml_dtypes.bfloat16),
+    "f32": RNG.normal(size=5).astype(np.float32),
+    "integers": (np.arange(3, dtype=np.int64), np.arange(2, dtype=np.uint8)),
+    "flags between others": (np.ones(1, np.int8), np.array([True, False]), np.arange(3.0)),
+    "Fortran order": np.asfortranarray(RNG.normal(size=(3, 4))),
+    "not contiguous": RNG.normal(size=(6, 4))[::2, ::-1],
+    "of JAX": {"x": jnp.arange(3.0), "y": [jnp.ones((2, 2), jnp.bfloat16)]},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_there_and_back(name):
+    tree = TREES[name]
+    like = shapes(tree)
+    data = to_bytes(tree)
+    back = from_bytes(data, like)
+    assert layout(back) == layout(tree) == layout(like)
+    for a, b in zip(_leaves(tree), _leaves(back), strict=True):
+        assert np.array_equal(np.asarray(a), b)
+        assert not b.flags.writeable
+    assert [leaf is None for leaf in _nones(tree)] == [leaf is None for leaf in _nones(back)]
+    for wrong in {data + b"\0", data[:-1]} - {data}:
+        with pytest.raises(Refusal, match=f"{len(wrong)} bytes came where {len(data)} were expected"):
+            from_bytes(wrong, like)
+
+
+def _leaves(tree):
+    return federations.jax.tree.leaves(tree)
+
+
+def _nones(tree):
+    return federations.jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+
+
+def test_a_flag_is_0_or_1():
+    """Other bytes have no meaning as flags, and what a compiled program makes of them is anyone's guess."""
+    with pytest.raises(Refusal, match="neither true nor false"):
+        from_bytes(b"\x01\x02", shapes(np.array([True, False])))
+
+
+def test_a_layout_names_the_leaf():
+    tree = {"w": np.zeros((2, 3)), "b": (np.zeros(2, np.float32),)}
+    assert layout(tree) == ["['b'][0] float32[2]", "['w'] float64[2, 3]"]
+    assert layout(np.zeros(())) == ["value float64[]"]
+    other = {**tree, "w": np.zeros((3, 2))}
+    with pytest.raises(Refusal, match=r"its update: \['w'\] float64\[3, 2\] came where \['w'\] float64\[2, 3\] was"):
+        require_layout("its update", layout(other), layout(tree))
+    with pytest.raises(Refusal, match="1 leaves came where 2 were expected"):
+        require_layout("its update", layout(tree)[:1], layout(tree))
+    require_layout("its update", layout(tree), layout(tree))
+
+
+ASK = Ask(run="r", contract="c", round=3, phase="p", key=b"12", payload=b"345")
+ANSWER = Answer(run="r", round=1, exchange=2, client=3, layout=["a", "b"], metrics='{"a": 1}', payload=b"")
+
+
+@pytest.mark.parametrize("said", [ASK, ANSWER], ids=["Ask", "Answer"])
+def test_a_message_comes_back_field_by_field(said):
+    message = Message(content(said), 1, MESSAGE_TYPE)
+    assert said_in(type(said), message) == said
+    fields = {f.name: getattr(said, f.name) for f in dataclasses.fields(said) if f.name != "payload"}
+    assert read(type(said), fields, said.payload) == said
+    for name in fields:
+        with pytest.raises(Refusal, match=f"differ in {name}: another version"):
+            read(type(said), {key: value for key, value in fields.items() if key != name}, b"")
+        for wrong in (None, [1], object(), 1 if isinstance(fields[name], str | bool | bytes | float) else "1", True):
+            if type(wrong) is not type(fields[name]):
+                with pytest.raises(Refusal, match=f"field {name} of the message is a"):
+                    read(type(said), {**fields, name: wrong}, b"")
+    with pytest.raises(Refusal, match="differ in further"):
+        read(type(said), {**fields, "further": 1}, b"")
+
+
+@pytest.mark.parametrize("records", [
+    {},
+    {FIELDS: ConfigRecord()},
+    {FIELDS: ConfigRecord(), LEAVES: ConfigRecord()},
+    {FIELDS: MetricRecord(), LEAVES: ArrayRecord()},
+    {FIELDS: ConfigRecord(), LEAVES: ArrayRecord()},
+    {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2))})},
+    {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2)), "b": Array(np.ones(2))})},
+    {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2))}), "c": ConfigRecord()},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [Ask, Answer])
+def test_other_records_are_refused(kind, records):
+    with pytest.raises(Refusal):
+        said_in(kind, Message(RecordDict(records), 1, MESSAGE_TYPE))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "1", '{"a": "b"}', '{"a": null}', '{"a": [1]}', '{"a": 1e', "[" * 10**5,
+                                  '{"a": 1' + "0" * 400 + "}", '{"a": ' + "9" * 10**4 + "}"])  # fmt: skip
+def test_metrics_that_are_none(text):
+    with pytest.raises(Refusal, match="not numbers by name"):
+        dataclasses.replace(ANSWER, metrics=text).numbers()
+
+
+def test_a_refusal_is_one_line_and_not_long():
+    """Its words may be the other side's; they stand in logs."""
+    assert str(Refusal("a\nERROR everything is lost\r\n\tb")) == "a ERROR everything is lost b"
+    assert len(str(Refusal("x" * 10**6))) == 1000
+
+
+SIZES = st.integers(-(2**63), 2**63 - 1)
+VALUES = st.one_of(st.text(), SIZES, st.floats(), st.booleans(), st.binary(), st.lists(st.text(), max_size=3))
+JSONS = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(
+    inner, max_size=3) | st.dictionaries(st.text() | st.just("inner"), inner, max_size=3), max_leaves=5)  # fmt: skip
+KINDS = {"str": st.text() | JSONS.map(json.dumps), "int": SIZES, "float": st.floats(), "bool": st.booleans(),
+         "bytes": st.binary(), "list[str]": st.lists(st.text(), max_size=3)}  # fmt: skip
+
+
+def of(kind, good):
+    """Messages of the kind: some fields good, some any of their type, some any at all, some missing."""
+    fields = {}
+    for f in dataclasses.fields(kind):
+        value = getattr(good, f.name)
+        fields[f.name] = st.just(value) | KINDS[f.type] | (VALUES if f.name != "payload" else st.just(value))
+    return st.fixed_dictionaries(fields)
+
+
+@pytest.fixture(scope="module")
+def desk():
+    return Desk(federations.site(federations.Steps(), 0))
+
+
+def questions():
+    """One as the client expects it, but for the names of contract and call, which `desk` fills in."""
+    return Ask(run=federations.NAME, contract="", round=0, phase="y_gradient", key=bytes(8), key_kind="threefry2x32",
+               payload=np.zeros(5).tobytes())  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(fields=of(Ask, questions()), right=st.booleans())
+def test_a_desk_answers_whatever_it_is_asked(desk, fields, right):
+    """Garbage is refused; what is not raises nothing, and is an answer with a finite update."""
+    payload = fields.pop("payload")
+    if right:
+        fields["contract"], fields["call"] = desk.contract.digest, next(c for c in desk.contract.calls if c[0] == "y")
+    try:
+        ask = read(Ask, fields, payload)
+    except Refusal:
+        return
+    answer = desk.answer(ask, None)
+    assert answer.client == 0
+    assert bool(answer.refused) != (len(answer.payload) == 24)
+    Message(content(answer), 1, MESSAGE_TYPE)  # it can be sent
+
+
+@settings(max_examples=300, deadline=None)
+@given(fields=of(Answer, Answer(run="r", round=1, exchange=0, client=2, layout=["value float64[3]"],
+                                metrics='{"inner": 1.0}', payload=np.ones(3).tobytes())))  # fmt: skip
+def test_a_server_counts_or_refuses_whatever_is_answered(desk, fields):
+    call = next(call for call in desk.contract.calls.values() if call.phase == "y_gradient")
+    run = SimpleNamespace(layouts={call.name: layout(call.update)}, clients=range(6), terms=Terms(norm_bound=10.0))
+    fed = object.__new__(FlowerFed)
+    fed.run = run
+    try:
+        answer = read(Answer, fields, fields.pop("payload"))
+        counted = fed.count(answer, Ask(run="r", contract="", round=1), call, 2)
+    except Refusal:
+        return
+    assert np.all(np.isfinite(counted.update))
+    assert all(np.isfinite(value) for value in counted.metrics.values())
