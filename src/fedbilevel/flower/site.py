@@ -21,6 +21,7 @@ from fedbilevel.core.errors import FedbilevelError, require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.flower.accounting import BudgetSpentError
 from fedbilevel.flower.client_state import Kept, states_for
 from fedbilevel.flower.contract import Call, Contract, difference, draw_up
 from fedbilevel.flower.guard import Guard
@@ -208,8 +209,9 @@ def run_phase(phase: str, algorithm: Any, round: Any, client: Client, message: P
 
 
 def in_words(error: Exception) -> str:
-    """What a server is told of an error: the text of ours alone, others' may hold anything."""
-    return str(error) if isinstance(error, FedbilevelError) else f"{type(error).__name__}; the client's log says more"
+    """What a server is told of an error: of those that are not made for it, which may name files, only the kind."""
+    meant = isinstance(error, Refusal | BudgetSpentError)
+    return str(error) if meant else f"{type(error).__name__}; the client's log says more"
 
 
 def _samples(rows: Ragged) -> Samples:

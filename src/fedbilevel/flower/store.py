@@ -8,7 +8,6 @@ from typing import Protocol
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedbilevel.core.errors import CheckpointError
 from fedbilevel.engines import checkpoint
 from fedbilevel.flower.client_state import Kept
 from fedbilevel.flower.records import RAW
@@ -21,7 +20,11 @@ class Store(Protocol):
     """Keeps one `Kept` for each run."""
 
     def load(self, run: str, like: Kept) -> Kept | None:
-        """What was saved last for the run, if anything was; `like` has its shapes."""
+        """What was saved last for the run, if anything was; `like` has its shapes.
+
+        Raises:
+            Refusal, CheckpointError: it is of another model, or damaged.
+        """
         ...
 
     def save(self, run: str, kept: Kept) -> None: ...
@@ -42,10 +45,7 @@ class FolderStore:
         path = self.path(run)
         if not path.exists():
             return None
-        try:
-            trees, tag = checkpoint.load(path, like._asdict() | {"round": None, "exchange": None})
-        except CheckpointError as error:
-            raise Refusal(f"this client's state of the run cannot be read: {error}") from error
+        trees, tag = checkpoint.load(path, like._asdict() | {"round": None, "exchange": None})
         return Kept(tag["round"], tag["exchange"], *(trees[name] for name in TREES))
 
     def save(self, run: str, kept: Kept) -> None:

@@ -1,0 +1,199 @@
+"""Both sides draw up what a round may ask, from their own code; they find each other's differences."""
+
+import json
+import re
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from two_phase import TwoPhase
+
+import fedbilevel as fb
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.config import at, static
+from fedbilevel.core.tree import XY
+from fedbilevel.flower.contract import difference, draw_up
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.site import Desk
+from fedbilevel.flower.wire import layout
+
+TASK = federations.TASK
+EXAMPLES = TASK.clients.examples()
+
+
+def contract(algorithm, problem=TASK.problem, y=TASK.y0, x=TASK.x0, worked=False):
+    return draw_up(algorithm, problem, x, y, EXAMPLES, worked)
+
+
+def problem_for(cls):
+    kinds = getattr(cls, "solves", (fb.Bilevel,))
+    if fb.SingleLevel in kinds:
+        return fb.SingleLevel(lambda x, batch: jnp.mean(batch["t"]) * jnp.vdot(x, x)), None
+    if fb.Minimax in kinds:
+        return fb.Minimax(lambda x, y, batch: jnp.vdot(x, x) - jnp.vdot(y, y) + jnp.mean(batch["t"])), TASK.y0
+    return TASK.problem, TASK.y0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("worked", [False, True])
+def test_every_call_of_a_round_is_in_it(name, worked):
+    """Two rounds are traced, with a fed that plays every loop twice and looks each message up by its own layout."""
+    algorithm = ALGORITHMS[name]()
+    problem, y = problem_for(type(algorithm))
+    made = contract(algorithm, problem, y, worked=worked)
+    found = set()
+
+    class Noting:
+        indirect = problem.indirect
+
+        def mean(self, phase, message, key, *, unbiased=False, fresh=None):
+            call = next(c for c in made.calls.values() if c.phase == phase.__name__ and layout(c.message) == layout(
+                jax.tree.map(jnp.asarray, message)))  # fmt: skip
+            found.add(call.name)
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), call.update)
+
+        def repeat(self, n, body, carry, key, *, until=None):
+            for i in range(2):
+                carry = body(self, carry, jax.random.fold_in(key, i))
+            return carry
+
+    def round(x, y, key):
+        state = made.algorithm.init(x, y)
+        for _ in range(2):  # the second one too, from the state that the first one leaves
+            state = at_round.round(Noting(), state, key)
+        return state
+
+    at_round = at(algorithm, jnp.zeros((), jnp.int32))
+    jax.eval_shape(round, TASK.x0, y, jax.random.key(0))
+    assert found == set(made.calls)
+    assert {call.phase for call in made.calls.values()} <= algorithm.phases
+
+
+def test_both_sides_draw_up_the_same():
+    """The server has shapes of samples and the state of a run, a client its own samples, of another number."""
+    server = contract(fb.SimFBO(batch_size=4))
+    client = Desk(federations.site(fb.SimFBO(batch_size=4), 2)).contract
+    assert server.text == client.text
+    assert server.digest == client.digest
+
+
+OTHERS = {
+    "another number": (fb.SimFBO(batch_size=4, client_lr=0.3), {}, "hyperparameters.client_lr.v is 0.3 there and 0.1"),
+    "another count": (fb.SimFBO(batch_size=5), {}, "hyperparameters.batch_size is 5 there and 4 here"),
+    "another method": (fb.ShroFBO(batch_size=4), {}, "algorithm is ShroFBO there and SimFBO here"),
+    "a schedule": (fb.SimFBO(batch_size=4, client_lr=optax.constant_schedule(0.1)), {}, "hyperparameters.client_lr"),
+    "other shapes": (fb.SimFBO(batch_size=4), {"x": jnp.zeros(3)}, "calls.local_updates:"),
+    "other dtypes": (fb.SimFBO(batch_size=4), {"x": jnp.zeros(2, jnp.float32)}, "calls.local_updates:"),
+    "work from the server": (fb.SimFBO(batch_size=4), {"worked": True}, "local steps from the server is True there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_difference_is_found_and_named(other):
+    algorithm, more, expected = OTHERS[other]
+    if other == "other shapes":
+        problem = fb.Bilevel(lambda x, y, b: jnp.vdot(x, x) + jnp.vdot(y, y), lambda x, y, b: jnp.vdot(y, y))
+        mine, theirs = contract(fb.SimFBO(batch_size=4), problem), contract(algorithm, problem, **more)
+    else:
+        mine, theirs = contract(fb.SimFBO(batch_size=4)), contract(algorithm, **more)
+    assert mine.digest != theirs.digest
+    assert expected in difference(mine.text, theirs.text)
+
+
+def test_schedules_that_differ_later_are_found():
+    a, b = (fb.SimFBO(client_lr=optax.piecewise_constant_schedule(0.1, {50: scale})) for scale in (0.5, 0.1))
+    mine, theirs = contract(a), contract(b)
+    assert "schedules..client_lr.v is ['0.1', '0.1', '0.1', '0.01', '0.01']" in difference(mine.text, theirs.text)
+    assert contract(a).digest == mine.digest
+
+
+def test_another_version_differs(monkeypatch):
+    mine = contract(fb.SimFBO()).text
+    monkeypatch.setattr("fedbilevel.flower.contract.__version__", "0.0.1")
+    assert re.search(r"fedbilevel is 0\.0\.1 there and \S+ here", difference(mine, contract(fb.SimFBO()).text))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1", "{", "[" * 10**5])
+def test_what_is_no_contract(text):
+    assert difference(contract(TwoPhase()).text, text) == "it cannot be read"
+
+
+def test_no_values_are_in_it():
+    """Only shapes of x0 and y0, and no fixed leaf."""
+    made = contract(TwoPhase(), x=TASK.x0 + 3.14159, y=TASK.y0 + 2.71828)
+    assert made.text == contract(TwoPhase()).text
+    assert json.loads(made.text)["state"] == ["['calls'] int32[]", "['control'] float64[3]"]
+
+
+@fb.algorithm
+class Odd:
+    """Sends whatever it is made for."""
+
+    what: str = static("")
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    def init_client(self, x, y):
+        return jax.random.key(0) if self.what == "key kept" else None
+
+    @fb.phase
+    def phase(self, client, message, key):
+        if self.what == "nothing":
+            assert message == (None, ())
+            return fb.Reply({"x": jnp.ones(2), "none": None})
+        if self.what == "number":  # one that JAX calls weak leaves single precision as it is
+            return fb.Reply(message[0] * message[1])
+        return fb.Reply(key if self.what == "key in reply" else jnp.ones(2))
+
+    def round(self, fed, state, key):
+        x, y = state
+        message = {
+            "key in message": {"k": key},
+            "nothing": (None, ()),
+            "number": (jnp.asarray(0.5), x),
+            "changing": x,
+        }.get(self.what, x)
+        if self.what == "changing" and not isinstance(x, jax.core.Tracer):
+            message = x[:1]
+        reply = fed.mean(self.phase, message, key)
+        return XY(x - (reply["x"] if self.what == "nothing" else reply), y)
+
+
+@pytest.mark.parametrize(("what", "place"), [
+    ("key in message", r"the message of phase phase: \['k'\] is a PRNG key"),
+    ("key in reply", "the update of phase phase: value is a PRNG key"),
+    ("key kept", "what clients keep: value is a PRNG key"),
+])  # fmt: skip
+def test_keys_are_refused(what, place):
+    with pytest.raises(fb.ConfigurationError, match=place):
+        contract(Odd(what=what))
+
+
+def run(what, engine=None, dtype=float):
+    task = TASK
+    grid = InProcess(federations.client_app(lambda run, node: federations.Site(
+        id=node["partition-id"], algorithm=Odd(what=what), problem=task.problem, x0=task.x0.astype(dtype),
+        y0=task.y0, outer=task.clients.outer.row(0), inner=task.clients.inner.row(0))), 6)  # fmt: skip
+    engine = engine or federations.Flower(grid=grid)
+    x0 = task.x0.astype(dtype)
+    return fb.solve(Odd(what=what), task.problem, task.clients, x0, task.y0, rounds=2, engine=engine)
+
+
+def test_empty_messages_and_missing_leaves():
+    """The update is 1 whatever the client: x falls by 1 a round."""
+    np.testing.assert_allclose(run("nothing").x, -2.0, rtol=0, atol=1e-15)
+
+
+def test_weak_numbers_stay_weak():
+    """x in single precision, times a number made of a Python one, stays single, as in the compiled engine."""
+    result = run("number", dtype=jnp.float32)
+    assert result.x.dtype == run("number", fb.Local(), jnp.float32).x.dtype == jnp.float32
+
+
+def test_messages_of_changing_shape_are_refused():
+    with pytest.raises(fb.ConfigurationError, match=r"round 0 asks phase phase with value float64\[1\], which tracing"):
+        run("changing")

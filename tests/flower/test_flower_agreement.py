@@ -1,0 +1,119 @@
+"""A federation over Flower's messages gives what one machine does: state, ledger and history."""
+
+import json
+from dataclasses import replace
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from two_phase import TwoPhase
+
+import fedbilevel as fb
+from fedbilevel.core.tree import split
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.engine import Flower
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.site import Site
+from fedbilevel.tasks.quadratic import outer, quadratic
+
+ROUNDS, COHORT = 3, 3
+SIZES = {"equal": (6, 6), "ragged": (3, 4)}  # of two sizes: few programs
+SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:3], batch))
+MINIMAX = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y))
+CASES = {
+    "SimFBO, mini-batches": (fb.SimFBO(local_steps=3, batch_size=4), "equal", None, None),
+    "ShroFBO, ragged full batches, random work, a schedule": (
+        fb.ShroFBO(batch_size=None, server_lr=optax.exponential_decay(0.02, 2, 0.5)), "ragged", (1, 4), None
+    ),
+    "FedNest, conjugate gradient, work of each client": (
+        fb.FedNest(inverse="cg", cg_iterations=3, cg_tolerance=0.9, batch_size=4), "equal", [1, 2, 3, 1, 2], None
+    ),
+    "LFedNest, random work": (fb.LFedNest(batch_size=4, inner_lr=0.1), "equal", (1, 3), None),
+    "FedMBO, fresh cohorts": (fb.FedMBO(inner_rounds=2, neumann_terms=2, batch_size=4), "equal", None, None),
+    "two phases, a loop, client state": (TwoPhase(), "equal", None, None),
+    "FedLin, single level": (fb.FedLin(batch_size=4), "equal", None, SINGLE_LEVEL),
+    "FedAvg-S, minimax, ragged": (fb.FedAvgS(batch_size=None, local_steps=2), "ragged", None, MINIMAX),
+}  # fmt: skip
+
+
+def both(case, log=None):
+    """The case over Flower and on this machine."""
+    algorithm, sizes, work, problem = CASES[case]
+    task = quadratic(clients=5, dim_x=2, dim_y=3, samples=SIZES[sizes], local_steps=work)
+    problem = problem or task.problem
+    y0 = None if isinstance(problem, fb.SingleLevel) else task.y0
+    one = isinstance(problem, fb.Minimax)
+    clients = fb.Clients(task.clients.outer, weights=task.clients.weights) if one else task.clients
+    grid = InProcess(federations.app(algorithm, task, problem), len(task.clients))
+    same = {"rounds": ROUNDS, "cohort": COHORT, "key": 1, "eval_every": 2, "metrics": {"norm": lambda x, y: x @ x}}
+    engine = Flower(grid=grid, log=log)
+    here = fb.solve(algorithm, problem, clients, task.x0, y0, **same)
+    there = fb.solve(algorithm, problem, fb.RemoteClients.of(clients), task.x0, y0, **same, engine=engine)
+    assert float(jnp.linalg.norm(here.x - task.x0)) > 1e-3  # agreement on a state that stood still would prove nothing
+    return here, there
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_local(case, tmp_path):
+    """In float64, 1e-12: see tests/engines/test_agreement.py. The log of the exchanges adds up to the ledger."""
+    here, there = both(case, tmp_path / "exchanges.jsonl")
+    federations.same(here, there)
+    assert here.ledger == there.ledger
+    lines = [json.loads(line) for line in (tmp_path / "exchanges.jsonl").read_text().splitlines()]
+    assert sum(line["bytes_down"] for line in lines) == there.ledger.bytes_down
+    assert sum(line["bytes_up"] for line in lines) == there.ledger.bytes_up
+    assert sum(len(line["answered"]) for line in lines) == there.ledger.replies
+    by_phase = {phase: sum(line["phase"] == phase for line in lines) for phase in there.ledger.exchanges_by_phase}
+    assert by_phase == there.ledger.exchanges_by_phase
+    assert all(line["seconds"] >= 0 and line["asked"] == COHORT for line in lines)
+
+
+def test_agrees_with_local_in_float32():
+    """Numbers of size 1 and fewer have roundings of 6e-8; some ten of them add up along three rounds."""
+    with jax.enable_x64(False):
+        here, there = both("SimFBO, mini-batches")
+        assert here.x.dtype == there.x.dtype == jnp.float32
+        federations.same(here, there, 1e-6)
+        assert here.ledger == there.ledger
+
+
+def test_a_population_given_as_clients_and_two_calls_of_solve_agree():
+    """Desks are kept: a second run on the same clients does not see the first one's state."""
+    algorithm, task = TwoPhase(), federations.TASK
+    grid = InProcess(federations.app(algorithm), 6)
+    arguments = (algorithm, task.problem, task.clients, task.x0, task.y0)
+    results = [fb.solve(*arguments, rounds=2, engine=Flower(grid=grid)) for _ in range(2)]
+    federations.same(*results, tolerance=0)
+    federations.same(results[0], fb.solve(*arguments, rounds=2))
+
+
+def test_models_with_fixed_leaves():
+    """Equinox modules: what is no array stays on each side, and the structure of the tree is never sent."""
+    eqx = pytest.importorskip("equinox")
+    x0 = eqx.nn.MLP(3, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0), dtype=float)
+    y0 = eqx.nn.Linear(2, 1, use_bias=False, key=jax.random.key(1), dtype=float)
+
+    def loss(x, y, batch):
+        gap = jax.vmap(lambda u: y(x(u)))(batch["u"])[:, 0] - batch["t"]
+        return jnp.mean(gap**2) + 0.1 * jnp.sum(y.weight**2)
+
+    rng = np.random.default_rng(0)
+    samples = [{"u": rng.normal(size=(4, 3)), "t": rng.normal(size=4)} for _ in range(2)]
+    clients, problem = fb.Clients(samples, samples, weights=[1.0, 2.0]), fb.Bilevel(loss, loss)
+    algorithm = fb.SimFBO(local_steps=2, batch_size=None, client_lr=0.05, server_lr=0.1)
+
+    def make(run, node):
+        own = samples[node["partition-id"]]
+        return Site(id=node["partition-id"], algorithm=algorithm, problem=problem, x0=x0, y0=y0, outer=own, inner=own)
+
+    here = fb.solve(algorithm, problem, clients, x0, y0, rounds=2)
+    engine = Flower(grid=InProcess(client_app(make), 2))
+    there = fb.solve(algorithm, problem, fb.RemoteClients.of(clients), x0, y0, rounds=2, engine=engine)
+    assert there.x.activation is jnp.tanh
+    federations.same(
+        replace(here, state=split((here.x, here.y))[0]), replace(there, state=split((there.x, there.y))[0])
+    )

@@ -1,0 +1,286 @@
+"""What a client answers, what it refuses, and that nothing is run then; what it gives away."""
+
+import json
+import logging
+import threading
+from dataclasses import replace
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from two_phase import TwoPhase
+
+import fedbilevel as fb
+from fedbilevel.core.config import static
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.core.tree import XY
+from fedbilevel.flower import site as sites
+from fedbilevel.flower.accounting import Spent
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.limits import Limits, Patience
+from fedbilevel.flower.privacy import Privacy
+from fedbilevel.flower.site import Desk
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Ask, Refusal, from_bytes
+
+STEPS = federations.Steps()
+
+
+@pytest.fixture(scope="module")
+def desk():
+    return Desk(federations.site(STEPS, 0))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The phases that clients ran."""
+    phases, run = [], sites.run_phase
+    monkeypatch.setattr(sites, "run_phase", lambda phase, *rest: phases.append(phase) or run(phase, *rest))
+    return phases
+
+
+def ask(desk, of="y_gradient", **changes):
+    """A good question about a phase at x = y = 1, changed."""
+    call = next(call for call in desk.contract.calls.values() if call.phase == of)
+    size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(call.message))
+    good = Ask(
+        run=federations.NAME, contract=desk.contract.digest, round=2, exchange=1, phase=of, call=call.name,
+        key=np.asarray(jax.random.key_data(jax.random.key(5))).tobytes(), key_kind="threefry2x32", weight=0.25,
+        payload=np.ones(size).tobytes())  # fmt: skip
+    return replace(good, **changes)
+
+
+def test_an_answer(desk, ran):
+    """The phase itself, called by hand with the key that every engine gives it."""
+    answer = desk.answer(ask(desk), None)
+    assert answer.refused == ""
+    clients, key = federations.TASK.clients, jax.random.fold_in(jax.random.key(5), 0)
+    batch = sites._samples(sites.Ragged.listed("inner", [clients.inner.row(0)])).batch(key, 4)
+    loss, gradient = jax.value_and_grad(federations.TASK.problem.inner, 1)(jnp.ones(2), jnp.ones(3), batch)
+    np.testing.assert_allclose(from_bytes(answer.payload, gradient), gradient, rtol=1e-12)
+    assert answer.numbers() == {"inner": pytest.approx(float(loss), rel=1e-12)}
+    assert (answer.run, answer.round, answer.exchange, answer.client) == (federations.NAME, 2, 1, 0)
+    assert (answer.gradients, answer.products, answer.epsilon, answer.layout) == (1, 0, 0.0, ["value float64[3]"])
+    assert ran == ["y_gradient"]
+
+
+def test_a_greeting(desk, ran):
+    answer = desk.answer(Ask(run="r", contract=desk.contract.text), None)
+    assert (answer.contract, answer.client, answer.refused) == (desk.contract.text, 0, "")
+    other = Desk(federations.site(federations.Steps(batch_size=5), 0)).contract.text
+    refused = desk.answer(Ask(run="r", contract=other), None).refused
+    assert refused == "we do not agree: hyperparameters.batch_size is 5 there and 4 here"
+    assert ran == []
+
+
+REFUSED = {
+    "an unknown phase": ({"phase": "gradient"}, "unknown phase 'gradient'; this run's are x_gradient, y_gradient"),
+    "another algorithm's phase": ({"phase": "local_updates"}, "unknown phase 'local_updates'"),
+    "no phase but a method": ({"phase": "round"}, "unknown phase 'round'"),
+    "something of Python's": ({"phase": "__init__"}, "unknown phase '__init__'"),
+    "another contract": ({"contract": "0" * 32}, "the message is of another contract"),
+    "another call": ({"call": "y_gradient:0"}, "phase y_gradient is not asked with such a message"),
+    "another shape": ({"payload": np.ones(6).tobytes()}, "48 bytes came where 40 were expected"),
+    "a NaN": ({"payload": np.array([1, np.nan, 1, 1, 1]).tobytes()}, "the message is not finite in [0]"),
+    "work that is not said here": ({"work": 3}, "local steps = 3 came; this client expects none"),
+    "no weight": ({"weight": 0.0}, "weight 0.0, round 2, exchange 1 make no sense"),
+    "a weight of NaN": ({"weight": float("nan")}, "make no sense"),
+    "a round before the first": ({"round": -1}, "make no sense"),
+    "a round beyond integers": ({"round": 2**40}, "make no sense"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_not_run(case, desk, ran, caplog):
+    changes, expected = REFUSED[case]
+    answer = desk.answer(ask(desk, **changes), None)
+    assert expected in answer.refused
+    assert (answer.payload, answer.metrics, answer.layout) == (b"", "{}", [])
+    assert ran == []
+    (record,) = caplog.records
+    assert record.name == "fedbilevel.client"
+    assert expected in record.getMessage()
+
+
+@pytest.mark.parametrize("changes", [{"key": b"123"}, {"key": b""}, {"key_kind": "dice"}])
+def test_a_key_that_is_none_is_refused(changes, desk, ran):
+    """With the name of the error only: its text might hold anything."""
+    assert "Error; the client's log says more" in desk.answer(ask(desk, **changes), None).refused
+    assert ran == []
+
+
+@pytest.mark.parametrize(("limits", "expected"), [
+    ({"batch_size": 3}, "batch_size = 4 is above this client's limit of 3"),
+    ({"local_steps": 2}, "inner_rounds = 3 is above this client's limit of 2 steps"),
+    ({"message_bytes": 39}, "40 bytes are above this client's limit of 39"),
+])  # fmt: skip
+def test_limits(limits, expected, ran):
+    algorithm = Rounds() if "local_steps" in limits else STEPS
+    desk = Desk(federations.site(algorithm, 0, limits=Limits(**limits)))
+    assert desk.answer(ask(desk), None).refused == expected
+    assert ran == []
+    if "message_bytes" not in limits:  # told at the greeting, too
+        assert desk.answer(Ask(run="r", contract=desk.contract.text), None).refused == expected
+
+
+@fb.algorithm
+class Rounds(federations.Steps):
+    """The same with a count that is work for clients."""
+
+    inner_rounds: int = static(3)
+
+
+def test_local_steps_that_the_server_says(ran):
+    task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(6, 6), local_steps=(1, 5))
+    desk = Desk(federations.site(STEPS, 0, task, limits=Limits(local_steps=4)))
+    assert desk.answer(ask(desk, work=5), None).refused == "5 local steps are above this client's limit of 4"
+    assert desk.answer(ask(desk), None).refused == "local steps = -1 came; this client expects some"
+    assert ran == []
+    assert desk.answer(ask(desk, work=4), None).refused == ""
+
+
+def test_a_phase_that_takes_too_long():
+    """It is given up; until it ends nothing else is run."""
+    patience, go = Patience(0.05), threading.Event()
+    with pytest.raises(Refusal, match=r"takes longer than this client's limit of 0\.05 s"):
+        patience.run(go.wait)
+    with pytest.raises(Refusal, match="still runs here"):
+        patience.run(lambda: 1)
+    go.set()
+    patience.thread.join(5)
+    assert patience.run(lambda: 1) == 1
+    with pytest.raises(KeyError):
+        patience.run(lambda: {}[0])
+    with pytest.raises(fb.ConfigurationError, match=r"Limits\.seconds = 0"):
+        Limits(seconds=0)
+
+
+def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
+    """Neither in the client's state nor in its account, also when it ends later."""
+    go = threading.Event()
+    monkeypatch.setattr(sites, "run_phase", lambda *_: go.wait(30) and fb.Reply(jnp.ones(3), state={
+        "calls": jnp.ones((), jnp.int32), "control": jnp.ones(3)}))  # fmt: skip
+    privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    site = federations.site(TwoPhase(), 0, limits=Limits(seconds=0.05), privacy=privacy, folder=tmp_path)
+    desk = Desk(site)
+    assert desk.answer(ask(desk, "inner_gradient"), None).refused == "the phase failed; the client's log says more"
+    go.set()
+    desk.patience.thread.join(5)
+    assert {path.name for path in tmp_path.iterdir()} == {"secret"}
+    assert desk.answer(ask(desk, "inner_gradient"), None).refused == ""
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "secret",
+        "lock",
+        "account.json",
+        f"run-{federations.NAME}.npz",
+    }
+
+
+@fb.algorithm
+class Dividing:
+    """Its phase divides by what it is sent."""
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    @fb.phase
+    def phase(self, client, message, key):
+        return fb.Reply(client.outer_batch(key, 2)["t"][0] / message)
+
+    def round(self, fed, state, key):
+        return XY(state.x, state.y + fed.mean(self.phase, jnp.zeros(()), key))
+
+
+def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
+    """It says where; under privacy not even that, since it depends on the data."""
+    desk = Desk(federations.site(Dividing(), 0))
+    zero = np.zeros(1).tobytes()
+    answer = desk.answer(ask(desk, "phase", payload=zero), None)
+    assert answer.refused.startswith("the reply is not finite in ")
+    assert answer.payload == b""
+    privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    desk = Desk(federations.site(Dividing(), 0, privacy=privacy, folder=tmp_path))
+    assert desk.answer(ask(desk, "phase", payload=zero), None).refused == "the phase failed; the client's log says more"
+    assert not (tmp_path / "account.json").exists()
+
+
+def test_privacy(tmp_path):
+    """Replies are noised, metrics and counts stay here, every reply is charged, also by a new process."""
+    privacy = Privacy(clip=0.5, noise_multiplier=2.0, delta=1e-5, epsilon=12.0)
+    make = lambda: Desk(federations.site(STEPS, 0, privacy=privacy, folder=tmp_path))  # noqa: E731
+    plain, desk = Desk(federations.site(STEPS, 0)), make()
+    answers = [desk.answer(ask(desk), None), desk.answer(ask(desk), None), (desk := make()).answer(ask(desk), None)]
+    assert [answer.epsilon for answer in answers] == pytest.approx([privacy.epsilon_after(n) for n in (1, 2, 3)])
+    assert all(a.refused == "" and (a.metrics, a.gradients, a.products, a.delta) == ("{}", 0, 0, 1e-5) for a in answers)
+    sent = [np.frombuffer(answer.payload) for answer in (plain.answer(ask(plain), None), *answers)]
+    assert len({vector.tobytes() for vector in sent}) == 4
+    clipped = sent[0] * min(1, 0.5 / np.linalg.norm(sent[0]))
+    assert all(0 < np.linalg.norm(vector - clipped) < 9.5 * 3**0.5 for vector in sent[1:])  # noise of deviation 1
+    most = next(n for n in range(1, 100) if privacy.epsilon_after(n + 1) > 12.0)
+    for _ in range(3, most):
+        assert desk.answer(ask(desk), None).refused == ""
+    assert desk.answer(ask(desk), None).refused.startswith(f"privacy budget spent: after {most} replies one more would")
+    assert Spent.from_json((tmp_path / "account.json").read_text()).total == most
+
+
+def test_a_spent_budget_stops_the_run(tmp_path):
+    """One reply a client; the second exchange is below its quorum, and says why."""
+    one = Privacy(clip=1.0, noise_multiplier=2.0, delta=1e-5).epsilon_after(1)
+    privacy = Privacy(clip=1.0, noise_multiplier=2.0, delta=1e-5, epsilon=one * 1.001)
+    app = federations.client_app(lambda run, node: federations.site(
+        STEPS, node["partition-id"], privacy=privacy, folder=tmp_path / str(node["partition-id"])))  # fmt: skip
+    log = tmp_path / "log.jsonl"
+    with pytest.raises(ExchangeError, match=r"round 0, phase x_gradient: 0 .* privacy budget spent: after 1 replies"):
+        federations.solve(STEPS, InProcess(app, 6), log=log, terms=Terms(join=1.0))
+    first = json.loads(log.read_text().splitlines()[0])
+    assert len(first["answered"]) == 4
+    assert first["epsilon"] == pytest.approx(one)
+
+
+def test_privacy_needs_a_folder():
+    with pytest.raises(fb.ConfigurationError, match=r"Site\.folder = None"):
+        federations.site(STEPS, 0, privacy=Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5))
+
+
+def test_logs_tell_nothing_of_data_or_updates(caplog, tmp_path):
+    """All samples are made of 0.7331…, the updates of values that the client is asked for here."""
+    caplog.set_level(logging.DEBUG, "fedbilevel")
+    caplog.set_level(logging.INFO)
+    mark = 0.733173317331
+    site = federations.site(STEPS, 0)
+    site = replace(site, outer=jax.tree.map(lambda a: np.full_like(a, mark), site.outer),
+                   inner=jax.tree.map(lambda a: np.full_like(a, mark), site.inner))  # fmt: skip
+    desk = Desk(site)
+    answers = [desk.answer(ask(desk, phase), None) for phase in ("y_gradient", "x_gradient")]
+    desk.answer(ask(desk, payload=b"1"), None)
+    desk.answer(ask(desk, round=-1), None)
+    updates = np.concatenate([np.frombuffer(answer.payload) for answer in answers])
+    secrets = {f"{abs(value):.8f}"[:6] for value in (mark, *updates, answers[0].numbers()["inner"]) if value}
+    assert len(secrets) == 3
+    said = caplog.text
+    assert len(caplog.records) >= 4
+    assert "answered in" in said
+    assert not [secret for secret in secrets if secret in said]
+
+
+def test_a_client_that_cannot_start_says_so(caplog, tmp_path):
+    """Not the text of an error that is not ours: it could hold a path, or more."""
+
+    def make(run, node):
+        raise FileNotFoundError("/home/ward-7/patients.csv")
+
+    grid = InProcess(federations.client_app(make), 1)
+    with pytest.raises(ExchangeError, match=r"0 clients .* \(FileNotFoundError; the client's log says more\)"):
+        federations.solve(STEPS, grid, terms=Terms(join=1.0, deadline=2.0))
+    assert "patients.csv" in caplog.text  # which is the client's own log
+
+
+def test_a_phase_is_compiled_once(desk):
+    """Another round, weight or message is no new program."""
+    desk.answer(ask(desk), None)
+    before = sites.run_phase._cache_size()
+    for round in range(5):
+        assert desk.answer(ask(desk, round=round, weight=0.1 + round / 10), None).refused == ""
+    assert sites.run_phase._cache_size() == before

@@ -1,0 +1,150 @@
+"""A client's own state: applied once, whatever is repeated, replayed or resumed."""
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flwr.app import RecordDict
+from two_phase import TwoPhase
+
+import fedbilevel as fb
+from fedbilevel.core.errors import CheckpointError, ExchangeError
+from fedbilevel.engines import checkpoint
+from fedbilevel.flower.client_state import Kept, states_for
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.site import Desk
+from fedbilevel.flower.store import ContextStore, FolderStore
+from fedbilevel.flower.wire import Ask, Refusal
+
+ALGORITHM = TwoPhase(inner=2)  # exchanges 0 and 1 change what a client keeps, exchange 2 reads it
+KEPT = Kept(4, 1, *({"c": np.full(2, value), "n": np.int32(value)} for value in (1.0, 2.0, 3.0)))
+LIKE = Kept(0, 0, *[{"c": np.zeros(2), "n": np.int32(0)}] * 3)
+OTHER = Kept(0, 0, *[{"c": np.zeros(3), "n": np.int32(0)}] * 3)
+
+
+def test_which_state_a_message_sees():
+    """Of a client that was changed last by exchange 2 of round 5: "s" at its start, "b" before it, "n" now."""
+    kept = Kept(5, 2, "s", "b", "n")
+    assert states_for(None, "first", 7, 1) == ("first", "first")
+    assert states_for(kept, "first", 6, 0) == ("n", "n")
+    assert states_for(kept, "first", 5, 3) == ("s", "n")
+    assert states_for(kept, "first", 5, 2) == ("s", "b")  # again
+    assert states_for(kept, "first", 5, 1) == ("s", "s")  # the round is played again
+    with pytest.raises(Refusal, match="state is of round 5, and round 4 is over for it"):
+        states_for(kept, "first", 4, 9)
+
+
+@pytest.fixture(params=["folder", "context"])
+def store(request, tmp_path):
+    return FolderStore(tmp_path) if request.param == "folder" else ContextStore(RecordDict())
+
+
+def test_there_and_back(store):
+    assert store.load(federations.NAME, LIKE) is None
+    store.save(federations.NAME, KEPT)
+    back = store.load(federations.NAME, LIKE)
+    assert back[:2] == (4, 1)
+    assert jax.tree.all(jax.tree.map(np.array_equal, KEPT[2:], back[2:]))
+    assert store.load("f" * 16, LIKE) is None
+    with pytest.raises((Refusal, CheckpointError), match=r"of another (algorithm or )?model|belongs to another model"):
+        store.load(federations.NAME, OTHER)
+
+
+def test_only_names_of_runs_are_names_of_files(tmp_path):
+    for name in ("../../etc/passwd", "", "abc", "0123456789ABCDEF", "g" * 16, "a" * 65):
+        with pytest.raises(Refusal, match="is not the name of a run"):
+            FolderStore(tmp_path).load(name, LIKE)
+
+
+def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
+    """A disk that fills up in the middle of a write; a file that was damaged by something else."""
+    store = FolderStore(tmp_path)
+    store.save(federations.NAME, KEPT)
+
+    def full(file, **arrays):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.np, "savez", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(federations.NAME, KEPT._replace(round=5))
+    assert store.load(federations.NAME, LIKE).round == 4
+    assert [path.name for path in tmp_path.iterdir()] == [f"run-{federations.NAME}.npz"]
+    store.path(federations.NAME).write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
+        store.load(federations.NAME, LIKE)
+
+
+@pytest.fixture(scope="module")
+def desk():
+    return Desk(federations.site(ALGORITHM, 0))
+
+
+def calls(desk, store, round, exchange):
+    """How often the client's state has been changed, as a message of the second phase sees it; y's gradient else."""
+    phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
+    call = next(call for call in desk.contract.calls.values() if call.phase == phase)
+    ask = Ask(run=federations.NAME, contract=desk.contract.digest, round=round, exchange=exchange, phase=phase,
+              call=call.name, key=bytes(8), key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
+    answer = desk.answer(ask, store)
+    if answer.refused:
+        return answer.refused
+    kept = store.load(ask.run, Kept(0, 0, *[desk.contract.state] * 3))
+    return answer.payload, int(kept.now["calls"])
+
+
+def test_a_repeated_message_is_applied_once(desk, store):
+    first = calls(desk, store, 0, 0)
+    assert first[1] == 1
+    assert calls(desk, store, 0, 0) == first
+    second = calls(desk, store, 0, 1)
+    assert second[1] == 2
+    assert calls(desk, store, 0, 1) == second
+    correction = calls(desk, store, 0, 2)
+    assert calls(desk, store, 0, 2) == correction
+    assert calls(desk, store, 0, 0) == first  # the server plays the round again
+    assert calls(desk, store, 0, 1) == second
+    assert calls(desk, store, 0, 2) == correction
+    assert calls(desk, store, 1, 0)[1] == 3
+    assert calls(desk, store, 0, 1) == "this client's state is of round 1, and round 0 is over for it"
+    assert calls(desk, store, 1, 0)[1] == 3
+
+
+def test_a_changed_model_is_refused(store):
+    store.save(federations.NAME, Kept(0, 0, *[{"control": np.zeros(7), "calls": np.int32(0)}] * 3))
+    refused = calls(Desk(federations.site(ALGORITHM, 0)), store, 1, 0)
+    assert refused in (
+        "CheckpointError; the client's log says more",  # whose text names a file
+        "this client's state of the run is of another algorithm or model",
+    )
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "context"])
+def test_a_run_resumed_in_the_middle_of_a_round(folder, tmp_path):
+    """All answers to exchange 1 of round 1 are lost after clients have changed their state; the server resumes.
+
+    With a folder clients start anew, too; without one Flower's memory of them has to be there still.
+    """
+    task = federations.TASK
+    whole = fb.solve(ALGORITHM, task.problem, task.clients, task.x0, task.y0, rounds=3, cohort=4, key=1)
+
+    def make(run, node):
+        place = tmp_path / str(node["partition-id"]) if folder else None
+        return federations.site(ALGORITHM, node["partition-id"], folder=place)
+
+    def lost(answer, message):
+        raise RuntimeError("lost")
+
+    app = federations.client_app(make)
+    faults = {(client, 1, 1): lost for client in range(6)}
+    grid = InProcess(federations.misbehaving(app, faults), 6)
+    options = {"checkpoint": tmp_path / "checkpoint.npz", "eval_every": 3}
+    with pytest.raises(ExchangeError, match="round 1, phase inner_gradient: 0 clients"):
+        federations.solve(ALGORITHM, grid, **options)
+    grid.client_app = federations.client_app(make) if folder else app
+    resumed = federations.solve(ALGORITHM, grid, resume=True, **options)
+    federations.same(resumed, whole)
+    federations.moved(resumed)
+    assert jnp.isfinite(resumed.x).all()
