@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=["persistent", "stock"], default=["persistent", "stock"])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--insecure", action="store_true", help="no TLS, no keys")
-    parser.add_argument("--fastest", default="0.05")
+    parser.add_argument("--fastest", default="0.02")
     parser.add_argument("--first-port", type=int)
     parser.add_argument("--keep", type=Path, help="directory for the logs")
     options = parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,3 +178,42 @@ def test_what_is_started_sends_no_news_and_keeps_compiled_programs() -> None:
     assert (env["FLWR_TELEMETRY_ENABLED"], env["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert env["JAX_COMPILATION_CACHE_DIR"] == "/data/client/jax-compilation-cache"
     assert supernode.environment({"JAX_COMPILATION_CACHE_DIR": "/mine"})["JAX_COMPILATION_CACHE_DIR"] == "/mine"
+
+
+def test_worker_and_loop_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    from fedbilevel.flower import private
+
+    monkeypatch.setattr(private, "HOLD", 0.1)
+    record = SimpleNamespace(active_until=datetime.now(UTC))
+    state: Any = SimpleNamespace(lock_task_store=threading.Lock(), task_token_store={7: record})
+    meeting = private.Meeting(lambda quiet: 0.0, lambda *_: "task", lambda *_: "finished")
+    assert meeting.acquire("request", state) != "task"  # no message is complete: the question ends empty
+    assert record.active_until.year == 1970  # what the worker had before is given up
+    monkeypatch.setattr(private, "HOLD", 30.0)
+    got: list[Any] = []
+
+    def ask() -> None:
+        got.extend([meeting.acquire("request", state), meeting.finish()])
+
+    worker_thread = threading.Thread(target=ask)
+    worker_thread.start()
+    meeting.sleep(0.5)
+    worker_thread.join(30)
+    assert got == ["task", "finished"]
+
+
+def test_a_reply_that_never_becomes_complete_does_not_hold_the_node() -> None:
+    pytest.importorskip("flwr")
+    from fedbilevel.flower import private
+
+    meeting = private.Meeting(lambda quiet: 0.0, lambda *_: None, lambda *_: None)
+
+    def yield_object_contents() -> None:  # the name of the function that waits for content
+        meeting.sleep(0.01)
+
+    yield_object_contents()
+    meeting.asking = 1
+    yield_object_contents()
+    with pytest.raises(TimeoutError, match="whole reply"):
+        yield_object_contents()

@@ -23,7 +23,7 @@ from pathlib import Path
 from fedbilevel.flower import children
 from fedbilevel.flower.versions import TESTED, require_flower, tested
 
-FASTEST, SLOWEST = 0.05, 2.0
+FASTEST, SLOWEST = 0.02, 2.0
 BACKOFF = (1.0, 10.0)  # seconds before a restart: the first one, the longest
 STEADY = 60.0  # seconds after which a process counts as having come up
 
