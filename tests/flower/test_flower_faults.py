@@ -262,6 +262,38 @@ def test_two_nodes_for_one_client(tmp_path, whole, caplog):
     assert f"node 7 does not take part: it calls itself client {client}, which node {client + 1} is" in caplog.text
 
 
+@pytest.mark.parametrize("answer", ["", None, "left out"])
+def test_a_message_that_flower_does_not_take(answer, tmp_path, absent):
+    """Grids say so in different ways."""
+    first, second = COHORTS[1][:2]
+
+    class Refusing(InProcess):
+        def push_messages(self, messages):
+            asks = {message: said_in(Ask, message) for message in messages}
+            places = {m: (self.client(m.metadata.dst_node_id), ask.round, ask.exchange) for m, ask in asks.items()}
+            lost = {
+                m for m in messages if asks[m].phase and places[m] in {(first, 1, 0), (first, 1, 1), (second, 1, 1)}
+            }
+            sent = [
+                answer if message in lost else super(Refusing, self).push_messages([message])[0] for message in messages
+            ]
+            return [number for number in sent if number != "left out"]
+
+    result = federations.solve(STEPS, Refusing(CLIENTS, 6), terms=TERMS)
+    federations.same(result, absent)
+
+
+def test_messages_that_are_too_large():
+    """Flower's grid returns nothing at all then; that is said, not a wrong length of something."""
+
+    class Small(InProcess):
+        def push_messages(self, messages):
+            return super().push_messages(messages) if all(not said_in(Ask, m).phase for m in messages) else []
+
+    with pytest.raises(fb.core.errors.ExchangeError, match=r"Flower did not take the message \(is it too large\?\)"):
+        federations.solve(STEPS, Small(CLIENTS, 6), terms=TERMS)
+
+
 def test_a_population_that_is_not_complete(tmp_path, monkeypatch):
     """Four of six are enough to begin; one more comes in round 1, the last one never."""
     early, late = 5, 4

@@ -8,7 +8,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbilevel.flower.clock import Clock
-from fedbilevel.flower.records import question, said_in
+from fedbilevel.flower.records import push, question, said_in
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal
@@ -31,11 +31,11 @@ class Courier:
         going = [client for client in asks if client in nodes]
         end = self.clock.time() + self.terms.deadline
         messages = [question(nodes[client], asks[client], self.terms.deadline) for client in going]
-        for client, sent in zip(going, self.grid.push_messages(messages), strict=True):
+        for client, sent in zip(going, push(self.grid, messages), strict=True):
             if sent:
                 self.under_way[client] = (sent, asks[client], end)
             else:
-                failed[client] = "Flower did not take the message"
+                failed[client] = "Flower did not take the message (is it too large?)"
         return failed
 
     def listen(

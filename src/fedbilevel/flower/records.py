@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 
 from fedbilevel.flower.wire import Answer, Ask, Refusal, read
 
@@ -25,6 +26,16 @@ def content(said: Ask | Answer) -> RecordDict:
 def question(node: int, ask: Ask, seconds: float) -> Message:
     """A message that is worth nothing after some seconds: Flower's own default is half a day."""
     return Message(content(ask), node, MESSAGE_TYPE, group_id=f"{ask.run[:8]}/{ask.round}", ttl=seconds)
+
+
+def push(grid: Grid, messages: list[Message]) -> list[str]:
+    """Send messages; their ids, and "" for each that Flower did not take.
+
+    Of such a one grids return another id, or none: the whole list is empty where one message is too large.
+    """
+    taken = set(grid.push_messages(messages))
+    numbers = [message.metadata.message_id for message in messages]  # known as soon as they are pushed
+    return [number if number in taken else "" for number in numbers]
 
 
 def said_in(kind: type[Any], message: Message) -> Any:

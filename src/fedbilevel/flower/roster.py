@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from fedbilevel.flower.clock import Clock
 from fedbilevel.flower.contract import Contract, difference
-from fedbilevel.flower.records import question, said_in
+from fedbilevel.flower.records import push, question, said_in
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal
 
@@ -61,7 +61,7 @@ class Roster:
         now, deadline = self.clock.time(), self.terms.deadline
         due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
         ask = Ask(run=self.run, contract=self.contract.text)
-        sent = self.grid.push_messages([question(node, ask, deadline) for node in due])
+        sent = push(self.grid, [question(node, ask, deadline) for node in due])
         self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
         self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
         self.greeted.update(dict.fromkeys(due, now))
