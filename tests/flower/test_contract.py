@@ -61,12 +61,12 @@ def test_every_call_of_a_round_is_in_it(name, worked):
             return carry
 
     def round(x, y, key):
-        state = made.algorithm.init(x, y)
+        state = now.init(x, y)
         for _ in range(2):  # the second one too, from the state that the first one leaves
-            state = at_round.round(Noting(), state, key)
+            state = now.round(Noting(), state, key)
         return state
 
-    at_round = at(algorithm, jnp.zeros((), jnp.int32))
+    now = at(algorithm, jnp.zeros((), jnp.int32))
     jax.eval_shape(round, TASK.x0, y, jax.random.key(0))
     assert found == set(made.calls)
     assert {call.phase for call in made.calls.values()} <= algorithm.phases
@@ -108,6 +108,28 @@ def test_schedules_that_differ_later_are_found():
     mine, theirs = contract(a), contract(b)
     assert "schedules..client_lr.v is ['0.1', '0.1', '0.1', '0.01', '0.01']" in difference(mine.text, theirs.text)
     assert contract(a).digest == mine.digest
+
+
+def test_a_schedule_may_begin_at_0():
+    """As a warm-up does; a step that is given as 0 is a mistake."""
+    made = contract(fb.SimFBO(server_lr=optax.linear_schedule(0.0, 0.1, 10)))
+    assert "['0', '0.01', '0.1', '0.1', '0.1']" in str(made.schedules())
+
+
+def test_a_fresh_cohort_keeps_nothing():
+    @fb.algorithm
+    class Forgetful(TwoPhase):
+        fresh = 1
+
+        @fb.phase
+        def keeping(self, client, message, key):
+            return fb.Reply(message, state=message)
+
+        def round(self, fed, state, key):
+            return state._replace(y=fed.mean(self.keeping, state.y, key, fresh=0))
+
+    with pytest.raises(fb.ConfigurationError, match="phase keeping keeps state on clients, so a fresh cohort cannot"):
+        contract(Forgetful())
 
 
 def test_another_version_differs(monkeypatch):

@@ -97,29 +97,34 @@ def draw_up(
     Raises:
         ConfigurationError: a message, an update or what clients keep holds a PRNG key.
     """
-    given, algorithm = algorithm, at(algorithm, jnp.zeros((), jnp.int32))
     state = init_client(algorithm, x, y)
     check_plain("what clients keep", state)
-    recorder = Recorder(algorithm, problem, worked)
+    calls: dict[str, Call] = {}
 
-    def round(x: PyTree, y: PyTree, state: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
-        recorder.state, recorder.examples = state, examples
-        return algorithm.round(recorder, algorithm.init(x, y), key)
+    def round(number: Array, x: PyTree, y: PyTree, state: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
+        now = at(algorithm, number)
+        return now.round(Recorder(now, problem, worked, state, examples, calls), now.init(x, y), key)
 
-    jax.eval_shape(round, x, y, state, examples, jax.random.key(0))
+    jax.eval_shape(round, jnp.zeros((), jnp.int32), x, y, state, examples, jax.random.key(0))
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
-    return Contract(given, recorder.calls, kept, worked)
+    return Contract(algorithm, calls, kept, worked)
 
 
 class Recorder:
     """A `Fed` for tracing: every exchange has one client, whose samples are the examples."""
 
-    def __init__(self, algorithm: Any, problem: Problem, worked: bool) -> None:
+    def __init__(
+        self,
+        algorithm: Any,
+        problem: Problem,
+        worked: bool,
+        state: PyTree,
+        examples: tuple[PyTree, PyTree],
+        calls: dict[str, Call],
+    ) -> None:
         self.algorithm, self.problem, self.worked = algorithm, problem, worked
+        self.state, self.examples, self.calls = state, examples, calls
         self.indirect = problem.indirect
-        self.state: PyTree = None
-        self.examples: tuple[PyTree, PyTree] = (None, None)
-        self.calls: dict[str, Call] = {}
 
     def mean(
         self,

@@ -199,7 +199,7 @@ class Desk:
     @cached_property
     def first(self) -> PyTree:
         """What the client keeps before it was ever asked."""
-        return jax.tree.map(np.asarray, init_client(at(self.site.algorithm, 0), self.x, self.y))
+        return jax.tree.map(np.asarray, init_client(self.site.algorithm, self.x, self.y))
 
 
 @partial(jax.jit, static_argnums=0)
