@@ -277,11 +277,12 @@ def loss() -> str:
 
 def part(code: int) -> NoReturn:
     """End this process after an error: with the others if it is theirs too, else alone, and they will be told."""
-    here.told = True
+    alone, here.told = here.told, True
     sys.stdout.flush()
     sys.stderr.flush()
-    with suppress(jax.errors.JaxRuntimeError):  # jax.distributed.shutdown would wait for minutes
-        _service().wait_at_barrier("fedbilevel/part", 1000 * PARTING_SECONDS)
+    if not alone:
+        with suppress(jax.errors.JaxRuntimeError):  # jax.distributed.shutdown would wait for minutes
+            _service().wait_at_barrier("fedbilevel/part", 1000 * PARTING_SECONDS)
     os._exit(code)
 
 

@@ -114,12 +114,13 @@ class Local:
 
 def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> int:
     """How many clients to vectorise together; `lumpy`: a device's part of a cohort is random, `share` on average."""
-    quarter = -(-share // 4)
+    if lumpy:
+        share = -(-share // 2)  # places are played chunk by chunk: of the last one some are empty
     if nbytes(state) <= SMALL_STATE:
-        return quarter if lumpy else share
+        return share
     if jax.default_backend() == "cpu":
         return 1
-    return share if clients.local_steps is None and not lumpy else quarter  # a chunk lasts as long as its slowest
+    return share if clients.local_steps is None else -(-share // 4)  # a chunk lasts as long as its slowest client
 
 
 class LocalRun:

@@ -1,0 +1,85 @@
+"""`fedbilevel run --coordinator`: one run by several commands, which differ in --process alone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from command_line import wait_for
+
+from fedbilevel.cli import main
+
+PORTS = iter(range(21900 - os.getpid() % 400, 22000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "2"], "--coordinator, --processes and --process are given together"),
+        (["--coordinator", "127.0.0.1:1", "--process", "0"], "are given together"),
+        (["--coordinator", "here", "--processes", "2", "--process", "0"], "it must be HOST:PORT"),
+        (["--coordinator", "127.0.0.1:1", "--processes", "2", "--process", "2"], "it must be 0 to 1"),
+        (["--coordinator", "127.0.0.1:1", "--processes", "2", "--process", "0", "--seeds", "1,2"], "one run at a time"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, capsys, monkeypatch):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
+    assert main(["run", "quadratic", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def commands(folder, *options, **keywords):
+    """The same command for processes 0 and 1, each in a directory of its own."""
+    with socket.socket() as probe:
+        port = next(port for port in PORTS if probe.connect_ex(("127.0.0.1", port)))
+    started = []
+    for process in range(2):
+        place = folder / f"host{process}"
+        place.mkdir(exist_ok=True)
+        together = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(process), "--quiet"]
+        command = [sys.executable, "-m", "fedbilevel.cli", "run", *options, *together]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=place, start_new_session=True, **pipes))
+    return started
+
+
+def ends(started):
+    try:
+        said = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_one_process_stops_both_and_the_run_goes_on(tmp_path):
+    """Process 1 has no folder of the run: what to resume is process 0's word, and so is where not to write."""
+    started = commands(tmp_path, "quadratic", "--rounds", "1000000", "--cohort", "3", "--out", "there")
+    folder = tmp_path / "host0" / "there"
+    wait_for(folder / "checkpoint.npz", started[0])
+    first = (folder / "checkpoint.npz").stat().st_ino
+    time.sleep(1)
+    started[1].send_signal(signal.SIGINT)
+    (code0, _, error0), (code1, _, error1) = ends(started)
+    assert (code0, code1) == (130, 130)
+    assert error0.endswith("interrupted; continue with: fedbilevel run --resume there\n")
+    assert "with process 0" in error1
+    assert (folder / "checkpoint.npz").stat().st_ino != first
+
+    taken = ends(commands(tmp_path, "quadratic", "--out", "there"))
+    assert [code for code, *_ in taken] == [2, 2]
+    assert "process 0: cannot write a run to there" in taken[1][2]
+
+    with np.load(folder / "checkpoint.npz") as stored:
+        done = int(stored[".round"])
+    spec = folder / "spec.toml"
+    spec.write_text(spec.read_text().replace("rounds = 1000000", f"rounds = {done}"))
+    short = ends(commands(tmp_path, "--resume", "there", "--rounds", str(done + 3)))
+    assert [code for code, *_ in short] == [0, 0], short
+    assert [said for _, said, _ in short] == ["there\n", ""]
+    assert not (tmp_path / "host1" / "there").exists()
