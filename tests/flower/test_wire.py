@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import federations
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbilevel.flower.fed import FlowerFed
+from fedbilevel.flower.counting import accepted
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, content, said_in
 from fedbilevel.flower.site import Desk
@@ -181,12 +180,9 @@ def test_a_desk_answers_whatever_it_is_asked(desk, fields, right):
                                 metrics='{"inner": 1.0}', payload=np.ones(3).tobytes())))  # fmt: skip
 def test_a_server_counts_or_refuses_whatever_is_answered(desk, fields):
     call = next(call for call in desk.contract.calls.values() if call.phase == "y_gradient")
-    run = SimpleNamespace(layouts={call.name: layout(call.update)}, clients=range(6), terms=Terms(norm_bound=10.0))
-    fed = object.__new__(FlowerFed)
-    fed.run = run
     try:
         answer = read(Answer, fields, fields.pop("payload"))
-        counted = fed.count(answer, Ask(run="r", contract="", round=1), call, 2)
+        counted = accepted(answer, Ask(run="r", contract="", round=1), call, 2, Terms(norm_bound=10.0), 6)
     except Refusal:
         return
     assert np.all(np.isfinite(counted.update))

@@ -26,7 +26,6 @@ from fedbilevel.flower.exchange_log import ExchangeLog
 from fedbilevel.flower.fed import FlowerFed
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Rests, Terms
-from fedbilevel.flower.wire import layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,6 @@ class FlowerRun:
         worked = clients.local_steps is not None
         state = carry.state
         self.contract = draw_up(algorithm, problem, state.x, getattr(state, "y", None), clients.examples(), worked)
-        self.layouts = {name: layout(call.update) for name, call in self.contract.calls.items()}
         self.clock: Clock = getattr(engine.grid, "clock", None) or WallClock()
         self.roster = Roster(engine.grid, self.contract, self.name, len(clients), self.terms, self.clock)
         self.courier = Courier(engine.grid, self.roster, self.terms, self.clock)

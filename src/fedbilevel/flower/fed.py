@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -16,19 +15,16 @@ from jax import Array
 from fedbilevel.core.algorithm import phase_name
 from fedbilevel.core.errors import ConfigurationError, ExchangeError, require
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
 from fedbilevel.flower.contract import Call
-from fedbilevel.flower.courier import Outcome
+from fedbilevel.flower.counting import Counted, accepted
 from fedbilevel.flower.exchange_log import Exchange
-from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, require_layout, shapes, to_bytes
+from fedbilevel.flower.wire import Ask, Refusal, layout, shapes, to_bytes
 
 if TYPE_CHECKING:
     from fedbilevel.flower.engine import FlowerRun
-
-
-LARGEST = 2**31 - 1
 
 
 class FlowerFed:
@@ -168,7 +164,9 @@ class FlowerFed:
             new: dict[int, Counted] = {}
             for client, ask, outcome in run.courier.listen(wanted, lambda: early and len(counted) >= needed):
                 try:
-                    new[client] = counted[client] = self.count(outcome, ask, question.call, client)
+                    new[client] = counted[client] = accepted(
+                        outcome, ask, question.call, client, run.terms, len(run.clients)
+                    )
                     run.rests.answered(client)
                 except Refusal as refusal:
                     failed[client] = str(refusal)
@@ -180,35 +178,6 @@ class FlowerFed:
             if len(counted) >= needed:
                 return {client: counted[client] for client in works if client in counted}, asked
         raise ExchangeError(self.complaint(question, len(counted), needed, reasons))
-
-    def count(self, outcome: Outcome, ask: Ask, call: Call, client: int) -> Counted:
-        """An answer that was found to be right in every respect.
-
-        Raises:
-            Refusal: it is not, and must not count.
-        """
-        if isinstance(outcome, Refusal):
-            raise outcome
-        if (outcome.run, outcome.round, outcome.exchange) != (ask.run, ask.round, ask.exchange):
-            raise Refusal("it answers another question")
-        if outcome.client != client:
-            raise Refusal(f"client {client} answers as client {outcome.client}")
-        require_layout("its update", outcome.layout, self.run.layouts[call.name])
-        update = from_bytes(outcome.payload, call.update)
-        if bad := nonfinite_leaves(update):
-            raise Refusal(f"its update is not finite in {', '.join(bad)}")
-        bound = self.run.terms.norm_bound
-        if bound is not None and (norm := euclidean(update)) > bound:
-            raise Refusal(f"its update has a norm of {norm:.3g}, above the bound of {bound:g}")
-        metrics = outcome.numbers()
-        if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
-            raise Refusal("its metrics are not those of the phase, or not finite")
-        most = LARGEST // len(self.run.clients)  # so that their sum is exact
-        if not (0 <= outcome.gradients <= most and 0 <= outcome.products <= most):
-            raise Refusal(f"its counts ({outcome.gradients}, {outcome.products}) are not between 0 and {most}")
-        if not 0 <= outcome.epsilon < math.inf:
-            raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
-        return Counted(outcome, update, metrics)
 
     def total(self, answers: dict[int, Counted]) -> book.Sums:
         """The weighted sums: all that the algorithm sees. A protocol that reveals sums alone would stand here."""
@@ -246,18 +215,3 @@ class Question:
     payload: bytes
     key: Array
     fresh: bool
-
-
-@dataclass(frozen=True)
-class Counted:
-    """An answer that counts."""
-
-    answer: Answer
-    update: PyTree
-    metrics: dict[str, float]
-
-
-def euclidean(tree: PyTree) -> float:
-    """The norm of all leaves together, in float64; infinite where a square overflows."""
-    with np.errstate(over="ignore"):
-        return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))

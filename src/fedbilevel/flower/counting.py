@@ -1,0 +1,60 @@
+"""What makes an answer count."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.flower.contract import Call
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, require_layout
+
+LARGEST = 2**31 - 1  # that a ledger's book can hold for a round
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An answer that counts."""
+
+    answer: Answer
+    update: PyTree
+    metrics: dict[str, float]
+
+
+def accepted(outcome: Answer | Refusal, ask: Ask, call: Call, client: int, terms: Terms, population: int) -> Counted:
+    """What this client answered to the question, if it is right in every respect.
+
+    Raises:
+        Refusal: it is not, and must not count.
+    """
+    if isinstance(outcome, Refusal):
+        raise outcome
+    if (outcome.run, outcome.round, outcome.exchange) != (ask.run, ask.round, ask.exchange):
+        raise Refusal("it answers another question")
+    if outcome.client != client:
+        raise Refusal(f"client {client} answers as client {outcome.client}")
+    require_layout("its update", outcome.layout, layout(call.update))
+    update = from_bytes(outcome.payload, call.update)
+    if bad := nonfinite_leaves(update):
+        raise Refusal(f"its update is not finite in {', '.join(bad)}")
+    if terms.norm_bound is not None and (norm := euclidean(update)) > terms.norm_bound:
+        raise Refusal(f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}")
+    metrics = outcome.numbers()
+    if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
+        raise Refusal("its metrics are not those of the phase, or not finite")
+    most = LARGEST // population  # so that their sum is exact
+    if not (0 <= outcome.gradients <= most and 0 <= outcome.products <= most):
+        raise Refusal(f"its counts ({outcome.gradients}, {outcome.products}) are not between 0 and {most}")
+    if not 0 <= outcome.epsilon < math.inf:
+        raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
+    return Counted(outcome, update, metrics)
+
+
+def euclidean(tree: PyTree) -> float:
+    """The norm of all leaves together, in float64; infinite where a square overflows."""
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))
