@@ -136,6 +136,8 @@ def test_node_configuration_says_what_a_site_allows(spec, tmp_path):
         ({"settings": "run.pooled=true"}, "run.pooled"),
         ({"settings": "run.round=3"}, "did you mean 'rounds'"),
         ({"attempts": 1.5}, "attempts = 1.5"),
+        ({"settings": "task.name=saddle"}, "unknown|own task"),
+        ({"settings": "algorithm.name=shrofbo"}, "unknown|own task"),
         ({"quorum": 2}, "Terms.quorum"),
     ],
 )

@@ -217,3 +217,24 @@ def test_a_reply_that_never_becomes_complete_does_not_hold_the_node() -> None:
     yield_object_contents()
     with pytest.raises(TimeoutError, match="whole reply"):
         yield_object_contents()
+
+
+def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_app_of_the_site.py").write_text("def app(message, context):\n    return message\nnumber = 3\n")
+    monkeypatch.chdir(tmp_path)
+    apps = worker.Pinned("own_app_of_the_site:app")
+    fake = Fake(["a", "b"])
+    worker.serve(fake, apps, error_reply, patience=0.3)
+    assert fake.replies == ["a", "b"]
+    for reference in ("own_app_of_the_site", "own_app_of_the_site:none", "no_such_module_here:app", ":app"):
+        with pytest.raises(ConfigurationError, match="--app"):
+            worker.Pinned(reference)
+    with pytest.raises(ConfigurationError, match="name of a ClientApp"):
+        worker.Pinned("own_app_of_the_site:number")
+
+
+def test_a_pinned_app_is_never_given_up_for_the_stock_supernode() -> None:
+    for version in versions.TESTED:
+        assert supernode.processes(["--app", "a:b"], version)["worker"][-2:] == ["--app", "a:b"]
+    with pytest.raises(ConfigurationError, match="would run any app"):
+        supernode.processes(["--app", "a:b"], "9.9")

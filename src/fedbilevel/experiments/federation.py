@@ -122,7 +122,10 @@ def configured(spec: Spec, config: Config) -> Spec:
     for name in config:
         if name not in known:
             raise unknown("name in the run configuration", name, known)
+    before = spec.task.name, spec.algorithm.name
     spec = assign(spec, shlex.split(str(config.get("settings", ""))))
+    after = spec.task.name, spec.algorithm.name
+    require(after == before, "settings", after, f"of the app's own task and algorithm, {before}: a name is code to run")
     require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
     return spec
 

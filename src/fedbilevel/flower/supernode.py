@@ -3,8 +3,8 @@
     python -m fedbilevel.flower.supernode --superlink HOST:PORT --root-certificates ca.crt \\
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
-All options are those of `flower-supernode`, except `--fastest` and `--slowest`. Where Flower is of a version that was
-not tried, `flower-supernode` itself is started: one process per message, slower, same answers.
+All options are those of `flower-supernode`, except `--fastest`, `--slowest` and `--app`. Where Flower is of a version
+that was not tried, `flower-supernode` itself is started: one process per message, slower, same answers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower import children
 from fedbilevel.flower.versions import TESTED, require_flower, tested
 
@@ -109,6 +110,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1", help="where the worker finds the SuperNode")
     parser.add_argument("--port", type=int, default=9094, help="where the worker finds the SuperNode")
     parser.add_argument("--ssl-ca-certfile", help="with --ssl-certfile and --ssl-keyfile: TLS between the two")
+    parser.add_argument("--app", metavar="MODULE:NAME", help="answer with this app, whatever app a run brings")
     options, passed = parser.parse_known_args(arguments)
     if not 0 < options.fastest <= options.slowest:
         parser.error("it must be 0 < --fastest <= --slowest")
@@ -124,12 +126,17 @@ def processes(arguments: list[str], version: str) -> dict[str, list[str]]:
     """The commands of the unit, by name: SuperNode and worker, or only the stock SuperNode."""
     options, passed = parse(arguments)
     if not tested(version):
+        if options.app:
+            tried = ", ".join(TESTED)
+            raise ConfigurationError(f"--app needs a Flower that was tried ({tried}); {version} would run any app")
         logger.warning("Flower %s was not tried (%s were): starting flower-supernode", version, ", ".join(TESTED))
         return {"supernode": [str(Path(sys.executable).parent / "flower-supernode"), *passed]}
     polling = [str(options.fastest), str(options.slowest)]
     worker = [sys.executable, "-m", "fedbilevel.flower.worker", "--address", f"{options.host}:{options.port}"]
     if options.ssl_ca_certfile:
         worker += ["--root-certificates", options.ssl_ca_certfile]
+    if options.app:
+        worker += ["--app", options.app]
     return {
         "supernode": [sys.executable, "-m", __spec__.name, "serve", *polling, *passed, "--isolation", "process"],
         "worker": worker,
@@ -145,7 +152,10 @@ def main() -> None:
         private.run_supernode(sys.argv[4:], partial(interval, fastest=fastest, slowest=slowest))
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    commands = processes(sys.argv[1:], require_flower())
+    try:
+        commands = processes(sys.argv[1:], require_flower())
+    except ConfigurationError as error:
+        sys.exit(f"fedbilevel: {error}")
     env = environment(os.environ)
     sys.exit(supervise({name: partial(children.spawn, c, env=env, group=False) for name, c in commands.items()}))
 

@@ -1,7 +1,8 @@
 """One process that answers all messages of a client: JAX, data and compiled programs stay warm between them.
 
 `python -m fedbilevel.flower.worker --address HOST:PORT` takes the place of `flower-superexec` beside a SuperNode that
-was started with `--isolation process`; `fedbilevel.flower.supernode` starts both. Apps run unchanged.
+was started with `--isolation process`; `fedbilevel.flower.supernode` starts both. Apps run unchanged, or, with `--app`,
+not at all: the site's own answers in their place.
 
 A message that cannot be answered gets an error reply, and the worker goes on. It ends when its SuperNode has been out
 of reach for PATIENCE seconds, on SIGTERM, and when a run is stopped while one of its messages is being worked on: a
@@ -11,6 +12,7 @@ computation cannot be interrupted, and the client should not work for nobody.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import signal
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.flower.versions import require_flower
 
 PATIENCE = 30.0  # seconds without a SuperNode
@@ -38,6 +41,39 @@ class Node(Protocol):
     def push(self, reply: Any, context: Any) -> None: ...
     def finish(self, context: Any, failure: str) -> None: ...
     def beat(self) -> bool: ...
+
+
+class Source(Protocol):
+    """Where the app comes from that answers a run's messages."""
+
+    def get(self, run: Any, fab: Any) -> Callable: ...
+
+
+class Pinned:
+    """One app of the site's own. What a run brings is never installed, imported or executed."""
+
+    def __init__(self, reference: str) -> None:
+        self.app = pinned(reference)
+
+    def get(self, run: Any, fab: Any) -> Callable:
+        return self.app
+
+
+def pinned(reference: str) -> Callable:
+    """The ClientApp that "package.module:NAME" names; its package is installed, or in the working directory.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    module, colon, name = reference.partition(":")
+    require(bool(module and colon and name), "--app", reference, "package.module:NAME")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        app = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"--app {reference} cannot be loaded: {error}") from error
+    require(callable(app), "--app", reference, "the name of a ClientApp")
+    return app
 
 
 class Apps:
@@ -97,7 +133,7 @@ class Heart:
             return True
 
 
-def answer(node: Node, apps: Apps, error_reply: Callable[[Any, Exception], Any]) -> None:
+def answer(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any]) -> None:
     """Work on the task just acquired. What goes wrong becomes an error reply, if there is a message to reply to."""
     start = time.perf_counter()
     message = context = None
@@ -145,7 +181,7 @@ def deliver(node: Node, reply: Any, context: Any) -> str:
     return failure
 
 
-def serve(node: Node, apps: Apps, error_reply: Callable[[Any, Exception], Any], patience: float = PATIENCE) -> None:
+def serve(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any], patience: float = PATIENCE) -> None:
     """Answer messages until the SuperNode has been out of reach for `patience` seconds."""
     heart = Heart(node, abandoned)
     reached, lost = time.monotonic(), False
@@ -181,14 +217,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fedbilevel.flower.worker", description=serve.__doc__)
     parser.add_argument("--address", required=True, metavar="HOST:PORT", help="of the SuperNode's runtime API")
     parser.add_argument("--root-certificates", type=Path, help="verify the SuperNode with these; without: no TLS")
+    parser.add_argument("--app", metavar="MODULE:NAME", help="answer with this app, whatever app a run brings")
     options = parser.parse_args()
     require_flower()
     from fedbilevel.flower import private
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logger.setLevel(logging.INFO)
+    logging.getLogger("fedbilevel").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    serve(private.Node(options.address, options.root_certificates), Apps(private.load), private.error_reply)
+    try:
+        apps = Pinned(options.app) if options.app else Apps(private.load)
+    except ConfigurationError as error:
+        parser.error(str(error))
+    serve(private.Node(options.address, options.root_certificates), apps, private.error_reply)
     sys.exit(1)
 
 
