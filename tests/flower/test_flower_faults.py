@@ -262,6 +262,15 @@ def test_two_nodes_for_one_client(tmp_path, whole, caplog):
     assert f"node 7 does not take part: it calls itself client {client}, which node {client + 1} is" in caplog.text
 
 
+def test_a_place_that_becomes_free_is_taken_at_once(whole):
+    """The first node goes between two rounds, without any time passing: the second one is greeted again there."""
+    client = next(iter(set(COHORTS[1])))
+    grid = InProcess(CLIENTS, 6)
+    grid.join(client)
+    leave = lambda result, row: grid.leave(client) if result.round == 1 else None  # noqa: E731
+    federations.same(federations.solve(STEPS, grid, terms=TERMS, callbacks=[leave]), whole)
+
+
 @pytest.mark.parametrize("answer", ["", None, "left out"])
 def test_a_message_that_flower_does_not_take(answer, tmp_path, absent):
     """Grids say so in different ways."""
