@@ -80,7 +80,7 @@ def join(
         require(not given, " and ".join(given), "a number", f"left out with coordinator = {AUTO!r}")
     else:
         _check(coordinator, processes, process, patience)
-    here.trouble = f"the {processes or ''} processes did not all come to {coordinator} within {patience:.0f} s"
+    here.trouble = f"the {processes or 'other'} processes did not all come to {coordinator} within {patience:.0f} s"
     _explain_abort()
     with _interrupt_at_once():
         _initialize(coordinator, processes, process, int(patience))
@@ -98,9 +98,9 @@ def _check(coordinator: str, processes: int | None, process: int | None, patienc
     inside = isinstance(process, int) and 0 <= process < processes
     require(inside, "process", process, f"0 to {processes - 1}, a different number for each of the {processes}")
     address = (host.strip("[]"), int(port))
-    if process == 0:
+    if process == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         _check_free(coordinator, address)
-    else:
+    elif process != 0:
         _await_answer(coordinator, address, patience)
 
 
@@ -139,10 +139,10 @@ def _initialize(coordinator: str, processes: int | None, process: int | None, pa
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
-        hint = "no launcher that JAX knows was found; give HOST:PORT, processes and process" if auto else "see above"
         reason = str(error).splitlines()[0]
-        hint = hint if "should be defined" in reason or "must be defined" in reason else reason
-        raise ConfigurationError(f"coordinator = {coordinator!r}: {hint}") from error
+        if auto and "be defined" in reason:
+            reason = "no launcher that JAX knows was found; give HOST:PORT, processes and process"
+        raise ConfigurationError(f"coordinator = {coordinator!r}: {reason}") from error
 
 
 def _service() -> Any:
