@@ -12,6 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbilevel.flower import records
 from fedbilevel.flower.counting import accepted
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, content, said_in
@@ -101,7 +102,7 @@ def test_a_message_comes_back_field_by_field(said):
         read(type(said), {**fields, "further": 1}, b"")
 
 
-@pytest.mark.parametrize("records", [
+@pytest.mark.parametrize("others", [
     {},
     {FIELDS: ConfigRecord()},
     {FIELDS: ConfigRecord(), LEAVES: ConfigRecord()},
@@ -112,9 +113,9 @@ def test_a_message_comes_back_field_by_field(said):
     {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2))}), "c": ConfigRecord()},
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", [Ask, Answer])
-def test_other_records_are_refused(kind, records):
+def test_other_records_are_refused(kind, others):
     with pytest.raises(Refusal):
-        said_in(kind, Message(RecordDict(records), 1, MESSAGE_TYPE))
+        said_in(kind, Message(RecordDict(others), 1, MESSAGE_TYPE))
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "1", '{"a": "b"}', '{"a": null}', '{"a": [1]}', '{"a": 1e', "[" * 10**5,
@@ -187,3 +188,13 @@ def test_a_server_counts_or_refuses_whatever_is_answered(desk, fields):
         return
     assert np.all(np.isfinite(counted.update))
     assert all(np.isfinite(value) for value in counted.metrics.values())
+
+
+def test_large_payloads_travel_as_an_array_and_small_ones_among_the_fields(monkeypatch):
+    answer = Answer(run="r", round=0, exchange=0, client=1, payload=b"0123456789")
+    assert set(content(answer)) == {FIELDS}
+    monkeypatch.setattr(records, "INLINE", 9)
+    assert set(content(answer)) == {FIELDS, LEAVES}
+    assert content(answer)[LEAVES][RAW].data == b"0123456789"
+    ask = Message(content(Ask(run="r", contract="c", payload=b"0123456789")), 1, MESSAGE_TYPE)
+    assert said_in(Ask, ask).payload == b"0123456789"

@@ -32,6 +32,7 @@ class Book(NamedTuple):
     gradients: Array  # batch gradients, summed over clients
     products: Array  # Hessian- and Jacobian-vector products, likewise
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
+    privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
 
 
 def empty() -> Book:

@@ -26,6 +26,8 @@ class Ledger:
     gradients: int = 0
     products: int = 0
     exchanges_by_phase: dict[str, int] = field(default_factory=dict)
+    epsilon: float = 0.0  # the most that a client says to have spent of its differential privacy, at `delta`
+    delta: float = 0.0
 
     def add(self, book: Book, rounds: int) -> None:
         """Add a book whose leaves are (rounds,) arrays or scalars."""
@@ -37,6 +39,8 @@ class Ledger:
             self.bytes_up += answered * up
             self.replies += answered
             self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
+        if book.privacy is not None:
+            self.epsilon, self.delta = max(self.epsilon, book.privacy[0]), max(self.delta, book.privacy[1])
         self.gradients += _total(book.gradients)
         self.products += _total(book.products)
 

@@ -7,7 +7,9 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since some moment, and waiting."""
+    """Seconds since some moment, and waiting; `tick`: the shortest wait that makes sense."""
+
+    tick: float
 
     def time(self) -> float: ...
 
@@ -15,7 +17,9 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The machine's."""
+    """The machine's. A SuperLink that is asked more often than every tick has less time for the messages."""
+
+    tick = 0.03
 
     def time(self) -> float:
         return time.monotonic()

@@ -70,7 +70,7 @@ class Courier:
         if new := self.arrivals():
             self.ready += new
         else:
-            self.clock.sleep(min(self.terms.poll, 0.001 + 0.05 * (self.clock.time() - began)))
+            self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * (self.clock.time() - began)))
 
     def arrivals(self) -> list[tuple[int, Ask, Outcome]]:
         """What has come back, deadlines that have passed included."""

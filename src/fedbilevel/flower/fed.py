@@ -37,6 +37,7 @@ class FlowerFed:
         self.run.roster.refresh()
         self.book = book.empty()
         self.exchanges = 0
+        self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
 
     def mean(
         self,
@@ -187,6 +188,9 @@ class FlowerFed:
             metrics = {name: jnp.asarray(counted.metrics[name]) for name in sorted(shared)}
             update = jax.tree.map(jnp.asarray, counted.update)
             answer = counted.answer
+            if answer.epsilon > 0:
+                epsilon, delta = self.privacy or (0.0, 0.0)
+                self.privacy = max(epsilon, answer.epsilon), max(delta, answer.delta)
             reply = Reply(update, metrics=metrics, gradients=answer.gradients, products=answer.products)
             sums.append(book.weigh(reply, jnp.asarray(self.run.weights[client], float), jnp.ones(())))
         return reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)

@@ -21,6 +21,8 @@ Delay = Callable[[int, Message], float]
 class VirtualClock:
     """Seconds that pass when somebody waits; a wait ends early when a message is answered."""
 
+    tick = 0.001
+
     def __init__(self) -> None:
         self.now = 0.0
         self.due: list[tuple[float, int, Message]] = []  # a heap: when a message is answered, its number, the message

@@ -92,4 +92,4 @@ class Roster:
             patient = self.greetings and here < needed
             if here >= hoped or waited >= (max(self.terms.join, self.terms.deadline) if patient else self.terms.join):
                 return
-            self.clock.sleep(min(self.terms.poll, 0.002 + 0.05 * waited))
+            self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * waited))
