@@ -1,0 +1,303 @@
+"""A Flower app whose parties misbehave as told (misbehaviour.py), runs of it, and the run that should come of them."""
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+from two_phase import TwoPhase
+
+import fedbilevel as fb
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.engines import reference
+from fedbilevel.engines.engine import first_carry
+from fedbilevel.engines.result import load_result
+from fedbilevel.experiments import flower_app, read_spec
+from fedbilevel.experiments.parts import build
+from fedbilevel.experiments.spec import resolve
+from fedbilevel.flower.console import Console
+from fedbilevel.flower.processes import CONNECTION, Federation
+
+CLIENTS, ROUNDS, EXCHANGES = 4, 2, 2  # exchanges of a round
+FORGETFUL = 3  # the client that has no folder for its state, and starts clean where Flower forgets it
+TASK = {"clients": CLIENTS, "dim_x": 2, "dim_y": 3, "samples": [6, 6], "seed": 3}
+KEPT = {"two-phase": TwoPhase}  # the algorithm whose clients keep something; the library's keep nothing
+ALGORITHM = {
+    "lfednest": {"inner_rounds": EXCHANGES - 1, "batch_size": 4, "inner_lr": 0.1},
+    "two-phase": {"inner": EXCHANGES - 1},
+}
+LONGEST = 400  # seconds that a run may take; the machine may be busy
+SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 40 steps of them, eager and compiled
+
+INIT = """\
+from fedbilevel.algorithms import ALGORITHMS
+
+from .two_phase import TwoPhase
+
+ALGORITHMS["two-phase"] = TwoPhase
+"""
+CLIENT = """\
+from pathlib import Path
+
+from fedbilevel.experiments import federation, read_spec
+
+from .misbehaviour import client
+
+app = client(federation.client_app(read_spec(Path(__file__).with_name("spec.toml"))))
+"""
+SERVER = """\
+from functools import partial
+from pathlib import Path
+
+from fedbilevel.experiments import federation, read_spec
+from fedbilevel.flower.apps import server_app
+
+from .misbehaviour import server
+
+app = server_app(server(partial(federation.serve, read_spec(Path(__file__).with_name("spec.toml")))))
+"""
+
+
+def write_app(folder, algorithm):
+    """The app for an algorithm of `ALGORITHM`, in a new folder."""
+    with mock.patch.dict(ALGORITHMS, KEPT):
+        run = {"rounds": ROUNDS, "eval_every": 1, "checkpoint_every": 1}
+        spec = {"task": {"name": "quadratic", **TASK}, "run": run}
+        spec["algorithm"] = {"name": algorithm, **ALGORITHM[algorithm]}
+        flower_app.write_app(resolve(spec), folder)
+    inside = folder / folder.name
+    for name, text in {"__init__": INIT, "client_app": CLIENT, "server_app": SERVER}.items():
+        (inside / f"{name}.py").write_text(text)
+    tests = Path(__file__).parent
+    for file in (tests / "misbehaviour.py", tests.parent / "engines" / "two_phase.py"):
+        shutil.copy(file, inside)
+
+
+class Hang(Exception):
+    """Something took longer than its limit."""
+
+
+@dataclass
+class Trial:
+    """A federation of real processes and the runs that it plays, one after the other."""
+
+    folder: Path
+    ports: int
+    federation: Federation = field(init=False)
+    console: Console = field(init=False)  # for runs; the federation's own stays free
+    runs: int = 0
+
+    def __post_init__(self):
+        self.faults = self.folder / "faults"
+        self.faults.mkdir(parents=True)
+        (self.faults / "faults.json").write_text("[]")
+        for algorithm in ALGORITHM:
+            write_app(self.folder / algorithm.replace("-", "_"), algorithm)
+        self.federation = Federation(
+            self.folder / "federation",
+            CLIENTS,
+            node_configs=[self.node_config(client) for client in range(CLIENTS)],
+            database=self.folder / "superlink.db",
+            first_port=self.ports,
+            env={"FEDBILEVEL_FAULTS": str(self.faults), "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"},
+            deadline=300,
+        )
+        self.console = Console(self.federation.environment("operator"), self.federation.directory)
+
+    def __enter__(self):
+        self.federation.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.console.close()
+        self.federation.__exit__(*error)
+
+    def node_config(self, client):
+        """What a client's SuperNode is told: all but one have a folder for what they keep."""
+        kept = "" if client == FORGETFUL else f" state-folder='{self.folder / 'states' / str(client)}'"
+        return f"partition-id={client} num-partitions={CLIENTS}{kept}"
+
+    def renew(self):
+        """Start everything anew, after a test that failed."""
+        self.console.close()
+        self.federation.stop()
+        shutil.rmtree(self.federation.directory / "credentials", ignore_errors=True)
+        self.federation.start()
+
+    def left(self):
+        """Processes of this trial that run, by their environment: those too that nobody is the parent of."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str(self.faults).encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+    def out(self):
+        """A folder for a new run."""
+        self.runs += 1
+        return self.folder / f"run-{self.runs}"
+
+    def submit(self, algorithm, faults, out, **config):
+        """Start a run; what goes wrong in it is `faults`: (party, round, exchange, what is done, …)."""
+        for name in ("done", "go"):
+            (self.faults / name).unlink(missing_ok=True)
+        keys = ("party", "round", "exchange", "do")
+        told = [dict(zip(keys, fault[:4], strict=True)) | (fault[4] if fault[4:] else {}) for fault in faults]
+        (self.faults / "faults.json").write_text(json.dumps(told))
+        config = {"out": str(out), "deadline": 60.0, "join": 90.0, "attempts": 1, "poll": 0.05, **config}
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+        self.console.started()
+        return Submitted(self, algorithm, faults, out, words)
+
+    def play(self, algorithm, faults, out=None, **config):
+        """A run from its beginning to its end."""
+        run = self.submit(algorithm, faults, out or self.out(), **config)
+        run.finish()
+        return run
+
+    def go(self):
+        """Let a server that waits go on."""
+        (self.faults / "go").touch()
+
+
+class Submitted(threading.Thread):
+    """A run under way. Its log is read in this thread; processes are started by the main one, with which they end."""
+
+    def __init__(self, trial, algorithm, faults, out, words):
+        super().__init__(daemon=True)
+        self.trial, self.algorithm, self.faults, self.out, self.words = trial, algorithm, faults, out, words
+        self.lines, self.error = [], None
+        self.began = time.monotonic()
+        self.start()
+
+    def run(self):
+        app = self.trial.folder / self.algorithm.replace("-", "_")
+        try:
+            words = ("run", str(app), CONNECTION, "--run-config", self.words, "--stream")
+            for line in self.trial.console.lines(*words, timeout=2 * LONGEST):
+                self.lines.append(line)
+        except Exception as error:  # noqa: BLE001  for the thread that waits
+            self.error = error
+
+    @property
+    def text(self):
+        """The run's log so far."""
+        return "".join(self.lines)
+
+    def until(self, *fault, seconds=120):
+        """Wait until a party does what it was told."""
+        self.wait(lambda: " ".join(map(str, fault[:4])) in self.done(), f"{fault} does not happen", seconds)
+
+    def wait(self, reached, complaint, seconds):
+        """Wait for something to happen in this run."""
+        end = time.monotonic() + seconds
+        while not reached():
+            assert self.is_alive(), f"{complaint}, and the run has ended: {self.error}\n{self.text}"
+            if time.monotonic() > end:
+                raise Hang(f"{complaint} within {seconds} s\n{self.text}")
+            time.sleep(0.05)
+
+    def done(self):
+        """What was done wrong so far."""
+        file = self.trial.faults / "done"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def finish(self):
+        """Wait for the end, which must be a good one; all faults have happened by then."""
+        self.join(LONGEST)
+        if self.is_alive():
+            raise Hang(f"the run has not ended after {LONGEST} s\n{self.text}")
+        if self.error:
+            raise self.error
+        self.seconds = time.monotonic() - self.began
+        assert (self.out / "summary.json").exists(), f"the run failed\n{self.text}"
+        assert sorted(self.done()) == sorted(" ".join(map(str, fault[:4])) for fault in self.faults)
+
+    def give_up(self):
+        """Stop reading the log of a run whose server is dead."""
+        if reader := self.trial.console.process:
+            reader.kill()
+        self.join(30)
+        if self.is_alive():
+            raise Hang("the log of a run whose reader was killed goes on")
+
+    def exchanges(self):
+        """Of each exchange that counts its number, phase, and who answered; a round that was begun again, once."""
+        return exchanges(self.out / "exchanges.jsonl")
+
+    def absent(self):
+        """(client, round, exchange) of all answers that did not count."""
+        found = self.exchanges().items()
+        return {(client, *place) for place, (_, answered) in found for client in set(range(CLIENTS)) - answered}
+
+    def refusals(self):
+        """Why answers did not count."""
+        lines = map(json.loads, (self.out / "exchanges.jsonl").read_text().splitlines())
+        return [why for line in lines for why in line.get("refused", {}).values()]
+
+    def difference(self, **told):
+        """How far x and y are from those of the run in which just those took part who did: see `replayed`."""
+        with mock.patch.dict(ALGORITHMS, KEPT):
+            spec = read_spec(self.out / "spec.toml")
+            parts = build(spec)
+        found = load_result(self.out / "result.npz", parts.task.x0, parts.task.y0)
+        expected = replayed(parts, spec.run.rounds, self.exchanges(), **told).state
+        moved = [np.linalg.norm(value) for value in (expected.x, expected.y)]
+        assert min(moved) > 1e-4  # agreement on a state that stood still would prove nothing
+        pairs = [(found.x, expected.x), (found.y, expected.y)]
+        return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
+
+
+def exchanges(log):
+    """(round, exchange) → (phase, clients that answered, in any attempt), of the last time that a round was played."""
+    found = {}
+    for line in map(json.loads, log.read_text().splitlines()):
+        place = line["round"], line["exchange"]
+        if line["exchange"] == 0 and line["attempt"] == 0:  # a round begins, maybe again
+            found = {key: value for key, value in found.items() if key < place}
+        phase, before = found.get(place, (line["phase"], set()))
+        found[place] = phase, before | set(line["answered"])
+    return found
+
+
+def replayed(parts, rounds, log, forgets=()):
+    """The carry after a run on this machine in which just those answered who did according to `log`.
+
+    Args:
+        forgets: (client, round): the client starts that round without what it kept.
+    """
+    algorithm, task = parts.algorithm, parts.task
+    first = carry = first_carry(algorithm, task.x0, task.y0, CLIENTS)
+
+    class Answered(reference.ReferenceFed):
+        exchanges = 0
+
+        def mean(self, phase, *arguments, **options):
+            asked, answered = log[self.round, self.exchanges]
+            assert asked == phase.__name__
+            self.exchanges += 1
+            self.own = np.array(sorted(answered), int), None
+            return super().mean(phase, *arguments, **options)
+
+    with mock.patch.object(reference, "ReferenceFed", Answered):
+        run = fb.Reference().start(algorithm, task.problem, task.clients, CLIENTS, jax.random.key(0), carry)
+        for round in range(rounds):
+            for client in (client for client, when in forgets if when == round):
+                clients = jax.tree.map(
+                    lambda now, new, client=client: now.at[client].set(new[client]), carry.clients, first.clients
+                )
+                carry = carry._replace(clients=clients)
+            carry = run.advance(carry, 1).carry
+    return carry
+
+
+def rest_of(client, round, since=0):
+    """A client's places from one exchange of a round to the round's end."""
+    return {(client, round, exchange) for exchange in range(since, EXCHANGES)}

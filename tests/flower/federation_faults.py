@@ -1,0 +1,134 @@
+"""What goes wrong in a federation of real processes, a function each: it plays a run and says how far the result is
+from that of the run in which those clients were absent in those exchanges. Used by tests, and by
+benchmarks/flower_faults.py again and again.
+
+A client that fails in exchange e of round t is left out to the end of that round and asked again in the next one.
+"""
+
+import signal
+from functools import partial
+
+from federation_app import EXCHANGES, FORGETFUL, ROUNDS, SAME, rest_of
+
+from fedbilevel.flower.children import signal_group
+
+PLACE = (2, 0, 0)  # client 2, round 0, the first of its two exchanges
+ABSENT = rest_of(*PLACE)
+LATE = ("server", 1, 1)  # clients have been asked, and their state has changed, in this round
+
+
+def nothing(trial, algorithm="lfednest"):
+    """Everybody answers."""
+    run = trial.play(algorithm, [])
+    assert run.absent() == set()
+    assert len(run.exchanges()) == ROUNDS * EXCHANGES
+    return run.difference()
+
+
+def answered_wrongly(trial, do, why, algorithm="lfednest"):
+    """Client 2 does something wrong in an exchange and is well again."""
+    run = trial.play(algorithm, [(*PLACE, do)], **{"norm-bound": 1e6})
+    assert run.absent() == ABSENT
+    assert any(why in said for said in run.refusals()), run.refusals()
+    return run.difference()
+
+
+def sleeps(trial, do="sleep", algorithm="lfednest"):
+    """Client 2 takes longer than the deadline; the next round finds it at work still, and waits for it."""
+    deadline = 30.0
+    run = trial.play(algorithm, [(*PLACE, do, {"seconds": deadline + 2})], deadline=deadline)
+    assert run.absent() == ABSENT
+    assert any("no answer within" in said or "Flower's error 3" in said for said in run.refusals()), run.refusals()
+    return run.difference()
+
+
+def client_killed(trial, algorithm="lfednest", client=PLACE[0], forgets=False):
+    """kill -9 for all processes of a client in an exchange; they come back while the server waits between rounds."""
+    place = (client, *PLACE[1:])
+    faults = [(*place, "kill all"), ("server", 1, 0, "wait")]
+    run = trial.submit(algorithm, faults, trial.out(), deadline=30.0)
+    run.until(*place, "kill all")
+    trial.federation.nodes.pop(client).wait(30)
+    run.until("server", 1, 0, "wait")
+    trial.federation.restart(client)
+    trial.go()
+    run.finish()
+    assert run.absent() == rest_of(*place)
+    return run.difference(forgets=[(client, 1)] if forgets else [])
+
+
+def node_restarted(trial, algorithm="two-phase", client=PLACE[0], forgets=False):
+    """A SuperNode is stopped between two rounds, as an operator does it, and another one is started."""
+    run = trial.submit(algorithm, [("server", 1, 0, "wait")], trial.out())
+    run.until("server", 1, 0, "wait")
+    child = trial.federation.nodes.pop(client)
+    signal_group(child, signal.SIGTERM)
+    child.wait(60)
+    trial.federation.restart(client)
+    trial.go()
+    run.finish()
+    assert run.absent() <= rest_of(client, 1)
+    return powerful(run, [(client, 1)] if forgets else [])
+
+
+def server_killed(trial, algorithm="two-phase"):
+    """kill -9 for the ServerApp when clients have answered and it has not heard: the round is played again.
+
+    No message counts twice: the result is that of the unbroken run, but for a client without a folder.
+    """
+    return resubmitted(trial, algorithm, "kill", lambda: None)
+
+
+def superlink_killed(trial, algorithm="two-phase"):
+    """kill -9 for the SuperLink and all it started, in mid round; it comes back with its database.
+
+    Flower calls the run failed, and knows the nodes, which connect again. The run, submitted again, goes on.
+    """
+    return resubmitted(trial, algorithm, "wait", lambda: restart_superlink(trial))
+
+
+def restart_superlink(trial):
+    trial.federation.kill_superlink()
+    trial.federation.restart_superlink()
+
+
+def resubmitted(trial, algorithm, do, then):
+    """A run whose server ends in the middle of round 1, submitted again."""
+    out = trial.out()
+    run = trial.submit(algorithm, [(*LATE, do)], out)
+    run.until(*LATE, do)
+    run.give_up()
+    then()
+    assert not (out / "summary.json").exists()
+    again = trial.play(algorithm, [], out)
+    assert again.absent() == set()
+    return powerful(again, [(FORGETFUL, 1)] if algorithm == "two-phase" else [])
+
+
+def powerful(run, forgets):
+    """The run's difference; where somebody forgets what it kept, that is to be seen in the result."""
+    if forgets:
+        assert run.difference() > 1e3 * SAME
+    return run.difference(forgets=forgets)
+
+
+FAULTS = {
+    "none": nothing,
+    "none, client state": partial(nothing, algorithm="two-phase"),
+    "raises": partial(answered_wrongly, do="raise", why="Flower's error 2"),
+    "NaN": partial(answered_wrongly, do="nan", why="not finite"),
+    "wrong shape": partial(answered_wrongly, do="shape", why="came where"),
+    "wrong number of bytes": partial(answered_wrongly, do="bytes", why="bytes came where"),
+    "huge norm": partial(answered_wrongly, do="huge", why="above the bound"),
+    "worker killed": partial(answered_wrongly, do="kill", why=""),
+    "sleeps past the deadline": sleeps,
+    "client killed": client_killed,
+    "SuperNode restarted": node_restarted,
+    "SuperNode restarted, no folder": partial(node_restarted, client=FORGETFUL, forgets=True),
+    "SuperLink restarted": superlink_killed,
+    "server killed": server_killed,
+    "server killed, no client state": partial(server_killed, algorithm="lfednest"),
+}
+"""By name; each takes a trial and returns the largest difference of x and y from what they should be."""
+
+__all__ = ["FAULTS", "SAME"]

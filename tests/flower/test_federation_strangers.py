@@ -1,0 +1,112 @@
+"""What a federation's processes refuse: each time a line in a log says so, and nothing is run."""
+
+from contextlib import contextmanager
+
+import pytest
+from federation_app import ALGORITHM, CLIENTS, SAME, Trial, write_app
+
+from fedbilevel.flower import children, credentials
+from fedbilevel.flower.processes import free_ports
+
+pytestmark = pytest.mark.slow
+CAREFUL = 3  # a client that allows few steps
+EVERYONE = list(range(CLIENTS))
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory):
+    trial = Trial(tmp_path_factory.mktemp("strangers"), ports=24200)
+    trial.federation.node_configs[CAREFUL] += f" max-local-steps={ALGORITHM['two-phase']['inner']}"
+    with trial:
+        yield trial
+    assert trial.left() == []
+
+
+@contextmanager
+def written(trial, client):
+    """What a client's log gets in the block: a function that gives it."""
+    log = trial.federation.log(f"client-{client}")
+    before = len(log.read_text())
+    yield lambda: log.read_text()[before:]
+
+
+def states(trial):
+    """The files in which clients keep their state, and what is in them."""
+    return {file: file.read_bytes() for file in (trial.folder / "states").rglob("*.npz")}
+
+
+def test_a_supernode_without_a_registered_key(trial, tmp_path):
+    federation = trial.federation
+    own = credentials.make(tmp_path / "own", clients=1).clients[0]
+    command = [*federation.node_command(0), "--max-retries", "0"]
+    command[command.index("--auth-supernode-private-key") + 1] = str(own)
+    command[command.index("--port") + 1] = str(*free_ports(1, 24300))
+    log = tmp_path / "log"
+    stranger = children.spawn(command, log, federation.environment("stranger"))
+    try:
+        run = trial.play("two-phase", [])
+        assert run.absent() == set()
+        assert run.difference() <= SAME
+        assert federation.online() == CLIENTS
+        text = log.read_text()
+    finally:
+        children.stop([stranger])
+    assert "supernode ended with status 1" in text
+    assert "outcome=" not in text  # what the worker says of every message
+
+
+WRONG = {
+    "an unknown phase": ({"phase": "rm"}, "unknown phase 'rm'; this run's are correction, inner_gradient"),
+    "a method that is no phase": ({"phase": "init_client"}, "unknown phase 'init_client'"),
+    "another contract": ({"contract": "0" * 32}, "the message is of another contract"),
+    "too many local steps": ({"work": 10**6}, "local steps = 1000000 came; this client expects none"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_message_that_no_client_answers(wrong, trial):
+    """All clients refuse it; asked rightly they answer, and what they keep is as if it had not come."""
+    instead, why = WRONG[wrong]
+    with written(trial, 0) as log:
+        run = trial.play("two-phase", [("server", 1, 1, "ask", {"instead": instead})], attempts=2)
+        assert "refused: " in log()
+        assert why in log()
+    refusals = run.refusals()
+    assert len(refusals) == CLIENTS
+    assert all(why in refusal for refusal in refusals)
+    assert run.absent() == set()
+    assert run.difference() <= SAME
+
+
+def test_an_algorithm_with_other_hyperparameters(trial):
+    """Clients whose app has another algorithm than the server's: nobody takes part, and the run says why."""
+    write_app(trial.folder / "other", "two-phase")
+    package = trial.folder / "other" / "other"
+    theirs = (package / "spec.toml").read_text()
+    assert "lr = 0.1" in theirs
+    (package / "spec_of_clients.toml").write_text(theirs.replace("lr = 0.1", "lr = 0.2"))
+    client = package / "client_app.py"
+    client.write_text(client.read_text().replace("spec.toml", "spec_of_clients.toml"))
+    before = states(trial)
+    with written(trial, 0) as log:
+        run = trial.submit("other", [], trial.out(), join=5.0)
+        with pytest.raises(AssertionError, match="the run failed"):
+            run.finish()
+        assert "refused: we do not agree: hyperparameters.lr is 0.1 there and 0.2 here" in log()
+    assert "does not take part: we do not agree: hyperparameters.lr is 0.1 there and 0.2 here" in run.text
+    assert "0 clients are here where 2 of 4 are needed" in run.text
+    assert states(trial) == before
+
+
+def test_hyperparameters_out_of_a_clients_limits(trial):
+    """The careful client runs nothing, keeps nothing and is absent; the others go on."""
+    before = states(trial)
+    settings = {"settings": "algorithm.inner=3 run.rounds=1", "join": 10.0}
+    with written(trial, CAREFUL) as log:
+        run = trial.play("two-phase", [], **settings)
+        assert "refused: inner = 3 is above this client's limit of 1 steps" in log()
+    assert "does not take part: inner = 3 is above this client's limit of 1 steps" in run.text
+    assert {client for client, *_ in run.absent()} == {CAREFUL}
+    assert run.difference() <= SAME
+    new = set(states(trial)) - set(before)
+    assert sorted(int(file.parent.name) for file in new) == [client for client in EVERYONE if client != CAREFUL]
