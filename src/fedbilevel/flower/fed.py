@@ -53,7 +53,8 @@ class FlowerFed:
         answers, asked = self.gather(question, cohort, self.run.terms.needed(len(cohort)))
         sums = self.total(answers)
         self.enter(question, asked, sums)
-        return book.normalise(sums, len(self.run.clients), len(answers), unbiased)
+        mean = book.normalise(sums, len(self.run.clients), len(answers), unbiased)
+        return jax.tree.map(jnp.asarray, mean)
 
     def first(self, n: int, phase: Callable[..., Reply], message: PyTree, key: Array) -> PyTree:
         """Σ p_i u_i over the first n answers to arrive, each computed on the message that its client was last sent.
@@ -74,7 +75,7 @@ class FlowerFed:
         sums = self.total(answers)
         stale = sum(self.run.weights[client] * (self.round - one.answer.round) for client, one in answers.items())
         self.enter(question, asked, sums._replace(metrics={**sums.metrics, "staleness": jnp.asarray(stale)}))
-        return sums.update
+        return jax.tree.map(jnp.asarray, sums.update)
 
     def repeat(
         self,
@@ -181,19 +182,24 @@ class FlowerFed:
         raise ExchangeError(self.complaint(question, len(counted), needed, reasons))
 
     def total(self, answers: dict[int, Counted]) -> book.Sums:
-        """The weighted sums: all that the algorithm sees. A protocol that reveals sums alone would stand here."""
+        """The weighted sums: all that the algorithm sees. A protocol that reveals sums alone would stand here.
+
+        In NumPy, which adds bytes that came over a network in a tenth of the time that single JAX operations take.
+        """
         shared = set.intersection(*(set(counted.metrics) for counted in answers.values()))
+        real = jnp.result_type(float)
         sums = []
         for client, counted in answers.items():
-            metrics = {name: jnp.asarray(counted.metrics[name]) for name in sorted(shared)}
-            update = jax.tree.map(jnp.asarray, counted.update)
+            metrics: dict[str, Any] = {name: np.asarray(counted.metrics[name], real) for name in sorted(shared)}
+            weight: Any = np.asarray(self.run.weights[client], real)
+            one: Any = np.ones((), real)
             answer = counted.answer
             if answer.epsilon > 0:
                 epsilon, delta = self.privacy or (0.0, 0.0)
                 self.privacy = max(epsilon, answer.epsilon), max(delta, answer.delta)
-            reply = Reply(update, metrics=metrics, gradients=answer.gradients, products=answer.products)
-            sums.append(book.weigh(reply, jnp.asarray(self.run.weights[client], float), jnp.ones(())))
-        return reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
+            reply = Reply(counted.update, metrics=metrics, gradients=answer.gradients, products=answer.products)
+            sums.append(book.weigh(reply, weight, one))
+        return reduce(lambda a, b: jax.tree.map(np.add, a, b), sums)
 
     def enter(self, question: Question, asked: int, sums: book.Sums) -> None:
         entry = book.entry(question.call.phase, question.call.message, question.call.update, sums, asked)

@@ -1,0 +1,220 @@
+"""What an exchange costs beside a bare Flower message of the same bytes: `python benchmarks/flower_exchange.py`.
+
+Both go there and back to all clients, in turn, on the same engine: in process, in Flower's simulation (Ray), over a
+SuperLink and SuperNodes with TLS and keys (workers that stay, or Flower's own processes). The phase hands its message
+back, so that nothing but the exchange is timed. The first of each kind (imports, compilation) is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fedbilevel.flower import children
+from fedbilevel.flower.console import Console
+from fedbilevel.flower.processes import Federation, flower_command, free_ports
+from fedbilevel.flower.supernode import environment
+
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "cost"
+version = "1.0.0"
+description = "Exchanges and bare messages, in turn"
+license = "Apache-2.0"
+dependencies = ["fedbilevel[flower]"]
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+[tool.flwr.app]
+publisher = "fedbilevel"
+[tool.flwr.app.components]
+serverapp = "cost.server:app"
+clientapp = "cost.client:app"
+[tool.flwr.app.config]
+clients = 2
+floats = 400000
+repetitions = 5
+"""
+
+ECHO = """
+import jax.numpy as jnp
+import numpy as np
+import fedbilevel as fb
+from fedbilevel.core.tree import XY
+
+@fb.algorithm
+class Echo:
+    solves = (fb.SingleLevel,)
+    def init(self, x, y):
+        return XY(x, y)
+    @fb.phase
+    def back(self, client, message, key):
+        return fb.Reply(message)
+    def round(self, fed, state, key):
+        return XY(fed.mean(self.back, state.x, key), state.y)
+
+problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch) + 0 * x[0])
+samples = np.ones(1, np.float32)
+"""
+
+CLIENT = """
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from cost.echo import Echo, problem, samples
+from fedbilevel.flower import Site, client_app
+
+def site(run_config, node_config):
+    x0 = np.zeros(run_config["floats"], np.float32)
+    return Site(id=node_config["partition-id"], algorithm=Echo(), problem=problem, x0=x0, outer=samples)
+
+app = client_app(site)
+
+@app.query("ping")
+def ping(message, context):
+    received = np.frombuffer(message.content["a"]["p"], np.float32)
+    return Message(RecordDict({"a": ConfigRecord({"p": (received + 1).tobytes()})}), reply_to=message)
+"""
+
+SERVER = """
+import json, tempfile, time
+from pathlib import Path
+import numpy as np
+import fedbilevel as fb
+from flwr.app import ConfigRecord, Message, RecordDict
+from cost.echo import Echo, problem, samples
+from fedbilevel.flower import Flower, server_app
+
+def bare(grid, nodes, config, number):
+    tick = getattr(getattr(grid, "clock", None), "tick", 0.03)
+    sleep = getattr(getattr(grid, "clock", None), "sleep", time.sleep)
+    content = RecordDict({"a": ConfigRecord({"p": np.full(config["floats"], number, np.float32).tobytes()})})
+    start = time.perf_counter()
+    left = set(grid.push_messages([Message(content, node, "query.ping", ttl=120.0) for node in nodes]))
+    while left:
+        sleep(min(0.5, tick + 0.05 * (time.perf_counter() - start)))
+        left -= {reply.metadata.reply_to_message_id for reply in grid.pull_messages(left)}
+    return time.perf_counter() - start
+
+def main(grid, config):
+    while len(nodes := list(grid.get_node_ids())) < config["clients"]:
+        time.sleep(0.2)
+    log = Path(tempfile.mkdtemp()) / "exchanges.jsonl"
+    times = {"bare": [], "exchange": []}
+
+    def turn(result, row):
+        times["exchange"].append(time.perf_counter() - turn.began)
+        times["bare"].append(bare(grid, nodes, config, len(times["bare"])))
+        turn.began = time.perf_counter()
+
+    turn.began = time.perf_counter()
+    known = fb.RemoteClients(config["clients"], samples)
+    x0 = np.linspace(0, 1, config["floats"]).astype(np.float32)
+    fb.solve(Echo(), problem, known, x0, rounds=config["repetitions"] + 1, engine=Flower(grid=grid, log=log),
+             callbacks=[turn])
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    ours = times["exchange"][1:] if hasattr(grid, "clock") else [line["seconds"] for line in lines]
+    print("COST", json.dumps({"bare": times["bare"], "exchange": ours}), flush=True)
+
+app = server_app(main)
+"""
+
+
+def write_app(directory: Path) -> Path:
+    """The Flower app that measures."""
+    (directory / "cost").mkdir(parents=True)
+    (directory / "pyproject.toml").write_text(PROJECT)
+    for name, content in {"__init__": "", "echo": ECHO, "client": CLIENT, "server": SERVER}.items():
+        (directory / "cost" / f"{name}.py").write_text(content)
+    return directory
+
+
+def in_process(app: Path, config: dict[str, int]) -> list[str]:
+    """The lines that the server prints."""
+    program = "import sys, fedbilevel.flower as f; from cost.client import app; from cost.server import main; "
+    program += f"c = {config}; main(f.InProcess(app, c['clients'], run_config=c), c)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=app, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def simulated(app: Path, config: dict[str, int], place: Path) -> list[str]:
+    (port,) = free_ports(1)
+    place.mkdir(parents=True)
+    (place / "config.toml").write_text(f'[superlink.simulation]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
+    ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    ray["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    env = environment({**os.environ, **ray, "FLWR_HOME": str(place)})
+    command = [*flower_command("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--disable-runtime-dependency-installation"]
+    link, console = children.spawn(command, place / "superlink.log", env), Console(env, place)
+    try:
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(0.2)
+        options = ["--federation-config", f"num-supernodes={config['clients']} client-resources-num-cpus=1"]
+        options += ["--run-config", as_text(config), "--stream"]
+        return list(console.lines("run", str(app), "simulation", *options, timeout=600))
+    finally:
+        console.close()
+        children.stop([link])
+
+
+def deployed(app: Path, config: dict[str, int], place: Path, persistent: bool) -> list[str]:
+    with Federation(place, config["clients"], persistent=persistent, deadline=240) as federation:
+        return list(federation.run(app, as_text(config), timeout=1800))
+
+
+def as_text(config: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    engines = ["in-process", "simulation", "deployment", "stock"]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines[:3])
+    parser.add_argument("--clients", type=int, nargs="+", default=[2, 10])
+    parser.add_argument("--floats", type=int, default=400_000, help="float32 each way")
+    parser.add_argument("--repetitions", type=int, default=7)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        app = write_app(Path(scratch) / "app")
+        for engine in options.engines:
+            for clients in options.clients:
+                config = {"clients": clients, "floats": options.floats, "repetitions": options.repetitions}
+                place = Path(scratch) / f"{engine}-{clients}"
+                if engine == "in-process":
+                    lines = in_process(app, config)
+                elif engine == "simulation":
+                    lines = simulated(app, config, place)
+                else:
+                    lines = deployed(app, config, place, engine == "deployment")
+                report(engine, clients, options.floats, lines)
+
+
+def report(engine: str, clients: int, floats: int, lines: list[str]) -> None:
+    """Print a line of the table."""
+    found = [line for line in lines if "COST" in line]
+    if not found:
+        raise SystemExit("".join(lines[-40:]))
+    times = json.loads(found[0][found[0].index("{") :])
+    shown = {}
+    for kind, seconds in times.items():
+        rest = seconds[1:]
+        shown[kind] = statistics.median(rest), min(rest)
+    ratio = shown["exchange"][0] / shown["bare"][0]
+    figures = ", ".join(f"{kind} median {median:.3f} s least {least:.3f} s" for kind, (median, least) in shown.items())
+    load = os.getloadavg()[0]
+    what = f"{engine:11} {clients:3d} clients {4 * floats / 1e6:.1f} MB each way"
+    print(f"{what}: {figures}; {ratio:.2f} x, load {load:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
