@@ -184,3 +184,12 @@ def test_a_sweep_is_a_vmap_over_the_algorithm(form):
 def test_arrays_of_step_sizes_are_checked_too(value):
     with pytest.raises(ConfigurationError, match=r"SimFBO\.client_lr"):
         SimFBO(client_lr=value)
+
+
+def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
+    """Compiled engines see a tracer there, the others a number; the same run must not end in one of them alone."""
+    falling = SimFBO(server_lr=optax.linear_schedule(0.1, 0.0, 2), coefficients=Momentum(decay=0.5))
+    for round in (2, jnp.asarray(2)):
+        assert float(at(falling, round).server_lr.x) == 0.0
+    assert float(jax.jit(lambda a, r: at(a, r).server_lr.x)(falling, 1)) == pytest.approx(0.05)
+    assert at(falling, 0).coefficients == falling.coefficients

@@ -6,6 +6,7 @@ size may be an optax schedule: `at` replaces it by its value at a round.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -84,12 +85,22 @@ def config(cls: T) -> T:
 
 
 def at(configuration: Any, round: Array | int) -> Any:
-    """The configuration with every schedule replaced by its value at `round` (0 is the first)."""
-    return jax.tree.map(
-        lambda leaf: leaf.function(round) if isinstance(leaf, Schedule) else leaf,
-        configuration,
-        is_leaf=lambda leaf: isinstance(leaf, Schedule),
-    )
+    """The configuration with every schedule replaced by its value at `round` (0 is the first).
+
+    Values of schedules are not checked: a step size may well begin or end at 0.
+    """
+
+    def value_at(value: Any) -> Any:
+        if isinstance(value, Schedule):
+            return value.function(round)
+        if isinstance(value, XYV):
+            return XYV(*map(value_at, value))
+        return at(value, round) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+    changed = copy.copy(configuration)
+    for field in dataclasses.fields(changed):
+        object.__setattr__(changed, field.name, value_at(getattr(changed, field.name)))
+    return changed
 
 
 def hyperparameters(configuration: Any) -> dict[str, Any]:
