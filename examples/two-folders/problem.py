@@ -53,6 +53,6 @@ def penalties(folder: str = "data", party: int | str = "all") -> Task:
     if not isinstance(party, int):
         test = read(place / "test.csv")
         metrics = {"test_error": lambda x, y: 2 * outer(x, y, test)}
-    x0 = jnp.full(FEATURES, -4.0)
+    x0 = jnp.zeros(FEATURES)
     y0 = {"weights": jnp.zeros(FEATURES), "offset": jnp.asarray(0.0)}
     return Task("penalties", fb.Bilevel(outer, inner), clients, x0, y0, metrics)

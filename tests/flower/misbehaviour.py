@@ -73,6 +73,12 @@ SPOILED = {
 }
 
 
+def anew(message):
+    """The message as if it were made now: how long it is worth something counts from then."""
+    head = message.metadata
+    return Message(message.content, head.dst_node_id, head.message_type, group_id=head.group_id, ttl=head.ttl)
+
+
 def server(main):
     """The server's main, misbehaving: it waits for the file `go`, sends what no server should, or dies after asking."""
 
@@ -87,6 +93,7 @@ def server(main):
                 until = time.monotonic() + LONGEST
                 while not (Path(os.environ["FEDBILEVEL_FAULTS"]) / "go").exists() and time.monotonic() < until:
                     time.sleep(0.05)
+                messages = [anew(message) for message in messages]
             if fault["do"] == "ask":
                 for message, ask in zip(messages, asks, strict=True):
                     message.content = content(replace(ask, **fault["instead"]))

@@ -66,6 +66,8 @@ def serve(spec: Spec, grid: Any, config: Config) -> None:
 
     spec = configured(spec, config)
     task = seen_by(spec, "server")
+    named = "one function (x, y) -> number by name, or more, on the server"
+    require(bool(task.metrics), "Task.metrics", dict(task.metrics), named)
     place = Folder(Path(config["out"])) if config.get("out") else Folder.new(spec)
     name = run_name(place)
     engine = Flower(grid=grid, terms=terms(config), name=name, log=place.path / "exchanges.jsonl")
