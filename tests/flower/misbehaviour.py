@@ -73,27 +73,36 @@ SPOILED = {
 }
 
 
-def anew(message):
-    """The message as if it were made now: how long it is worth something counts from then."""
-    head = message.metadata
-    return Message(message.content, head.dst_node_id, head.message_type, group_id=head.group_id, ttl=head.ttl)
+def let_wait(fault):
+    """Wait for the file `go`, if that is what is to be done."""
+    until = time.monotonic() + LONGEST
+    while (
+        fault["do"] == "wait"
+        and not (Path(os.environ["FEDBILEVEL_FAULTS"]) / "go").exists()
+        and time.monotonic() < until
+    ):
+        time.sleep(0.05)
 
 
 def server(main):
     """The server's main, misbehaving: it waits for the file `go`, sends what no server should, or dies after asking."""
 
     def run(grid, config):
-        push = grid.push_messages
+        push, nodes = grid.push_messages, grid.get_node_ids
+        last = Ask(run="", contract="")
+
+        def looked():
+            """Who is there is asked before each round. Messages made before a long wait would be too old after it."""
+            let_wait(due("server", replace(last, round=last.round + 1, exchange=0)))
+            return nodes()
 
         def pushed(messages):
+            nonlocal last
             messages = list(messages)
             asks = [said_in(Ask, message) for message in messages]
+            last = asks[0] if asks else last
             fault = due("server", asks[0]) if asks else {"do": "nothing"}
-            if fault["do"] == "wait":
-                until = time.monotonic() + LONGEST
-                while not (Path(os.environ["FEDBILEVEL_FAULTS"]) / "go").exists() and time.monotonic() < until:
-                    time.sleep(0.05)
-                messages = [anew(message) for message in messages]
+            let_wait(fault)
             if fault["do"] == "ask":
                 for message, ask in zip(messages, asks, strict=True):
                     message.content = content(replace(ask, **fault["instead"]))
@@ -103,7 +112,7 @@ def server(main):
                 os.kill(os.getpid(), signal.SIGKILL)
             return sent
 
-        grid.push_messages = pushed
+        grid.push_messages, grid.get_node_ids = pushed, looked
         main(grid, config)
 
     return run
