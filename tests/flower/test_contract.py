@@ -200,9 +200,10 @@ def run(what, engine=None, dtype=float):
     grid = InProcess(federations.client_app(lambda run, node: federations.Site(
         id=node["partition-id"], algorithm=Odd(what=what), problem=task.problem, x0=task.x0.astype(dtype),
         y0=task.y0, outer=task.clients.outer.row(0), inner=task.clients.inner.row(0))), 6)  # fmt: skip
+    clients = task.clients if engine else fb.RemoteClients.of(task.clients)
     engine = engine or federations.Flower(grid=grid)
     x0 = task.x0.astype(dtype)
-    return fb.solve(Odd(what=what), task.problem, task.clients, x0, task.y0, rounds=2, engine=engine)
+    return fb.solve(Odd(what=what), task.problem, clients, x0, task.y0, rounds=2, engine=engine)
 
 
 def test_empty_messages_and_missing_leaves():

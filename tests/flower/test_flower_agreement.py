@@ -81,14 +81,16 @@ def test_agrees_with_local_in_float32():
         assert here.ledger == there.ledger
 
 
-def test_a_population_given_as_clients_and_two_calls_of_solve_agree():
+def test_two_calls_of_solve_agree():
     """Desks are kept: a second run on the same clients does not see the first one's state."""
     algorithm, task = TwoPhase(), federations.TASK
     grid = InProcess(federations.app(algorithm), 6)
-    arguments = (algorithm, task.problem, task.clients, task.x0, task.y0)
-    results = [fb.solve(*arguments, rounds=2, engine=Flower(grid=grid)) for _ in range(2)]
+    known, start = fb.RemoteClients.of(task.clients), (task.x0, task.y0)
+    results = [fb.solve(algorithm, task.problem, known, *start, rounds=2, engine=Flower(grid=grid)) for _ in range(2)]
     federations.same(*results, tolerance=0)
-    federations.same(results[0], fb.solve(*arguments, rounds=2))
+    federations.same(results[0], fb.solve(algorithm, task.problem, task.clients, *start, rounds=2))
+    with pytest.raises(fb.ConfigurationError, match="RemoteClients: what a server knows"):
+        fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, engine=Flower(grid=grid))
 
 
 def test_models_with_fixed_leaves():

@@ -26,13 +26,16 @@ OTHER = Kept(0, 0, *[{"c": np.zeros(3), "n": np.int32(0)}] * 3)
 def test_which_state_a_message_sees():
     """Of a client that was changed last by exchange 2 of round 5: "s" at its start, "b" before it, "n" now."""
     kept = Kept(5, 2, "s", "b", "n")
-    assert states_for(None, "first", 7, 1) == ("first", "first")
-    assert states_for(kept, "first", 6, 0) == ("n", "n")
-    assert states_for(kept, "first", 5, 3) == ("s", "n")
-    assert states_for(kept, "first", 5, 2) == ("s", "b")  # again
-    assert states_for(kept, "first", 5, 1) == ("s", "s")  # the round is played again
+    assert states_for(None, "first", 7, (5, 2)) == ("first", "first")
+    assert states_for(kept, "first", 6, (5, 2)) == ("n", "n")  # all counted
+    assert states_for(kept, "first", 5, (5, 2)) == ("s", "n")
+    assert states_for(kept, "first", 6, (5, 1)) == ("b", "b")  # the last answer did not
+    assert states_for(kept, "first", 5, (5, 1)) == ("s", "b")
+    for counted in ((4, 3), (-1, -1)):  # none of the round did, or the round is played again
+        assert states_for(kept, "first", 5, counted) == ("s", "s")
+        assert states_for(kept, "first", 6, counted) == ("s", "s")
     with pytest.raises(Refusal, match="state is of round 5, and round 4 is over for it"):
-        states_for(kept, "first", 4, 9)
+        states_for(kept, "first", 4, (4, 9))
 
 
 @pytest.fixture(params=["folder", "context"])
@@ -82,12 +85,14 @@ def desk():
     return Desk(federations.site(ALGORITHM, 0))
 
 
-def calls(desk, store, round, exchange):
-    """How often the client's state has been changed, as a message of the second phase sees it; y's gradient else."""
+def calls(desk, store, round, exchange, counted=None):
+    """(the answer, how often the client's state has been changed); by default the exchange before counted last."""
+    counted = counted or ((round, exchange - 1) if exchange else (round - 1, 2) if round else (-1, -1))
     phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
     call = next(call for call in desk.contract.calls.values() if call.phase == phase)
     ask = Ask(run=federations.NAME, contract=desk.contract.digest, round=round, exchange=exchange, phase=phase,
-              call=call.name, key=bytes(8), key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
+              counted_round=counted[0], counted_exchange=counted[1], call=call.name, key=bytes(8),
+              key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
     answer = desk.answer(ask, store)
     if answer.refused:
         return answer.refused
@@ -110,6 +115,16 @@ def test_a_repeated_message_is_applied_once(desk, store):
     assert calls(desk, store, 1, 0)[1] == 3
     assert calls(desk, store, 0, 1) == "this client's state is of round 1, and round 0 is over for it"
     assert calls(desk, store, 1, 0)[1] == 3
+
+
+def test_an_answer_that_did_not_count_leaves_no_trace(desk, store):
+    expected = calls(desk, store, 0, 0)
+    calls(desk, store, 0, 1)  # lost
+    assert calls(desk, store, 1, 0, counted=(0, 0))[1] == 2
+    assert calls(desk, store, 1, 0, counted=(0, 0))[1] == 2  # lost, and asked again
+    assert calls(desk, store, 2, 0, counted=(0, 0))[1] == 2  # lost, and asked in the next round
+    assert calls(desk, store, 2, 1, counted=(2, 0))[1] == 3
+    assert expected[1] == 1
 
 
 def test_a_changed_model_is_refused(store):

@@ -21,7 +21,7 @@ class Carry(NamedTuple):
 
     round: Array  # rounds done
     state: Any  # the server's
-    clients: PyTree  # leaves (M, ...): every client's own state, or None
+    clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
 
 
 class Progress(NamedTuple):
@@ -57,11 +57,12 @@ class Engine(Protocol):
         ...
 
 
-def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int | None) -> Carry:
-    """The carry before round 0; without a population's size clients keep their state themselves."""
+def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int, remote: bool = False) -> Carry:
+    """The carry before round 0. Of `remote` clients, which keep their states themselves, it has (population, 2): round
+    and exchange of each one's last answer that counted, -1 before the first."""
     state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, x, y)
-    if population is None:
-        return Carry(jnp.zeros((), jnp.int32), state, None)
+    if remote:
+        return Carry(jnp.zeros((), jnp.int32), state, jnp.full((population, 2), -1, jnp.int32))
     one = init_client(algorithm, x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
     return Carry(jnp.zeros((), jnp.int32), state, clients)

@@ -115,7 +115,7 @@ def solve(
     if hasattr(algorithm, "check_start") and isinstance(clients, Clients):  # it looks at samples
         algorithm.check_start(problem, clients, x, y)
 
-    carry = first_carry(algorithm, x, y, len(clients) if isinstance(clients, Clients) else None)
+    carry = first_carry(algorithm, x, y, len(clients), remote=isinstance(clients, RemoteClients))
     identity = {
         "algorithm": type(algorithm).__name__,
         "clients": len(clients),

@@ -18,21 +18,27 @@ class Kept(NamedTuple):
     now: PyTree
 
 
-def states_for(kept: Kept | None, first: PyTree, round: int, exchange: int) -> tuple[PyTree, PyTree]:
-    """The state at the start of `round` and the one that exchange `exchange` of it has to see.
+Tag = tuple[int, int]
+"""(round, exchange) of an answer."""
 
-    A message that comes again, or a round that a restarted server plays again, sees what it saw the first time.
-    `first` is the state of a client that keeps nothing yet.
+
+def states_for(kept: Kept | None, first: PyTree, round: int, counted: Tag) -> tuple[PyTree, PyTree]:
+    """The state at the start of `round`, and the one that its next message has to see.
+
+    That is the state after the client's last answer that counted, which the server names in `counted`; (-1, -1) where
+    none has. An answer that was lost, late or refused leaves no trace, a message that comes again sees what it saw the
+    first time, and so does a round that a restarted server plays again. `first` is the state of a client that keeps
+    nothing yet.
 
     Raises:
         Refusal: the round lies before the last one that was kept.
     """
     if kept is None:
         return first, first
-    if round > kept.round:
-        return kept.now, kept.now
     if round < kept.round:
         raise Refusal(f"this client's state is of round {kept.round}, and round {round} is over for it")
-    if exchange > kept.exchange:
-        return kept.at_start, kept.now
-    return kept.at_start, kept.before if exchange == kept.exchange else kept.at_start
+    if (kept.round, kept.exchange) <= counted:
+        state = kept.now
+    else:  # that answer did not count; those of its round before it may have
+        state = kept.before if counted >= (kept.round, 0) else kept.at_start
+    return kept.at_start if round == kept.round else state, state

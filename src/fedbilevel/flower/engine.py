@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from flwr.serverapp import Grid
 from jax import Array
 
-from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import ExchangeError, NonFiniteError
+from fedbilevel.core.errors import ExchangeError, NonFiniteError, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import nonfinite_leaves
@@ -47,8 +48,10 @@ class Flower:
     log: str | Path | None = None
 
     def start(
-        self, algorithm: Any, problem: Problem, clients: Clients | RemoteClients, cohort: int, key: Array, carry: Carry
+        self, algorithm: Any, problem: Problem, clients: RemoteClients, cohort: int, key: Array, carry: Carry
     ) -> FlowerRun:
+        known = isinstance(clients, RemoteClients)
+        require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
         return FlowerRun(self, algorithm, problem, clients, cohort, key, carry)
 
 
@@ -62,7 +65,7 @@ class FlowerRun:
         engine: Flower,
         algorithm: Any,
         problem: Problem,
-        clients: Clients | RemoteClients,
+        clients: RemoteClients,
         cohort: int,
         key: Array,
         carry: Carry,
@@ -78,6 +81,7 @@ class FlowerRun:
         self.roster = Roster(engine.grid, self.contract, self.name, len(clients), self.terms, self.clock)
         self.courier = Courier(engine.grid, self.roster, self.terms, self.clock)
         self.rests = Rests()
+        self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
         self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))
         self.gather_clients()
 
@@ -100,7 +104,7 @@ class FlowerRun:
         if bad := nonfinite_leaves(state):
             raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
         costs = book.stack([fed.book])._replace(privacy=fed.privacy)
-        return Progress(Carry(carry.round + 1, state, carry.clients), 1, costs)
+        return Progress(Carry(carry.round + 1, state, jnp.asarray(self.counted)), 1, costs)
 
     def close(self) -> None:
         pass

@@ -126,6 +126,8 @@ class FlowerFed:
             weight=float(self.run.weights[client]),
             work=-1 if work is None else work,
             fresh=question.fresh,
+            counted_round=int(self.run.counted[client, 0]),
+            counted_exchange=int(self.run.counted[client, 1]),
             payload=question.payload,
         )
 
@@ -170,6 +172,8 @@ class FlowerFed:
                         outcome, ask, question.call, client, run.terms, len(run.clients)
                     )
                     run.rests.answered(client)
+                    if not question.fresh:
+                        run.counted[client] = ask.round, ask.exchange
                 except Refusal as refusal:
                     failed[client] = str(refusal)
                     run.rests.failed(client, self.round)

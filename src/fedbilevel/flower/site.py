@@ -138,7 +138,7 @@ class Desk:
         if self.contract.state is None:
             return None, None
         kept = store.load(ask.run, Kept(0, 0, *[self.contract.state] * 3))
-        return states_for(kept, self.first, ask.round, ask.exchange)
+        return states_for(kept, self.first, ask.round, (ask.counted_round, ask.counted_exchange))
 
     def played(self, phase: str, message: PyTree, ask: Ask, state: PyTree) -> Reply:
         """What the phase gives, in good time and finite. Under privacy an error says nothing that depends on data."""

@@ -93,6 +93,8 @@ class Ask:
     weight: float = 1.0
     work: int = -1  # local steps, where the population has a word in it; else -1
     fresh: bool = False  # a fresh cohort: clients are asked without what they keep
+    counted_round: int = -1  # of this client's last answer that counted and could change what it keeps; -1: none did
+    counted_exchange: int = -1
     payload: bytes = b""
 
 
