@@ -30,6 +30,9 @@ class Fed(Protocol):
     indirect: Indirect
     """How the problem's hypergradient gets its v (see Problem)."""
 
+    worked: bool
+    """Whether the population says how many local steps each client makes; if not, the algorithm's word holds."""
+
     def mean(
         self,
         phase: Callable[..., Reply],

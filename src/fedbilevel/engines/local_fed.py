@@ -73,6 +73,7 @@ class LocalFed:
         self.layout, self.algorithm, self.data = layout, algorithm, data
         self.members, self.states, self.draw = members, states, draw
         self.indirect = layout.problem.indirect
+        self.worked = members.work is not None
         self.book = book.empty()
 
     def mean(

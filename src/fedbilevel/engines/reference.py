@@ -27,6 +27,7 @@ class ReferenceFed:
     def __init__(self, run: "ReferenceRun", algorithm: Any, round: int, keys: RoundKeys, states: PyTree):
         self.run, self.algorithm, self.round, self.keys, self.states = run, algorithm, round, keys, states
         self.indirect = run.problem.indirect
+        self.worked = run.clients.local_steps is not None
         self.own = self.cohort(keys)
         self.book = book.empty()
 
