@@ -28,7 +28,7 @@ from fedbilevel.experiments.own_task import task_maker
 from fedbilevel.experiments.parts import Parts, algorithm_of
 from fedbilevel.experiments.places import write_json
 from fedbilevel.experiments.runner import complete
-from fedbilevel.experiments.spec import Spec, assign, fields_of
+from fedbilevel.experiments.spec import Spec, assign, fields_of, read_spec
 from fedbilevel.tasks import Task
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def serve(spec: Spec, grid: Any, config: Config) -> None:
     named = "one function (x, y) -> number by name, or more, on the server"
     require(bool(task.metrics), "Task.metrics", dict(task.metrics), named)
     place = Folder(Path(config["out"])) if config.get("out") else Folder.new(spec)
+    require_same(spec, place)
     name = run_name(place)
     engine = Flower(grid=grid, terms=terms(config), name=name, log=place.path / "exchanges.jsonl")
 
@@ -161,6 +162,19 @@ def seen_by(spec: Spec, party: str | int) -> Task:
         return task
     task = maker(**values)
     return replace(task, clients=RemoteClients.of(task.population)) if party == "server" else task
+
+
+def require_same(spec: Spec, place: Folder) -> None:
+    """Refuse to go on in a folder with a run of another spec."""
+    if not place.spec.is_file():
+        return
+    mine, theirs = spec.tables(), read_spec(place.spec).tables()
+    differ = {f"{s}.{f}" for s in mine for f in {**mine[s], **theirs[s]} if mine[s].get(f) != theirs[s].get(f)}
+    if differ:
+        changed = ", ".join(sorted(differ))
+        raise ConfigurationError(f"the run in {place.path} differs in {changed}: give this one another folder as out")
+    if place.summary.is_file():
+        print(f"the run in {place.path} is finished already", flush=True)
 
 
 def run_name(place: Folder) -> str:

@@ -30,5 +30,6 @@ def play(spec: Spec, clients: int, out: Path | None, persistent: bool) -> Loaded
         print(f"online at {federation.address}; {spec.title}", flush=True)
         for line in federation.run(app, f'out="{run}"'):
             print(line, end="", flush=True)
-    print("all stopped")
-    return load_run(run)
+    done = load_run(run)
+    print(f"all stopped\nplot  {done.folder.plot}")
+    return done

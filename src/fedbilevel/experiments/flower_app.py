@@ -97,7 +97,7 @@ def write_app(spec: Spec, folder: Path) -> None:
     write_text(inside / "server_app.py", APP.format(party="server", function="server_app"))
     write_text(inside / "client_app.py", APP.format(party="clients", function="client_app"))
     write_text(folder / "pyproject.toml", PROJECT.format(**names))
-    write_text(folder / "README.md", README.format(**names, clients=spec.task.fields.get("clients", 2)))
+    write_text(folder / "README.md", README.format(**names, clients=spec.task.fields.get("clients", "N")))
 
 
 def _with_file(spec: Spec, file: Path, package: Path) -> Spec:

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fedbilevel.core.errors import FedbilevelError
+from fedbilevel.core.errors import ExchangeError
 
 END = "\x04"
 
 
-class CommandError(FedbilevelError):
+class CommandError(ExchangeError):
     """A `flwr` command failed; the message has what it printed."""
 
 

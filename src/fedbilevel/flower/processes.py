@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from fedbilevel.core.errors import FedbilevelError, require, require_count
+from fedbilevel.core.errors import ExchangeError, require, require_count
 from fedbilevel.flower import children, credentials
-from fedbilevel.flower.console import Console
+from fedbilevel.flower.console import CommandError, Console
 from fedbilevel.flower.supernode import environment
 from fedbilevel.flower.versions import require_flower
 
@@ -27,7 +28,7 @@ CONNECTION = "federation"
 TAIL = 20  # lines of a log shown in an error
 
 
-class StartError(FedbilevelError):
+class StartError(ExchangeError):
     """A process of the federation did not come up; the message has the end of its log."""
 
 
@@ -74,8 +75,9 @@ class Federation:
             for line in federation.run(Path("my-app"), "rounds=3"):
                 print(line, end="")
 
-    Everything is stopped at the end of the block, after an exception, Ctrl-C or SIGTERM too, and when this process is
-    killed (Linux). To be used from the main thread.
+    Everything is stopped at the end of the block, after an exception, Ctrl-C or SIGTERM too. When this process is
+    killed with -9 all goes too (Linux), a ServerApp in the middle of a run some minutes later. To be used from the main
+    thread.
 
     Args:
         directory: for logs/, credentials/, and a Flower home per process. Credentials there are not replaced.
@@ -260,7 +262,22 @@ class Federation:
             CommandError: the run could not be submitted, took too long, or ended otherwise than completed.
         """
         config = ["--run-config", run_config] if run_config else []
-        yield from self.console.lines("run", str(app.absolute()), CONNECTION, *config, "--stream", timeout=timeout)
+        number = ""
+        for line in self.console.lines("run", str(app.absolute()), CONNECTION, *config, "--stream", timeout=timeout):
+            number = number or "".join(re.findall(r"started run (\d+)", line))
+            yield line
+        if (status := self.status(number)) != "finished:completed":
+            raise CommandError(f"the run ended as {status}; its log says why")
+
+    def status(self, run: str) -> str:
+        """What the SuperLink says of a run, once it has ended: "finished:completed", "finished:failed", …"""
+        until = time.monotonic() + 30.0  # the log may end some seconds before the run does
+        while True:
+            shown = json.loads(self.console("list", "--run-id", run, "--format", "json", CONNECTION))
+            status = str(shown["runs"][0]["status"])
+            if status.startswith("finished") or time.monotonic() > until:
+                return status
+            time.sleep(0.5)
 
     # Faults, for tests
 
