@@ -44,15 +44,14 @@ SERIES = {"inverse": "series"}
 CASES = {  # method, fields, local steps of the population, exchanges of a round: single, merged
     "cg": (fb.FedNest, {**CG, "local_steps": 1}, None, 2 * T + K + 3, T + K + 1),
     "cg, steps of each client": (fb.FedNest, {**CG, "local_steps": 1}, WORK, 2 * T + K + 3, 2 * T + K + 1),
-    "cg, everyone's one step": (fb.FedNest, {**CG, "local_steps": 5}, ONES, 2 * T + K + 3, T + K + 1),
+    "cg, the population's one step": (fb.FedNest, {**CG, "local_steps": 1}, ONES, 2 * T + K + 3, 2 * T + K + 1),
+    "cg, τ = 1 on y, 2 on x": (fb.FedNest, {**CG, "local_steps": 1, "outer_steps": 2}, None, 2 * T + K + 3, T + K + 2),
     "cg, steps on x": (fb.FedNest, {**CG, "outer_steps": 2}, WORK, 2 * T + K + 3, 2 * T + K + 2),
     "series": (fb.FedNest, SERIES, None, 2 * T + N + 2, 2 * T + N + 1),
     "local": (fb.FedNest, {"hypergradient": "local", **CG}, None, 2 * T + 2, 2 * T + 1),
     "SGD, cg": (fb.FedNestSGD, CG, WORK, T + K + 3, T + K + 1),
     "SGD, series": (fb.FedNestSGD, SERIES, WORK, T + N + 2, T + N + 1),
-    "LFedNest": (fb.LFedNest, CG, None, T + 1, T + 1),
     "FedMBO, cg": (fb.FedMBO, CG, WORK, T + K + 2, T + K + 1),
-    "FedMBO, series": (fb.FedMBO, SERIES, WORK, T + N + 1, T + N + 1),
 }
 
 
@@ -64,9 +63,26 @@ def test_the_same_numbers_in_fewer_exchanges(case):
     single, merged = both(task, method, 1, **fields)
     same_point(single, merged)
     assert (single.ledger.exchanges, merged.ledger.exchanges) == (many, few)
-    gathers = fields["inverse"] == "cg" and fields.get("hypergradient") != "local" and method is not fb.LFedNest
+    gathers = fields["inverse"] == "cg" and fields.get("hypergradient") != "local"
     assert single.ledger.gradients - merged.ledger.gradients == M * gathers
     assert merged.ledger.products - single.ledger.products == M * (K - 1) * gathers
+
+
+NOTHING = {
+    "LFedNest": (fb.LFedNest, CG),
+    "FedMBO, series": (fb.FedMBO, SERIES),
+    "FedMBO, random": (fb.FedMBO, {"inverse": "random"}),
+    "FedNest": (fb.FedNest, {**SERIES, "outer_steps": 2}),
+    "FedNestSGD": (fb.FedNestSGD, {"hypergradient": "local", **CG, "outer_steps": 2, "local_steps": 1}),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_refused_where_no_exchange_goes(case):
+    method, fields = NOTHING[case]
+    method(**fields)
+    with pytest.raises(fb.ConfigurationError, match=rf"^{method.__name__}.merged = True .*False: no exchange"):
+        method(merged=True, **fields)
 
 
 def test_costs_of_a_round_of_conjugate_gradient():
@@ -75,7 +91,7 @@ def test_costs_of_a_round_of_conjugate_gradient():
     assert ledger.gradients == T * (M + 2 * int((WORK - 1).sum())) + M
     assert ledger.products == 2 * K * M
     assert ledger.exchanges_by_phase == {
-        "inner_gradient_and_work": T, "corrected_inner_descent": T, "outer_gradients": 1, "both_products": K,
+        "inner_gradient": T, "corrected_inner_descent": T, "outer_gradients": 1, "both_products": K,
     }  # fmt: skip
 
 
@@ -89,9 +105,10 @@ def test_a_cohort_gets_the_same_numbers_too(case):
     same_point(single, merged)
     products = single.ledger.exchanges_by_phase.get("hessian_product", 0)
     assert single.ledger.exchanges == 3 * (2 * T + 3) + products
-    rest = merged.ledger.exchanges_by_phase["inner_gradient_and_work"] + merged.ledger.exchanges_by_phase[
-        "corrected_inner_descent"]  # fmt: skip
-    assert merged.ledger.exchanges == rest + products + (3 * 2 if case.startswith("random") else 3)
+    last = 2 if case.startswith("random") else 1  # ∇y F and h, or what comes with ∇y F
+    assert merged.ledger.exchanges == 3 * (2 * T + last) + merged.ledger.exchanges_by_phase.get(
+        "both_products", products
+    )
 
 
 def test_products_of_lengths_that_nobody_drew_are_not_asked_for(monkeypatch):

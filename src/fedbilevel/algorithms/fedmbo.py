@@ -15,7 +15,7 @@ client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each len
 next of these sums.
 
 Exchanges per round: T + N + 1; merged: T + N' + 2 for the longest N'_i drawn, by conjugate gradient with K products
-T + K + 1. Client state: none.
+T + K + 1, the other inverses having nothing to merge. Client state: none.
 Cost per local step: a gradient of g.
 
 Departures from the paper:

@@ -25,9 +25,11 @@ Departures from the paper:
    Σ p_i d_i / Σ p_i: q and the weights of one cohort are not independent, and their product would be biased.
 2. The first corrected step is along q (or h) itself, its correction being zero whatever is drawn.
 3. v may also be found by a deterministic series or by conjugate gradient (`inverse`), or locally (`hypergradient`).
-4. `merged` makes the exchanges fewer and the numbers no others: see hypergradient.py for v and h. The reply to q says
-   whether anyone will take a second step on y; where nobody does, the drift is zero and not asked for, as that of x for
-   τ = 1. What is left depends on what was just averaged: q on y, the drift on q, ∇y F on y, h on v, x's drift on h.
+4. `merged` makes the exchanges fewer, and with full batches the numbers no others: see hypergradient.py for v and h.
+   The drift of one step is zero and not asked for: of x for τ = 1, of y for `local_steps` = 1 where the population does
+   not give clients numbers of their own. No reply is asked whether anyone goes on: those who did not answer may, and
+   noise on replies would answer at random. What is left depends on what was just averaged: q on y, the drift on q,
+   ∇y F on y, h on v, x's drift on h.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
@@ -136,6 +138,10 @@ class GlobalOuter(Nested):
         drift = corrected_drift(gradient, x, h, self.outer_steps, self.outer_lr, key)
         return Reply(drift, gradients=2 * (self.outer_steps - 1))
 
+    @property
+    def mergeable(self) -> bool:
+        return super().mergeable or self.outer_steps == 1
+
     def fed_out(self, fed: Fed, state: State, y: PyTree, key: Array) -> State:
         estimate_key, descent_key = jax.random.split(key)
         estimate = self.estimate(fed, state.x, y, estimate_key)
@@ -151,7 +157,7 @@ class FedNest(GlobalOuter):
     """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested`.
 
     Exchanges per round: 2T + N' + 3; merged: 2T + N' + 2, by conjugate gradient with K products 2T + K + 1, all T fewer
-    where τ_i = 1 for everyone.
+    with `local_steps` = 1 for everyone.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that differ much and an exact hypergradient, where exchanges are cheap.
     Cost per local step: two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP.
@@ -163,20 +169,17 @@ class FedNest(GlobalOuter):
         y = fed.repeat(self.inner_rounds, lambda fed, y, key: self.fed_inn(fed, state.x, y, key), state.y, inner_key)
         return self.fed_out(fed, state, y, outer_key)
 
+    @property
+    def mergeable(self) -> bool:
+        return super().mergeable or self.local_steps == 1
+
     def fed_inn(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
-
-        def drifted(fed: Fed, q: PyTree) -> PyTree:
-            return fed.mean(self.corrected_inner_descent, (x, y, q), second)
-
-        if self.merged:
-            q, more = fed.mean(self.inner_gradient_and_work, (x, y), first, unbiased=True)
-            still = optax.tree.zeros_like(y)
-            drift = fed.repeat((more > 0).astype(int), lambda fed, *_: drifted(fed, q), still, second)  # once or never
-        else:
-            q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
-            drift = drifted(fed, q)
-        return optax.tree.add(move(y, -self.inner_lr, q), drift)
+        q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
+        common = move(y, -self.inner_lr, q)
+        if self.merged and self.local_steps == 1 and not fed.worked:  # the one step is along q, for everyone
+            return common
+        return optax.tree.add(common, fed.mean(self.corrected_inner_descent, (x, y, q), second))
 
     @phase
     def inner_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -184,13 +187,6 @@ class FedNest(GlobalOuter):
         batch = client.inner_batch(key, self.batch_size)
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, batch)
         return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
-
-    @phase
-    def inner_gradient_and_work(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """The same, and whether this client's corrected steps go on: the first one alone is along q, without drift."""
-        reply = self.inner_gradient(client, at, key)
-        more = jnp.asarray(client.local_steps(self.local_steps) > 1, float)
-        return reply._replace(update=(reply.update, more))
 
     @phase
     def corrected_inner_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
@@ -222,7 +218,7 @@ class FedNestSGD(GlobalOuter):
 class LFedNest(Nested):
     """FedNest made light: FedAvg's steps on y, local hypergradients on x. Fields: see `Nested`.
 
-    Exchanges per round: T + 1, merged or not.
+    Exchanges per round: T + 1, which `merged` cannot make fewer.
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ.
     Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.

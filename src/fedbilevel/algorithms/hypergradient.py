@@ -124,8 +124,9 @@ class Hypergradient(OuterGradients):
         cg_tolerance: relative residual at which conjugate gradient ends.
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
             expectation is the product of the expectations; otherwise the round's own cohort gives them all.
-        merged: as few exchanges as give the same numbers: what can rides with another reply, and what the server knows
-            to be zero is not asked for. Conjugate gradient then costs a client a cross product with each H p.
+        merged: as few exchanges as give the same numbers, with full batches (drawn samples: the same expectation):
+            what can rides with another reply, and what the server knows to be zero is not asked for. Conjugate gradient
+            then costs a client a cross product with each H p. Refused where it would leave out nothing.
     """
 
     hypergradient: Literal["global", "local"] = static("global")
@@ -147,12 +148,19 @@ class Hypergradient(OuterGradients):
             require_count(f"{name}.{field}", getattr(self, field))
         both = self.hypergradient == "local" and self.inverse == "parallel"
         require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
+        fits = not self.merged or self.mergeable
+        require(fits, f"{name}.merged", True, f"False: no exchange of {name} can be left out with its other fields so")
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse a Neumann step at which the products grow."""
         if self.inverse != "cg" and problem.indirect == "inverse":
             name = f"{type(self).__name__}.neumann_step"
             check_neumann_step(name, at(self, 0).neumann_step, problem, clients, x, y, self.hypergradient == "local")
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether any exchange of a round is left out by `merged`."""
+        return self.hypergradient == "global" and self.inverse in ("cg", "parallel")
 
     @property
     def fresh(self) -> int:

@@ -1,0 +1,52 @@
+"""Merged exchanges over Flower's records: the numbers of one machine, and as many questions as docs/algorithms say."""
+
+import federations
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.privacy import Privacy
+from fedbilevel.tasks.quadratic import quadratic
+
+M, ROUNDS, COHORT, T, N, K = 4, 3, 3, 2, 2, 3
+CG = {"inverse": "cg", "cg_iterations": K, "cg_tolerance": 1e-12}
+
+
+def make(**fields):
+    return fb.FedNest(merged=True, inner_rounds=T, batch_size=4, outer_lr=0.05, **fields)
+
+
+def population(local_steps):
+    return quadratic(clients=M, dim_x=2, dim_y=3, samples=(6, 6), local_steps=local_steps)
+
+
+@pytest.mark.parametrize(("work", "on_y"), [(None, T), ([1, 3, 2, 1], 2 * T)])
+def test_agrees_with_local_in_as_many_exchanges_as_the_formula_says(work, on_y):
+    """K products in three dimensions, at a tolerance that a mean of three drawn Hessians does not reach before. The
+    drift of y is asked for where the population has a word in the number of steps, whatever the field says."""
+    algorithm, task = make(local_steps=1, **CG), population(work)
+    same = {"rounds": ROUNDS, "cohort": COHORT, "key": 1}
+    here = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **same)
+    there = federations.solve(algorithm, InProcess(federations.app(algorithm, task), M), task=task, **same)
+    federations.moved(there, task)
+    federations.same(here, there)
+    assert here.ledger == there.ledger
+    assert there.ledger.exchanges == ROUNDS * (on_y + K + 1)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")  # negative curvature, out of the noise
+def test_noise_on_replies_does_not_decide_what_is_asked(tmp_path):
+    """Everything a client sends is clipped and noised, here by ten times the size of a gradient."""
+    algorithm, task = make(local_steps=2, inverse="series", neumann_terms=N), population([1, 3, 2, 1])
+    privacy = Privacy(clip=1.0, noise_multiplier=10.0, delta=1e-5)
+
+    def answers(run, node):
+        k = node["partition-id"]
+        return federations.site(algorithm, k, task, privacy=privacy, folder=tmp_path / str(k))
+
+    result = federations.solve(algorithm, InProcess(client_app(answers), M), task=task, rounds=ROUNDS, cohort=COHORT)
+    assert result.ledger.exchanges_by_phase == {
+        "inner_gradient": ROUNDS * T, "corrected_inner_descent": ROUNDS * T,
+        "outer_gradient": ROUNDS, "hessian_product": ROUNDS * (N - 1), "hypergradient_given": ROUNDS,
+    }  # fmt: skip
