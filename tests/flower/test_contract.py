@@ -138,6 +138,21 @@ def test_another_version_differs(monkeypatch):
     assert re.search(r"fedbilevel is 0\.0\.1 there and \S+ here", difference(mine, contract(fb.SimFBO()).text))
 
 
+@pytest.mark.parametrize("term", ["hyperparameters", "calls"])
+def test_what_is_missing_is_a_difference(term):
+    """Also where it is None here."""
+    mine = json.loads(contract(fb.SimFBO(batch_size=4)).text)
+    mine[term]["optional"] = None
+    theirs = {**mine, term: {name: value for name, value in mine[term].items() if name != "optional"}}
+    for a, b, expected in (
+        (mine, theirs, "missing there and None here"),
+        (theirs, mine, "None there and missing here"),
+    ):
+        assert difference(json.dumps(a), json.dumps(b)) == f"{term}.optional is {expected}"
+    without = {name: value for name, value in mine.items() if name != "state"}
+    assert difference(json.dumps(mine), json.dumps(without)).startswith("state is missing there")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "1", "{", "[" * 10**5])
 def test_what_is_no_contract(text):
     assert difference(contract(TwoPhase()).text, text) == "it cannot be read"

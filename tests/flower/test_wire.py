@@ -16,6 +16,7 @@ from fedbilevel.flower import records
 from fedbilevel.flower.counting import accepted
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, content, said_in
+from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.site import Desk
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, read, require_layout, shapes, to_bytes
@@ -188,6 +189,34 @@ def test_a_server_counts_or_refuses_whatever_is_answered(desk, fields):
         return
     assert np.all(np.isfinite(counted.update))
     assert all(np.isfinite(value) for value in counted.metrics.values())
+
+
+def contracts(text):
+    """A contract of which some terms, and parts of terms, are anything, missing or further."""
+    terms = json.loads(text)
+    parts = {name: st.dictionaries(st.sampled_from(sorted(part)) | st.text(max_size=3), JSONS, max_size=2).map(
+        lambda more, part=part: {**{n: v for n, v in part.items() if n not in more or more[n]}, **more})
+        for name, part in terms.items() if isinstance(part, dict) and part}  # fmt: skip
+    changed = st.fixed_dictionaries({}, optional={n: parts.get(n, st.nothing()) | st.just(v) | JSONS
+                                                  for n, v in terms.items()})  # fmt: skip
+    return changed.map(json.dumps) | st.just(text) | JSONS.map(json.dumps) | st.text()
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_server_admits_or_refuses_whoever_answers(desk, data):
+    fields = data.draw(of(Answer, Answer(run="r", round=0, exchange=0, client=2, contract=desk.contract.text)))
+    fields["contract"] = data.draw(contracts(desk.contract.text))
+    roster = Roster(None, desk.contract, "r", 6, Terms(), None)
+    try:
+        answer = read(Answer, fields, fields.pop("payload"))
+        roster.admit(7, answer)
+    except Refusal:
+        assert roster.nodes == {}
+        return
+    assert answer.contract == desk.contract.text
+    assert roster.nodes == {answer.client: 7}
+    assert 0 <= answer.client < 6
 
 
 def test_large_payloads_travel_as_an_array_and_small_ones_among_the_fields(monkeypatch):

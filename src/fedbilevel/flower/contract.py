@@ -27,6 +27,7 @@ from fedbilevel.flower.wire import digest, layout, shapes
 PROTOCOL = 1
 PROBES = (0, 1, 10, 100, 1000)
 """Rounds at which schedules are compared."""
+MISSING = ("missing",)  # equal to nothing that JSON can hold
 
 
 class Call(NamedTuple):
@@ -181,8 +182,8 @@ def difference(mine: str, theirs: str) -> str:
     try:
         a, b = json.loads(mine), json.loads(theirs)
         for term in a:
-            if a[term] != b.get(term):
-                return _first(term, a[term], b.get(term))
+            if a[term] != b.get(term, MISSING):
+                return _first(term, a[term], b.get(term, MISSING))
     except (ValueError, AttributeError, RecursionError):
         return "it cannot be read"
     return "it has further terms"
@@ -190,6 +191,7 @@ def difference(mine: str, theirs: str) -> str:
 
 def _first(term: str, mine: Any, theirs: Any) -> str:
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        name = next(n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n))
-        return _first(f"{term}.{name}", mine.get(name), theirs.get(name))
-    return f"{term} is {str(theirs)[:200]} there and {str(mine)[:200]} here"
+        name = next(n for n in sorted({**mine, **theirs}) if mine.get(n, MISSING) != theirs.get(n, MISSING))
+        return _first(f"{term}.{name}", mine.get(name, MISSING), theirs.get(name, MISSING))
+    said = ["missing" if value is MISSING else str(value)[:200] for value in (theirs, mine)]
+    return f"{term} is {said[0]} there and {said[1]} here"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 from fedbilevel.flower.clock import Clock
-from fedbilevel.flower.records import push, question, said_in
+from fedbilevel.flower.records import Post, question, reading, said_in
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal
@@ -19,8 +18,8 @@ Outcome = Answer | Refusal
 class Courier:
     """Brings questions to clients and their answers back."""
 
-    def __init__(self, grid: Grid, roster: Roster, terms: Terms, clock: Clock) -> None:
-        self.grid, self.roster, self.terms, self.clock = grid, roster, terms, clock
+    def __init__(self, post: Post, roster: Roster, terms: Terms, clock: Clock) -> None:
+        self.post, self.roster, self.terms, self.clock = post, roster, terms, clock
         self.under_way: dict[int, tuple[str, Ask, float]] = {}  # client -> (message, question, when it is worthless)
         self.ready: list[tuple[int, Ask, Outcome]] = []  # arrived, and not handed out yet
 
@@ -31,7 +30,7 @@ class Courier:
         going = [client for client in asks if client in nodes]
         end = self.clock.time() + self.terms.deadline
         messages = [question(nodes[client], asks[client], self.terms.deadline) for client in going]
-        for client, sent in zip(going, push(self.grid, messages), strict=True):
+        for client, sent in zip(going, self.post.push(messages), strict=True):
             if sent:
                 self.under_way[client] = (sent, asks[client], end)
             else:
@@ -76,10 +75,10 @@ class Courier:
         """What has come back, deadlines that have passed included."""
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
         arrived: list[tuple[int, Ask, Outcome]] = []
-        for message in self.grid.pull_messages(list(senders)):
-            client = senders.pop(message.metadata.reply_to_message_id)
+        now = self.clock.time()  # before a pull that may take long: what came meanwhile is looked for once more
+        for number, message in self.post.pull(senders).items():
+            client = senders[number]
             arrived.append((client, self.under_way.pop(client)[1], opened(message)))
-        now = self.clock.time()
         for client in [c for c, (_, _, end) in self.under_way.items() if now >= end]:
             ask = self.under_way.pop(client)[1]
             arrived.append((client, ask, Refusal(f"no answer within {self.terms.deadline:g} s")))
@@ -89,7 +88,8 @@ class Courier:
 def opened(message: Message) -> Outcome:
     """The answer in a message, or why there is none."""
     try:
-        answer: Answer = said_in(Answer, message)
+        with reading():
+            answer: Answer = said_in(Answer, message)
     except Refusal as refusal:
         return refusal
     return Refusal(answer.refused) if answer.refused else answer

@@ -25,6 +25,7 @@ from fedbilevel.flower.contract import draw_up
 from fedbilevel.flower.courier import Courier
 from fedbilevel.flower.exchange_log import ExchangeLog
 from fedbilevel.flower.fed import FlowerFed
+from fedbilevel.flower.records import Post
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Rests, Terms
 from fedbilevel.flower.versions import require_flower, tested
@@ -78,8 +79,9 @@ class FlowerRun:
         self.clock: Clock = getattr(engine.grid, "clock", None) or WallClock()
         if isinstance(self.clock, WallClock):
             pull_quickly()
-        self.roster = Roster(engine.grid, self.contract, self.name, len(clients), self.terms, self.clock)
-        self.courier = Courier(engine.grid, self.roster, self.terms, self.clock)
+        post = Post(engine.grid)
+        self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock)
+        self.courier = Courier(post, self.roster, self.terms, self.clock)
         self.rests = Rests()
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
         self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))

@@ -21,6 +21,7 @@ from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
 from fedbilevel.flower.contract import Call
 from fedbilevel.flower.counting import Counted, accepted
 from fedbilevel.flower.exchange_log import Exchange
+from fedbilevel.flower.records import reading
 from fedbilevel.flower.wire import Ask, Refusal, layout, shapes, to_bytes
 
 if TYPE_CHECKING:
@@ -169,9 +170,9 @@ class FlowerFed:
             new: dict[int, Counted] = {}
             for client, ask, outcome in run.courier.listen(wanted, lambda: early and len(counted) >= needed):
                 try:
-                    new[client] = counted[client] = accepted(
-                        outcome, ask, question.call, client, run.terms, len(run.clients)
-                    )
+                    with reading():
+                        one = accepted(outcome, ask, question.call, client, run.terms, len(run.clients))
+                    new[client] = counted[client] = one
                     run.rests.answered(client)
                     if not question.fresh:
                         run.counted[client] = ask.round, ask.exchange

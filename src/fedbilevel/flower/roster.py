@@ -6,11 +6,9 @@ import logging
 import math
 from collections.abc import Collection
 
-from flwr.serverapp import Grid
-
 from fedbilevel.flower.clock import Clock
 from fedbilevel.flower.contract import Contract, difference
-from fedbilevel.flower.records import push, question, said_in
+from fedbilevel.flower.records import Post, question, reading, said_in
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal
 
@@ -23,8 +21,8 @@ class Roster:
     One that does not is greeted again after `terms.deadline` seconds, and when a client has gone whom it may be now.
     """
 
-    def __init__(self, grid: Grid, contract: Contract, run: str, population: int, terms: Terms, clock: Clock) -> None:
-        self.grid, self.contract, self.run, self.population = grid, contract, run, population
+    def __init__(self, post: Post, contract: Contract, run: str, population: int, terms: Terms, clock: Clock) -> None:
+        self.post, self.contract, self.run, self.population = post, contract, run, population
         self.terms, self.clock = terms, clock
         self.nodes: dict[int, int] = {}  # client -> node, of those that count
         self.greeted: dict[int, float] = {}  # node -> when
@@ -33,7 +31,7 @@ class Roster:
 
     def refresh(self) -> None:
         """See who has come and gone."""
-        online = set(self.grid.get_node_ids())
+        online = self.post.online()
         for client, node in list(self.nodes.items()):
             if node not in online:
                 log.warning("client %d has gone (node %d)", client, node)
@@ -47,10 +45,11 @@ class Roster:
 
     def listen(self) -> None:
         """Take in the answers to greetings that have come."""
-        for message in list(self.grid.pull_messages(list(self.greetings))) if self.greetings else []:
-            node = self.greetings.pop(message.metadata.reply_to_message_id)
+        for number, message in self.post.pull(self.greetings).items():
+            node = self.greetings.pop(number)
             try:
-                self.admit(node, said_in(Answer, message))
+                with reading():
+                    self.admit(node, said_in(Answer, message))
             except Refusal as refusal:
                 if self.refusals.get(node) != str(refusal):
                     log.warning("node %d does not take part: %s", node, refusal)
@@ -61,10 +60,10 @@ class Roster:
         now, deadline = self.clock.time(), self.terms.deadline
         due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
         ask = Ask(run=self.run, contract=self.contract.text)
-        sent = push(self.grid, [question(node, ask, deadline) for node in due])
+        sent = self.post.push([question(node, ask, deadline) for node in due]) if due else []
         self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
         self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
-        self.greeted.update(dict.fromkeys(due, now))
+        self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
 
     def admit(self, node: int, answer: Answer) -> None:
         """Note which client a node is."""
