@@ -149,7 +149,7 @@ class Hypergradient(OuterGradients):
         both = self.hypergradient == "local" and self.inverse == "parallel"
         require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
         fits = not self.merged or self.mergeable
-        require(fits, f"{name}.merged", True, f"False: no exchange of {name} can be left out with its other fields so")
+        require(fits, f"{name}.merged", True, "False: with the other fields as they are it leaves out no exchange")
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse a Neumann step at which the products grow."""
