@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -178,6 +179,36 @@ def test_what_is_started_sends_no_news_and_keeps_compiled_programs() -> None:
     assert (env["FLWR_TELEMETRY_ENABLED"], env["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert env["JAX_COMPILATION_CACHE_DIR"] == "/data/client/jax-compilation-cache"
     assert supernode.environment({"JAX_COMPILATION_CACHE_DIR": "/mine"})["JAX_COMPILATION_CACHE_DIR"] == "/mine"
+
+
+def test_an_upload_that_is_never_complete_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Flower's own call does by default is bounded."""
+    from flwr.supercore.inflatable import inflatable_utils
+
+    from fedbilevel.flower import private
+
+    def missing(object_id: str) -> bytes:
+        raise inflatable_utils.ObjectUnavailableError(object_id)
+
+    defaults = dict(inflatable_utils.pull_objects.__kwdefaults__)
+    monkeypatch.setattr(inflatable_utils.pull_objects, "__kwdefaults__", defaults)
+    private.quick_pulls(0.1)
+    began = time.monotonic()
+    with pytest.raises(inflatable_utils.ObjectPullError):
+        inflatable_utils.pull_objects(["0" * 64], missing)
+    assert 0.1 <= time.monotonic() - began < 5.0  # tries after 0.02, 0.06 and 0.14 s; the rest is a slow machine's
+
+
+def test_the_server_learns_only_the_kind_of_a_clients_error() -> None:
+    from flwr.app import Message, RecordDict
+
+    from fedbilevel.flower import private
+    from fedbilevel.flower.in_process import InProcess
+
+    InProcess(None, 0)  # type: ignore[arg-type]  # Flower's messages want to know of which task they are
+    message = Message(RecordDict(), 1, "query.fedbilevel")
+    reply = private.error_reply(message, FileNotFoundError("/home/ward-7/patients.csv"))
+    assert (reply.error.code, reply.error.reason) == (2, "FileNotFoundError")
 
 
 def test_worker_and_loop_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

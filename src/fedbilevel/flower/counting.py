@@ -51,6 +51,8 @@ def accepted(outcome: Answer | Refusal, ask: Ask, call: Call, client: int, terms
         raise Refusal(f"its counts ({outcome.gradients}, {outcome.products}) are not between 0 and {most}")
     if not 0 <= outcome.epsilon < math.inf:
         raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
+    if not 0 <= outcome.delta < 1:
+        raise Refusal(f"it cannot have spent δ = {outcome.delta}")
     return Counted(outcome, update, metrics)
 
 

@@ -78,7 +78,7 @@ class FlowerRun:
         self.contract = draw_up(algorithm, problem, state.x, getattr(state, "y", None), clients.examples(), worked)
         self.clock: Clock = getattr(engine.grid, "clock", None) or WallClock()
         if isinstance(self.clock, WallClock):
-            pull_quickly()
+            pull_quickly(self.terms.deadline)
         post = Post(engine.grid)
         self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock)
         self.courier = Courier(post, self.roster, self.terms, self.clock)
@@ -112,9 +112,9 @@ class FlowerRun:
         pass
 
 
-def pull_quickly() -> None:
+def pull_quickly(deadline: float) -> None:
     """Shorten Flower's wait for an answer that is announced before it is complete, where its version was tried."""
     if tested(require_flower()):
         from fedbilevel.flower import private
 
-        private.quick_pulls()
+        private.quick_pulls(deadline)

@@ -44,6 +44,7 @@ from flwr.supernode.servicer.runtime import runtime_handlers
 HOLD = 5.0  # seconds that a worker's question for a task stays open
 PATIENCE = 3  # times as long as the SuperLink took for its answer is waited at least: many nodes must not drown it
 BACKOFF = 0.02  # seconds before an object that is still being uploaded is asked for again, first time
+LONGEST_PULL = 7200.0  # seconds that one message's objects are waited for; Flower's own figure
 
 
 class TaskToken:
@@ -113,17 +114,19 @@ def load(run: Run, fab: Fab) -> tuple[ClientApp, Path]:
 
 
 def error_reply(message: Message, error: Exception) -> Message:
-    """The reply that says why there is none, with the code that Flower gives for it."""
+    """The reply that says why there is none, with the code that Flower gives for it. Only the kind of the error: its
+    text may name files, or data."""
     unloadable = isinstance(error, LoadClientAppError)
     code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION if unloadable else ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-    return Message(Error(code=code, reason=f"{type(error).__name__}: {error}"), reply_to=message)
+    return Message(Error(code=code, reason=type(error).__name__), reply_to=message)
 
 
-def quick_pulls(backoff: float = BACKOFF) -> None:
-    """Ask for an object that is still on its way again after `backoff` seconds, then twice that, …; Flower's 1 s."""
+def quick_pulls(longest: float = LONGEST_PULL) -> None:
+    """Ask for an object that is still on its way again after 0.02 s, then twice that, … (Flower: 1 s), and give up the
+    message whose objects have not come within `longest` seconds: it holds everyone who waits."""
     defaults = inflatable_utils.pull_objects.__kwdefaults__
     assert defaults is not None
-    defaults["initial_backoff"] = backoff
+    defaults |= {"initial_backoff": BACKOFF, "max_time": longest}
 
 
 class Meeting:

@@ -23,11 +23,12 @@ LONGEST_REFUSAL = 1000  # characters
 class Refusal(FedbilevelError):
     """A message that must not count; the text says why, without any value of the data.
 
-    Parts of it may be the other side's words: it is one line, and not a long one.
+    Parts of it may be the other side's words: it is one line, not a long one, and commands no terminal.
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(" ".join(text[:LONGEST_REFUSAL].split()))
+        line = " ".join(text[:LONGEST_REFUSAL].split())
+        super().__init__("".join(character if character.isprintable() else "�" for character in line))
 
 
 def layout(tree: PyTree) -> list[str]:
