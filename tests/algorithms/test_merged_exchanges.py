@@ -81,7 +81,7 @@ NOTHING = {
 def test_refused_where_no_exchange_goes(case):
     method, fields = NOTHING[case]
     method(**fields)
-    with pytest.raises(fb.ConfigurationError, match=rf"^{method.__name__}.merged = True .*False: .* leaves out no exchange"):
+    with pytest.raises(fb.ConfigurationError, match=rf"^{method.__name__}.merged = True .*False: .* no exchange"):
         method(merged=True, **fields)
 
 
