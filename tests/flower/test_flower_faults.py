@@ -322,6 +322,27 @@ def test_a_population_that_is_not_complete(tmp_path, monkeypatch):
     assert grid.clock.time() > TERMS.join  # it has waited for them
 
 
+def test_names_and_logs_are_checked_before_anything_is_sent(tmp_path):
+    grid = InProcess(CLIENTS, 6, delay=lambda *_: pytest.fail("something was sent"))
+    for name in ("experiment 1", "ABCDEF0123456789", ""):
+        with pytest.raises(fb.ConfigurationError, match=r"Flower\.name = .*8 to 64 hexadecimal digits"):
+            federations.solve(STEPS, grid, name=name)
+    with pytest.raises(fb.core.errors.CheckpointError, match=re.escape(f"could not write {tmp_path}: Is a directory")):
+        federations.solve(STEPS, grid, log=tmp_path)
+
+
+def test_a_log_that_cannot_be_written_any_more_is_named(tmp_path):
+    log = tmp_path / "new" / "exchanges.jsonl"
+
+    def replace(result, row):
+        if result.round == 1:
+            log.unlink()
+            log.mkdir()
+
+    with pytest.raises(fb.core.errors.CheckpointError, match=re.escape(f"could not write {log}: Is a directory")):
+        federations.solve(STEPS, InProcess(CLIENTS, 6), terms=TERMS, log=log, callbacks=[replace])
+
+
 def test_a_population_that_is_too_small():
     grid = InProcess(CLIENTS, 6)
     for client in range(4):

@@ -67,10 +67,10 @@ def test_an_answer(desk, ran):
 
 
 def test_a_greeting(desk, ran):
-    answer = desk.answer(Ask(run="r", contract=desk.contract.text), None)
+    answer = desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), None)
     assert (answer.contract, answer.client, answer.refused) == (desk.contract.text, 0, "")
     other = Desk(federations.site(federations.Steps(batch_size=5), 0)).contract.text
-    refused = desk.answer(Ask(run="r", contract=other), None).refused
+    refused = desk.answer(Ask(run=federations.NAME, contract=other), None).refused
     assert refused == "we do not agree: hyperparameters.batch_size is 5 there and 4 here"
     assert ran == []
 
@@ -122,7 +122,7 @@ def test_limits(limits, expected, ran):
     assert desk.answer(ask(desk), None).refused == expected
     assert ran == []
     if "message_bytes" not in limits:  # told at the greeting, too
-        assert desk.answer(Ask(run="r", contract=desk.contract.text), None).refused == expected
+        assert desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), None).refused == expected
 
 
 @fb.algorithm
@@ -168,13 +168,15 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     assert desk.answer(ask(desk, "inner_gradient"), None).refused == "the phase failed; the client's log says more"
     go.set()
     desk.patience.thread.join(5)
-    assert {path.name for path in tmp_path.iterdir()} == {"secret"}
+    assert {path.name for path in tmp_path.iterdir()} == {"secret", "client", "lock", "account.json"}
+    assert (tmp_path / "account.json").read_text() == "{}"
     assert desk.answer(ask(desk, "inner_gradient"), None).refused == ""
     assert {path.name for path in tmp_path.iterdir()} == {
         "secret",
+        "client",
         "lock",
         "account.json",
-        f"run-{federations.NAME}.npz",
+        f"client-0-run-{federations.NAME}.npz",
     }
 
 
@@ -203,7 +205,7 @@ def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     desk = Desk(federations.site(Dividing(), 0, privacy=privacy, folder=tmp_path))
     assert desk.answer(ask(desk, "phase", payload=zero), None).refused == "the phase failed; the client's log says more"
-    assert not (tmp_path / "account.json").exists()
+    assert (tmp_path / "account.json").read_text() == "{}"
 
 
 def test_privacy(tmp_path):
@@ -242,6 +244,27 @@ def test_a_spent_budget_stops_the_run(tmp_path):
 def test_privacy_needs_a_folder():
     with pytest.raises(fb.ConfigurationError, match=r"Site\.folder = None"):
         federations.site(STEPS, 0, privacy=Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5))
+
+
+def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
+    privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    make = lambda client: Desk(federations.site(STEPS, client, privacy=privacy, folder=tmp_path))  # noqa: E731
+    desk, account = make(1), tmp_path / "account.json"
+    assert json.loads(account.read_text()) == {}
+    with pytest.raises(fb.ConfigurationError, match=r"Site\.id = 2 is not allowed: it must be 1, whose .* is"):
+        make(2)
+    assert desk.answer(ask(desk), None).refused == ""
+    kept = account.read_text()
+    assert Spent.from_json(kept).total == 1
+    account.unlink()
+    assert desk.answer(ask(desk), None).refused == "ConfigurationError; the client's log says more"
+    with pytest.raises(fb.ConfigurationError, match=r"account\.json is missing"):
+        make(1)
+    assert not account.exists()
+    account.write_text(kept)
+    (tmp_path / "secret").unlink()  # another one is made: noise may be new, what was spent stays spent
+    make(1)
+    assert account.read_text() == kept
 
 
 def test_logs_tell_nothing_of_data_or_updates(caplog, tmp_path):

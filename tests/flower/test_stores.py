@@ -1,5 +1,7 @@
 """A client's own state: applied once, whatever is repeated, replayed or resumed."""
 
+import os
+
 import federations
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,7 @@ def test_which_state_a_message_sees():
 
 @pytest.fixture(params=["folder", "context"])
 def store(request, tmp_path):
-    return FolderStore(tmp_path) if request.param == "folder" else ContextStore(RecordDict())
+    return FolderStore(tmp_path, 0) if request.param == "folder" else ContextStore(RecordDict())
 
 
 def test_there_and_back(store):
@@ -55,14 +57,40 @@ def test_there_and_back(store):
 
 
 def test_only_names_of_runs_are_names_of_files(tmp_path):
-    for name in ("../../etc/passwd", "", "abc", "0123456789ABCDEF", "g" * 16, "a" * 65):
-        with pytest.raises(Refusal, match="is not the name of a run"):
-            FolderStore(tmp_path).load(name, LIKE)
+    desks = [Desk(federations.site(ALGORITHM, 0, folder=folder)) for folder in (tmp_path, None)]
+    for name in ("../../etc/passwd", "", "abc", "0123456789ABCDEF", "g" * 16, "a" * 65, "0123456789abcdef\n"):
+        for desk in desks:
+            for phase in ("", "inner_gradient"):
+                ask = Ask(run=name, contract=desk.contract.text, phase=phase)
+                assert desk.answer(ask, None).refused == f"{name!r} is not the name of a run"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clients_may_share_a_folder(tmp_path):
+    for client in (1, 10):
+        FolderStore(tmp_path, client).save(federations.NAME, KEPT._replace(round=client))
+    assert [FolderStore(tmp_path, client).load(federations.NAME, LIKE).round for client in (1, 10)] == [1, 10]
+    assert FolderStore(tmp_path, 0).load(federations.NAME, LIKE) is None
+
+
+def test_only_the_latest_runs_are_kept(tmp_path):
+    """A server that names a new run in every message does not fill the disk, nor forget what is in use."""
+    neighbour, store = FolderStore(tmp_path, 10), FolderStore(tmp_path, 1)
+    neighbour.save(federations.NAME, KEPT)
+    names = [f"{number:08x}" for number in range(25)]
+    for time, name in enumerate(names):
+        store.save(name, KEPT)
+        os.utime(store.path(name), (time, time))
+        store.save(names[0], KEPT)
+        os.utime(store.path(names[0]), (time + 0.5, time + 0.5))
+    there = [name for name in names if store.load(name, LIKE) is not None]
+    assert there == [names[0], *names[6:]]
+    assert neighbour.load(federations.NAME, LIKE) is not None
 
 
 def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
     """A disk that fills up in the middle of a write; a file that was damaged by something else."""
-    store = FolderStore(tmp_path)
+    store = FolderStore(tmp_path, 0)
     store.save(federations.NAME, KEPT)
 
     def full(file, **arrays):
@@ -74,7 +102,7 @@ def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="No space left"):
             store.save(federations.NAME, KEPT._replace(round=5))
     assert store.load(federations.NAME, LIKE).round == 4
-    assert [path.name for path in tmp_path.iterdir()] == [f"run-{federations.NAME}.npz"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"client-0-run-{federations.NAME}.npz"]
     store.path(federations.NAME).write_bytes(b"half")
     with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
         store.load(federations.NAME, LIKE)

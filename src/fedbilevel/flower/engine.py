@@ -29,6 +29,7 @@ from fedbilevel.flower.records import Post
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Rests, Terms
 from fedbilevel.flower.versions import require_flower, tested
+from fedbilevel.flower.wire import is_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,9 @@ class Flower:
     Args:
         grid: what Flower gives to a ServerApp's main, or an `InProcess` one.
         terms: what is expected of clients.
-        name: of the whole run, the same when it is resumed: clients keep their state under it. Where an algorithm has
-            clients keep any, a run resumes from its last round alone: save every round (`checkpoint_every=1`).
+        name: of the whole run, 8 to 64 hexadecimal digits, the same when it is resumed: clients keep their state under
+            it. Where an algorithm has clients keep any, a run resumes from its last round alone: save every round
+            (`checkpoint_every=1`).
         log: a file that gets one JSON line for each exchange.
     """
 
@@ -47,6 +49,9 @@ class Flower:
     terms: Terms = field(default_factory=Terms)
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     log: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        require(is_run(self.name), "Flower.name", self.name, "8 to 64 hexadecimal digits, in lower case")
 
     def start(
         self, algorithm: Any, problem: Problem, clients: RemoteClients, cohort: int, key: Array, carry: Carry

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.errors import CheckpointError
 from fedbilevel.flower.clock import Clock
 from fedbilevel.flower.wire import Answer, Ask
 
@@ -35,10 +36,15 @@ class Exchange:
 
 
 class ExchangeLog:
-    """Writes exchanges to the program's log and, where a file is given, there as JSON lines."""
+    """Writes exchanges to the program's log and, where a file is given, there as JSON lines.
+
+    Raises:
+        CheckpointError: the file, which is made at once, cannot be written.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.write("")
 
     def __call__(self, exchange: Exchange) -> None:
         line = exchange.line
@@ -48,6 +54,14 @@ class ExchangeLog:
         log.info(text, *head, len(line["answered"]), line["asked"], *numbers)
         for client, why in line.get("refused", {}).items():
             log.warning("round %d exchange %d %s: client %s does not count: %s", *head, client, why)
-        if self.path is not None:
+        self.write(json.dumps(line) + "\n")
+
+    def write(self, text: str) -> None:
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(text)
+        except OSError as error:
+            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.flower.accounting import Spent
@@ -14,21 +15,39 @@ from fedbilevel.flower.privacy import Privacy, load_secret
 
 
 class Guard:
-    """Protects updates; the account is written before anything leaves. Processes of several runs take turns."""
+    """Protects updates; the account is written before anything leaves. Processes of several runs take turns.
 
-    def __init__(self, privacy: Privacy, folder: Path) -> None:
+    Raises:
+        ConfigurationError: the folder is another client's, or its account is missing or damaged.
+    """
+
+    def __init__(self, privacy: Privacy, folder: Path, client: int) -> None:
         self.privacy, self.folder = privacy, folder
+        self.account, owner, secret = folder / "account.json", folder / "client", folder / "secret"
         folder.mkdir(parents=True, exist_ok=True)
-        self.secret = load_secret(folder / "secret")
-        self.account = folder / "account.json"
+        with self.turn():
+            if not owner.exists():
+                write_atomically(owner, lambda file: file.write(str(client).encode()))
+            require(owner.read_text() == str(client), "Site.id", client, f"{owner.read_text()[:20]}, whose {folder} is")
+            if not secret.exists() and not self.account.exists():  # never later: an account must not begin anew
+                self.write(Spent())
+            self.read()
+            self.secret = load_secret(secret)
 
     def protect(self, update: PyTree, context: Sequence[int | str]) -> tuple[PyTree, float]:
         """What may be sent in place of `update`, and ε so far, this reply included."""
         with self.turn():
-            spent = Spent.from_json(self.account.read_text()) if self.account.exists() else Spent()
-            sent, spent = self.privacy.protect(update, self.secret, spent, context)
-            write_atomically(self.account, lambda file: file.write(spent.to_json().encode()))
+            sent, spent = self.privacy.protect(update, self.secret, self.read(), context)
+            self.write(spent)
         return sent, spent.epsilon(self.privacy.delta)
+
+    def read(self) -> Spent:
+        if not self.account.exists():
+            raise ConfigurationError(f"{self.account} is missing: what has left this client is not known; restore it")
+        return Spent.from_json(self.account.read_text())
+
+    def write(self, spent: Spent) -> None:
+        write_atomically(self.account, lambda file: file.write(spent.to_json().encode()))
 
     @contextmanager
     def turn(self) -> Iterator[None]:

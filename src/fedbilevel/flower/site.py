@@ -28,7 +28,7 @@ from fedbilevel.flower.guard import Guard
 from fedbilevel.flower.limits import Limits, Patience
 from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.store import FolderStore, Store
-from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, to_bytes
+from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, is_run, layout, to_bytes
 
 log = logging.getLogger("fedbilevel.client")
 
@@ -46,8 +46,8 @@ class Site:
         limits: what it lets a server ask.
         privacy: how its replies are clipped and noised; None sends them as they are.
         folder: where it keeps what outlives a process: its state of a run, where the algorithm has clients keep any,
-            and with `privacy` its secret and its account. None leaves the state to Flower, which forgets it when the
-            SuperNode restarts: the client then starts clean.
+            and with `privacy` its secret and its account (no other client may share such a folder). None leaves the
+            state to Flower, which forgets it when the SuperNode restarts: the client then starts clean.
     """
 
     id: int
@@ -85,8 +85,10 @@ class Desk:
         self.outer = _samples(outer)
         self.inner = self.outer if inner is outer else _samples(inner)
         self.patience = Patience(site.limits.seconds)
-        self.store = None if site.folder is None else FolderStore(site.folder)
-        self.guard = None if site.privacy is None or site.folder is None else Guard(site.privacy, site.folder)
+        self.store = None if site.folder is None else FolderStore(site.folder, site.id)
+        self.guard = None
+        if site.privacy is not None and site.folder is not None:
+            self.guard = Guard(site.privacy, site.folder, site.id)
 
     def answer(self, ask: Ask, memory: Store) -> Answer:
         """The answer to a question; what is wrong with the question is said in it, and logged. Never raises.
@@ -97,6 +99,8 @@ class Desk:
         what = f"run {ask.run[:8]!r} round {ask.round} exchange {ask.exchange} phase {ask.phase[:40]!r}"
         blank = Answer(run=ask.run, round=ask.round, exchange=ask.exchange, client=self.site.id)
         try:
+            if not is_run(ask.run):
+                raise Refusal(f"{ask.run[:80]!r} is not the name of a run")
             self.site.limits.check_algorithm(self.site.algorithm)
             answer = self.reply(ask, self.store or memory, blank) if ask.phase else self.greet(ask, blank)
             log.info("%s: answered in %.3f s, %d bytes", what, time.perf_counter() - began, len(answer.payload))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from fedbilevel.flower.records import RAW
 from fedbilevel.flower.wire import Refusal, from_bytes, layout, to_bytes
 
 TREES = ("at_start", "before", "now")
+RUNS = 20  # of which a client keeps its state in a folder: whoever serves may name as many as it likes
 
 
 class Store(Protocol):
@@ -31,15 +31,16 @@ class Store(Protocol):
 
 
 class FolderStore:
-    """One file for each run; it outlives the client's process, and its node."""
+    """One file for each of a client's latest RUNS runs; it outlives the client's process, and its node.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Clients may share the folder. A run's name is part of a file's: it must be checked before (`wire.is_run`).
+    """
+
+    def __init__(self, folder: Path, client: int) -> None:
+        self.folder, self.client = folder, client
 
     def path(self, run: str) -> Path:
-        if not re.fullmatch(r"[0-9a-f]{8,64}", run):
-            raise Refusal(f"{run[:80]!r} is not the name of a run")
-        return self.folder / f"run-{run}.npz"
+        return self.folder / f"client-{self.client}-run-{run}.npz"
 
     def load(self, run: str, like: Kept) -> Kept | None:
         path = self.path(run)
@@ -50,7 +51,11 @@ class FolderStore:
 
     def save(self, run: str, kept: Kept) -> None:
         trees = kept._asdict() | {"round": None, "exchange": None}
-        checkpoint.save(self.path(run), trees, {"round": kept.round, "exchange": kept.exchange})
+        path = self.path(run)
+        checkpoint.save(path, trees, {"round": kept.round, "exchange": kept.exchange})
+        others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
+        for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
+            old.unlink(missing_ok=True)
 
 
 class ContextStore:

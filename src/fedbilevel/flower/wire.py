@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,11 @@ class Refusal(FedbilevelError):
     def __init__(self, text: str) -> None:
         line = " ".join(text[:LONGEST_REFUSAL].split())
         super().__init__("".join(character if character.isprintable() else "�" for character in line))
+
+
+def is_run(name: str) -> bool:
+    """Whether this may be the name of a run; clients keep files under it."""
+    return re.fullmatch(r"[0-9a-f]{8,64}", name) is not None
 
 
 def layout(tree: PyTree) -> list[str]:
