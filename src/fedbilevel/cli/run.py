@@ -64,24 +64,37 @@ def _run(options: argparse.Namespace) -> int:
 
 def _run_together(options: argparse.Namespace) -> int:
     """This process's part of a run by several; an error ends it without waiting for the others."""
-    _join(options)
-    from fedbilevel.cli import _exit_code
+    _check_together(options)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
+    prepare_jax()
     from fedbilevel.engines import hosts
+    from fedbilevel.engines.leaving import part
 
     try:
+        hosts.join(options.coordinator, options.processes, options.process)
+        hosts.require_same({"--resume": "left out" if options.resume is None else "given"})
         return _play(options)
-    except SystemExit as end:
-        hosts.part(int(end.code or OK))
-    except KeyboardInterrupt:
-        hosts.part(fail(INTERRUPTED, "interrupted"))
-    except Exception as error:  # noqa: BLE001
-        code = _exit_code(error)
-        if code is None or options.debug:
-            traceback.print_exc()
-        hosts.part(1 if code is None else fail(code, str(error)))
+    except BaseException as error:
+        if hosts.here.service is None:
+            raise  # nobody is waiting
+        part(_told(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else str(error))
 
 
-def _join(options: argparse.Namespace) -> None:
+def _told(error: BaseException, debug: bool) -> int:
+    """Say what went wrong; the exit code."""
+    from fedbilevel.cli import _exit_code
+
+    if isinstance(error, SystemExit):
+        return int(error.code or OK)  # and it was said
+    if isinstance(error, KeyboardInterrupt):
+        return fail(INTERRUPTED, "interrupted")
+    code = _exit_code(error) if isinstance(error, Exception) else None
+    if code is None or debug:
+        traceback.print_exception(error)
+    return 1 if code is None else fail(code, str(error))
+
+
+def _check_together(options: argparse.Namespace) -> None:
     from fedbilevel.core.errors import ConfigurationError, require
 
     number = (options.processes is not None, options.process is not None)
@@ -89,11 +102,6 @@ def _join(options: argparse.Namespace) -> None:
     if not whole:
         raise ConfigurationError("--coordinator, --processes and --process are given together")
     require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator: one run at a time")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
-    prepare_jax()
-    from fedbilevel.engines import hosts
-
-    hosts.join(options.coordinator, options.processes, options.process)
 
 
 def _play(options: argparse.Namespace) -> int:

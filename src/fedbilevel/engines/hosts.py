@@ -6,54 +6,52 @@ a checkpoint's bytes) goes through the key-value store of JAX's coordination ser
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import distributed  # the one way to the store; jax.distributed itself only starts and ends it
 from jax.sharding import Mesh, PartitionSpec
 
-from fedbilevel.core.errors import ConfigurationError, ExchangeError, require, require_count
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FedbilevelError,
+    NonFiniteError,
+    NumericalError,
+    require,
+)
+from fedbilevel.engines.addresses import AUTO, check_place, check_reachable, own_name
+from fedbilevel.engines.leaving import (
+    LostProcess,
+    exchange,
+    explain_abort,
+    leave_when_failing,
+    lost,
+    meanwhile,
+    sentence,
+    who_left,
+)
+from fedbilevel.engines.leaving import here as here
 
 HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
 LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
-PARTING_SECONDS = 5  # in which an error that all processes have comes up in all of them
+END_SECONDS = 60  # that a process at its end waits for the others to come to theirs
+WORD_SECONDS = 2  # of waiting for the others to come, before it says so
+TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which one may come to after a long download
 PIECE = 2**20  # bytes of a message in one entry of the store; gRPC carries at most 4 MiB
-LOST = 5  # exit code
-AUTO = "auto"
-
-
-class LostProcess(ExchangeError):
-    """Another process of the simulation has ended, or cannot be reached any more."""
-
-
-@dataclass
-class Here:
-    """What this process knows about itself and the others."""
-
-    trouble: str = ""  # what it means, at this moment, if JAX's runtime ends this process
-    saved: str = ""  # where the last checkpoint is
-    advice: str = ""  # how to go on from it
-    told: bool = False  # that a process was lost
-    messages: int = 0  # so far; all processes count alike, since all make the same calls
-    mine: list[str] = field(default_factory=list)  # keys of messages that others may not have read yet
-
-
-here = Here()
+KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, NumericalError)}
+"""Errors of process 0 that are of the same kind on the others; the rest are ConfigurationErrors there."""
 
 
 def join(
@@ -69,65 +67,41 @@ def join(
         patience: seconds to wait for the others.
 
     Raises:
-        ConfigurationError: an argument is not allowed, JAX is already in use, or nobody answers.
+        ConfigurationError: an argument is not allowed, JAX is already in use, nobody answers, or the processes have
+            different versions.
 
-    A process that is lost later ends the others with exit code 5 and a sentence that says so.
+    From then on an error that nobody catches ends this process at once (`sys.excepthook` is extended; functions
+    registered with `atexit` are not called), and the others are told. A process that is lost ends the others with exit
+    code 5 and a sentence that says so.
     """
-    require(not distributed.global_state.client, "join", "a second call", "called once")
+    require(here.service is None, "join", "a second call", "called once")
     require(patience >= 1, "patience", patience, "at least 1 second")
-    if coordinator == AUTO:
+    auto = coordinator == AUTO
+    if auto:
         given = [name for name, value in (("processes", processes), ("process", process)) if value is not None]
         require(not given, " and ".join(given), "a number", f"left out with coordinator = {AUTO!r}")
-    else:
-        _check(coordinator, processes, process, patience)
-    here.trouble = f"the {processes or 'other'} processes did not all come to {coordinator} within {patience:.0f} s"
-    _explain_abort()
-    with _interrupt_at_once():
-        _initialize(coordinator, processes, process, int(patience))
-    here.trouble = ""
-    expected = first(count())
-    require(expected == count(), "processes", count(), f"{expected}, as process 0 has it")
-
-
-def _check(coordinator: str, processes: int | None, process: int | None, patience: float) -> None:
-    host, _, port = coordinator.rpartition(":")
-    good = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
-    require(good, "coordinator", coordinator, f"HOST:PORT, where process 0 listens, or {AUTO}")
-    require_count("processes", processes)
-    assert processes is not None
-    inside = isinstance(process, int) and 0 <= process < processes
-    require(inside, "process", process, f"0 to {processes - 1}, a different number for each of the {processes}")
-    address = (host.strip("[]"), int(port))
-    if process == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-        _check_free(coordinator, address)
-    elif process != 0:
-        _await_answer(coordinator, address, patience)
-
-
-def _check_free(coordinator: str, address: tuple[str, int]) -> None:
-    try:
-        with socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET):
-            pass
-    except OSError as error:
-        raise ConfigurationError(f"process 0 cannot listen at coordinator = {coordinator!r}: {error}") from error
-
-
-def _await_answer(coordinator: str, address: tuple[str, int], patience: float) -> None:
-    end = time.monotonic() + patience
-    while True:
+    others = f"the {processes or 'other'} processes"
+    with _patiently(f"waiting up to {patience:.0f} s for {others} to come to {coordinator}"):
+        if not auto:
+            check_place(coordinator, processes, process, patience)
+        undo = explain_abort()
         try:
-            socket.create_connection(address, timeout=2).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                said = f"coordinator = {coordinator!r} does not answer in {patience:.0f} s: {error}"
-                raise ConfigurationError(f"{said}; is process 0 running?") from error
-        time.sleep(0.2)
+            with meanwhile(f"{others} did not all come to {coordinator} within {patience:.0f} s"), _interrupt_at_once():
+                _initialize(coordinator, processes, process, int(patience))
+        except ConfigurationError:
+            undo()
+            raise
+    leave_when_failing()
+    require_same({"processes": count()} | {name: version(name) for name in ("fedbilevel", "jax", "jaxlib")})
 
 
 def _initialize(coordinator: str, processes: int | None, process: int | None, patience: int) -> None:
+    from jax._src import distributed  # the one way to the store; jax.distributed itself only starts and ends it
+
     auto = coordinator == AUTO
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    for which in ("local", "global"):
+        jax.config.update(f"jax_cpu_get_{which}_topology_timeout_minutes", TOPOLOGY_MINUTES)
     try:
         jax.distributed.initialize(
             None if auto else coordinator,
@@ -137,26 +111,38 @@ def _initialize(coordinator: str, processes: int | None, process: int | None, pa
             coordinator_bind_address=None if auto else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
             initialization_timeout=patience,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=END_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         if auto and "be defined" in reason:
             reason = "no launcher that JAX knows was found; give HOST:PORT, processes and process"
         raise ConfigurationError(f"coordinator = {coordinator!r}: {reason}") from error
+    state = distributed.global_state
+    here.service, here.coordinator = state.client, str(state.coordinator_address)
+    here.processes, here.process = int(state.num_processes), int(state.process_id)
 
 
-def _service() -> Any:
-    return distributed.global_state.client
+@contextmanager
+def _patiently(sentence: str) -> Iterator[None]:
+    """Say what is waited for, if it takes long."""
+    timer = threading.Timer(WORD_SECONDS, print, [f"fedbilevel: {sentence}"], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def count() -> int:
     """How many processes there are: 1 without `join`."""
-    return int(distributed.global_state.num_processes) if distributed.global_state.client else 1
+    return here.processes
 
 
 def index() -> int:
     """The number of this process."""
-    return int(distributed.global_state.process_id) if distributed.global_state.client else 0
+    return here.process
 
 
 def is_first() -> bool:
@@ -173,7 +159,7 @@ def gather(word: Any) -> list[Any]:
     here.messages += 1
     earlier, here.mine = here.mine[:-1], here.mine[-1:]  # who speaks now has heard all that was said before
     for key in earlier:
-        _service().key_value_delete(key)
+        here.service.key_value_delete(key)
     return words
 
 
@@ -186,15 +172,30 @@ def decide(choose: Callable[[], Any]) -> Any:
     """The value (JSON) of a function that process 0 alone calls; its error is everybody's error."""
     if count() == 1:
         return choose()
-    try:
-        value, error = (choose() if is_first() else None), ""
-    except Exception as wrong:
-        first([None, str(wrong)])
-        raise
-    value, error = first([value, error])
-    if error:
-        raise ConfigurationError(f"process 0: {error}")
+    value, kind, said = None, "", ""
+    if is_first():
+        try:
+            value = choose()
+        except Exception as error:
+            kind, said = type(error).__name__, str(error)
+            own = isinstance(error, FedbilevelError | OSError)
+            first([None, kind, said if own and said else f"{kind}: {said}"])
+            raise
+    value, kind, said = first([value, kind, said])
+    if kind:
+        raise KINDS.get(kind, ConfigurationError)(f"process 0: {said}")
     return value
+
+
+def require_same(fields: dict[str, Any]) -> None:
+    """Refuse values (JSON, by name) that are not the same on every process."""
+    words = gather(fields)
+    for process, theirs in enumerate(words):
+        for name in sorted(words[0].keys() | theirs.keys()):
+            of_first, other = words[0].get(name), theirs.get(name)
+            if of_first != other:
+                said = f"{name} differs between processes: {of_first} on process 0, {other} on process {process}"
+                raise ConfigurationError(f"{said}; it must be the same")
 
 
 @contextmanager
@@ -228,7 +229,7 @@ def _say(data: bytes) -> None:
     pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
     with exchange():
         for number, piece in reversed(list(enumerate(pieces))):
-            _service().key_value_set_bytes(f"{key}/{number}", len(pieces).to_bytes(4) + piece)
+            here.service.key_value_set_bytes(f"{key}/{number}", len(pieces).to_bytes(4) + piece)
     here.mine.append(key)
 
 
@@ -242,78 +243,19 @@ def _hear(process: int) -> bytes:
 
 
 def _wait_for(key: str, process: int) -> bytes:
-    here.trouble = f"process {process} was lost"
-    while True:
-        try:
-            with exchange():
-                return bytes(_service().blocking_key_value_get_bytes(key, LISTEN_MILLISECONDS))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-        finally:
-            here.trouble = ""
-
-
-@contextmanager
-def exchange() -> Iterator[None]:
-    """Turn what XLA and JAX's service raise when another process is gone into `LostProcess`."""
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        gone = any(word in str(error) for word in ("Gloo", "NCCL", "UNAVAILABLE"))
-        if count() == 1 or not gone:
-            raise
-        here.told = True
-        raise LostProcess(loss()) from error
-
-
-def loss() -> str:
-    """The sentence about a process that was lost."""
-    other = f"process {1 - index()} was lost" if count() == 2 else "another process was lost"
-    stays = f"the last checkpoint is {here.saved}, of process 0" if here.saved else "no checkpoint had been written"
-    advice = f"; {here.advice}" if here.saved and here.advice else ""
-    return f"{here.trouble or other} (killed, crashed or cut off); {stays}{advice}"
-
-
-def part(code: int) -> NoReturn:
-    """End this process after an error: with the others if it is theirs too, else alone, and they will be told."""
-    alone, here.told = here.told, True
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not alone:
-        with suppress(jax.errors.JaxRuntimeError):  # jax.distributed.shutdown would wait for minutes
-            _service().wait_at_barrier("fedbilevel/part", 1000 * PARTING_SECONDS)
-    os._exit(code)
-
-
-def _explain_abort() -> None:
-    """Have the C library's abort() say `loss` and end with its exit code.
-
-    When a process is lost, JAX's runtime ends the others from a thread of its own, with abort(), wherever they are. It
-    has a callback for that, which cannot be a Python function in jaxlib 0.10 (std::bad_cast); Python's own signal
-    handlers would run in the main thread, later than abort() allows. Hence a handler of the C library.
-    """
-    if os.name != "posix":
-        return
-
-    def end(number: int) -> None:
-        if here.told:  # the main thread is saying it
-            time.sleep(PARTING_SECONDS)
-        else:
-            here.told = True
-            sentence = f"fedbilevel: {loss() if distributed.global_state.client else here.trouble}\n"
-            os.write(2, sentence.encode())
-        os._exit(LOST)
-
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
-    handlers.append(handler)
-    library = ctypes.CDLL(None)
-    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    library.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
-
-
-handlers: list[Any] = []
-"""The C library's handlers, kept from being collected."""
+    whom = "" if count() == 2 else f" while waiting for process {process}"
+    gone = ""
+    with meanwhile(f"{lost()}{whom}"):
+        while True:
+            try:
+                with exchange():
+                    return bytes(here.service.blocking_key_value_get_bytes(key, LISTEN_MILLISECONDS))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if gone:  # and had said nothing before it left
+                raise LostProcess(sentence(gone))
+            gone = who_left()
 
 
 @contextmanager
@@ -330,10 +272,20 @@ def _interrupt_at_once() -> Iterator[None]:
 
 
 def meet(mesh: Mesh) -> None:
-    """Have all devices of a mesh connected, by a sum over them."""
+    """Have all devices of a mesh connected, by a sum over them, once every process has come here.
+
+    Gloo gives up after half a minute, and only the words of `gather` are waited for without end.
+
+    Raises:
+        ConfigurationError: the own name of some host is an address that the others cannot reach.
+        LostProcess: they do not come together.
+    """
+    names = gather(own_name())
+    if jax.default_backend() == "cpu":
+        check_reachable(here.coordinator, names)
     add = lambda: lax.psum(jnp.ones(()), mesh.axis_names)  # noqa: E731
     total = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
-    with _silent(), exchange():
+    with _silent(), meanwhile("the processes could not connect to each other, or one was lost meanwhile"), exchange():
         total().block_until_ready()
 
 

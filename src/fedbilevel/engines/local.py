@@ -24,6 +24,7 @@ from fedbilevel.engines import hosts
 from fedbilevel.engines.book import Book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.engine import Carry, Progress, check_here
+from fedbilevel.engines.leaving import exchange
 from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Members
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.shares import Shares
@@ -97,6 +98,8 @@ class Local:
 
     def mesh(self) -> Mesh | None:
         """The devices to use: none named where one will do, else one axis, or two where there are several processes."""
+        joined = jax.process_count() == hosts.count()
+        require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.hosts.join")
         own = [[d for d in jax.devices() if d.process_index == process] for process in range(hosts.count())]
         available = min(map(len, own))
         whose = "this machine" if len(own) == 1 else "the machine with the fewest"
@@ -152,7 +155,7 @@ class LocalRun:
         if self.program is None:
             self.program = self.compile(carry, inputs)
         count = min(rounds, self.source.rounds_per_call)
-        with hosts.exchange():
+        with exchange():
             carry, done, books, finite = self.program(carry, np.int32(count), inputs)
             done = int(done)
         if not np.all(finite):

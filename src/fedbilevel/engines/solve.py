@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from fedbilevel.engines import hosts
 from fedbilevel.engines.engine import Carry, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Metric
 from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.leaving import LostProcess
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.local import Local
 from fedbilevel.engines.result import Callback, Result
@@ -88,7 +91,7 @@ def solve(
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
             hold here; the last good checkpoint stays.
         ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint. Or another
-            process was lost (hosts.LostProcess); the last checkpoint stays.
+            process was lost (engines.leaving.LostProcess); the last checkpoint stays.
         CheckpointError: a checkpoint could not be written, or belongs to another run.
     """
     check_algorithm(algorithm)
@@ -101,8 +104,6 @@ def solve(
     cohort = check_cohort(cohort, len(clients))
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
     path = None if checkpoint is None else Path(checkpoint)
-    fresh = resume or path is None or not hosts.is_first() or not path.exists()
-    require(fresh, "checkpoint", str(path), "a new file, unless resume=True continues from it")
     key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     _check_start("x0", x0, x)
@@ -124,10 +125,18 @@ def solve(
         **hyperparameters(algorithm),
     }
     plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
+    hosts.here.saved = ""
+    chosen: Engine = engine or Local()
+    if hosts.count() > 1:
+        parts = {"engine": repr(chosen) if isinstance(chosen, Local) else type(chosen).__name__}
+        parts |= {"resume": str(resume), "metrics": ", ".join(sorted(metrics or {}))}
+        hosts.require_same(parts | _described(plan, clients, x, y))
+    fresh = lambda: resume or path is None or not path.exists()  # noqa: E731
+    taken = "a new file, unless resume=True continues from it"
+    hosts.decide(lambda: require(fresh(), "checkpoint", str(path), taken))
     loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, algorithm)
     if resume:
         carry = loop.restore(carry)
-    chosen: Engine = engine or Local()
     run = chosen.start(algorithm, problem, clients, cohort, key, carry)
     try:
         return loop.play(run, carry)
@@ -179,12 +188,12 @@ class Loop:
                 first = self.add_row(result)
                 if self.plan.path:
                     self.save(carry)  # from now on there is something to resume
-                reason, stop, _ = agree(self.tell(result, first), interrupted.is_set(), speed)
+                reason, stop, _ = agree(partial(self.tell, result, first), interrupted.is_set(), speed)
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
                 try:
                     carry, speed = self.advance(run, carry, stretch)
-                except hosts.LostProcess:
+                except LostProcess:
                     raise  # what the carry held went into the stretch
                 except ExchangeError:
                     if self.plan.path:
@@ -192,7 +201,7 @@ class Loop:
                     raise
                 result = self.result(run, carry)
                 row = self.add_row(result) if self.plan.row_due(result.round) else None
-                reason, stop, speed = agree(self.tell(result, row), interrupted.is_set(), speed)
+                reason, stop, speed = agree(partial(self.tell, result, row), interrupted.is_set(), speed)
                 if self.plan.save_due(result.round) or (self.plan.path and (reason or stop)):
                     self.save(carry)
         if stop:
@@ -250,15 +259,14 @@ class Loop:
         return row
 
     def tell(self, result: Result, row: Row | None) -> str:
-        reasons = [callback(result, row) for callback in self.callbacks if hosts.is_first()]
-        return next((reason for reason in reasons if reason), "")
+        """Have every callback called; the first reason to stop."""
+        reasons = [callback(result, row) for callback in self.callbacks]
+        return next((str(reason) for reason in reasons if reason), "")
 
     def save(self, carry: Carry) -> None:
         """Write the checkpoint; where there are several processes, process 0 does."""
-        assert self.plan.path is not None
-        hosts.here.saved = str(self.plan.path)
-        if not hosts.is_first():
-            return
+        path = self.plan.path
+        assert path is not None
         meta = {
             "identity": self.plan.identity,
             "history": self.history.rows,
@@ -266,7 +274,8 @@ class Loop:
             "seconds": self.seconds,
             "losses": self.losses,
         }
-        files.save(self.plan.path, carry, meta)
+        hosts.decide(lambda: files.save(path, carry, meta))
+        hosts.here.saved = str(path)
 
     def restore(self, carry: Carry) -> Carry:
         """Continue from the plan's checkpoint; `carry` gives structure and shapes."""
@@ -280,13 +289,41 @@ class Loop:
         require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
         self.history, self.ledger = History(meta["history"]), Ledger(**meta["ledger"])
         self.seconds, self.losses = meta["seconds"], meta["losses"]
+        hosts.here.saved = str(self.plan.path)
         return carry
 
 
-def agree(reason: str | None, interrupted: bool, speed: float) -> tuple[str, bool, float]:
+def agree(tell: Callable[[], str], interrupted: bool, speed: float) -> tuple[str, bool, float]:
     """What all processes go by: process 0's reason to stop and speed, anybody's Ctrl-C."""
-    words = hosts.gather((reason, interrupted, speed))
-    return words[0][0] or "", any(word[1] for word in words), words[0][2]
+    reason, speed = hosts.decide(lambda: (tell(), speed))
+    return reason, any(hosts.gather(interrupted)), speed
+
+
+def _described(plan: Plan, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> dict[str, Any]:
+    """What several processes must have in common; but for the samples, of which each may have only its own."""
+    sizes = (clients.outer.size, clients.inner.size, clients.local_steps) if isinstance(clients, Clients) else ()
+    return {
+        **plan.identity,
+        "rounds": plan.rounds,
+        "eval_every": plan.eval_every,
+        "checkpoint_every": plan.save_every,
+        "checkpoint": "None" if plan.path is None else "given",
+        "x0": _digest(x),
+        "y0": _digest(y),
+        "clients' weights": _digest(clients.weights),
+        "clients' numbers of samples or local steps": _digest(sizes),
+        "jax_enable_x64": jnp.result_type(float) == np.float64,
+        "JAX's backend": jax.default_backend(),
+    }
+
+
+def _digest(tree: PyTree) -> str:
+    """A word that stands for a tree of arrays."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.asarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape} ".encode() + array.tobytes())
+    return digest.hexdigest()[:16]
 
 
 @contextmanager

@@ -52,8 +52,7 @@ def run(
         NumericalError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
     """
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
-    if hosts.is_first():
-        require_free(place.path)
+    hosts.decide(lambda: require_free(place.path))
     return _play(spec, place, parts or build(spec), callbacks, plot, resume=False)
 
 
@@ -72,7 +71,8 @@ def resume(
     """
     place = Folder(Path(folder))
     spec = resumable(place, rounds)
-    place.sweep()
+    if hosts.is_first():
+        place.sweep()
     return _play(spec, place, parts or build(spec), callbacks, plot, resume=True)
 
 
@@ -118,14 +118,13 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
 def _play(
     spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: bool
 ) -> Result:
-    writes = hosts.is_first()
-    if plot and writes:
-        plots.require_matplotlib()
+    if plot:
+        hosts.decide(plots.require_matplotlib)
     began = time.perf_counter()
     task = parts.task
     rounds, eval_every, ends = _length(spec, place, parts, resume)
     scribe = Scribe(spec, place)
-    with _opened(scribe) if writes and not resume else contextlib.nullcontext():
+    with _opened(scribe) if not resume else contextlib.nullcontext():
         result = solve(
             parts.algorithm,
             task.problem,
@@ -143,9 +142,7 @@ def _play(
             checkpoint_every=spec.run.checkpoint_every,
             resume=resume,
         )
-    if writes:
-        finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
-    hosts.gather("finished")  # no process leaves before all is written
+    hosts.decide(lambda: finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot))
     return result
 
 
@@ -167,10 +164,10 @@ def _opened(scribe: Scribe) -> Iterator[None]:
     place = scribe.place
     made = [path for path in (place.path, *place.path.parents) if not path.exists()]
     try:
-        scribe.open()
+        hosts.decide(scribe.open)
         yield
     except BaseException:
-        if not place.checkpoint.is_file():
+        if hosts.is_first() and not place.checkpoint.is_file():
             with contextlib.suppress(OSError):
                 for file in (place.spec, place.environment):
                     file.unlink(missing_ok=True)
