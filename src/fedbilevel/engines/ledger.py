@@ -12,8 +12,8 @@ from fedbilevel.engines.book import Book
 class Ledger:
     """Totals since round 0; resuming continues them.
 
-    An exchange is one message down to the cohort and one reply up. Bytes are those of the arrays, summed over the
-    clients of the cohort; gradients and products count batch evaluations, summed over clients.
+    An exchange is one message down to the cohort and one reply up. Bytes are those of the arrays, down to all who were
+    asked, up from those whose replies counted; gradients and products count batch evaluations, summed over clients.
     """
 
     COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "products")
