@@ -132,6 +132,29 @@ def test_a_bad_answer_is_left_out(fault, tmp_path, absent):
     assert result.ledger.bytes_up == absent.ledger.bytes_up == sum(line["bytes_up"] for line in lines)
 
 
+def test_metrics_are_means_over_those_who_sent_them(tmp_path):
+    """A client that sends none, as under privacy, takes none from the others."""
+    silent, sent = COHORTS[1][0], {}
+
+    def note(answer, message):
+        sent[answer.client] = answer.numbers()["inner"]
+        return replace(answer, metrics="{}") if answer.client == silent else answer
+
+    silenced = federations.misbehaving(CLIENTS, {(client, 1, 0): note for client in COHORTS[1]})
+    result, said, _ = run(tmp_path, silenced, eval_every=1)
+    whole = federations.solve(STEPS, InProcess(CLIENTS, 6), terms=TERMS, eval_every=1)
+    assert said == {}
+    assert silent in sent
+    assert len(sent) == 4
+    weights = federations.TASK.clients.weights
+    means = [run.history.rows[2]["inner"] for run in (result, whole)]
+    for who, got in zip((set(sent) - {silent}, set(sent)), means, strict=True):
+        mean = sum(weights[client] * sent[client] for client in who) / sum(weights[client] for client in who)
+        np.testing.assert_allclose(got, mean, rtol=1e-12)
+    assert abs(means[0] - means[1]) > 1e-6 * means[1]
+    np.testing.assert_allclose(result.y, whole.y, rtol=1e-12)
+
+
 @pytest.mark.parametrize("seconds", [math.inf, 150.0], ids=["never", "too late"])
 def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
     """An answer after 150 s, on the federation's clock, comes when the next round's is awaited, and changes nothing."""
