@@ -149,3 +149,26 @@ def test_one_who_failed_is_asked_again_where_it_is_needed():
     assert failed == [2]
     assert result.ledger.bytes_down == 7 * 24
     assert jax.tree.leaves(result.state)
+
+
+@fb.algorithm
+class Mixed(Async):
+    """After the first n answers of one kind, those of all clients of another kind."""
+
+    def round(self, fed, state, key):
+        y = state.y + LR * fed.first(self.n, self.towards, state.y, key)
+        return XY(state.x + LR * fed.first(6, self.all_towards, state.x, key), y)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_answers_of_another_kind_keep_nobody_busy(n):
+    """Those at work on the first kind are waited for where the second needs them; what they bring is kept for later.
+
+    Sums over all clients are means over the population: x → t̄, by a factor 1 − LR a round.
+    """
+    result, trace = run(Mixed(n=n), DELAYS)
+    mean = (P @ TARGETS)[:2]
+    assert len(trace) == ROUNDS
+    for round, (x, _) in enumerate(trace, 1):
+        np.testing.assert_allclose(x, mean + (1 - LR) ** round * (TASK.x0 - mean), rtol=0, atol=1e-12)
+    assert result.ledger.gradients == n * ROUNDS

@@ -60,9 +60,9 @@ class Courier:
         while clients & set(self.under_way):
             self.look(began)
 
-    def busy(self, client: int) -> bool:
-        """Whether the client has a message that was not answered, or an answer that nobody has wanted yet."""
-        return client in self.under_way or any(ready[0] == client for ready in self.ready)
+    def busy(self, client: int, wanted: Callable[[Ask], bool]) -> bool:
+        """Whether the client has a message that was not answered, or an answer that is wanted here."""
+        return client in self.under_way or any(one == client and wanted(ask) for one, ask, _ in self.ready)
 
     def look(self, began: float) -> None:
         """Take in what has arrived since the last look, or else wait a little, longer as time goes on."""

@@ -162,10 +162,10 @@ class FlowerFed:
             left = [c for c in works if c not in counted and (attempt or not run.rests.resting(c, self.round))]
             if attempt:
                 run.roster.wait(left, needed - len(counted), needed - len(counted))
-            if early:
-                left = [client for client in left if not run.courier.busy(client)]
-            else:
+            if attempt or not early:  # an early one too has nothing to hope for but those at work on something else
                 run.courier.settle(left)
+            if early:
+                left = [client for client in left if not run.courier.busy(client, wanted)]
             exchange = Exchange(run.clock, self.round, question.number, question.call.phase, attempt)
             asks = {client: self.ask(question, client, works[client]) for client in left}
             failed = run.courier.send(asks)
