@@ -15,6 +15,9 @@ import fedbilevel as fb
 from fedbilevel.engines import hosts
 from fedbilevel.tasks.quadratic import quadratic
 
+seen = []
+"""What each call of a callback in `solved` found for the last checkpoint."""
+
 
 def agreement(case, engine):
     """State, clients' states and books after three rounds of a case of test_agreement.py."""
@@ -23,8 +26,9 @@ def agreement(case, engine):
     return three_rounds(case, fb.Local(**engine))
 
 
-def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, **engine):
+def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ=False, fail=False, **engine):
     """x, y and losses of a run of SimFBO with cohorts, unequal work and rows."""
+    seen.clear()
     task = quadratic(clients=8, samples=(3, 9), local_steps=(1, 4))
     result = fb.solve(
         fb.SimFBO(batch_size=4, server_lr=server_lr),
@@ -37,9 +41,14 @@ def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, **engi
         engine=fb.Local(**engine),
         eval_every=2,
         metrics=task.metrics,
+        key=hosts.index() if differ else 0,
         checkpoint=checkpoint,
         resume=resume,
-        callbacks=[lambda result, row: "far enough" if result.round == stop_at else None],
+        callbacks=[
+            lambda result, row: seen.append(hosts.here.saved),
+            lambda result, row: "far enough" if result.round == stop_at else None,
+            lambda result, row: {}["missing"] if fail else None,
+        ],
     )
     rows = [[value for name, value in sorted(row.items()) if name != "seconds"] for row in result.history.rows[1:]]
     return {"x": result.x, "y": result.y, "rows": np.array(rows), "stopped": np.array(result.stopped)}

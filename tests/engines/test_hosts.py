@@ -4,6 +4,7 @@ Processes are real ones, on the loopback. Sums over them have another order than
 for why states agree to 1e-12.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -20,9 +21,12 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.client import Ragged
-from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines import hosts
+from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.engines import hosts, leaving
+from fedbilevel.engines.addresses import check_reachable
+from fedbilevel.engines.leaving import LOST
 from fedbilevel.engines.shares import Shares
+from fedbilevel.engines.solve import Loop
 
 SECONDS = 480  # after which a process that hangs is ended
 PORTS = iter(range(21000 + os.getpid() % 900, 22000))
@@ -126,6 +130,9 @@ def two(tmp_path_factory):
         ["said", "said", {"file": str(folder / "long"), "size": 3 * hosts.PIECE + 5}],
         ["stop", "solved", {"rounds": 8, "checkpoint": str(folder / "of-two.npz"), "stop_at": 4}],
         ["resume", "solved", {"rounds": 8, "checkpoint": str(folder / "of-one.npz"), "resume": True}],
+        ["differ", "refused", {"function": "solved", "rounds": 8, "checkpoint": None, "differ": True}],
+        ["taken", "refused", {"function": "solved", "rounds": 8, "checkpoint": str(folder / "of-two.npz")}],
+        ["unwritten", "refused", {"function": "solved", "rounds": 8, "checkpoint": str(folder / "long" / "no.npz")}],
     ]
     return folder, play(2, folder, jobs)
 
@@ -155,6 +162,91 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_and_the_other_way_round
     assert_agree(resumed, unbroken)
     assert_agree(outcome("resume"), unbroken)
     assert_agree(outcome("resume", 1), unbroken)
+
+
+def test_the_last_checkpoint_is_known_from_the_start_of_a_resumed_run_and_to_no_other(two):
+    folder, _ = two
+    checkpoint = folder / "kept.npz"
+    alone([None, "solved", {"rounds": 2, "checkpoint": checkpoint}])
+    alone([None, "solved", {"rounds": 4, "checkpoint": checkpoint, "resume": True}])
+    assert host_worker.seen[0] == str(checkpoint)
+    alone([None, "solved", {"rounds": 2, "checkpoint": None}])
+    assert set(host_worker.seen) == {""}
+
+
+def test_what_differs_or_process_0_refuses_is_the_error_of_both(two):
+    folder, outcome = two
+    said = {name: [str(outcome(name, k)["['error']"]) for k in range(2)] for name in ("differ", "taken", "unwritten")}
+    assert said["differ"][0] == said["differ"][1]
+    assert "key differs between processes: [0, 0] on process 0, [0, 1] on process 1" in said["differ"][0]
+    taken = f"checkpoint = '{folder}/of-two.npz' is not allowed: it must be a new file, unless resume=True continues"
+    assert taken in said["taken"][0]
+    for name, kind in [("taken", "ConfigurationError"), ("unwritten", "CheckpointError")]:
+        assert said[name][0].startswith(f"{kind}: ")
+        assert said[name][1] == said[name][0].replace(": ", ": process 0: ", 1)
+
+
+def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
+    join = f"from fedbilevel.engines import hosts; hosts.join('127.0.0.1:{free_port()}', 2, "
+    commands = [
+        f"{join} 0, patience=60); hosts.gather(0); {{}}['mine']",
+        f"{join} 1, patience=60)" + "; hosts.gather(0)" * 2,
+    ]
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for code in commands
+    ]
+    (code0, _, error0), (code1, _, error1) = ends(started)
+    assert (code0, code1) == (1, LOST)
+    assert "KeyError: 'mine'" in error0
+    assert "LostProcess: process 0 has ended with KeyError: 'mine'; no checkpoint had been written" in error1
+
+
+class Silent:
+    """A store of three processes' messages that breaks off."""
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
+
+
+def test_among_three_a_process_that_is_waited_for_is_not_blamed(monkeypatch):
+    monkeypatch.setattr(leaving, "here", leaving.Here(Silent(), 3, 0))
+    monkeypatch.setattr(hosts, "here", leaving.here)
+    with pytest.raises(
+        leaving.LostProcess, match=r"^another process was lost .* while waiting for process 2; no check"
+    ):
+        hosts._wait_for("word", 2)
+
+
+def test_process_0s_error_reaches_the_others_without_words_and_with_its_kind(monkeypatch):
+    said = []
+    monkeypatch.setattr(hosts, "here", leaving.Here(None, 2, 0))
+    monkeypatch.setattr(hosts, "first", lambda word: said.append(json.loads(json.dumps(word))) or said[-1])
+    for error in (AssertionError(), CheckpointError("full")):
+        with pytest.raises(type(error)):
+            hosts.decide(lambda error=error: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(hosts, "here", leaving.Here(None, 2, 1))
+    for kind, message in [(ConfigurationError, "process 0: AssertionError: "), (CheckpointError, "process 0: full")]:
+        monkeypatch.setattr(hosts, "first", lambda word: said.pop(0))
+        with pytest.raises(kind) as caught:
+            hosts.decide(lambda: None)
+        assert str(caught.value) == message
+
+
+def test_a_callbacks_reason_becomes_a_word():
+    loop = Loop(None, None, [lambda result, row: None, lambda result, row: np.bool_(True)], None)
+    assert loop.tell(None, None) == "True"
+
+
+def test_hosts_that_take_their_own_name_for_loopback_are_refused():
+    names = [["first", "10.0.0.1"], ["second", "127.0.1.1"]]
+    with pytest.raises(
+        ConfigurationError, match=r"process 1 takes its own name, 'second', for 127.0.1.1.*getent hosts"
+    ):
+        check_reachable("10.0.0.1:5678", names)
+    check_reachable("127.0.0.1:5678", names)
+    check_reachable("10.0.0.1:5678", [names[1], names[1]])  # on one host they reach each other there
+    check_reachable("10.0.0.1:5678", [names[0], ["second", "10.0.0.2"]])
 
 
 def test_a_callback_of_process_0_stops_all(two):
@@ -207,7 +299,7 @@ def test_a_lost_process_ends_the_other_with_a_sentence(tmp_path, lost):
     finally:
         for process in started:
             process.kill()
-    assert code == hosts.LOST
+    assert code == LOST
     assert f"process {lost} was lost (killed, crashed or cut off); the last checkpoint is {checkpoint}" in error
     assert Path(checkpoint).exists()
 
@@ -233,16 +325,32 @@ def test_a_coordinator_that_does_not_answer_is_named():
         hosts.join(f"127.0.0.1:{free_port()}", 2, 1, patience=1)
 
 
+def test_a_name_that_nobody_knows_is_refused_at_once(monkeypatch):
+    def unknown(*where, **how):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    with pytest.raises(ConfigurationError, match=r"'mistyped' is not known: Name or service not known"):
+        hosts.join("mistyped:5678", 2, 1)
+
+
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError, match="cannot listen"):
         hosts.join(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
 
 
-def test_joining_comes_before_jax_is_used(monkeypatch):
+def test_joining_comes_before_jax_is_used():
     jnp.zeros(1).block_until_ready()
-    monkeypatch.setattr(hosts, "_explain_abort", lambda: None)
-    with pytest.raises(ConfigurationError, match="must be called before"):
-        hosts.join(f"127.0.0.1:{free_port()}", 2, 0)
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    own = ctypes.cast(ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None), ctypes.c_void_p).value
+    before = library.signal(signal.SIGABRT, own)
+    try:
+        with pytest.raises(ConfigurationError, match="must be called before JAX"):
+            hosts.join(f"127.0.0.1:{free_port()}", 2, 0)
+    finally:
+        left = library.signal(signal.SIGABRT, before)
+    assert left == own  # the handler of a join that failed is gone
 
 
 def test_processes_that_do_not_come_are_a_sentence(tmp_path):
@@ -251,8 +359,9 @@ def test_processes_that_do_not_come_are_a_sentence(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == hosts.LOST
+    assert done.returncode == LOST
     assert "the 2 processes did not all come to 127.0.0.1" in done.stderr
+    assert "fedbilevel: waiting up to 2 s for the 2 processes to come to 127.0.0.1" in done.stderr
 
 
 @pytest.mark.parametrize(("population", "processes", "devices"), [(8, 2, 1), (7, 3, 2), (5, 5, 1), (100, 4, 3)])

@@ -32,8 +32,8 @@ def test_options_that_do_not_fit_are_refused(options, message, capsys, monkeypat
     assert message in capsys.readouterr().err
 
 
-def commands(folder, *options, **keywords):
-    """The same command for processes 0 and 1, each in a directory of its own."""
+def commands(folder, *options, other=None):
+    """The same command for processes 0 and 1, each in a directory of its own; `other`: process 1's own options."""
     with socket.socket() as probe:
         port = next(port for port in PORTS if probe.connect_ex(("127.0.0.1", port)))
     started = []
@@ -41,7 +41,7 @@ def commands(folder, *options, **keywords):
         place = folder / f"host{process}"
         place.mkdir(exist_ok=True)
         together = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(process), "--quiet"]
-        command = [sys.executable, "-m", "fedbilevel.cli", "run", *options, *together]
+        command = [sys.executable, "-m", "fedbilevel.cli", "run", *(other if process and other else options), *together]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=place, start_new_session=True, **pipes))
     return started
@@ -54,6 +54,13 @@ def ends(started):
         for process in started:
             process.kill()
     return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
+
+
+def test_resume_is_given_to_all_or_to_none(tmp_path):
+    for code, _, error in ends(commands(tmp_path, "quadratic", "--out", "there", other=["--resume", "there"])):
+        assert code == 2
+        assert "--resume differs between processes: left out on process 0, given on process 1" in error
+        assert "Traceback" not in error
 
 
 @pytest.mark.slow

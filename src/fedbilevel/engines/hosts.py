@@ -100,8 +100,11 @@ def _initialize(coordinator: str, processes: int | None, process: int | None, pa
 
     auto = coordinator == AUTO
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
-    for which in ("local", "global"):
-        jax.config.update(f"jax_cpu_get_{which}_topology_timeout_minutes", TOPOLOGY_MINUTES)
+    try:
+        for which in ("local", "global"):
+            jax.config.update(f"jax_cpu_get_{which}_topology_timeout_minutes", TOPOLOGY_MINUTES)
+    except RuntimeError as error:
+        raise ConfigurationError("join must be called before JAX computes anything or looks at its devices") from error
     try:
         jax.distributed.initialize(
             None if auto else coordinator,
