@@ -1,0 +1,126 @@
+"""Errors of Flower's own calls, and messages that cannot be read: they end no run, and cost one message each."""
+
+from dataclasses import replace
+
+import federations
+import httpx
+import pytest
+from flwr.app import Error, Message
+from google.protobuf.message import DecodeError
+
+from fedbilevel.flower import roster
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.records import said_in
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Answer, Ask
+
+STEPS = federations.Steps()
+CLIENTS = federations.app(STEPS)
+COHORTS = federations.cohorts()
+TERMS = Terms(deadline=100.0, join=5.0)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with pytest.MonkeyPatch.context() as patch:
+        return federations.without(patch, STEPS, set())
+
+
+class Failing(InProcess):
+    """Its calls raise when told so; what a failed pull would have brought is gone, as with Flower's own."""
+
+    junk: set  # of (client, round, exchange) whose answer cannot be unpacked
+    broken: dict  # call -> how often it still fails
+    alone = 0  # pulls for one message
+
+    def fail(self, call):
+        if self.broken.get(call, 0):
+            self.broken[call] -= 1
+            raise httpx.HTTPStatusError("503", request=None, response=httpx.Response(503))
+
+    def get_node_ids(self):
+        self.fail("nodes")
+        return super().get_node_ids()
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        if any(said_in(Ask, message).phase for message in messages):
+            self.fail("push")
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids):
+        message_ids = list(message_ids)
+        self.alone += len(message_ids) == 1
+        self.fail("pull")
+        self.unreachable()
+        found = super().pull_messages(message_ids)
+        for message in found:
+            if not message.has_error() and "fields" in message.content:
+                fields = message.content["fields"]
+                if not fields["contract"] and (fields["client"], fields["round"], fields["exchange"]) in self.junk:
+                    raise DecodeError("Error parsing message")
+        return found
+
+    def unreachable(self):
+        if self.broken.get("connection", 0):
+            self.broken["connection"] -= 1
+            raise httpx.ConnectError("refused")
+
+
+def failing(junk=(), **broken):
+    grid = Failing(CLIENTS, 6)
+    grid.junk, grid.broken = set(junk), broken
+    return grid
+
+
+@pytest.mark.parametrize("broken", [{"push": 1}, {"pull": 9}, {"connection": 20}, {"nodes": 2}, {"push": 2, "pull": 3}],
+                         ids=lambda broken: "+".join(broken))  # fmt: skip
+def test_errors_of_flower_that_pass_change_nothing(broken, whole):
+    """A question that was not taken is asked again, an answer that was not fetched is fetched later."""
+    grid = failing()
+    note = lambda result, row: grid.broken.update(broken) if result.round == 1 else None  # noqa: E731
+    result = federations.solve(STEPS, grid, terms=TERMS, callbacks=[note])
+    federations.same(result, whole)
+    assert not any(grid.broken.values())
+    assert (grid.alone > 0) == ("pull" in broken)
+
+
+def test_an_answer_that_cannot_be_unpacked_is_left_out(monkeypatch):
+    """It takes along the answers of the same pull, once; from then on each is pulled alone, and only it is lost."""
+    first, second = COHORTS[1][:2], COHORTS[2][0]
+    faults = {(first[0], 1, 0), (second, 2, 0)}
+    result = federations.solve(STEPS, failing(faults), terms=replace(TERMS, attempts=5))
+    missing = {(first[0], 1, 0), (first[0], 1, 1), (second, 2, 0), (second, 2, 1)}
+    federations.same(result, federations.without(monkeypatch, STEPS, missing))
+
+
+def test_answers_to_nothing_that_was_asked_are_ignored(whole):
+    class Strange(InProcess):
+        def pull_messages(self, message_ids):
+            ask = Message(federations.content(Ask(run="r", contract="c")), 1, "query.fedbilevel")
+            strange = [Message(Error(code=2, reason="strange"), reply_to=ask) for _ in range(2)]
+            strange[1].metadata.__dict__["_reply_to_message_id"] = "12345678"
+            return [*strange, *super().pull_messages(message_ids), *strange]
+
+    federations.same(federations.solve(STEPS, Strange(CLIENTS, 6), terms=TERMS), whole)
+
+
+def test_a_greeting_that_cannot_be_read_refuses_one_node_only(monkeypatch, caplog):
+    """Whatever reading it raises: a contract that lacks what is None here once did, in comparing."""
+    broken = 5
+
+    def answer(message, context):
+        reply = CLIENTS(message, context)
+        if context.node_config["partition-id"] != broken or said_in(Ask, message).phase:
+            return reply
+        said = replace(said_in(Answer, reply), contract="unreadable")
+        return Message(federations.content(said), reply_to=message)
+
+    def unlucky(mine, theirs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(roster, "difference", unlucky)
+    result = federations.solve(STEPS, InProcess(answer, 6), terms=TERMS, cohort=6)
+    missing = {(broken, round, exchange) for round in range(3) for exchange in range(2)}
+    federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))
+    assert "node 6 does not take part: reading it fails with ZeroDivisionError" in caplog.text
