@@ -177,8 +177,8 @@ class FlowerFed:
                         one = accepted(outcome, ask, question.call, client, run.terms, len(run.clients))
                     new[client] = counted[client] = one
                     run.rests.answered(client)
-                    if not question.fresh:
-                        run.counted[client] = ask.round, ask.exchange
+                    if not question.fresh:  # a late answer to `first` may count after a newer one
+                        run.counted[client] = max(tuple(run.counted[client]), (ask.round, ask.exchange))
                 except Refusal as refusal:
                     failed[client] = str(refusal)
                     run.rests.failed(client, self.round)
