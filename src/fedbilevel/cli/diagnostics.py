@@ -19,7 +19,7 @@ unrolling, finite differences, truncated series and conjugate gradient, and what
 rounds with fresh samples and cohorts, with the settings that `fedbilevel run` would have.
 
 settings:
-  --set task.population=50             of the task
+  --set task.clients=50             of the task
   --set fednest.neumann_terms=10    of an algorithm;  algorithm.… is for all of them
 """
 
@@ -30,7 +30,7 @@ these the step sizes that --algorithm would be given, as a command to run. Batch
 `fedbilevel run` would have.
 
 settings:
-  --set task.population=50             of the task
+  --set task.clients=50             of the task
   --set batch_size=64               of the algorithms that have such a field
 """
 
