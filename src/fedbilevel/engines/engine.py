@@ -1,5 +1,6 @@
 """What every engine offers to `solve`: a run that advances a carry by some rounds."""
 
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +11,7 @@ from jax import Array
 from fedbilevel.core.algorithm import init_client
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.fed import Reply
+from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.book import Book
@@ -66,6 +67,22 @@ def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int, remote: b
     one = init_client(algorithm, x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
     return Carry(jnp.zeros((), jnp.int32), state, clients)
+
+
+def loop(
+    fed: Fed,
+    n: int | Array,
+    body: Callable[[Fed, Any, Array], Any],
+    carry: PyTree,
+    key: Array,
+    until: Callable[[Any], Array] | None,
+) -> PyTree:
+    """`Fed.repeat` in Python, for engines whose rounds are not compiled."""
+    for i in range(int(n)):
+        if until is not None and until(carry):
+            break
+        carry = body(fed, carry, jax.random.fold_in(key, i))
+    return carry
 
 
 def check_here(clients: Any) -> None:

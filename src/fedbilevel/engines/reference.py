@@ -18,7 +18,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Progress, check_here, check_reply
+from fedbilevel.engines.engine import Carry, Progress, check_here, check_reply, loop
 
 
 class ReferenceFed:
@@ -68,11 +68,7 @@ class ReferenceFed:
         *,
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
-        for i in range(int(n)):
-            if until is not None and until(carry):
-                break
-            carry = body(self, carry, jax.random.fold_in(key, i))
-        return carry
+        return loop(self, n, body, carry, key, until)
 
     def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
         """Who is asked, and how much each one works."""

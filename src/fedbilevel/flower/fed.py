@@ -18,6 +18,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
+from fedbilevel.engines.engine import loop
 from fedbilevel.flower.contract import Call
 from fedbilevel.flower.counting import Counted, accepted
 from fedbilevel.flower.exchange_log import Exchange
@@ -91,11 +92,7 @@ class FlowerFed:
         *,
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
-        for i in range(int(n)):
-            if until is not None and until(carry):
-                break
-            carry = body(self, carry, jax.random.fold_in(key, i))
-        return carry
+        return loop(self, n, body, carry, key, until)
 
     def cohort(self, keys: RoundKeys) -> dict[int, int | None]:
         """Who is to be asked, and how much each one works."""
