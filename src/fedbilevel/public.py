@@ -20,6 +20,7 @@ from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client, Clients, Ragged
 from fedbilevel.core.config import fraction, positive, static, steps
 from fedbilevel.core.errors import (
+    AbsenceWarning,
     CheckpointError,
     ConfigurationError,
     ExchangeError,
@@ -34,6 +35,7 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import HypergradientReport, check_hypergradient
 from fedbilevel.diagnostics.diagnose import Diagnosis, diagnose
+from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cpu import tune_cpu
 from fedbilevel.engines.history import History
 from fedbilevel.engines.ledger import Ledger
@@ -45,11 +47,13 @@ from fedbilevel.engines.solve import solve
 __all__ = [
     "ALGORITHMS",
     "XYV",
+    "AbsenceWarning",
     "AggITD",
     "Bilevel",
     "CheckpointError",
     "Client",
     "Clients",
+    "Clock",
     "Compositional",
     "ConfigurationError",
     "Diagnosis",

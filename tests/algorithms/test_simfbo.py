@@ -15,6 +15,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import project_ball
 from fedbilevel.engines import reference
+from fedbilevel.engines.clock import Now
 from fedbilevel.engines.engine import Carry
 from fedbilevel.tasks.quadratic import quadratic, solution
 
@@ -161,7 +162,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
     def next_iterate(ids):
         monkeypatch.setattr(reference, "draw_cohort", lambda *_: jnp.asarray(ids))
         engine = fb.Reference().start(algorithm, task.problem, task.clients, len(ids), jax.random.key(0), None)
-        return engine.advance(Carry(jnp.asarray(2), middle.state, None), 1).carry.state.iterate
+        return engine.advance(Carry(jnp.asarray(2), middle.state, None, Now.start()), 1).carry.state.iterate
 
     cohorts = [next_iterate(ids) for ids in itertools.combinations(range(4), 2)]
     for part, everyone in enumerate(next_iterate(range(4))):
@@ -231,7 +232,7 @@ def test_schedules_are_read_at_the_round():
     state = run(first, task, 1).state
     fed_state = run(scheduled, task, 2).state.iterate
     engine = fb.Reference().start(second, task.problem, task.clients, 10, jax.random.key(0), None)
-    expected = engine.advance(Carry(jnp.asarray(1), state, None), 1).carry.state.iterate
+    expected = engine.advance(Carry(jnp.asarray(1), state, None, Now.start()), 1).carry.state.iterate
     for left, right in zip(fed_state, expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
 

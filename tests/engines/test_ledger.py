@@ -11,7 +11,7 @@ from fedbilevel.engines.ledger import Ledger
 def a_book(calls, gradients=0, products=0, cohort=1, lost=0):
     """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
     counts = {call: book.Count(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()}
-    return book.Book(counts, np.asarray(gradients), np.asarray(products), {})
+    return book.Book(counts, np.asarray(gradients), np.asarray(products), {}, np.asarray(0))
 
 
 def test_bytes_are_counted_per_client_and_exchange():
@@ -76,14 +76,14 @@ def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
 
 def test_the_two_means():
     sums = book.Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
-    assert float(book.normalise(sums, population=10, cohort=2, unbiased=True)) == 15.0
-    assert float(book.normalise(sums, population=10, cohort=2, unbiased=False)) == 3.0 / 0.2
+    assert float(book.normalise(sums, population=10, unbiased=True)) == 15.0
+    assert float(book.normalise(sums, population=10, unbiased=False)) == 3.0 / 0.2
 
 
 def test_books_merge_by_kind_of_exchange_and_metric():
     sums = book.Sums(jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)])
-    ask = book.entry("ask", {"m": jnp.zeros(3)}, jnp.ones(2), sums, asked=3)
-    tell = book.entry("tell", jnp.zeros(1), jnp.ones(2), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
+    ask = book.entry("ask", {"m": jnp.zeros(3)}, sums, asked=3)
+    tell = book.entry("tell", jnp.zeros(1), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
     both = book.merge(book.merge(ask, tell), ask)
     counts = {call: tuple(int(n) for n in count) for call, count in both.calls.items()}
     assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3)}

@@ -7,10 +7,12 @@ and, where the defaults do not fit:
 
 solves                         the kinds of problem that it is for; left out: all but single-level ones
 fresh                          how many fresh cohorts a round may ask (see Fed.mean); left out: none
+asynchronous                   whether a round asks for the first answers alone (see Fed.first); left out: no
 init_client(x, y) -> state     what each client keeps between rounds; left out: nothing
 check_start(problem, clients, x, y)   raises ConfigurationError if its fields do not fit the problem
 complaint(state) -> str        why the run must not go on, or ""
 warning(state) -> str          what the user should know of it, or ""; said once
+columns(state) -> {name: number}      what the server can say of itself, for the rows of the history
 """
 
 from __future__ import annotations
@@ -64,6 +66,11 @@ def init_client(algorithm: Any, x: PyTree, y: PyTree) -> PyTree:
 def fresh_cohorts(algorithm: Any) -> int:
     """How many fresh cohorts a round may ask."""
     return getattr(algorithm, "fresh", 0)
+
+
+def is_asynchronous(algorithm: Any) -> bool:
+    """Whether a round may ask for the first answers alone."""
+    return bool(getattr(algorithm, "asynchronous", False))
 
 
 def check_solves(algorithm: Any, problem: Problem) -> None:

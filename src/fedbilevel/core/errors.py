@@ -25,6 +25,10 @@ class NumericalWarning(UserWarning):
     """The run goes on, but what its method assumes was seen not to hold."""
 
 
+class AbsenceWarning(UserWarning):
+    """The run goes on without clients that are never there."""
+
+
 class ExchangeError(FedbilevelError):
     """Too few clients answered; the message names round and phase, and what those said who refused."""
 

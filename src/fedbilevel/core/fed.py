@@ -52,6 +52,28 @@ class Fed(Protocol):
         """
         ...
 
+    def first(
+        self,
+        n: int,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        max_staleness: int | None = None,
+    ) -> PyTree:
+        """Σ p_i u_i over the first n answers to arrive, each computed on the message that its client was last sent.
+
+        A client works on one question at a time. Whoever is idle, or becomes so while the exchange waits, is sent its
+        message at once; whoever still works on an earlier message of this phase goes on with that. An answer of
+        another phase that comes in meanwhile counts at once in the next `first` of its own, beside which fewer are then
+        waited for. With n = M and nobody lost this is `mean`, everyone having answered this very message.
+
+        `max_staleness` = s also waits for everyone who was asked s or more exchanges of this phase ago, so that no
+        answer is ever older; what else arrives meanwhile counts too. For algorithms that say `asynchronous`, whose
+        clients all take part (no cohorts).
+        """
+        ...
+
     def repeat(
         self,
         n: int | Array,

@@ -32,19 +32,20 @@ class Book(NamedTuple):
     gradients: Array  # batch gradients, summed over clients
     products: Array  # Hessian- and Jacobian-vector products, likewise
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
+    time: Array  # virtual: ticks of the clock
     privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
 
 
 def empty() -> Book:
     zero = jnp.zeros((), jnp.int32)
-    return Book({}, zero, zero, {})
+    return Book({}, zero, zero, {}, zero)
 
 
 def merge(a: Book, b: Book) -> Book:
     """The sum of two books."""
     calls = _added(a.calls, b.calls, Count(0, 0, 0))
     metrics = _added(a.metrics, b.metrics, (jnp.zeros(()), jnp.zeros(())))
-    return Book(calls, a.gradients + b.gradients, a.products + b.products, metrics)
+    return Book(calls, a.gradients + b.gradients, a.products + b.products, metrics, a.time + b.time)
 
 
 def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]:
@@ -58,11 +59,19 @@ def stack(books: Sequence[Book]) -> Book:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(merge(nothing, book) for book in books))
 
 
-def entry(phase: str, message: PyTree, update: PyTree, sums: "Sums", asked: int) -> Book:
-    """The book of one exchange, in which so many clients were asked."""
+def entry(
+    phase: str, message: PyTree, sums: "Sums", asked: int | Array, ticks: int | Array = 0, age: Array | None = None
+) -> Book:
+    """The book of one exchange, in which so many clients were asked, and which took so many ticks of the clock.
+
+    `age`: of one that was asked by `first`, Σ p_i·(exchanges since its client was asked), for the metric `staleness`.
+    """
     count = Count(jnp.ones((), jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
     metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
-    return Book({(phase, nbytes(message), nbytes(update)): count}, sums.gradients, sums.products, metrics)
+    if age is not None:
+        metrics[phase, "staleness"] = age, sums.weight
+    call = (phase, nbytes(message), nbytes(sums.update))
+    return Book({call: count}, sums.gradients, sums.products, metrics, jnp.asarray(ticks, jnp.int32))
 
 
 class Sums(NamedTuple):
@@ -93,8 +102,8 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
     )
 
 
-def normalise(sums: Sums, population: int, cohort: int, unbiased: bool) -> PyTree:
-    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i."""
+def normalise(sums: Sums, population: int, unbiased: bool) -> PyTree:
+    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who answered."""
     if unbiased:
-        return jax.tree.map(lambda leaf: leaf * (population / cohort), sums.update)
+        return jax.tree.map(lambda leaf: leaf * (population / sums.responders).astype(leaf.dtype), sums.update)
     return jax.tree.map(lambda leaf: leaf / sums.weight.astype(leaf.dtype), sums.update)

@@ -1,5 +1,6 @@
 """What every engine offers to `solve`: a run that advances a carry by some rounds."""
 
+import warnings
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple, Protocol
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.core.algorithm import init_client
+from fedbilevel.core.algorithm import init_client, is_asynchronous
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.book import Book
+from fedbilevel.engines.clock import Clock, Now
 
 
 class Carry(NamedTuple):
@@ -23,6 +25,8 @@ class Carry(NamedTuple):
     round: Array  # rounds done
     state: Any  # the server's
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
+    now: Now  # of the clock, for engines that have one
+    desk: Any = None  # who works on what, for asynchronous algorithms: see desk.py
 
 
 class Progress(NamedTuple):
@@ -63,10 +67,10 @@ def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int, remote: b
     and exchange of each one's last answer that counted, -1 before the first."""
     state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, x, y)
     if remote:
-        return Carry(jnp.zeros((), jnp.int32), state, jnp.full((population, 2), -1, jnp.int32))
+        return Carry(jnp.zeros((), jnp.int32), state, jnp.full((population, 2), -1, jnp.int32), Now.start())
     one = init_client(algorithm, x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
-    return Carry(jnp.zeros((), jnp.int32), state, clients)
+    return Carry(jnp.zeros((), jnp.int32), state, clients, Now.start())
 
 
 def loop(
@@ -89,6 +93,28 @@ def check_here(clients: Any) -> None:
     """Refuse clients whose samples are not on this machine, for engines that simulate them."""
     here = isinstance(clients, Clients)
     require(here, "clients", type(clients).__name__, "Clients, unless the engine is one that reaches them elsewhere")
+
+
+def check_there(clock: Clock, algorithm: Any, population: int, cohort: int) -> None:
+    """Refuse cohorts that may be of clients alone who are never there, and cohorts where there are none; tell who is
+    never there."""
+    everyone = not is_asynchronous(algorithm) or cohort == population
+    require(everyone, "cohort", cohort, f"None: rounds of {type(algorithm).__name__} end with the first answers of all")
+    away = clock.never_there(population)
+    if not away.size:
+        return
+    some = "Clock.availability", f"0 for {away.size} of {population} clients"
+    require(cohort > away.size, *some, f"positive for more of them: a cohort of {cohort} may have nobody else")
+    named = ", ".join(map(str, away[:10])) + (", …" if away.size > 10 else "")
+    text = f"{away.size} of {population} clients are never there, and the run goes on without them: {named}"
+    warnings.warn(AbsenceWarning(text), stacklevel=4)
+
+
+def check_first(n: int, clock: Clock, population: int, max_staleness: int | None) -> None:
+    """Refuse an exchange that could never end."""
+    there = population - clock.never_there(population).size
+    require(1 <= n <= there, "fed.first: n", n, f"1 to {there}, the number of clients that are ever there")
+    require_count("fed.first: max_staleness", max_staleness, optional=True)
 
 
 def check_reply(reply: Reply, phase: str, fresh: object) -> None:

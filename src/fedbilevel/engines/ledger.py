@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from fedbilevel.engines.book import Book
+from fedbilevel.engines.clock import TICK
 
 
 @dataclass
@@ -16,7 +17,7 @@ class Ledger:
     asked, up from those whose replies counted; gradients and products count batch evaluations, summed over clients.
     """
 
-    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "products")
+    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "time")
 
     rounds: int = 0
     exchanges: int = 0
@@ -28,6 +29,7 @@ class Ledger:
     exchanges_by_phase: dict[str, int] = field(default_factory=dict)
     epsilon: float = 0.0  # the most that a client says to have spent of its differential privacy, at `delta`
     delta: float = 0.0
+    ticks: int = 0  # that exchanges took, by the engine's clock
 
     def add(self, book: Book, rounds: int) -> None:
         """Add a book whose leaves are (rounds,) arrays or scalars."""
@@ -43,6 +45,12 @@ class Ledger:
             self.epsilon, self.delta = max(self.epsilon, book.privacy[0]), max(self.delta, book.privacy[1])
         self.gradients += _total(book.gradients)
         self.products += _total(book.products)
+        self.ticks += _total(book.time)
+
+    @property
+    def time(self) -> float:
+        """Seconds that exchanges took: virtual ones of a simulation's clock, real ones of a federation."""
+        return self.ticks * TICK
 
     @property
     def gradients_per_client(self) -> float:

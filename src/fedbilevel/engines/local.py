@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedbilevel.core.algorithm import fresh_cohorts
+from fedbilevel.core.algorithm import fresh_cohorts, is_asynchronous
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import NonFiniteError, require, require_count
@@ -22,11 +22,13 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines import hosts
 from fedbilevel.engines.book import Book
+from fedbilevel.engines.clock import Clock, Pace
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Progress, check_here
+from fedbilevel.engines.desk import nonfinite_answers, with_tables
+from fedbilevel.engines.engine import Carry, Progress, check_here, check_there
 from fedbilevel.engines.leaving import exchange
-from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Members
-from fedbilevel.engines.reference import Reference
+from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Members, Underway
+from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.shares import Shares
 from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, local, replicate
 
@@ -41,6 +43,7 @@ class Inputs(NamedTuple):
     table: Members  # the population (M,), or, when streaming, the cohorts themselves (1 + fresh, P)
     ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
     key: Array
+    pace: Pace
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,14 @@ class Local:
         stream: keep the samples on the host and bring each round's cohort to the device, prefetched: for populations
             that do not fit. None streams exactly when some leaf is a NumPy memory map.
         prefetch: cohorts to read ahead when streaming.
+        clock: how long exchanges take, in virtual time.
     """
 
     chunk: int | None = None
     devices: int = 1
     stream: bool | None = None
     prefetch: int = 2
+    clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         require_count("Local.chunk", self.chunk, optional=True)
@@ -70,6 +75,7 @@ class Local:
         self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> LocalRun:
         check_here(clients)
+        check_there(self.clock, algorithm, len(clients), cohort)
         mesh = self.mesh()
         processes = hosts.count()
         shares = Shares(len(clients), processes, hosts.index(), self.devices) if processes > 1 else None
@@ -87,9 +93,13 @@ class Local:
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,
+            clock=self.clock,
             shares=shares,
         )
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
+        together = not is_asynchronous(algorithm) or not (stream or shares)
+        how = "streamed samples" if stream else "several processes"
+        require(together, "algorithm", type(algorithm).__name__, f"one that waits for all, with {how}")
         make: Callable[..., Any] = Streamed if stream else Resident
         if shares:
             assert mesh is not None
@@ -142,14 +152,15 @@ class LocalRun:
         self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
         self.clients, self.problem = clients, problem
         self.local_steps = clients.local_steps if isinstance(clients.local_steps, tuple) else None
+        self.pace, self.asynchronous = layout.clock.pace(len(clients)), is_asynchronous(algorithm)
         if layout.shares:
-            self.algorithm, self.key = replicate((algorithm, key), mesh)
+            self.algorithm, self.key, self.pace = replicate((algorithm, key, self.pace), mesh)
         self.program: Any = None
         self.compile_seconds = 0.0
 
     def advance(self, carry: Carry, rounds: int) -> Progress:
         data, table, ids = self.source.inputs(int(carry.round))
-        inputs = Inputs(self.algorithm, data, table, ids, self.key)
+        inputs = Inputs(self.algorithm, data, table, ids, self.key, self.pace)
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
@@ -186,9 +197,9 @@ class LocalRun:
             carry, done, books, _ = loop
             new, entry, finite = self.one_round(carry, inputs)
             good = jnp.all(finite)
-            carry = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry)
+            kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry) if new.desk is None else new
             books = jax.tree.map(lambda all_, one: all_.at[done].set(one), books, entry)
-            return carry, done + good, books, finite
+            return kept, done + good, books, finite
 
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), books, finite))
 
@@ -196,31 +207,48 @@ class LocalRun:
         """One round, its book, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.cohort(keys, inputs)
-        states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
+        if self.asynchronous:  # everyone, in order: what clients keep is not moved about
+            pad = partial(padded, extra=members.id.shape[0] - len(self.clients))
+            underway = Underway(pad(carry.clients), carry.now, with_tables(carry.desk, pad))
+        else:
+            states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
+            underway = Underway(states, carry.now, None)
         algorithm = at(inputs.algorithm, carry.round)
 
-        def play(members: Members, states: PyTree, algorithm: Any, state: Any, keys: RoundKeys, inputs: Inputs) -> Any:
-            fed = LocalFed(self.layout, algorithm, inputs.data, members, states, partial(self.fresh, keys, inputs))
+        def play(
+            members: Members, underway: Underway, algorithm: Any, state: Any, keys: RoundKeys, inputs: Inputs
+        ) -> Any:
+            draw = partial(self.fresh, keys, inputs)
+            fed = LocalFed(self.layout, algorithm, inputs.data, inputs.pace, members, underway, draw)
             state = algorithm.round(fed, state, keys.algorithm)
-            return state, fed.states, fed.book
+            return state, fed.underway, fed.book
 
         if self.mesh:
             spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
             held: Any = PartitionSpec(HOST) if self.layout.shares else same  # the samples
-            inputs_are = Inputs._make((same, held, same, same, same))
+            inputs_are: Any = Inputs._make((same, held, same, same, same, same))
+            desk_is = with_tables(
+                jax.tree.map(lambda _: same, carry.desk), lambda table: jax.tree.map(lambda _: spread, table)
+            )
+            underway_is: Any = Underway._make((spread, same, desk_is))
             play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
                 play,
                 mesh=self.mesh,
-                in_specs=(spread, spread, same, same, same, inputs_are),
-                out_specs=(same, spread, same),
+                in_specs=(spread, underway_is, same, same, same, inputs_are),
+                out_specs=(same, underway_is, same),
                 check_vma=False,
             )
-        state, states, book = play(members, states, algorithm, carry.state, keys, inputs)
+        state, underway, book = play(members, underway, algorithm, carry.state, keys, inputs)
         # the places that pad the cohort are dropped here
-        clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, states)
+        if self.asynchronous:
+            cut = partial(jax.tree.map, lambda leaf: leaf[: len(self.clients)])
+            clients, desk = cut(underway.states), with_tables(underway.desk, cut)
+        else:
+            clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, underway.states)
+            desk = None
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.isfinite(book.metrics[name][0]) for name in sorted(book.metrics)]
-        return Carry(carry.round + 1, state, clients), book, jnp.stack(flags)
+        return Carry(carry.round + 1, state, clients, underway.now, desk), book, jnp.stack(flags)
 
     def fresh(self, keys: RoundKeys, inputs: Inputs, number: Array | int) -> Members:
         """This device's share of the round's fresh cohort of that number."""
@@ -241,7 +269,8 @@ class LocalRun:
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         if self.local_steps is not None:
             members = members._replace(work=work_of(keys.work, ids, self.local_steps))
-        if members.work is not None:
+        members = members._replace(counts=members.counts * inputs.pace.ever(ids))
+        if members.work is not None and not self.asynchronous:
             order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
         if shares := self.layout.shares:
@@ -251,7 +280,7 @@ class LocalRun:
         places = self.layout.chunk * (self.mesh.size if self.mesh else 1)
         extra = -size % places
         if extra:
-            members = jax.tree.map(lambda c: jnp.concatenate([c, jnp.broadcast_to(c[:1], (extra,))]), members)
+            members = padded(members, extra)
             members = members._replace(counts=members.counts.at[size:].set(0))
         return ids, slice(size), members
 
@@ -263,9 +292,19 @@ class LocalRun:
         names += [f"phase {phase}: {metric}" for phase, metric in metrics]
         bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
         algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process plays it all by itself
-        replay = Reference().start(algorithm, self.problem, self.clients, self.layout.cohort, key, carry)
-        replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
+        if self.asynchronous:  # what clients kept is gone with the round; their answers are still on the desk
+            bad += "".join(f"; {name}" for name in nonfinite_answers(carry.desk))
+        else:
+            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, self.layout.clock)
+            replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
         raise NonFiniteError(f"round {round}, {bad} is not finite")
 
     def close(self) -> None:
         self.source.close()
+
+
+def padded(tree: PyTree, extra: int) -> PyTree:
+    """Leaves (n, ...) with the first row once more at the end, so many times."""
+    if not extra:
+        return tree
+    return jax.tree.map(lambda a: jnp.concatenate([a, jnp.broadcast_to(a[:1], (extra, *a.shape[1:]))]), tree)

@@ -16,7 +16,11 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
-from fedbilevel.engines.engine import check_reply
+from fedbilevel.engines import desk as desks
+from fedbilevel.engines.clock import Clock, Now, Pace
+from fedbilevel.engines.desk import Desk
+from fedbilevel.engines.engine import check_first, check_reply
+from fedbilevel.engines.rows import Rows
 from fedbilevel.engines.shares import Shares
 
 AXIS = "clients"
@@ -57,6 +61,7 @@ class Layout:
     inner_equal: bool
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
+    clock: Clock
     shares: Shares | None = None  # of several processes
 
 
@@ -64,14 +69,33 @@ Draw = Callable[[Array | int], Members]
 """Number of a fresh cohort -> its members on this device."""
 
 
+Answer = Callable[[Members, PyTree], tuple[book.Sums, PyTree]]
+"""(a client, its state) -> its weighted answer and its next state."""
+
+
+class Underway(NamedTuple):
+    """What changes from exchange to exchange within a round."""
+
+    states: PyTree  # of this device's members
+    now: Now
+    desk: Desk | None  # its tables are of this device's members, the rest is of everyone
+
+
 class LocalFed:
     """See `Fed`. Sums stream over chunks; per-client replies are never stacked."""
 
     def __init__(
-        self, layout: Layout, algorithm: Any, data: Data, members: Members, states: PyTree, draw: Draw
+        self,
+        layout: Layout,
+        algorithm: Any,
+        data: Data,
+        pace: Pace,
+        members: Members,
+        underway: Underway,
+        draw: Draw,
     ) -> None:
-        self.layout, self.algorithm, self.data = layout, algorithm, data
-        self.members, self.states, self.draw = members, states, draw
+        self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
+        self.members, self.underway, self.draw = members, underway, draw
         self.indirect = layout.problem.indirect
         self.worked = members.work is not None
         self.book = book.empty()
@@ -85,23 +109,95 @@ class LocalFed:
         unbiased: bool = False,
         fresh: int | Array | None = None,
     ) -> PyTree:
+        name, answer = self.question(phase, message, key, fresh)
+
+        def one(member: Members, state: PyTree) -> tuple[book.Sums, tuple[PyTree, Any]]:
+            sums, kept = answer(member, state)
+            return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.products)
+
+        chunk, gaps = self.layout.chunk, self.layout.shares is not None
+        members = self.members if fresh is None else self.draw(fresh)
+        sums, (states, units) = sum_over_clients(
+            one, members, self.underway.states if fresh is None else None, chunk, gaps
+        )
+        if fresh is None:
+            self.underway = self.underway._replace(states=states)
+        if self.layout.axis:
+            sums = lax.psum(sums, self.layout.axis)
+        ticks = self.wait_for(members, units)
+        asked = self.layout.cohort if self.pace.lasts is None else sums.responders
+        self.book = book.merge(self.book, book.entry(name, message, sums, asked, ticks))
+        return book.normalise(sums, self.layout.population, unbiased)
+
+    def first(
+        self,
+        n: int,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        max_staleness: int | None = None,
+    ) -> PyTree:
+        check_first(n, self.layout.clock, self.layout.population, max_staleness)
+        name, answer = self.question(phase, message, key, None)
+        rows, desk = self.rows(n), self.underway.desk
+        assert desk is not None
+        units = self.units(answer) if self.pace.compute is not None else 0
+        plan = desks.first(desk, self.pace, self.underway.now, name, n, units, max_staleness)
+        table, states = rows.update(
+            rows.here(plan.asked), answer, self.members, (desk.lanes[name].answers, self.underway.states)
+        )
+        desk = desks.handed_in(desks.written(desk, name, table), plan, rows.total)
+        desk, total, age = desks.counted(desk, plan, name, rows.total)
+        self.underway = Underway(states, self.underway.now.later(self.pace, plan.ticks), desk)
+        self.book = book.merge(self.book, book.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age))
+        return total.update
+
+    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Answer]:
+        """A phase's name, and what asks it of a client."""
         name = phase_name(self.algorithm, phase)
 
-        def one(member: Members, state: PyTree) -> tuple[book.Sums, PyTree]:
+        def answer(member: Members, state: PyTree) -> tuple[book.Sums, PyTree]:
             reply = phase(self.client(member, state), message, jax.random.fold_in(key, member.id))
             check_reply(reply, name, fresh)
             kept = state if reply.state is None else reply.state
             return book.weigh(reply, member.weight, member.counts), kept
 
-        chunk, gaps = self.layout.chunk, self.layout.shares is not None
-        if fresh is None:
-            sums, self.states = sum_over_clients(one, self.members, self.states, chunk, gaps)
+        return name, answer
+
+    def wait_for(self, members: Members, units: Any) -> Array:
+        """Let the time pass that these clients need, all of them; the ticks that it takes."""
+        pace, (states, now, desk) = self.pace, self.underway
+        if desk is None:
+            needed = pace.waits(now, members.id) + pace.durations(now, members.id, units)
+            ticks = jnp.max(jnp.where(members.counts > 0, needed, 0))
+            ticks = lax.pmax(ticks, self.layout.axis) if self.layout.axis else ticks
         else:
-            sums, _ = sum_over_clients(one, self.draw(fresh), None, chunk, gaps)
-        if self.layout.axis:
-            sums = lax.psum(sums, self.layout.axis)
-        self.book = book.merge(self.book, book.entry(name, message, sums.update, sums, self.layout.cohort))
-        return book.normalise(sums, self.layout.population, self.layout.cohort, unbiased)
+            plan = desks.everyone(desk, pace, now, 0 if units is None else self.of_all(units))
+            ticks, desk = plan.ticks, desks.handed_in(desk, plan, self.rows(self.layout.population).total)
+        self.underway = Underway(states, now.later(pace, ticks), desk)
+        return ticks
+
+    def units(self, answer: Answer) -> Array:
+        """(M,) what each client would have to compute; all else of its answer is left to the compiler to leave out."""
+
+        def count(member: Members, state: PyTree) -> Array:
+            sums, _ = answer(member, state)
+            return sums.gradients + sums.products
+
+        return self.of_all(jax.vmap(count)(self.members, self.underway.states))
+
+    def of_all(self, mine: Array) -> Array:
+        """(M,) what every device has for its members."""
+        all_ = lax.all_gather(mine, self.layout.axis, tiled=True) if self.layout.axis else mine
+        return all_[: self.layout.population]
+
+    def rows(self, n: int) -> Rows:
+        """The rows of the desk's tables on this device, in blocks that suit exchanges of n answers."""
+        mine = self.members.id.shape[0]
+        devices = -(-self.layout.population // mine)
+        first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0
+        return Rows(mine, first, min(self.layout.chunk, -(-n // devices)), self.layout.axis)
 
     def repeat(
         self,
@@ -112,24 +208,24 @@ class LocalFed:
         *,
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
-        def once(i: Array | int, carry: PyTree, states: PyTree) -> tuple[PyTree, PyTree, book.Book]:
-            fed = LocalFed(self.layout, self.algorithm, self.data, self.members, states, self.draw)
+        def once(i: Array | int, carry: PyTree, underway: Underway) -> tuple[PyTree, Underway, book.Book]:
+            fed = LocalFed(self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw)
             carry = body(fed, carry, jax.random.fold_in(key, i))
-            return carry, fed.states, fed.book
+            return carry, fed.underway, fed.book
 
-        def unfinished(loop: tuple[Array, PyTree, PyTree, book.Book]) -> Array:
+        def unfinished(loop: tuple[Array, PyTree, Underway, book.Book]) -> Array:
             i, carry, *_ = loop
             return i < n if until is None else (i < n) & ~until(carry)
 
-        def step(loop: tuple[Array, PyTree, PyTree, book.Book]) -> tuple[Array, PyTree, PyTree, book.Book]:
-            i, carry, states, total = loop
-            carry, states, new = once(i, carry, states)
-            return i + 1, carry, states, jax.tree.map(jnp.add, total, new)
+        def step(loop: tuple[Array, PyTree, Underway, book.Book]) -> tuple[Array, PyTree, Underway, book.Book]:
+            i, carry, underway, total = loop
+            carry, underway, new = once(i, carry, underway)
+            return i + 1, carry, underway, jax.tree.map(jnp.add, total, new)
 
-        shape = jax.eval_shape(once, 0, carry, self.states)[2]
+        shape = jax.eval_shape(once, 0, carry, self.underway)[2]
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-        start = (jnp.zeros((), jnp.int32), carry, self.states, zero)
-        _, carry, self.states, total = lax.while_loop(unfinished, step, start)
+        start = (jnp.zeros((), jnp.int32), carry, self.underway, zero)
+        _, carry, self.underway, total = lax.while_loop(unfinished, step, start)
         self.book = book.merge(self.book, total)
         return carry
 
@@ -165,7 +261,7 @@ def sum_over_clients(
     chunk: int,
     gaps: bool = False,
 ) -> tuple[book.Sums, PyTree]:
-    """Σ of `one` over clients, `chunk` of them vectorised at a time, and their new states in order.
+    """Σ of `one` over clients, `chunk` of them vectorised at a time, and what else it gives of each, in order.
 
     With `gaps`, chunks in which nobody counts are left out.
     """

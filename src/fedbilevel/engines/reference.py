@@ -1,7 +1,7 @@
 """The engine that defines the semantics: a Python loop over clients, nothing compiled. For debugging and tests."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,15 +17,20 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import book
+from fedbilevel.engines import desk as desks
+from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Progress, check_here, check_reply, loop
+from fedbilevel.engines.engine import Carry, Progress, check_first, check_here, check_reply, check_there, loop
+
+Ask = Callable[[int, Array | None], tuple[book.Sums, Reply]]
 
 
 class ReferenceFed:
     """One round's exchanges, one client after the other. An error names the client."""
 
-    def __init__(self, run: "ReferenceRun", algorithm: Any, round: int, keys: RoundKeys, states: PyTree):
-        self.run, self.algorithm, self.round, self.keys, self.states = run, algorithm, round, keys, states
+    def __init__(self, run: "ReferenceRun", algorithm: Any, keys: RoundKeys, carry: Carry):
+        self.run, self.algorithm, self.keys = run, algorithm, keys
+        self.round, self.states, self.now, self.desk = int(carry.round), carry.clients, carry.now, carry.desk
         self.indirect = run.problem.indirect
         self.worked = run.clients.local_steps is not None
         self.own = self.cohort(keys)
@@ -40,24 +45,84 @@ class ReferenceFed:
         unbiased: bool = False,
         fresh: int | Array | None = None,
     ) -> PyTree:
-        name = phase_name(self.algorithm, phase)
-        total = None
+        name, ask = self.question(phase, message, key, fresh)
         ids, works = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
+        total, units, there = None, [], self.run.pace.ever(ids)
         for place, i in enumerate(ids.tolist()):
-            state = None if fresh is not None else jax.tree.map(lambda leaf, i=i: leaf[i], self.states)
-            client = self.client(i, None if works is None else works[place], state)
-            reply = phase(client, message, jax.random.fold_in(key, i))
-            losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
-            if bad := nonfinite_leaves(reply.update) + losses:
-                raise NonFiniteError(f"round {self.round}, phase {name}, client {i}: {', '.join(bad)} is not finite")
-            check_reply(reply, name, fresh)
-            if reply.state is not None:
-                self.states = jax.tree.map(lambda full, new, i=i: full.at[i].set(new), self.states, reply.state)
-            sums = book.weigh(reply, client.weight, jnp.ones(()))
+            if there is not True and not there[place]:
+                continue
+            sums = self.answer(ask, name, i, None if works is None else works[place], fresh is None)
+            units.append(sums.gradients + sums.products)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         assert total is not None
-        self.book = book.merge(self.book, book.entry(name, message, total.update, total, len(ids)))
-        return book.normalise(total, len(self.run.clients), len(ids), unbiased)
+        ticks = self.wait_for(ids if there is True else ids[there], jnp.stack(units))
+        self.book = book.merge(self.book, book.entry(name, message, total, len(units), ticks))
+        return book.normalise(total, len(self.run.clients), unbiased)
+
+    def first(
+        self,
+        n: int,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        max_staleness: int | None = None,
+    ) -> PyTree:
+        count = len(self.run.clients)
+        check_first(n, self.run.clock, count, max_staleness)
+        name, ask = self.question(phase, message, key, None)
+        _, works = self.own
+        assert self.desk is not None
+        number, table = self.desk.number(name), self.desk.lanes[name].answers
+        units = jnp.zeros(count, jnp.int32)
+        if self.run.pace.compute is not None:
+            idle = [i for i in range(count) if self.desk.kind[i] != number]
+            spent = {i: ask(i, None if works is None else works[i])[0] for i in idle}
+            units = jnp.array([spent[i].gradients + spent[i].products if i in spent else 0 for i in range(count)])
+        plan = desks.first(self.desk, self.run.pace, self.now, name, n, units, max_staleness)
+        for i in np.flatnonzero(plan.asked).tolist():
+            sums = self.answer(ask, name, i, None if works is None else works[i], True)
+            table = jax.tree.map(lambda rows, new, i=i: rows.at[i].set(new), table, sums)
+        desk = desks.handed_in(desks.written(self.desk, name, table), plan, total_of)
+        self.desk, total, age = desks.counted(desk, plan, name, total_of)
+        self.now = self.now.later(self.run.pace, plan.ticks)
+        self.book = book.merge(self.book, book.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age))
+        return total.update
+
+    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Ask]:
+        """A phase's name, and what asks it of client i, who is to work so much."""
+        name = phase_name(self.algorithm, phase)
+
+        def ask(i: int, work: Array | None) -> tuple[book.Sums, Reply]:
+            state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
+            client = self.client(i, work, state)
+            reply = phase(client, message, jax.random.fold_in(key, i))
+            check_reply(reply, name, fresh)
+            return book.weigh(reply, client.weight, jnp.ones(())), reply
+
+        return name, ask
+
+    def answer(self, ask: Ask, name: str, i: int, work: Array | None, keep: bool) -> book.Sums:
+        """What client i answers, weighted and checked; its own new state is kept."""
+        sums, reply = ask(i, work)
+        losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
+        if bad := nonfinite_leaves(reply.update) + losses:
+            raise NonFiniteError(f"round {self.round}, phase {name}, client {i}: {', '.join(bad)} is not finite")
+        if reply.state is not None and keep:
+            self.states = jax.tree.map(lambda full, new: full.at[i].set(new), self.states, reply.state)
+        return sums
+
+    def wait_for(self, ids: Array, units: Array) -> Array:
+        """Let the time pass that these clients need, all of them; the ticks that it takes."""
+        pace = self.run.pace
+        if self.desk is None:
+            ticks = jnp.max(pace.waits(self.now, ids) + pace.durations(self.now, ids, units))
+        else:
+            every = jnp.zeros(len(self.run.clients), jnp.int32).at[ids].set(units)
+            plan = desks.everyone(self.desk, pace, self.now, every)
+            ticks, self.desk = plan.ticks, desks.handed_in(self.desk, plan, total_of)
+        self.now = self.now.later(pace, ticks)
+        return ticks
 
     def repeat(
         self,
@@ -96,19 +161,23 @@ class ReferenceRun:
     clients: Clients
     cohort: int
     key: Array
+    clock: Clock
     compile_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pace = self.clock.pace(len(self.clients))
 
     def advance(self, carry: Carry, rounds: int) -> Progress:
         books = []
         for round in range(int(carry.round), int(carry.round) + rounds):
             keys = round_keys(self.key, round)
             algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
-            fed = ReferenceFed(self, algorithm, round, keys, carry.clients)
+            fed = ReferenceFed(self, algorithm, keys, carry)
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
                 state = algorithm.round(fed, carry.state, keys.algorithm)
             if bad := nonfinite_leaves(state):
                 raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
-            carry = Carry(carry.round + 1, state, fed.states)
+            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.desk)
             books.append(fed.book)
         return Progress(carry, rounds, book.stack(books))
 
@@ -118,13 +187,27 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Reference:
-    """Simulate clients one at a time, without compiling anything: slow, exact, easy to step through."""
+    """Simulate clients one at a time, without compiling anything: slow, exact, easy to step through.
+
+    Args:
+        clock: how long exchanges take, in virtual time.
+    """
+
+    clock: Clock = field(default_factory=Clock)
 
     def start(
         self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> ReferenceRun:
         check_here(clients)
-        return ReferenceRun(algorithm, problem, clients, cohort, key)
+        check_there(self.clock, algorithm, len(clients), cohort)
+        return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock)
+
+
+def total_of(table: book.Sums, asked: Array, who: Array) -> tuple[book.Sums, Array]:
+    """Σ of rows, and of weight·asked: see `desks.Total`."""
+    rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
+    total: tuple[book.Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
+    return total
 
 
 def _samples(name: str, rows: Ragged, i: int) -> Samples:

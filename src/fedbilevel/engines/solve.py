@@ -37,6 +37,7 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import hosts
+from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Carry, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Metric
 from fedbilevel.engines.history import History, Row
@@ -117,6 +118,10 @@ def solve(
         algorithm.check_start(problem, clients, x, y)
 
     carry = first_carry(algorithm, x, y, len(clients), remote=isinstance(clients, RemoteClients))
+    if isinstance(clients, Clients):
+        worked = clients.local_steps is not None
+        desk = open_desk(algorithm, problem, x, y, clients.examples(), worked, len(clients))
+        carry = carry._replace(desk=desk)
     identity = {
         "algorithm": type(algorithm).__name__,
         "clients": len(clients),
@@ -124,9 +129,11 @@ def solve(
         "key": np.asarray(jax.random.key_data(key)).tolist(),
         **hyperparameters(algorithm),
     }
+    chosen: Engine = engine or Local()
+    if (clock := getattr(chosen, "clock", None)) is not None:
+        identity["clock"] = repr(clock)
     plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
     hosts.here.saved = ""
-    chosen: Engine = engine or Local()
     if hosts.count() > 1:
         parts = {"engine": repr(chosen) if isinstance(chosen, Local) else type(chosen).__name__}
         parts |= {"resume": str(resume), "metrics": ", ".join(sorted(metrics or {}))}
@@ -251,6 +258,8 @@ class Loop:
         row: Row = {"round": result.round, **costs, "seconds": self.seconds}
         for name, values in self.losses.items():
             row[name] = math.fsum(values) / len(values)
+        if hasattr(self.algorithm, "columns"):
+            row |= {name: float(value) for name, value in self.algorithm.columns(result.state).items()}
         for name, value in self.evaluation(result.round, result.state.x, result.state.y).items():
             require(name not in row, "metrics", name, "named otherwise: the history has a column of that name")
             row[name] = value

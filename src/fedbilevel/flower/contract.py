@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from fedbilevel import __version__
-from fedbilevel.core.algorithm import init_client, phase_name
-from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.config import Schedule, at, hyperparameters
+from fedbilevel.core.algorithm import init_client
+from fedbilevel.core.config import Schedule, hyperparameters
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import book
-from fedbilevel.engines.engine import check_reply
+from fedbilevel.engines.book import Sums
+from fedbilevel.engines.recorder import record
 from fedbilevel.flower.wire import digest, layout, shapes
 
 PROTOCOL = 1
@@ -88,12 +85,7 @@ class Contract:
 def draw_up(
     algorithm: Any, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool
 ) -> Contract:
-    """The contract of a run.
-
-    Args:
-        x, y: the variables where the run starts; only shapes matter.
-        examples: one sample of each loss, as `RemoteClients.examples` gives them.
-        worked: whether the population says how many local steps a client makes.
+    """The contract of a run; for the arguments see `engines.recorder.record`.
 
     Raises:
         ConfigurationError: a message, an update or what clients keep holds a PRNG key.
@@ -102,69 +94,15 @@ def draw_up(
     check_plain("what clients keep", state)
     calls: dict[str, Call] = {}
 
-    def round(number: Array, x: PyTree, y: PyTree, state: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
-        now = at(algorithm, number)
-        return now.round(Recorder(now, problem, worked, state, examples, calls), now.init(x, y), key)
+    def note(phase: str, message: PyTree, reply: Reply, sums: Sums, early: bool) -> None:
+        check_plain(f"the message of phase {phase}", message)
+        check_plain(f"the update of phase {phase}", reply.update)
+        call = Call(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
+        calls[call.name] = call
 
-    jax.eval_shape(round, jnp.zeros((), jnp.int32), x, y, state, examples, jax.random.key(0))
+    record(algorithm, problem, x, y, examples, worked, note)
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
     return Contract(algorithm, calls, kept, worked)
-
-
-class Recorder:
-    """A `Fed` for tracing: every exchange has one client, whose samples are the examples."""
-
-    def __init__(
-        self,
-        algorithm: Any,
-        problem: Problem,
-        worked: bool,
-        state: PyTree,
-        examples: tuple[PyTree, PyTree],
-        calls: dict[str, Call],
-    ) -> None:
-        self.algorithm, self.problem, self.worked = algorithm, problem, worked
-        self.state, self.examples, self.calls = state, examples, calls
-        self.indirect = problem.indirect
-
-    def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
-    ) -> PyTree:
-        name = phase_name(self.algorithm, phase)
-        message = jax.tree.map(jnp.asarray, message)
-        check_plain(f"the message of phase {name}", message)
-        client = self.client(None if fresh is not None else self.state)
-        reply = phase(client, message, key)
-        check_reply(reply, name, fresh)
-        check_plain(f"the update of phase {name}", reply.update)
-        call = Call(name, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
-        self.calls[call.name] = call
-        return book.normalise(book.weigh(reply, client.weight, jnp.ones(())), 1, 1, unbiased)
-
-    def first(self, n: int, phase: Callable[..., Reply], message: PyTree, key: Array) -> PyTree:
-        return self.mean(phase, message, key, unbiased=True)
-
-    def repeat(
-        self,
-        n: int | Array,
-        body: Callable[[Fed, Any, Array], Any],
-        carry: PyTree,
-        key: Array,
-        *,
-        until: Callable[[Any], Array] | None = None,
-    ) -> PyTree:
-        return body(self, carry, key)
-
-    def client(self, state: PyTree) -> Client:
-        outer, inner = (Samples(one, jnp.asarray(0), jnp.asarray(1), 1, True) for one in self.examples)
-        work = jnp.asarray(1, jnp.int32) if self.worked else None
-        return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
 
 
 def check_plain(what: str, tree: PyTree) -> None:

@@ -18,6 +18,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import nonfinite_leaves
 from fedbilevel.engines import book
+from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.cohort import round_keys
 from fedbilevel.engines.engine import Carry, Progress
 from fedbilevel.flower.clock import Clock, WallClock
@@ -106,12 +107,14 @@ class FlowerRun:
         """One round."""
         round = int(carry.round)
         keys = round_keys(self.key, round)
+        began = self.clock.time()
         fed = FlowerFed(self, at(self.algorithm, carry.round), round, keys)
         state = fed.algorithm.round(fed, carry.state, keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
-        costs = book.stack([fed.book])._replace(privacy=fed.privacy)
-        return Progress(Carry(carry.round + 1, state, jnp.asarray(self.counted)), 1, costs)
+        ticks = jnp.rint((jnp.asarray([self.clock.time() - began])) / TICK).astype(jnp.int32)
+        costs = book.stack([fed.book])._replace(privacy=fed.privacy, time=ticks)
+        return Progress(carry._replace(round=carry.round + 1, state=state, clients=jnp.asarray(self.counted)), 1, costs)
 
     def close(self) -> None:
         pass

@@ -59,10 +59,18 @@ class FlowerFed:
         answers, asked = self.gather(question, cohort, self.run.terms.needed(len(cohort)))
         sums = self.total(answers)
         self.enter(question, asked, sums, self.measured(answers))
-        mean = book.normalise(sums, len(self.run.clients), len(answers), unbiased)
+        mean = book.normalise(sums, len(self.run.clients), unbiased)
         return jax.tree.map(jnp.asarray, mean)
 
-    def first(self, n: int, phase: Callable[..., Reply], message: PyTree, key: Array) -> PyTree:
+    def first(
+        self,
+        n: int,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        max_staleness: int | None = None,
+    ) -> PyTree:
         """Σ p_i u_i over the first n answers to arrive, each computed on the message that its client was last sent.
 
         Clients that are idle are sent this message first; those still at work on an earlier message of the same kind
@@ -220,7 +228,7 @@ class FlowerFed:
 
     def enter(self, question: Question, asked: int, sums: book.Sums, metrics: Metrics) -> None:
         phase = question.call.phase
-        entry = book.entry(phase, question.call.message, question.call.update, sums, asked)
+        entry = book.entry(phase, question.call.message, sums, asked)
         entry = entry._replace(metrics={(phase, name): pair for name, pair in metrics.items()})
         self.book = book.merge(self.book, entry)
 

@@ -1,0 +1,187 @@
+"""Virtual time: how long clients take to compute and to answer, and when they are there at all.
+
+Times are whole numbers of ticks, so that engines which add up in another order still agree on every order of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import require
+
+TICK = 1e-4  # virtual seconds
+LONGEST = 2**27  # ticks, 3.7 hours: more is cut off any single piece of work, or its way
+QUANTILES = 4096  # a log-normal factor is one of so many, equally likely
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How long an exchange takes, in virtual seconds: history's `time`, and what asynchronous methods go by.
+
+    A client that is asked takes compute·(batch gradients and products of the phase) + network, each times a log-normal
+    factor of its own; an exchange that waits for all takes as long as the slowest of its cohort. By default every
+    exchange takes 1, and `time` counts exchanges.
+
+    Args:
+        compute: seconds for a batch gradient or product; one number, or one per client.
+        network: seconds for a message and its answer; likewise.
+        spread: σ of the log-normal factors, whose mean is 1; they are drawn anew for each exchange and client.
+        stragglers: how many clients are slower than said so far; which ones, `seed` says.
+        slowdown: how many times slower those are, in both.
+        drift: σ of a further log-normal factor of each client, drawn anew every `period`.
+        period: seconds between two draws of `drift`, and of one cycle of `availability`.
+        availability: the share of each period that a client is there, in one piece which begins where `seed` says; one
+            number, or one per client. A client that is away finishes what it does, but is asked nothing new before it
+            is back. One with 0 is never asked.
+        seed: of all these draws.
+    """
+
+    compute: float | Sequence[float] = 0.0
+    network: float | Sequence[float] = 1.0
+    spread: float = 0.0
+    stragglers: int = 0
+    slowdown: float = 5.0
+    drift: float = 0.0
+    period: float = 100.0
+    availability: float | Sequence[float] = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "network", "spread", "drift"):
+            _check(name, getattr(self, name), lambda a: a >= 0, "at least 0 and finite")
+        _check("slowdown", self.slowdown, lambda a: a > 0, "positive and finite")
+        allowed = f"from {TICK} to {LONGEST * TICK:.0f} seconds"
+        _check("period", self.period, lambda a: (a >= TICK) & (a <= LONGEST * TICK), allowed)
+        _check("availability", self.availability, lambda a: (a >= 0) & (a <= 1), "from 0 to 1")
+        whole = isinstance(self.stragglers, int) and not isinstance(self.stragglers, bool) and self.stragglers >= 0
+        require(whole, "Clock.stragglers", self.stragglers, "a whole number, at least 0")
+        seeded = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**32
+        require(seeded, "Clock.seed", self.seed, "a whole number from 0 to 2³² − 1")
+
+    def pace(self, clients: int) -> Pace:
+        """The tables of a population of this size."""
+        rng = np.random.default_rng(self.seed)
+        fits = self.stragglers <= clients
+        require(fits, "Clock.stragglers", self.stragglers, f"at most {clients}, the number of clients")
+        slower = np.ones(clients)
+        slower[rng.permutation(clients)[: self.stragglers]] = self.slowdown
+        compute = np.asarray(self._per_client("compute", clients) * slower / TICK, np.float32)
+        network = np.asarray(self._per_client("network", clients) * slower / TICK, np.float32)
+        period, available = round(self.period / TICK), self._per_client("availability", clients)
+        begins, always = rng.integers(period, size=clients), bool(np.all(available == 1))
+        return Pace(
+            compute=compute if compute.any() else None,
+            network=network[0] if np.all(network == network[0]) else network,
+            begins=None if always else begins.astype(np.int32),
+            lasts=None if always else np.round(available * period).astype(np.int32),
+            spread=_factors(self.spread),
+            drift=_factors(self.drift),
+            period=np.int32(period),
+            key=jax.random.key(self.seed),
+        )
+
+    def never_there(self, clients: int) -> np.ndarray:
+        """Ids of the clients that are never there."""
+        lasts = self.pace(clients).lasts
+        return np.zeros(0, int) if lasts is None else np.flatnonzero(lasts == 0)
+
+    def _per_client(self, name: str, clients: int) -> np.ndarray:
+        value = np.asarray(getattr(self, name), float)
+        fits = value.shape in ((), (clients,))
+        require(fits, f"Clock.{name}", f"{value.size} numbers", f"one, or {clients}: one per client")
+        return np.broadcast_to(value, (clients,))
+
+
+class Pace(NamedTuple):
+    """A clock for a population, in ticks. None stands for what plays no role."""
+
+    compute: Any  # (M,) per batch gradient or product
+    network: Any  # (M,), or () where all are the same
+    begins: Any  # (M,) when in a period the client comes
+    lasts: Any  # (M,) how long it then stays
+    spread: Any  # (QUANTILES,) factors
+    drift: Any  # likewise
+    period: Any
+    key: Any
+
+    def durations(self, now: Now, ids: Array, units: Any) -> Array:
+        """Ticks that these clients take if asked in this exchange; `units`: batch gradients and products of each.
+
+        One product after the other, each rounded as IEEE says: no compiler can make them come out differently.
+        """
+        network = jnp.asarray(self.network)
+        parts = [network[ids] if network.ndim else network]
+        if self.compute is not None:
+            parts.append(jnp.asarray(self.compute)[ids] * jnp.asarray(units, jnp.float32))
+        if self.spread is not None:
+            draws = _draws(jax.random.fold_in(jax.random.fold_in(self.key, 0), now.exchanges), ids, len(parts))
+            parts = [part * jnp.asarray(self.spread)[draws[:, k]] for k, part in enumerate(parts)]
+        if self.drift is not None:
+            draws = _draws(jax.random.fold_in(jax.random.fold_in(self.key, 1), now.periods), ids, 1)
+            parts = [part * jnp.asarray(self.drift)[draws[:, 0]] for part in parts]
+        whole = [jnp.minimum(jnp.round(part), LONGEST).astype(jnp.int32) for part in parts]
+        return whole[0] if len(whole) == 1 else whole[0] + whole[1]
+
+    def waits(self, now: Now, ids: Array, after: Any = 0) -> Any:
+        """Ticks until each of these clients is there, from `after` ticks on."""
+        if self.begins is None:
+            return 0
+        within = (now.moment + after % self.period - jnp.asarray(self.begins)[ids]) % self.period
+        return jnp.where(within < jnp.asarray(self.lasts)[ids], 0, self.period - within)
+
+    def ever(self, ids: Array) -> Any:
+        """Whether each of these clients is ever there."""
+        return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
+
+
+class Now(NamedTuple):
+    """Where the clock stands; part of the carry. Durations since the start are summed on the host."""
+
+    exchanges: Array  # made so far
+    periods: Array  # gone by
+    moment: Array  # ticks since the last of these
+
+    @classmethod
+    def start(cls) -> Now:
+        return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
+
+    def later(self, pace: Pace, ticks: Array) -> Now:
+        """After an exchange that took so long."""
+        moment = self.moment + ticks % pace.period
+        return Now(
+            self.exchanges + 1,
+            self.periods + ticks // pace.period + moment // pace.period,
+            moment % pace.period,
+        )
+
+
+def _factors(sigma: float) -> np.ndarray | None:
+    """(QUANTILES,) values of a log-normal variable of mean 1, equally likely."""
+    if sigma == 0:
+        return None
+    normal = np.array([NormalDist().inv_cdf((k + 0.5) / QUANTILES) for k in range(QUANTILES)])
+    values = np.exp(sigma * normal)
+    return np.asarray(values / values.mean(), np.float32)
+
+
+def _draws(key: Array, ids: Array, count: int) -> Array:
+    """(P, count) indices of factors."""
+    bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (count,), jnp.uint32))(ids)
+    return bits >> (32 - (QUANTILES - 1).bit_length())
+
+
+def _check(name: str, value: Any, allowed: Any, words: str) -> None:
+    try:
+        numbers = np.asarray(value, float)
+    except (TypeError, ValueError):
+        numbers = np.asarray(np.nan)
+    fits = numbers.ndim <= 1 and numbers.size > 0 and bool(np.all(np.isfinite(numbers) & allowed(numbers)))
+    require(fits and not isinstance(value, str | bool), f"Clock.{name}", value, words)

@@ -1,0 +1,191 @@
+"""Who works on what, for the engines that simulate asynchronous clients.
+
+A client's answer is computed when it is asked, and waits in a table until the clock says that it arrives: the numbers
+are those that it would compute in that time, and clients who are asked together are computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fedbilevel.core.algorithm import is_asynchronous
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.book import Sums
+from fedbilevel.engines.clock import Now, Pace
+from fedbilevel.engines.recorder import record
+
+IDLE = -1
+NEVER = 2**31 - 1  # ticks
+
+
+class Lane(NamedTuple):
+    """All about one kind of question, which is a phase."""
+
+    exchanges: Array  # of this kind so far
+    answers: Sums  # leaves (M, ...): what each client works on, or last worked on; weighted
+    early: Sums  # what came in while another kind was waited for, summed
+    early_asked: Array  # Σ p_i·(exchange of this kind in which it was asked) of those
+
+
+class Desk(NamedTuple):
+    """What is under way; part of the carry."""
+
+    kind: Array  # (M,) number of the lane, or IDLE
+    left: Array  # (M,) ticks until the answer is there
+    asked: Array  # (M,) exchange of its kind in which the client was asked last
+    lanes: dict[str, Lane]  # by phase; lanes are numbered in the order of their names
+
+    def number(self, phase: str) -> int:
+        if phase not in self.lanes:
+            raise ConfigurationError(f"phase {phase} is asked by fed.first, which tracing a round did not find")
+        return sorted(self.lanes).index(phase)
+
+
+class Plan(NamedTuple):
+    """What an exchange does."""
+
+    asked: Array  # (M,) who is sent its message
+    arriving: Array  # (M,) whose answers end it
+    over: Array  # (M,) kind of the answer to another question that a client hands in before, or IDLE
+    ticks: Array  # how long it takes
+    desk: Desk  # after it, but for the lanes' contents
+
+
+Total = Callable[[Sums, Array, Array], tuple[Sums, Array]]
+"""(table, asked (M,), who (M,)) -> the sum of their rows, and of weight·asked."""
+
+
+def open_desk(
+    algorithm: Any, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool, clients: int
+) -> Desk | None:
+    """The desk before round 0, or None for algorithms that always wait for everyone."""
+    if not is_asynchronous(algorithm):
+        return None
+    found: dict[str, Sums] = {}
+
+    def note(phase: str, message: PyTree, reply: Reply, sums: Sums, early: bool) -> None:
+        if early:
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
+            if found.setdefault(phase, shapes) != shapes:
+                raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
+
+    record(algorithm, problem, x, y, examples, worked, note)
+    real = jax.dtypes.canonicalize_dtype(float)
+    lanes = {}
+    for phase, shape in found.items():
+        table = jax.tree.map(lambda s: jnp.zeros((clients, *s.shape), s.dtype), shape)
+        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+        lanes[phase] = Lane(jnp.zeros((), jnp.int32), table, none, jnp.zeros((), real))
+    left, asked = jnp.zeros((2, clients), jnp.int32)
+    return Desk(jnp.full(clients, IDLE, jnp.int32), left, asked, lanes)
+
+
+def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_staleness: int | None) -> Plan:
+    """The plan of an exchange that ends with the first n answers.
+
+    Of answers that arrive at the same moment those come first that were asked for first, then those of lower ids.
+    """
+    lane, number = desk.lanes[phase], desk.number(phase)
+    ids = jnp.arange(desk.kind.shape[0], dtype=jnp.int32)
+    here = desk.kind == number
+    free = ~here & pace.ever(ids)
+    start = desk.left + pace.waits(now, ids, desk.left)
+    arrival = jnp.where(free, start + pace.durations(now, ids, units), jnp.where(here, desk.left, NEVER))
+    asked = jnp.where(here, desk.asked, lane.exchanges)
+    needed = n - lane.early.responders
+    ticks = jnp.where(needed > 0, _smallest(arrival, n, needed), 0)
+    before = arrival < ticks
+    tied = arrival == ticks
+    oldest = _smallest(jnp.where(tied, asked, NEVER), n, needed - jnp.sum(before))
+    place = tied & (asked == oldest)
+    older = before | (tied & (asked < oldest))
+    arriving = older | (place & (jnp.cumsum(place) <= needed - jnp.sum(older)))
+    arriving &= needed > 0
+    if max_staleness is not None:
+        overdue = here & (lane.exchanges - desk.asked >= max_staleness)
+        last = jnp.max(jnp.where(overdue, arrival, -1))
+        arriving = jnp.where(last >= ticks, arriving | (arrival <= last), arriving)
+        ticks = jnp.maximum(ticks, last)
+    sent = free & (start <= ticks)
+    after = Desk(
+        kind=jnp.where(arriving, IDLE, jnp.where(sent, number, desk.kind)),
+        left=jnp.where(arriving, 0, jnp.where(sent, arrival - ticks, jnp.maximum(desk.left - ticks, 0))),
+        asked=jnp.where(sent, lane.exchanges, desk.asked),
+        lanes=desk.lanes,
+    )
+    return Plan(sent, arriving, jnp.where(sent, desk.kind, IDLE), ticks, after)
+
+
+def everyone(desk: Desk, pace: Pace, now: Now, units: Any) -> Plan:
+    """The plan of an exchange that waits for all who are ever there."""
+    ids = jnp.arange(desk.kind.shape[0], dtype=jnp.int32)
+    able = jnp.broadcast_to(pace.ever(ids), ids.shape)
+    start = desk.left + pace.waits(now, ids, desk.left)
+    ticks = jnp.max(jnp.where(able, start + pace.durations(now, ids, units), 0))
+    after = desk._replace(kind=jnp.full_like(desk.kind, IDLE), left=jnp.zeros_like(desk.left))
+    return Plan(able, able, jnp.where(able, desk.kind, IDLE), ticks, after)
+
+
+def handed_in(desk: Desk, plan: Plan, total: Total) -> Desk:
+    """The desk after a plan, with what it brings of other kinds of question kept for later.
+
+    `desk` is the one before, but for the tables, into which the answers of those whom the plan asks are written.
+    """
+    lanes = {}
+    for number, (name, lane) in enumerate(sorted(desk.lanes.items())):
+        new, asked = total(lane.answers, desk.asked, plan.over == number)
+        lanes[name] = lane._replace(early=_added(lane.early, new), early_asked=lane.early_asked + asked)
+    return plan.desk._replace(lanes=lanes)
+
+
+def counted(desk: Desk, plan: Plan, phase: str, total: Total) -> tuple[Desk, Sums, Array]:
+    """What of a phase counts now: its sum, Σ p_i·(how many exchanges ago it was asked), and the desk without it."""
+    lane = desk.lanes[phase]
+    new, asked = total(lane.answers, desk.asked, plan.arriving)
+    sums, asked = _added(lane.early, new), lane.early_asked + asked
+    none = jax.tree.map(jnp.zeros_like, lane.early)
+    left = lane._replace(exchanges=lane.exchanges + 1, early=none, early_asked=jnp.zeros_like(asked))
+    return desk._replace(lanes={**desk.lanes, phase: left}), sums, lane.exchanges * sums.weight - asked
+
+
+def with_tables(desk: Desk | None, change: Callable[[Sums], Any]) -> Any:
+    """The desk with its tables changed; everything else is of all clients and no client's alone."""
+    if desk is None:
+        return None
+    changed = {phase: lane._replace(answers=change(lane.answers)) for phase, lane in desk.lanes.items()}
+    return desk._replace(lanes=changed)
+
+
+def written(desk: Desk, phase: str, answers: Sums) -> Desk:
+    """The desk with another table of answers."""
+    return desk._replace(lanes={**desk.lanes, phase: desk.lanes[phase]._replace(answers=answers)})
+
+
+def nonfinite_answers(desk: Desk) -> list[str]:
+    """Whose answers are not finite, in words."""
+    found = []
+    for phase, lane in desk.lanes.items():
+        finite = [np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1) for leaf in jax.tree.leaves(lane.answers)]
+        ids = np.flatnonzero(~np.all(finite, axis=0))
+        if ids.size:
+            found.append(f"phase {phase}: the answer of client {', '.join(map(str, ids[:5]))} is not finite")
+    return found
+
+
+def _added(a: Sums, b: Sums) -> Sums:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _smallest(values: Array, n: int, k: Array) -> Array:
+    """The k-th smallest of some integers, k ≤ n; the smallest for k < 1."""
+    smallest = -lax.top_k(-values, n)[0]
+    return smallest[jnp.clip(k - 1, 0, n - 1)]

@@ -1,0 +1,106 @@
+"""What a round asks of clients, found by tracing one abstractly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.core.algorithm import init_client, phase_name
+from fedbilevel.core.client import Client, Samples
+from fedbilevel.core.config import at
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import book
+from fedbilevel.engines.engine import check_reply
+
+Note = Callable[[str, PyTree, Reply, book.Sums, bool], None]
+"""(phase, message, its reply, that weighed, whether it was asked by `first`), of shapes alone."""
+
+
+def record(
+    algorithm: Any, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool, note: Note
+) -> None:
+    """Trace one round and have every exchange noted.
+
+    Args:
+        x, y: the variables where the run starts; only shapes matter.
+        examples: one sample of each loss, as `RemoteClients.examples` gives them.
+        worked: whether the population says how many local steps a client makes.
+    """
+    kept = init_client(algorithm, x, y)
+
+    def round(number: Array, x: PyTree, y: PyTree, kept: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
+        now = at(algorithm, number)
+        return now.round(Recorder(now, problem, worked, kept, examples, note), now.init(x, y), key)
+
+    jax.eval_shape(round, jnp.zeros((), jnp.int32), x, y, kept, examples, jax.random.key(0))
+
+
+class Recorder:
+    """A `Fed` for tracing: every exchange has one client, whose samples are the examples."""
+
+    def __init__(
+        self,
+        algorithm: Any,
+        problem: Problem,
+        worked: bool,
+        state: PyTree,
+        examples: tuple[PyTree, PyTree],
+        note: Note,
+    ) -> None:
+        self.algorithm, self.problem, self.worked = algorithm, problem, worked
+        self.state, self.examples, self.note = state, examples, note
+        self.indirect = problem.indirect
+
+    def mean(
+        self,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        unbiased: bool = False,
+        fresh: int | Array | None = None,
+    ) -> PyTree:
+        return book.normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
+
+    def first(
+        self,
+        n: int,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        max_staleness: int | None = None,
+    ) -> PyTree:
+        return self.asked(phase, message, key, None, early=True).update
+
+    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> book.Sums:
+        name = phase_name(self.algorithm, phase)
+        message = jax.tree.map(jnp.asarray, message)
+        client = self.client(None if fresh is not None else self.state)
+        reply = phase(client, message, key)
+        check_reply(reply, name, fresh)
+        sums = book.weigh(reply, client.weight, jnp.ones(()))
+        self.note(name, message, reply, sums, early)
+        return sums
+
+    def repeat(
+        self,
+        n: int | Array,
+        body: Callable[[Fed, Any, Array], Any],
+        carry: PyTree,
+        key: Array,
+        *,
+        until: Callable[[Any], Array] | None = None,
+    ) -> PyTree:
+        return body(self, carry, key)
+
+    def client(self, state: PyTree) -> Client:
+        outer, inner = (Samples(one, jnp.asarray(0), jnp.asarray(1), 1, True) for one in self.examples)
+        work = jnp.asarray(1, jnp.int32) if self.worked else None
+        return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
