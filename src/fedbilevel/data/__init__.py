@@ -16,10 +16,12 @@ from fedbilevel.data.partitions import (
     shards,
     split,
 )
+from fedbilevel.data.tables import TABLES, load_table
 
 __all__ = [
     "LOADERS",
     "PARTITIONS",
+    "TABLES",
     "DataError",
     "Dataset",
     "Packed",
@@ -27,6 +29,7 @@ __all__ = [
     "dirichlet",
     "iid",
     "load",
+    "load_table",
     "one_label",
     "open_clients",
     "pack",

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from fedbilevel.tasks.classification import classification
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.fair_classification import fair_classification
+from fedbilevel.tasks.hyper_cleaning import hyper_cleaning
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.loss_tuning import loss_tuning
 from fedbilevel.tasks.portfolio import portfolio
 from fedbilevel.tasks.quadratic import quadratic
+from fedbilevel.tasks.regularization import regularization
 from fedbilevel.tasks.saddle import saddle
 from fedbilevel.tasks.task import Task
 
@@ -16,10 +18,12 @@ TASKS: dict[str, Callable[..., Task]] = {
     "classification": classification,
     "compositional": compositional,
     "fair_classification": fair_classification,
+    "hyper_cleaning": hyper_cleaning,
     "hyper_representation": hyper_representation,
     "loss_tuning": loss_tuning,
     "portfolio": portfolio,
     "quadratic": quadratic,
+    "regularization": regularization,
     "saddle": saddle,
 }
 """Every task by its command-line name."""

@@ -14,6 +14,7 @@ from fedbilevel.data import Dataset, load, pack, partition
 from fedbilevel.tasks import networks
 
 NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn}
+WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -52,7 +53,14 @@ class Images:
 
 
 def load_images(
-    data: str, network: str, hidden: Sequence[int], *, ratio: float = 1.0, holdout: float = 0.0, seed: int = 0
+    data: str,
+    network: str,
+    hidden: Sequence[int],
+    *,
+    ratio: float = 1.0,
+    holdout: float = 0.0,
+    seed: int = 0,
+    known: Mapping[str, Callable[..., networks.Network]] = NETWORKS,
 ) -> Images:
     """Load, hold out, thin, standardise.
 
@@ -62,17 +70,18 @@ def load_images(
         ratio: see `long_tailed`.
         holdout: share of the training images that takes the place of the test images.
         seed: of the choice of these.
+        known: the networks to choose from; `WITH_LINEAR` for a task of which every layer is y.
     """
-    require(network in NETWORKS, "network", network, f"one of {sorted(NETWORKS)}")
+    require(network in known, "network", network, f"one of {sorted(known)}")
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     require(0 < ratio <= 1, "ratio", ratio, "above 0 and at most 1")
     found = load(data)
     if holdout:
-        found = _held_out(found, holdout, seed)
+        found = held_out(found, holdout, seed)
     if ratio < 1:
         found = long_tailed(found, ratio)
     found = found.standardised()
-    model = NETWORKS[network](found.train_images.shape[1:], tuple(hidden), found.classes)
+    model = known[network](found.train_images.shape[1:], tuple(hidden), found.classes)
     return Images(found, model, "validation" if holdout else "test")
 
 
@@ -89,7 +98,7 @@ def long_tailed(data: Dataset, ratio: float) -> Dataset:
     return replace(data, train_images=data.train_images[kept], train_labels=labels[kept])
 
 
-def _held_out(data: Dataset, share: float, seed: int) -> Dataset:
+def held_out(data: Dataset, share: float, seed: int) -> Dataset:
     """That share of the training images in place of the test images."""
     order = np.random.default_rng([seed, 1]).permutation(len(data.train_labels))
     aside, rest = np.split(order, [max(1, round(share * len(order)))])

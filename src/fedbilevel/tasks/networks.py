@@ -41,6 +41,20 @@ def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
     return Network(init, logits, lambda images: images.reshape(len(images), -1))
 
 
+def linear(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """Softmax regression: x is empty, y the one layer image pixels → classes, started at 0. `hidden` is empty."""
+    require(len(hidden) == 0, "hidden", hidden, "empty for a linear network, which has no hidden layers")
+    inputs = int(np.prod(image_shape))
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        return [], {"weight": jnp.zeros((inputs, classes)), "bias": jnp.zeros(classes)}
+
+    def logits(x: PyTree, y: PyTree, images: Array) -> Array:
+        return images @ y["weight"] + y["bias"]
+
+    return Network(init, logits, lambda images: images.reshape(len(images), -1))
+
+
 def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Two 3×3 convolutions, each with ReLU and 2×2 max-pooling, a dense layer with ReLU, and the head.
 

@@ -16,7 +16,8 @@ class Task:
     """A problem with its population, a start, and what is worth measuring.
 
     `metrics` are functions (x, y) -> scalar; the first is the one that plots and progress bars show. As the server of a
-    federation sees it, its clients are `RemoteClients`.
+    federation sees it, its clients are `RemoteClients`. `split_x`: x has one block per client, its leaves (M, ...); a
+    client's losses read its own block alone, and take it alone too, as (1, ...).
     """
 
     name: str
@@ -25,6 +26,7 @@ class Task:
     x0: PyTree
     y0: PyTree
     metrics: Mapping[str, Callable[[PyTree, PyTree], Any]] = field(default_factory=dict)
+    split_x: bool = False
 
     @property
     def population(self) -> Clients:

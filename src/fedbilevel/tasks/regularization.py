@@ -1,0 +1,102 @@
+"""Regularization coefficients: a ridge of its own for each feature, found on validation samples.
+
+Jiao et al., "Asynchronous Distributed Bilevel Optimization" (ICLR 2023), after Chen et al., "Decentralized Stochastic
+Bilevel Optimization with Improved Per-Iteration Complexity" (2022): logistic regression on Covertype and ijcnn1. With
+z(y) the logits Wᵀa of a row a, whose last entry is 1, and j counting its features,
+
+    g_i = mean CE(z(y), c) + Σ_j exp(x_j) ‖W_j‖²        f_i = mean CE(z(y), c)        x_j = log(ridge) at the start
+
+so that coefficients are positive whatever x is, and g_i strongly convex. f does not depend on x directly:
+∂g_i/∂x_j = exp(x_j) ‖W_j‖². Two classes have one logit, whose sigmoid is the probability of class 1; more classes have
+one each.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.data import LOADERS, TABLES, Dataset, load, load_table, pack_arrays, partition, split
+from fedbilevel.tasks.images import held_out
+from fedbilevel.tasks.networks import cross_entropy
+from fedbilevel.tasks.task import Task
+
+
+def regularization(
+    *,
+    data: str = "digits",
+    clients: int = 18,
+    partition_by: str = "iid",
+    partition_options: Mapping[str, Any] | None = None,
+    validation: float = 0.5,
+    holdout: float = 0.0,
+    ridge: float = 0.01,
+    local_steps: Any = None,
+    seed: int = 0,
+) -> Task:
+    """Split a table, or a set of images as a table of pixels, over clients, their shares into training and validation.
+
+    Args:
+        data: "digits" (embedded), "covtype", "a9a", "ijcnn1", or an image set. Features are standardised.
+        validation: the share of each client's samples that goes to the outer loss.
+        ridge: every coefficient at the start.
+        clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
+
+    Measured: accuracy, and the mean loss, on test rows.
+    """
+    require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
+    require(0 < ridge < np.inf, "ridge", ridge, "positive and finite")
+    require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
+    found, part = table(data, holdout, seed), "validation" if holdout else "test"
+    rows = {"row": with_one(found.train_images), "label": found.train_labels}
+    parts = partition(partition_by, found.train_labels, clients, seed=seed, **dict(partition_options or {}))
+    train, valid = (Ragged(*pack_arrays(rows, half)) for half in split(parts, 1 - validation, seed=seed))
+
+    def outer(x: Array, y: Array, batch: dict[str, Array]) -> Array:
+        return cross_entropy(logits(y, batch["row"]), batch["label"])
+
+    def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
+        return outer(x, y, batch) + jnp.vdot(jnp.exp(x), jnp.sum(y**2, axis=1))
+
+    features = rows["row"].shape[1]
+    return Task(
+        name="regularization",
+        problem=Bilevel(outer=outer, inner=inner),
+        clients=Clients(outer=valid, inner=train, local_steps=local_steps),
+        x0=jnp.full(features, jnp.log(ridge)),
+        y0=jnp.zeros((features, 1 if found.classes == 2 else found.classes)),
+        metrics=_metrics(part, with_one(found.test_images), found.test_labels),
+    )
+
+
+def table(data: str, holdout: float, seed: int) -> Dataset:
+    """A standardised data set, of which that share of the training rows stands in the place of the test rows."""
+    if data not in TABLES and data not in LOADERS:
+        raise unknown("data", data, [*TABLES, *LOADERS])
+    found = load_table(data) if data in TABLES else load(data)
+    return (held_out(found, holdout, seed) if holdout else found).standardised()
+
+
+def with_one(images: np.ndarray) -> np.ndarray:
+    """One row per image, its last entry 1: (n, features)."""
+    flat = images.reshape(len(images), -1)
+    return np.concatenate([flat, np.ones((len(flat), 1), flat.dtype)], axis=1)
+
+
+def logits(y: Array, rows: Array) -> Array:
+    """(n, classes); of two classes the first has logit 0."""
+    z = rows @ y
+    return z if z.shape[1] > 1 else jnp.concatenate([jnp.zeros_like(z), z], axis=1)
+
+
+def _metrics(part: str, rows: np.ndarray, labels: np.ndarray) -> dict[str, Callable[[Array, Array], Array]]:
+    tested, truth = jnp.asarray(rows), jnp.asarray(labels)
+    return {
+        f"{part}_accuracy": lambda x, y: jnp.mean(jnp.argmax(logits(y, tested), axis=1) == truth),
+        f"{part}_loss": lambda x, y: cross_entropy(logits(y, tested), truth),
+    }

@@ -1,0 +1,190 @@
+"""Hyper-cleaning: labels spoilt as often as said, weights that reach the right samples, an AUC that counts pairs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.client import Ragged
+from fedbilevel.core.problem import Padded
+from fedbilevel.data import DataError, load
+from fedbilevel.tasks.hyper_cleaning import auc, cleaning_weights, hyper_cleaning, spoiled
+
+NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
+
+
+@pytest.fixture(scope="module")
+def task():
+    """Clients of unequal size, half of the labels replaced."""
+    return hyper_cleaning(clients=7, corruption=0.5, ridge=0.05, **NON_IID)
+
+
+@pytest.fixture(scope="module")
+def point(task):
+    """x, and y away from its start."""
+    rng = np.random.default_rng(0)
+    y = jax.tree.map(lambda leaf: jnp.asarray(0.1 * rng.normal(size=leaf.shape)), task.y0)
+    return jnp.asarray(rng.normal(size=task.x0.shape)), y
+
+
+def true_labels():
+    """Digit by image, as the task's clients have them; the digits hold hardly any image twice."""
+    found = load("digits").standardised()
+    return {
+        image.tobytes(): label
+        for image, label in zip(found.train_images.reshape(-1, 64), found.train_labels, strict=True)
+    }
+
+
+def test_the_loss_and_the_gradient_of_each_weight(task, point):
+    """g_i = mean σ(x_ij)·CE_ij + ridge·‖y‖², ∂g_i/∂x_ij = σ(x_ij)(1 − σ(x_ij))·CE_ij/n_i, all else 0."""
+    x, (body, head) = point
+    row = task.clients.inner.row(3)
+    n = len(row["label"])
+    assert n < task.x0.shape[1]
+    logits = np.asarray(row["image"] @ head["weight"] + head["bias"], float)
+    loss = np.log(np.exp(logits).sum(1)) - logits[np.arange(n), row["label"]]
+    weight = 1 / (1 + np.exp(-np.asarray(x[3, :n])))
+    value, gradient = jax.value_and_grad(task.problem.inner)(x, (body, head), row)
+    size = float(np.sum(np.square(head["weight"])) + np.sum(np.square(head["bias"])))
+    assert float(value) == pytest.approx(np.mean(weight * loss) + 0.05 * size, rel=1e-6)  # images are float32
+    expected = np.zeros(x.shape)
+    expected[3, :n] = weight * (1 - weight) * loss / n
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-15)
+    outer = task.problem.outer(x, (body, head), row)
+    assert float(outer) == pytest.approx(loss.mean(), rel=1e-6)
+
+
+def test_a_client_needs_its_own_row_alone(task, point):
+    """The same value and gradients with x of shape (1, longest); nothing else of x is read, nor the padding."""
+    x, y = point
+    gradients = jax.jit(jax.value_and_grad(task.problem.inner, (0, 1)))
+    for i in (0, 6):
+        row = task.clients.inner.row(i)
+        n = len(row["label"])
+        only = jnp.full_like(x, jnp.nan).at[i, :n].set(x[i, :n])
+        whole = gradients(only, y, row)
+        alone = gradients(only[i : i + 1], y, row)
+        for a, b, c in zip(*map(jax.tree.leaves, (whole, alone, gradients(x, y, row))), strict=True):
+            here, there = (a[i], b[0]) if a.shape == x.shape else (a, b)
+            np.testing.assert_allclose(here, there, rtol=1e-12, atol=1e-15)
+            np.testing.assert_array_equal(a, c)
+    assert task.split_x
+    assert task.x0.shape == (7, task.clients.inner.size.max())
+
+
+def test_padded_full_batches(task, point):
+    """As engines give them where clients are unequal: the mean over the true samples."""
+    row = task.clients.inner.row(3)
+    n = len(row["label"])
+    padded = Padded({name: np.concatenate([a, a[:2]]) for name, a in row.items()}, jnp.arange(n + 2) < n)
+    found = task.problem.over_batches().inner(*point, padded)
+    assert float(found) == pytest.approx(float(task.problem.inner(*point, row)), rel=1e-6)
+
+
+def test_as_many_labels_are_wrong_as_said():
+    """A share ρ(1 − 1/C), all wrong classes alike, within four standard errors; ρ = 0 leaves all as they were."""
+    n, classes, rate = 100_000, 5, 0.4
+    label = np.random.default_rng(0).integers(classes, size=n).astype(np.int32)
+    samples = Ragged({"label": label}, np.array([0, 70_000]), np.array([70_000, 30_000]))
+    found = spoiled(samples, classes, rate, seed=1).values
+    wrong = rate * (1 - 1 / classes)
+    assert abs(found["corrupted"].mean() - wrong) < 4 * np.sqrt(wrong * (1 - wrong) / n)
+    share = np.bincount((found["label"] - label) % classes, minlength=classes) / n
+    each = rate / classes
+    assert np.all(np.abs(share[1:] - each) < 4 * np.sqrt(each * (1 - each) / n))
+    np.testing.assert_array_equal(found["corrupted"], found["label"] != label)
+    np.testing.assert_array_equal(found["row"], np.repeat([0, 1], [70_000, 30_000]))
+    np.testing.assert_array_equal(found["place"], np.concatenate([np.arange(70_000), np.arange(30_000)]))
+    np.testing.assert_array_equal(spoiled(samples, classes, 0.0, seed=1).values["label"], label)
+
+
+def test_only_training_labels_are_spoilt(task):
+    truth = true_labels()
+    inner, outer = task.clients.inner.values, task.clients.outer.values
+    label = np.array([truth[image.tobytes()] for image in inner["image"]])
+    np.testing.assert_array_equal(inner["label"] != label, inner["corrupted"])
+    assert 0.3 < inner["corrupted"].mean() < 0.6
+    np.testing.assert_array_equal([truth[image.tobytes()] for image in outer["image"]], outer["label"])
+    assert len(inner["label"]) + len(outer["label"]) == 1442
+
+
+@pytest.mark.parametrize("levels", [3, 10**6])
+def test_auc_counts_pairs(levels):
+    """With many ties, and with none."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(levels, size=40) + levels // 5, rng.integers(levels, size=25)
+    gap = a[:, None] - b[None]
+    by_pairs = np.mean((gap > 0) + 0.5 * (gap == 0))
+    assert float(auc(jnp.asarray(a), jnp.asarray(b))) == pytest.approx(by_pairs, rel=1e-12)
+    assert by_pairs not in (0, 0.5, 1)
+
+
+def test_metrics_look_at_the_weights_of_both_kinds(task):
+    inner = task.clients.inner.values
+    names = ["test_accuracy", "auc", "clean_weight", "corrupted_weight"]
+    assert list(task.metrics) == names
+    start = [float(task.metrics[name](task.x0, task.y0)) for name in names]
+    assert start[1:] == [0.5, 0.5, 0.5]
+    known = np.full(task.x0.shape, np.nan)
+    known[inner["row"], inner["place"]] = np.where(inner["corrupted"], -2.0, 1.0)
+    found = [float(task.metrics[name](jnp.asarray(known), task.y0)) for name in names[1:]]
+    assert found == pytest.approx([1, 1 / (1 + np.exp(-1)), 1 / (1 + np.exp(2))])
+    clean, corrupted = cleaning_weights(task, jnp.asarray(known))
+    assert (clean.mean(), corrupted.mean()) == pytest.approx(tuple(found[1:]))
+    assert len(corrupted) == inner["corrupted"].sum()
+    assert list(hyper_cleaning(corruption=0.0, holdout=0.2).metrics) == ["validation_accuracy"]
+
+
+def test_seeds_reproduce():
+    a, b, c = (hyper_cleaning(clients=5, seed=seed).clients.inner.values for seed in (3, 3, 4))
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+    assert not np.array_equal(a["corrupted"], c["corrupted"])
+    more = hyper_cleaning(clients=5, seed=3, corruption=0.6).clients.inner.values
+    np.testing.assert_array_equal(more["image"], a["image"])  # the rate changes labels, not who holds what
+
+
+def test_weights_learn_which_labels_are_wrong():
+    """Chance is an AUC of ½. Trained to convergence with equal weights this model is right on 83 % of the test images;
+    on clean samples alone, 95 %."""
+    task = hyper_cleaning(corruption=0.5)
+    steps = fb.XYV(x=50.0, y=0.1, v=0.1)
+    algorithm = fb.SimFBO(client_lr=fb.XYV(x=1e-3, y=0.05, v=0.05), server_lr=steps, radius=10.0)
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=100, metrics=task.metrics)
+    assert result.history["auc"][-1] > 0.95
+    assert result.history["test_accuracy"][-1] > 0.92
+    assert result.history["clean_weight"][-1] > 0.5 > result.history["corrupted_weight"][-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"corruption": 1.0}, "corruption = 1.0 is not allowed: it must be at least 0 and below 1"),
+        ({"corruption": -0.1}, "corruption = -0.1"),
+        ({"corruption": float("nan")}, "corruption = nan"),
+        ({"validation": 0.0}, "validation = 0.0"),
+        ({"validation": 1.0}, "validation = 1.0"),
+        ({"ridge": -1.0}, "ridge = -1.0"),
+        ({"network": "linaer"}, r"network = 'linaer'.*'linear'"),
+        ({"hidden": (64,)}, "hidden = .64,.*empty for a linear network"),
+        ({"network": "mlp"}, "hidden"),
+    ],
+)
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        hyper_cleaning(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data": "mnits"}, "'mnits'.*'mnist'"),
+        ({"partition_by": "iidd"}, "'iidd'.*'iid'"),
+        ({"partition_by": "dirichlet", "partition_options": {"alpha": 0.01, "minimum": 0}}, r"client \d+ holds [01] s"),
+    ],
+)
+def test_data_that_cannot_be_dealt(options, words):
+    with pytest.raises(DataError, match=words):
+        hyper_cleaning(**options)
