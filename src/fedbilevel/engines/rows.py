@@ -33,9 +33,14 @@ class Rows(NamedTuple):
         """(a, b) with the chosen rows replaced by `one`(member, b's row) -> (a's new row, b's new row)."""
 
         def step(places: Array, tables: Any) -> Any:
-            member, state = _taken((members, tables[1]), places)
-            new = _vectorised(one, member, state)
-            return jax.tree.map(lambda table, rows: table.at[places].set(rows, mode="drop"), tables, new)
+            # The compiler writes in place only if nothing may still read the table after that: hence a loop of its own
+            # for reading, which cannot melt into what uses the rows, and writing what depends on them.
+            read = lambda place: jax.tree.map(lambda leaf: leaf.at[place].get(mode="clip"), tables[1])  # noqa: E731
+            before = lax.map(read, places)
+            answers, after = _vectorised(one, _taken(members, places), before)
+            real = places < self.size
+            after = jax.tree.map(lambda a, b: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, b), after, before)
+            return jax.tree.map(lambda table, rows: table.at[places].set(rows, mode="drop"), tables, (answers, after))
 
         return self._blocks(chosen, step, tables)
 

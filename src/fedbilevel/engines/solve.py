@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import check_algorithm, check_solves
+from fedbilevel.core.algorithm import check_algorithm, check_solves, with_own
 from fedbilevel.core.client import Clients, check_samples
 from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import (
@@ -141,7 +141,9 @@ def solve(
     fresh = lambda: resume or path is None or not path.exists()  # noqa: E731
     taken = "a new file, unless resume=True continues from it"
     hosts.decide(lambda: require(fresh(), "checkpoint", str(path), taken))
-    loop = Loop(plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, algorithm)
+    loop = Loop(
+        plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, algorithm, here=isinstance(clients, Clients)
+    )
     if resume:
         carry = loop.restore(carry)
     run = chosen.start(algorithm, problem, clients, cohort, key, carry)
@@ -186,6 +188,7 @@ class Loop:
     seconds: float = 0.0  # in rounds, without compilation and evaluation
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
     warned: bool = False
+    here: bool = True  # whether the carry has the clients' own states
 
     def play(self, run: Run, carry: Carry) -> Result:
         result, reason, stop = self.result(run, carry), "", False
@@ -239,7 +242,10 @@ class Loop:
 
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
-        state = jax.tree.map(jnp.copy, local(carry.state))
+        state = local(carry.state)
+        if self.here:
+            state = with_own(self.algorithm, state, local(carry.clients))
+        state = jax.tree.map(jnp.copy, state)
         x_fixed, y_fixed = self.evaluation.fixed
         return Result(
             x=join(state.x, x_fixed),
