@@ -76,8 +76,8 @@ def test_milestones_and_the_exchanges_to_them(runs) -> None:
     rising = History(
         [{"round": r, "exchanges": 3 * r, "accuracy": a} for r, a in ((0, 0.1), (10, 0.91), (20, 0.89), (30, 0.96))]
     )
-    assert measure.exchanges_to(rising, "accuracy", 0.9) == 30
-    assert measure.exchanges_to(rising, "accuracy", 0.97) is None
+    assert measure.cost_to(rising, "accuracy", 0.9) == 30
+    assert measure.cost_to(rising, "accuracy", 0.97) is None
     assert common_targets(load_groups([runs / "sim"]), "relative_error")[0] == 0.1
     assert measure.mean_and_spread("accuracy", [0.9, 0.92]) == "91.00 ± 1.41 %"
 

@@ -32,9 +32,10 @@ two ways:
 settings of the second:
   --set algorithm.local_steps=10    every algorithm that has such a field
   --set fednest.inner_lr=0.1        that algorithm alone
-  --set task.clients=50             and run.…, engine.…: all of them (see `fedbilevel run --help`)
+  --set task.clients=50             and run.…, engine.…, clock.…: all of them (see `fedbilevel run --help`)
 
-Methods make different numbers of exchanges a round: --exchanges gives all the same number, --rounds does not.
+Methods make different numbers of exchanges a round: --exchanges gives all the same number, --rounds does not. Where
+some do not wait for slow clients: --time, with a clock (--set clock.stragglers=5).
 Repeated with the same --out, what is missing is run: after Ctrl-C, with more seeds or with more algorithms.
 """
 
@@ -71,7 +72,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _runs(options: argparse.Namespace) -> int:
     from fedbilevel.core.errors import ConfigurationError, require
 
-    others = ("seeds", "rounds", "exchanges", "cohort", "data", "set", "centralised")
+    others = ("seeds", "rounds", "exchanges", "time", "cohort", "data", "set", "centralised")
     if given := [f"--{name}" for name in others if getattr(options, name)]:
         raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")

@@ -56,10 +56,10 @@ def _shown(
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
     hosts.here.advice = _CONTINUE.format(folder)
-    watch = display.Watch(console(quiet or brief), next(iter(parts.task.metrics)), spec.run.exchanges)
+    watch = display.Watch(console(quiet or brief), next(iter(parts.task.metrics)), spec)
     try:
         with watch.shown():
-            watch.start(spec.run.rounds)
+            watch.start()
             play(watch)
     except KeyboardInterrupt:
         raise SystemExit(fail(INTERRUPTED, _how_to_resume(folder, series))) from None

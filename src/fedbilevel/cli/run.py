@@ -40,7 +40,7 @@ def add_to(add: Add) -> None:
     add_length(run)
     run.add_argument("--cohort", type=count, metavar="N", help="clients per round")
     which = run.add_mutually_exclusive_group()
-    which.add_argument("--seed", type=seed, metavar="N", help="of the run and of the task (0)")
+    which.add_argument("--seed", type=seed, metavar="N", help="of the run, its task and its clock (0)")
     which.add_argument(
         "--seeds",
         type=seeds,
@@ -163,7 +163,7 @@ def _spec(options: argparse.Namespace) -> Spec:
 def _resume(options: argparse.Namespace) -> int:
     from fedbilevel.core.errors import ConfigurationError
 
-    alone = ("task", "algorithm", "data", "set", "spec", "exchanges", "cohort", "seed", "seeds", "eval_every")
+    alone = ("task", "algorithm", "data", "set", "spec", "exchanges", "time", "cohort", "seed", "seeds", "eval_every")
     if given := [name for name in alone if getattr(options, name) not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     prepare_jax()

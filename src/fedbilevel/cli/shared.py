@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -20,15 +21,18 @@ TASK_HELP = "see `fedbilevel tasks` (hyper_representation); or your own: module:
 EPILOG = """\
 fields for --set:
   Dotted names: algorithm.local_steps=10, task.clients=50, algorithm.server_lr.x=0.05, run.rounds=300,
-  engine.chunk=4. Without its section, a name means the algorithm's field if there is one (local_steps is also a
-  field of tasks: write task.local_steps), else the only field of that name. Values are TOML, bare words are text,
-  none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
+  engine.chunk=4, clock.spread=0.3. Without its section, a name means the algorithm's field if there is one
+  (local_steps is also a field of tasks: write task.local_steps), else the only field of that name. Values are TOML,
+  bare words are text, none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
     client_lr='{x = {schedule = "cosine", start = 0.1, steps = 500}, y = 0.1, v = 0.1}'
     schedules: cosine, exponential, inverse_sqrt, linear, polynomial
     coefficients='{name = "momentum", decay = 0.9}'       plain, momentum, proximal
     server_optimizer='{name = "adam", b1 = 0.9}'          sgd, momentum, adam, amsgrad, adagrad, yogi
     task.local_steps='{low = 1, high = 10}'               drawn for each client and round
     run.exchanges=500                                     a budget of messages, in place of run.rounds
+    run.time=200                                          a budget of virtual seconds, likewise
+    clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
+    clock.stragglers=5 clock.slowdown=5.0                 so many clients take so many times as long
     run.pooled=true                                       one client that holds every sample
 
 several processes, on one or more hosts:
@@ -67,10 +71,11 @@ class Add:
 
 
 def add_length(command: argparse.ArgumentParser) -> None:
-    """--rounds or --exchanges."""
+    """--rounds, --exchanges or --time."""
     length = command.add_mutually_exclusive_group()
     length.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
     length.add_argument("--exchanges", type=count, metavar="N", help="instead: end once N messages went down and up")
+    length.add_argument("--time", type=duration, metavar="SECONDS", help="instead: end once the clock says so much")
 
 
 def fail(code: int, sentence: str) -> int:
@@ -82,6 +87,17 @@ def fail(code: int, sentence: str) -> int:
 def count(text: str) -> int:
     """A positive whole number."""
     return _whole(text, 1)
+
+
+def duration(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
 
 
 def seed(text: str) -> int:
@@ -105,7 +121,7 @@ def _whole(text: str, least: int) -> int:
 
 def settings(options: argparse.Namespace) -> list[str]:
     """What --set and the options for single fields of [run] say."""
-    names = ("rounds", "exchanges", "cohort", "eval_every")
+    names = ("rounds", "exchanges", "time", "cohort", "eval_every")
     flags = {name: getattr(options, name, None) for name in names}
     return [*options.set, *(f"run.{name}={value}" for name, value in flags.items() if value is not None)]
 

@@ -1,13 +1,14 @@
-"""Runs that end after a number of exchanges: how often they look, and where they stop.
+"""Runs that end after a number of exchanges, or of seconds of the clock: how often they look, and where they stop.
 
-Methods make different numbers of exchanges a round, some of them at random. A run with a budget stops at the first row
-of its history at which the ledger has reached it; rows fall on fixed rounds, so where that is depends on the numbers
-alone, not on speed or interruptions.
+Methods make different numbers of exchanges a round, some of them at random, and wait for their clients more or less
+long. A run with a budget stops at the first row of its history at which the ledger has reached it; rows fall on fixed
+rounds, so where that is depends on the numbers alone, not on speed or interruptions.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -21,45 +22,64 @@ from fedbilevel.experiments.parts import Parts
 from fedbilevel.experiments.spec import RunPlan
 
 ROWS = 50  # in a history, where the spec does not say how often to evaluate
-PROBE = 4  # rounds in which exchanges are counted
+PROBE = 4  # rounds in which exchanges are counted, and their time
+ENDLESS = 2**31 - 1  # rounds, for runs that end otherwise
+
+Budget = tuple[str, float]
+"""A column of the history, and how much of it: ("exchanges", 500) or ("time", 200.0)."""
 
 
-def stop_after(exchanges: int) -> Callback:
-    """A callback that ends a run at the first row with so many exchanges."""
+def stop_after(budget: Budget) -> Callback:
+    """A callback that ends a run at the first row with so much."""
 
     def check(result: Result, row: Row | None) -> str | None:
-        return reason(exchanges) if row is not None and row["exchanges"] >= exchanges else None
+        return reason(budget) if row is not None and spent(row, budget) else None
 
     return check
 
 
-def reason(exchanges: int) -> str:
+def spent(row: Row, budget: Budget) -> bool:
+    """Whether a row has reached the budget."""
+    column, amount = budget
+    return row[column] >= amount
+
+
+def reason(budget: Budget) -> str:
     """Why a run with a budget ended."""
-    return f"{exchanges} exchanges done"
+    column, amount = budget
+    return f"{amount:g} s of time passed" if column == "time" else f"{amount} {column} done"
+
+
+def rounds_at_most(budget: Budget) -> int:
+    """After which the budget is spent for sure: a round makes at least one exchange, but may take no time at all."""
+    column, amount = budget
+    return int(amount) if column == "exchanges" else ENDLESS
 
 
 def rounds_between_rows(plan: RunPlan, parts: Parts) -> int:
-    """So many that about ROWS rows fit the budget, by counting the exchanges of the first rounds of this very run."""
+    """So many that about ROWS rows fit the budget, by looking at the first rounds of this very run."""
     if plan.eval_every is not None:
         return plan.eval_every
-    assert plan.exchanges is not None
-    task = parts.task
-    first = solve(
-        parts.algorithm,
-        task.problem,
-        task.clients,
-        task.x0,
-        task.y0,
-        rounds=PROBE,
-        cohort=plan.cohort,
-        key=plan.seed,
-        engine=parts.engine,
-    )
-    return max(1, plan.exchanges * PROBE // (ROWS * first.ledger.exchanges))
+    assert plan.budget is not None
+    task, (column, amount) = parts.task, plan.budget
+    with warnings.catch_warnings(action="ignore"):  # the run itself says it again
+        first = solve(
+            parts.algorithm,
+            task.problem,
+            task.clients,
+            task.x0,
+            task.y0,
+            rounds=PROBE,
+            cohort=plan.cohort,
+            key=plan.seed,
+            engine=parts.engine,
+        )
+    cost = first.history.rows[-1][column]
+    return max(1, int(amount * PROBE / (ROWS * cost))) if cost > 0 else 1
 
 
-def rounds_done(checkpoint: Path, exchanges: int) -> int | None:
-    """How many rounds a checkpoint has, if it has reached the budget already; else None.
+def rounds_done(checkpoint: Path, budget: Budget) -> int | None:
+    """How many rounds a checkpoint has, if it has spent the budget already; else None.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -69,4 +89,4 @@ def rounds_done(checkpoint: Path, exchanges: int) -> int | None:
             rows: list[Row] = json.loads(stored[files.META].tobytes())["meta"]["history"]
     except files.UNREADABLE as error:
         raise CheckpointError(f"{checkpoint} is not a readable checkpoint: {error}") from error
-    return int(rows[-1]["round"]) if rows and rows[-1]["exchanges"] >= exchanges else None
+    return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None

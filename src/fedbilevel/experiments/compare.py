@@ -22,7 +22,7 @@ from fedbilevel.experiments.own_task import label
 TARGETS = 3
 READABLE = 20  # characters of a text before it is broken
 TEXTS = ("run", "algorithm", "task")
-DROPPED_FIRST = ("products", "gradients", "seconds", "exchanges", "best")  # where the terminal is narrow
+DROPPED_FIRST = ("products", "gradients", "seconds", "exchanges", "time", "best")  # where the terminal is narrow
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Group:
     @property
     def algorithm(self) -> str:
         return self.runs[0].spec.algorithm.name
+
+    @property
+    def timed(self) -> bool:
+        """Whether their virtual time is more than a count of exchanges."""
+        return self.runs[0].spec.timed
 
     @property
     def pooled(self) -> bool:
@@ -86,7 +91,8 @@ def draw(groups: Sequence[Group], picture: str | Path) -> None:
     curves = [
         plots.curve(_legend(group), [run.history for run in group.runs], metric, level=group.pooled) for group in groups
     ]
-    write_atomically(Path(picture), lambda file: plots.draw_comparison(file, curves, metric, _tasks(groups)))
+    timed = any(group.timed for group in groups)
+    write_atomically(Path(picture), lambda file: plots.draw_comparison(file, curves, metric, _tasks(groups), timed))
 
 
 def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table:
@@ -135,29 +141,37 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
         "best": [measure.mean_and_spread(metric, group.values("best")) for group in groups],
         "seconds": [f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}" for group in groups],
     }
+    timed = any(group.timed for group in groups)
+    if timed:
+        columns["time"] = [f"{statistics.fmean(map(_time, group.runs)):,.1f}" for group in groups]
     for target in common_targets(groups, metric):
-        heading = f"exchanges\nto {measure.text(metric, target)}"
-        columns[heading] = [_exchanges_to(group, metric, target) for group in groups]
+        for cost in ("exchanges", "time") if timed else ("exchanges",):
+            heading = f"{cost}\nto {measure.text(metric, target)}"
+            columns[heading] = [_cost_to(group, metric, target, cost) for group in groups]
     return columns
+
+
+def _time(run: LoadedRun) -> float:
+    return measure.time_of(run.summary["last_row"])
 
 
 def common_targets(groups: Sequence[Group], metric: str) -> list[float]:
     """The hardest milestones that some run reached, at most three."""
 
     def reached(level: float) -> bool:
-        return any(measure.exchanges_to(run.history, metric, level) is not None for g in groups for run in g.runs)
+        return any(measure.cost_to(run.history, metric, level) is not None for g in groups for run in g.runs)
 
     return [level for level in measure.levels(metric) if reached(level)][-TARGETS:]
 
 
-def _exchanges_to(group: Group, metric: str, target: float) -> str:
+def _cost_to(group: Group, metric: str, target: float, cost: str) -> str:
     """The mean over the seeds that reached it, and how many did where not all did."""
-    counts = [measure.exchanges_to(run.history, metric, target) for run in group.runs]
-    reached = [count for count in counts if count is not None]
+    costs = [measure.cost_to(run.history, metric, target, cost) for run in group.runs]
+    reached = [one for one in costs if one is not None]
     if not reached:
         return "–"
-    share = "" if len(reached) == len(counts) else f" ({len(reached)} of {len(counts)})"
-    return f"{statistics.fmean(reached):,.0f}{share}"
+    share = "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
+    return f"{statistics.fmean(reached):,.{1 if cost == 'time' else 0}f}{share}"
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -168,6 +182,7 @@ def _runs_in(path: Path) -> list[Path]:
 def _but_for_seeds(run: LoadedRun) -> str:
     tables = run.spec.tables()
     tables["run"].pop("seed")
+    tables["clock"].pop("seed")
     tables["task"].pop("seed", None)
     return repr(tables)
 

@@ -13,9 +13,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import measure
+from fedbilevel.experiments.spec import Spec
 
 WINDOW_SECONDS = 5.0  # over which the speed is taken
 
@@ -30,11 +31,12 @@ class TwoLines(Progress):
 
 
 class Watch:
-    """A callback that shows how far a run is, in rounds or, where it has a budget of them, in exchanges."""
+    """A callback that shows how far a run is, in rounds or, where it has a budget, in exchanges or virtual time."""
 
-    def __init__(self, console: Console, metric: str, exchanges: int | None = None) -> None:
-        self.console, self.metric, self.exchanges = console, metric, exchanges
-        self.marks: list[tuple[float, int]] = []
+    def __init__(self, console: Console, metric: str, spec: Spec) -> None:
+        self.console, self.metric, self.spec = console, metric, spec
+        self.column, self.whole = spec.run.budget or ("round", float(spec.run.rounds or 0))
+        self.marks: list[tuple[float, float]] = []
         self.progress: Progress | None = None
         self.bar: Any = None
 
@@ -59,17 +61,15 @@ class Watch:
 
     @property
     def unit(self) -> str:
-        return "rounds" if self.exchanges is None else "exchanges"
+        return {"round": "rounds", "exchanges": "exchanges", "time": "s of time"}[self.column]
 
-    def done(self, result: Result) -> int:
-        return result.round if self.exchanges is None else result.ledger.exchanges
+    def done(self, result: Result) -> float:
+        return {"round": result.round, "exchanges": result.ledger.exchanges, "time": result.ledger.time}[self.column]
 
-    def start(self, rounds: int | None) -> None:
+    def start(self) -> None:
         """Say that the program is being compiled."""
         if self.progress is not None:
-            self.bar = self.progress.add_task(
-                "", total=self.exchanges or rounds, what="compiling", numbers="", speed=""
-            )
+            self.bar = self.progress.add_task("", total=self.whole, what="compiling", numbers="", speed="")
 
     def __call__(self, result: Result, row: Row | None) -> None:
         now = time.monotonic() - result.compile_seconds  # the speed is that of rounds
@@ -81,32 +81,37 @@ class Watch:
                 self.bar,
                 completed=self.done(result),
                 what=what,
-                numbers=self.numbers(result.history),
+                numbers=self.numbers(result),
                 speed=self.speed(result),
             )
         elif row is not None:
-            parts = (self.place(result), self.numbers(result.history), self.speed(result))
+            parts = (self.place(result), self.numbers(result), self.speed(result))
             self.console.print("  ".join(part for part in parts if part), highlight=False, soft_wrap=True)
 
     def place(self, result: Result) -> str:
         """How far the run is, for a line."""
-        if self.exchanges is None:
-            return f"round {result.round}/{result.rounds}"
-        return f"round {result.round}  exchange {result.ledger.exchanges}/{self.exchanges}"
+        if self.column == "exchanges":
+            return f"round {result.round}  exchange {result.ledger.exchanges}/{self.whole:.0f}"
+        if self.column == "time":
+            return f"round {result.round}  time {result.ledger.time:,.1f}/{self.whole:g} s"
+        return f"round {result.round}/{self.whole:.0f}"
 
-    def numbers(self, history: History) -> str:
-        """The objective and the first metric, as of the last row."""
-        row = history.rows[-1] if history.rows else {}
+    def numbers(self, result: Result) -> str:
+        """The objective and the first metric, as of the last row; the time, where it says more than the place does."""
+        row = result.history.rows[-1] if result.history.rows else {}
         shown = {name: row[name] for name in ("outer_loss", self.metric) if name in row}
-        return "  ".join(f"{name} {measure.text(name, value)}" for name, value in shown.items())
+        texts = [f"{name} {measure.text(name, value)}" for name, value in shown.items()]
+        if self.spec.timed and self.column != "time":
+            texts.insert(0, f"time {result.ledger.time:,.1f} s")
+        return "  ".join(texts)
 
     def speed(self, result: Result) -> str:
-        """Rounds (or exchanges) per second and the time that remains."""
+        """Rounds (or exchanges, or virtual seconds) per second of this machine, and how long it still takes."""
         (then, before), (now, done) = self.marks[0], self.marks[-1]
         if done == before or now <= then:
             return ""
         rate = (done - before) / (now - then)
-        left = max(0, (self.exchanges or result.rounds) - done)
+        left = max(0, self.whole - done)
         return f"{rate:.3g} {self.unit}/s  ETA {_clock(left / rate)}"
 
 
@@ -129,6 +134,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         f"best {metric}": best,
         **{name: measure.text(name, row[name]) for name in row if name.endswith("_loss")},
         "exchanges": f"{row['exchanges']:,}",
+        **({"time": f"{passed:,.1f} s"} if (passed := measure.time_of(row)) != row["exchanges"] else {}),
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
         "gradients / products": f"{row['gradients']:,} / {row['products']:,}",
         "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",

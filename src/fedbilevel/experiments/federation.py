@@ -79,7 +79,7 @@ def serve(spec: Spec, grid: Any, config: Config) -> None:
         if not _name_file(place).exists():
             write_json(_name_file(place), {"name": name})
 
-    watch = Watch(_plain_console(), next(iter(task.metrics)), spec.run.exchanges)
+    watch = Watch(_plain_console(), next(iter(task.metrics)), spec)
     complete(spec, place.path, callbacks=[note_name, watch], parts=Parts(task, algorithm_of(spec), engine))
     print(f"run   {place.path.resolve()}", flush=True)
 
@@ -131,8 +131,17 @@ def configured(spec: Spec, config: Config) -> Spec:
     spec = assign(spec, shlex.split(str(config.get("settings", ""))))
     after = spec.task.name, spec.algorithm.name
     require(after == before, "settings", after, f"of the app's own task and algorithm, {before}: a name is code to run")
-    require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
+    require_real(spec)
     return spec
+
+
+def require_real(spec: Spec) -> None:
+    """Refuse what a spec can say of simulations alone."""
+    require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
+    if spec.timed:
+        raise ConfigurationError(
+            "[clock] is for simulations: leave it out of a federation, whose clients take real time"
+        )
 
 
 def terms(config: Config) -> Any:

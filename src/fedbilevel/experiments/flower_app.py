@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.experiments.federation import require_real
 from fedbilevel.experiments.own_task import own_file, task_maker
 from fedbilevel.experiments.places import write_text
 from fedbilevel.experiments.spec import Named, Spec
@@ -81,8 +82,10 @@ def write_app(spec: Spec, folder: Path) -> None:
     """Write the app to a new folder.
 
     Raises:
-        ConfigurationError: there is something in the folder, or its name is none for a Python package.
+        ConfigurationError: there is something in the folder, or its name is none for a Python package; or the spec is
+            one of a simulation.
     """
+    require_real(spec)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"cannot write an app to {folder}: it exists and is not empty")
     package = re.sub(r"[^a-z0-9_]", "_", folder.resolve().name.lower())

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from fedbilevel.engines.history import History
+from fedbilevel.engines.history import History, Row
 
 LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
 TINY = [10.0**-power for power in range(1, 13)]
@@ -31,12 +31,17 @@ def levels(metric: str) -> Sequence[float]:
     return LEVELS if larger_is_better(metric) else TINY
 
 
-def exchanges_to(history: History, metric: str, level: float) -> int | None:
-    """The exchanges made when a metric was first seen at least as good as a level, or None."""
+def cost_to(history: History, metric: str, level: float, cost: str = "exchanges") -> float | None:
+    """A column of the history where a metric was first seen at least as good as a level, or None."""
     for row in history.rows:
         if metric in row and (row[metric] >= level if larger_is_better(metric) else row[metric] <= level):
-            return int(row["exchanges"])
+            return time_of(row) if cost == "time" else row[cost]
     return None
+
+
+def time_of(row: Row) -> float:
+    """Seconds of the clock; rows of before there was one count an exchange as one, as clocks still do by default."""
+    return row.get("time", row["exchanges"])
 
 
 def mean_and_spread(metric: str, values: Sequence[float]) -> str:

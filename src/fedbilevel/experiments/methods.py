@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.engines.clock import Clock
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.compare import Group, draw, load_groups
 from fedbilevel.experiments.own_task import full_name, label
@@ -113,8 +116,15 @@ def comparison_specs(
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}: {error}") from error
     if centralised:
-        specs[CENTRALISED] = specs[algorithms[0]].replace(run={"pooled": True})
+        first = specs[algorithms[0]]
+        specs[CENTRALISED] = first.replace(run={"pooled": True}, clock=_of_a_single_client(first.clock))
     return specs
+
+
+def _of_a_single_client(clock: Clock) -> dict[str, Any]:
+    """What changes of the clock: the client is no straggler and always there, and its pace is the clients' mean."""
+    means = {name: float(np.mean(getattr(clock, name))) for name in ("compute", "network")}
+    return {**means, "stragglers": 0, "availability": 1.0}
 
 
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:

@@ -1,11 +1,11 @@
 """From a spec to the objects that it describes."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.core.algorithm import check_solves
+from fedbilevel.core.algorithm import check_solves, is_asynchronous
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import Engine, check_cohort
@@ -34,11 +34,16 @@ def build(spec: Spec, task: Task | None = None) -> Parts:
         ConfigurationError, DataError: some value is not allowed, or the algorithm is not made for the task's problem.
     """
     algorithm = algorithm_of(spec)
-    engine = Local(chunk=spec.engine.chunk, devices=spec.engine.devices, stream=spec.engine.stream)
+    engine = Local(**asdict(spec.engine), clock=spec.clock)
     task = task_of(spec) if task is None else task
     require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
     check_solves(algorithm, task.problem)
-    check_cohort(spec.run.cohort, len(task.clients))
+    population = len(task.clients)
+    cohort = check_cohort(spec.run.cohort, population)
+    everyone = not is_asynchronous(algorithm) or cohort == population
+    named = label(spec.algorithm.name)
+    require(everyone, "run.cohort", cohort, f"none: rounds of {named} end with the first answers of all")
+    spec.clock.pace(population)  # raises where it is one for another number of clients
     return Parts(task, algorithm, engine)
 
 

@@ -1,4 +1,5 @@
-"""Curves of runs: a metric against what it cost, in four currencies, in colours that everyone can tell apart."""
+"""Curves of runs: a metric against what it cost, in four currencies, or five where there is a clock, in colours that
+everyone can tell apart."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ AXES = {
     "megabytes": "traffic (MB, down + up, whole cohort)",
     "evaluations": "gradients + Hessian products (all clients)",
     "seconds": "seconds in rounds",
+    "time": "time (virtual seconds)",
 }
 
 
@@ -52,15 +54,16 @@ def curve(label: str, histories: Sequence[History], metric: str, level: bool = F
         "megabytes": mean("bytes_down", "bytes_up") / 1e6,
         "evaluations": mean("gradients", "products"),
         "seconds": mean("seconds"),
+        "time": np.mean([[measure.time_of(t[round]) for round in rounds] for t in tables], axis=0),
     }
     spread = values.std(axis=0, ddof=1) if len(tables) > 1 else None
     return Curve(label, np.array(rounds), costs, values.mean(axis=0), spread, level)
 
 
-def draw_run(file: Any, history: History, metric: str, title: str) -> None:
-    """A row of panels of the metric, and one of the losses below, as PNG."""
+def draw_run(file: Any, history: History, metric: str, title: str, timed: bool = False) -> None:
+    """A row of panels of the metric, and one of the losses below, as PNG; `timed`: virtual time has a panel, too."""
     losses = [name for name in ("outer_loss", "inner_loss") if name in history.columns]
-    figure, rows = _figure(2 if losses else 1, 4, height=3.4, sharey="row")
+    figure, rows = _figure(2 if losses else 1, 5 if timed else 4, height=3.4, sharey="row")
     _draw_panels(rows[0], [curve(_words(metric), [history], metric)], metric)
     if losses:
         curves = [curve(_words(name), [history], name) for name in losses]
@@ -69,14 +72,19 @@ def draw_run(file: Any, history: History, metric: str, title: str) -> None:
     _finish(figure, title, file)
 
 
-def draw_comparison(file: Any, curves: Sequence[Curve], metric: str, title: str) -> None:
-    """Four panels with a line per curve and the legend below, as PNG."""
-    figure, rows = _figure(2, 2, height=4.2, sharey=True)
-    _draw_panels(rows.ravel(), curves, metric)
+def draw_comparison(file: Any, curves: Sequence[Curve], metric: str, title: str, timed: bool = False) -> None:
+    """Four panels with a line per curve and the legend below, as PNG; where `timed`, five with the legend beside."""
+    figure, rows = _figure(2, 3 if timed else 2, height=4.2, sharey=True)
+    panels = rows.ravel()
+    _draw_panels(panels[: 5 if timed else 4], curves, metric)
     for row in rows:
         row[0].set_ylabel(_axis_label(metric))
-    lines, labels = rows[0][0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=10, handlelength=3.5)
+    lines, labels = panels[0].get_legend_handles_labels()
+    if timed:
+        panels[5].axis("off")
+        panels[5].legend(lines, labels, loc="center", frameon=False, fontsize=10, handlelength=3.5)
+    else:
+        figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=10, handlelength=3.5)
     _finish(figure, title, file)
 
 
@@ -98,7 +106,7 @@ def _figure(rows: int, columns: int, *, height: float, sharey: Any) -> tuple[Any
 
 
 def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str) -> None:
-    for panel, (cost, label) in zip(axes, AXES.items(), strict=True):
+    for panel, (cost, label) in zip(axes, AXES.items(), strict=False):  # without a panel for time where there is none
         for i, line in enumerate(curves):
             _draw_curve(panel, line, cost, metric, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)])
         panel.set_xlabel(label)

@@ -109,7 +109,9 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
         raise CheckpointError(f"{place.checkpoint} is damaged, and nothing can be resumed from it; {again}")
     spec = read_spec(place.spec)
     if rounds is not None and spec.run.rounds is None:
-        raise ConfigurationError(f"the run in {place.path} ends after {spec.run.exchanges} exchanges, not after rounds")
+        column, amount = spec.run.budget or ("", 0)
+        much = f"{amount:g} s of time" if column == "time" else f"{amount} {column}"
+        raise ConfigurationError(f"the run in {place.path} ends after {much}, not after rounds")
     if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
         raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
     return spec if rounds is None else spec.replace(run={"rounds": rounds})
@@ -150,11 +152,11 @@ def _length(spec: Spec, place: Folder, parts: Parts, resume: bool) -> tuple[int,
     """Rounds at most, rounds between rows, and what ends the run before."""
     if spec.run.rounds is not None:
         return spec.run.rounds, spec.run.eval_every, []
-    assert spec.run.exchanges is not None
-    budgeted = spec.run.exchanges
-    done = hosts.decide(lambda: budget.rounds_done(place.checkpoint, budgeted)) if resume else None
-    rounds = spec.run.exchanges if done is None else done  # a round has at least one exchange
-    return rounds, budget.rounds_between_rows(spec.run, parts), [budget.stop_after(spec.run.exchanges)]
+    assert spec.run.budget is not None
+    whole = spec.run.budget
+    done = hosts.decide(lambda: budget.rounds_done(place.checkpoint, whole)) if resume else None
+    rounds = budget.rounds_at_most(whole) if done is None else done
+    return rounds, budget.rounds_between_rows(spec.run, parts), [budget.stop_after(whole)]
 
 
 @contextmanager
@@ -210,7 +212,7 @@ def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: floa
     write_json(place.ledger, asdict(result.ledger))
     result.save(place.result)
     if plot:
-        write_atomically(place.plot, lambda file: plots.draw_run(file, result.history, metric, spec.title))
+        write_atomically(place.plot, lambda file: plots.draw_run(file, result.history, metric, spec.title, spec.timed))
     write_json(place.summary, summary(spec, result, metric, seconds))
 
 
@@ -226,7 +228,7 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
         "data": spec.data,
         "seed": spec.run.seed,
         "rounds": result.round,
-        "stopped": result.stopped or ("" if spec.run.exchanges is None else budget.reason(spec.run.exchanges)),
+        "stopped": result.stopped or ("" if spec.run.budget is None else budget.reason(spec.run.budget)),
         "metric": metric,
         "final": values[-1],
         "best": best,

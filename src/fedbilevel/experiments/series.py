@@ -18,9 +18,9 @@ Series = Mapping[Path, Spec]
 
 
 def seeded(spec: Spec, seed: int) -> Spec:
-    """The spec with that seed, for the run and, where it has one, the task."""
+    """The spec with that seed, for the run, the clock and, where it has one, the task."""
     task = {"seed": seed} if "seed" in spec.task.fields else {}
-    return spec.replace(run={"seed": seed}, task=task)
+    return spec.replace(run={"seed": seed}, task=task, clock={"seed": seed})
 
 
 def finished(place: Path) -> bool:

@@ -1,20 +1,25 @@
 """The typed spec: everything that determines a run, read from and written to TOML.
 
-[task] and [algorithm] have a name and the fields of what it names; [run] and [engine] are below. A spec is always
-complete: `resolve` fills in what it is not told, from the presets and then from the defaults.
+[task] and [algorithm] have a name and the fields of what it names; [run] and [engine] are below, [clock] has the fields
+of `fedbilevel.Clock`. A spec is always complete: `resolve` fills in what it is not told, from the presets and then from
+the defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fedbilevel import __version__
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.engines.clock import Clock
 from fedbilevel.experiments import schema, toml
 from fedbilevel.experiments.own_task import full_name, label, task_maker
 from fedbilevel.experiments.presets import preset
@@ -28,13 +33,17 @@ class Named:
     fields: Mapping[str, Any]
 
 
+BUDGETS = ("exchanges", "time")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """How long to run and what to write on the way.
 
     Args:
-        rounds: in total; None with a budget of exchanges.
+        rounds: in total; None with a budget.
         exchanges: a budget in place of rounds: the run ends at the first row of its history that has so many.
+        time: a budget likewise, in seconds of the clock.
         cohort: clients per round; None takes everyone.
         pooled: give every sample to a single client: the same problem without a federation.
         seed: of the cohorts and of all samples drawn (the task has a seed of its own).
@@ -44,6 +53,7 @@ class RunPlan:
 
     rounds: int | None = 300
     exchanges: int | None = None
+    time: float | None = None
     cohort: int | None = None
     pooled: bool = False
     seed: int = 0
@@ -54,12 +64,21 @@ class RunPlan:
         for name in ("rounds", "exchanges", "cohort", "eval_every", "checkpoint_every"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"run.{name}", value, "a positive whole number")
-        if (self.rounds is None) == (self.exchanges is None):
-            got = "neither" if self.rounds is None else f"rounds = {self.rounds} and exchanges = {self.exchanges}"
-            raise ConfigurationError(f"a run ends after a number of rounds or of exchanges: give one, not {got}")
-        alone = self.exchanges is not None or self.eval_every is not None
-        require(alone, "run.eval_every", None, "a positive whole number, unless run.exchanges is given")
+        fits = self.time is None or 0 < self.time < math.inf
+        require(fits, "run.time", self.time, "a positive number of seconds")
+        lengths = {name: getattr(self, name) for name in ("rounds", *BUDGETS)}
+        given = [f"{name} = {value}" for name, value in lengths.items() if value is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "neither"
+            raise ConfigurationError(f"a run ends after some rounds, exchanges or seconds of time: give one, not {got}")
+        alone = self.budget is not None or self.eval_every is not None
+        require(alone, "run.eval_every", None, "a positive whole number, unless run.exchanges or run.time is given")
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
+
+    @property
+    def budget(self) -> tuple[str, float] | None:
+        """What ends the run in place of rounds: a column of the history, and how much of it; None with rounds."""
+        return next(((name, value) for name in BUDGETS if (value := getattr(self, name)) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +98,7 @@ class Spec:
     algorithm: Named
     run: RunPlan
     engine: EnginePlan
+    clock: Clock = field(default_factory=Clock)
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """As TOML has it, section by section."""
@@ -87,6 +107,7 @@ class Spec:
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
             "run": dataclasses.asdict(self.run),
             "engine": dataclasses.asdict(self.engine),
+            "clock": dataclasses.asdict(self.clock),
         }
 
     def to_toml(self) -> str:
@@ -107,12 +128,17 @@ class Spec:
         return " · ".join(part for part in (label(self.task.name), self.algorithm.name, self.data) if part)
 
     @property
+    def timed(self) -> bool:
+        """Whether virtual time is more than a count of exchanges."""
+        return dataclasses.replace(self.clock, seed=0) != Clock()
+
+    @property
     def data(self) -> str | None:
         """The data set, for tasks that have one."""
         return self.task.fields.get("data")
 
 
-SECTIONS = [field.name for field in dataclasses.fields(Spec)]
+SECTIONS = [section.name for section in dataclasses.fields(Spec)]
 DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
 
 
@@ -132,11 +158,14 @@ def resolve(tables: Mapping[str, Any]) -> Spec:
     values = preset(task, task_fields.get("data", data.default) if data else None)
     plan = schema.complete("run", known["run"], given["run"], {**values.run, **_implied(given["run"])})
     engine = schema.complete("engine", known["engine"], given["engine"], {})
+    clock = Clock(**schema.complete("clock", known["clock"], given["clock"], {}))
+    _check_time_passes(plan, clock)
     return Spec(
         Named(task, schema.complete("task", known["task"], task_fields, values.of_task(task_fields.get("network")))),
         Named(algorithm, schema.complete("algorithm", known["algorithm"], algorithm_fields, values.of(algorithm))),
         RunPlan(**plan),
         EnginePlan(**engine),
+        clock,
     )
 
 
@@ -149,6 +178,7 @@ def fields_of(task: str, algorithm: str) -> dict[str, dict[str, schema.Field]]:
         "algorithm": schema.of_algorithm(ALGORITHMS[algorithm]),
         "run": schema.of_algorithm(RunPlan),
         "engine": schema.of_algorithm(EnginePlan),
+        "clock": schema.of_algorithm(Clock),
     }
 
 
@@ -160,7 +190,8 @@ def read_spec(path: str | Path) -> Spec:
 def assign(spec: Spec, settings: Sequence[str]) -> Spec:
     """A spec with settings like "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05" made in it.
 
-    Without a section, a field of the algorithm is meant if it has one of that name, else the only one of that name.
+    Without a section, a field of the algorithm is meant if it has one of that name, else the only one of that name, the
+    clock's counting only where there is no other.
     """
     tables = spec.tables()
     known = fields_of(spec.task.name, spec.algorithm.name)
@@ -222,6 +253,8 @@ def _full_path(path: list[str], known: Mapping[str, Mapping[str, schema.Field]])
             raise unknown(f"field of {section}", field, known[section])
         return path
     holders = [section for section in known if path[0] in known[section]]
+    if len(holders) > 1 and "clock" in holders:
+        holders.remove("clock")
     if not holders:
         raise unknown("field", path[0], {name for fields in known.values() for name in fields})
     if "algorithm" in holders:
@@ -230,6 +263,13 @@ def _full_path(path: list[str], known: Mapping[str, Mapping[str, schema.Field]])
         choices = " or ".join(f"{section}.{path[0]}" for section in holders)
         raise ConfigurationError(f"{path[0]!r} is a field of {' and of '.join(holders)}: write {choices}")
     return [holders[0], *path]
+
+
+def _check_time_passes(plan: Mapping[str, Any], clock: Clock) -> None:
+    """Refuse a budget of time that would never be spent."""
+    if plan["time"] is not None:
+        passes = np.min(clock.network) > 0 or np.min(clock.compute) > 0
+        require(passes, "run.time", plan["time"], "none where the clock's compute and network are 0: no time passes")
 
 
 def _section(name: str) -> str:
@@ -251,17 +291,17 @@ def _named(table: dict[str, Any], default: str) -> tuple[str, dict[str, Any]]:
 
 
 def _implied(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What else of [run] changes when this much of it is said: a budget takes the place of rounds, and rounds that of a
-    budget; rows are spread over a budget; a single client is the whole cohort."""
+    """What else of [run] changes when this much of it is said: rounds and budgets take each other's place; rows are
+    spread over a budget; a single client is the whole cohort."""
 
     def given(name: str) -> bool:
         return said.get(name) not in (None, "none", False)
 
     changes: dict[str, Any] = {}
-    if given("exchanges"):
-        changes |= {"rounds": None, "eval_every": None}
+    if any(map(given, BUDGETS)):
+        changes |= {"rounds": None, "eval_every": None, **dict.fromkeys(BUDGETS)}
     elif given("rounds"):
-        changes["exchanges"] = None
+        changes |= dict.fromkeys(BUDGETS)
     if given("pooled"):
         changes["cohort"] = None
     return {name: value for name, value in changes.items() if name not in said}

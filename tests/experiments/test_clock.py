@@ -1,0 +1,199 @@
+"""The clock in specs, on the command line and in what is shown of runs."""
+
+from __future__ import annotations
+
+import io
+import tomllib
+
+import pytest
+from command_line import outcome
+
+import fedbilevel as fb
+from fedbilevel import experiments
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.history import History
+from fedbilevel.experiments import configure, measure, plots, read_spec, resolve
+from fedbilevel.experiments.compare import load_groups
+from fedbilevel.experiments.federation import configured
+from fedbilevel.experiments.flower_app import write_app
+from fedbilevel.experiments.methods import comparison_specs
+from fedbilevel.experiments.parts import build
+from fedbilevel.experiments.series import seeded
+
+SMALL = ["clients=4", "samples=[3, 3]", "algorithm.local_steps=1"]
+CLOCK = ["clock.compute=0.1", "clock.network=1.0", "clock.stragglers=1", "slowdown=5.0"]
+SET = [part for setting in [*SMALL, *CLOCK] for part in ("--set", setting)]
+ROUND = 7.0  # s: (1.0 + 0.1·4)·5 of the straggler, who computes two gradients and two products for a local step
+BUDGET = 150
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison of one algorithm, with a budget of virtual time."""
+    folder = tmp_path_factory.mktemp("clock") / "runs"
+    settings = [*SMALL, *CLOCK, f"run.time={BUDGET}"]
+    experiments.compare_algorithms("quadratic", ["simfbo"], settings=settings, out=folder)
+    return folder
+
+
+def test_a_spec_holds_the_clock(tmp_path) -> None:
+    spec = configure(task="quadratic", settings=[*CLOCK, "clock.availability=[1, 0.5]", "clock.seed=7"])
+    assert spec.clock == fb.Clock(compute=0.1, stragglers=1, slowdown=5.0, availability=[1, 0.5], seed=7)
+    assert resolve(tomllib.loads(spec.to_toml())) == spec
+    (tmp_path / "spec.toml").write_text(spec.to_toml())
+    assert read_spec(tmp_path / "spec.toml") == spec
+    assert spec.timed
+    assert not spec.replace(clock=resolve({}).tables()["clock"] | {"seed": 3}).timed  # no draws: any seed is the same
+
+
+def test_a_spec_from_before_the_clock_has_the_default_one() -> None:
+    spec = configure(task="quadratic")
+    tables = spec.tables()
+    assert tables.pop("clock")["network"] == 1.0
+    del tables["run"]["time"]
+    assert resolve(tables) == spec
+    assert spec.clock == fb.Clock()
+
+
+def test_the_clock_reaches_the_engine_and_the_seed_the_clock() -> None:
+    spec = seeded(configure(task="quadratic", settings=[*SMALL, *CLOCK]), 5)
+    assert (spec.clock.seed, spec.run.seed, spec.task.fields["seed"]) == (5, 5, 5)
+    assert build(spec).engine.clock == spec.clock
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["clock.straglers=2"], "unknown field of clock 'straglers'; did you mean 'stragglers'"),
+        (["clok.stragglers=2"], "unknown field 'clok'"),
+        (["seed=3"], "'seed' is a field of task and of run: write task.seed or run.seed"),
+        (["clock.seed=-1"], "clock.seed = -1 is not allowed"),
+        (["clock.stragglers=two"], "clock.stragglers = 'two' is not allowed: it must be a whole number"),
+        (["clock.network=-1"], "Clock.network = -1 is not allowed"),
+        (["clock.compute=[1, 'x']"], "clock.compute = [1, 'x'] is not allowed: it must be a number or a list"),
+        (["run.time=0"], "run.time = 0 is not allowed: it must be a positive number of seconds"),
+        (["run.time=inf"], "run.time = inf is not allowed"),
+        (["run.time=9", "rounds=3"], "give one, not rounds = 3 and time = 9"),
+        (["run.time=9", "exchanges=3"], "give one, not exchanges = 3 and time = 9"),
+        (["run.time=9", "clock.network=0"], "no time passes"),
+    ],
+)
+def test_a_wrong_setting_is_explained(settings, words) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        configure(task="quadratic", settings=settings)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["clock.stragglers=5"], "Clock.stragglers = 5 is not allowed: it must be at most 4, the number of clients"),
+        (["clock.compute=[1, 2]"], "one, or 4: one per client"),
+    ],
+)
+def test_a_clock_for_other_clients_is_refused_before_anything_runs(settings, words) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        build(configure(task="quadratic", settings=[*SMALL, *settings]))
+    assert words in str(error.value)
+
+
+def test_a_cohort_of_an_asynchronous_method_is_refused_before_anything_runs(monkeypatch) -> None:
+    @fb.algorithm
+    class FirstHalf(fb.SimFBO):
+        asynchronous = True
+
+    monkeypatch.setitem(ALGORITHMS, "first-half", FirstHalf)
+    spec = configure(task="quadratic", algorithm="first-half", settings=[*SMALL, "cohort=3"])
+    with pytest.raises(ConfigurationError, match=r"run\.cohort = 3 is not allowed: it must be none: rounds of first-"):
+        build(spec)
+    build(spec.replace(run={"cohort": None}))
+    build(spec.replace(run={"cohort": 4}))
+
+
+def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:
+    spec = configure(task="quadratic", settings=CLOCK)
+    with pytest.raises(ConfigurationError, match=r"\[clock\] is for simulations"):
+        write_app(spec, tmp_path / "app")
+    assert not (tmp_path / "app").exists()
+    with pytest.raises(ConfigurationError, match=r"\[clock\] is for simulations"):
+        configured(configure(task="quadratic"), {"settings": "clock.stragglers=1"})
+
+
+def test_the_level_without_a_federation_has_no_stragglers() -> None:
+    settings = [*SMALL, "clock.compute=[1, 2, 3, 6]", "clock.stragglers=2"]
+    specs = comparison_specs("quadratic", ["simfbo"], settings=settings, centralised=True)
+    clock = specs["centralised"].clock
+    assert (clock.compute, clock.stragglers, specs["simfbo"].clock.stragglers) == (3.0, 0, 2)
+    build(specs["centralised"])
+
+
+def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> None:
+    run = experiments.load_run(compared / "simfbo")
+    assert (run.spec.run.rounds, run.spec.run.time, run.spec.run.eval_every) == (None, BUDGET, None)
+    time = run.history["time"]
+    assert list(time) == [pytest.approx(ROUND * i, rel=1e-12) for i in run.history["round"]]
+    assert time[-2] < BUDGET <= time[-1]
+    assert run.summary["stopped"] == f"{BUDGET} s of time passed"
+
+
+def test_a_run_with_such_a_budget_goes_on_after_an_interruption(compared, tmp_path) -> None:
+    spec = experiments.load_run(compared / "simfbo").spec
+    rows = []
+
+    def interrupt(result: object, row: object) -> None:
+        rows.append(row)
+        if len(rows) > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
+    with pytest.raises(ConfigurationError, match="ends after 150 s of time, not after rounds"):
+        experiments.resume(tmp_path / "run", rounds=99, plot=False)
+    experiments.resume(tmp_path / "run", plot=False)
+    assert outcome(tmp_path / "run") == outcome(compared / "simfbo")
+
+
+def test_a_comparison_has_time(compared, run) -> None:
+    code, shown, error = run("compare", compared, "--out", compared.parent / "c.png")
+    assert (code, error) == (0, "")
+    headings = shown.splitlines()[2].split()
+    assert "time" in headings
+    assert (compared.parent / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_has_a_panel_where_there_is_a_clock(compared, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, *_: drawn.append(figure))
+    (group, *_) = load_groups([compared / "simfbo"])
+    curve = plots.curve("simfbo", [group.runs[0].history], group.metric)
+    for timed in (False, True):
+        plots.draw_run(io.BytesIO(), group.runs[0].history, group.metric, "", timed)
+        plots.draw_comparison(io.BytesIO(), [curve], group.metric, "", timed)
+    labels = [[panel.get_xlabel() for panel in figure.axes] for figure in drawn]
+    assert [plots.AXES["time"] in one for one in labels] == [False, False, True, True]
+    assert list(curve.costs["time"]) == list(group.runs[0].history["time"])
+
+
+def test_the_time_to_a_level() -> None:
+    rows = [{"round": i, "exchanges": 2 * i, "time": 3.5 * i, "e": 1.0 / (i + 1)} for i in range(4)]
+    assert measure.cost_to(History(rows), "e", 0.5, "time") == 3.5
+    assert measure.cost_to(History(rows), "e", 0.1, "time") is None
+    for row in rows:  # as runs wrote them before there was a clock: an exchange takes 1
+        del row["time"]
+    assert measure.cost_to(History(rows), "e", 0.5, "time") == 2
+
+
+def test_the_command_line_shows_time_and_who_is_never_there(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--set", "clock.availability=[1, 1, 0, 1]", "--set", "clock.stragglers=4", "--time", 2.5 * ROUND]
+    code, shown, error = run("run", "quadratic", *SET, *arguments, "--out", "away")
+    assert code == 0
+    assert error == "fedbilevel: warning: 1 of 4 clients are never there, and the run goes on without them: 2\n"
+    lines = [line for line in shown.splitlines() if line.startswith("round ")]
+    assert lines[0].startswith("round 0  time 0.0/17.5 s  relative_error 1")
+    assert lines[-1].startswith("round 3  time 21.0/17.5 s  outer_loss")
+    assert "21.0 s" in shown.split("exchanges")[1]
+    code, _, error = run("run", "quadratic", "--time", "-1")
+    assert code == 2
+    assert "'-1' is not a positive number of seconds" in error
