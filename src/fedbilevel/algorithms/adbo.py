@@ -1,0 +1,307 @@
+"""ADBO and SDBO: the inner problem as a constraint, held by cutting planes, and consensus among clients.
+
+Yang Jiao, Kai Yang, Tiancheng Wu, Dongjin Song, Chengtao Jian. "Asynchronous Distributed Bilevel Optimization".
+ICLR 2023, arXiv:2212.10048. Algorithm 1.
+
+Each client has its own x_i and y_i, the server x and z, and they are to agree:
+
+    min Σ p_i f_i(x_i, y_i)    so that    x_i = x,    h(x, {y_i}, z) ≤ ε
+    h(x, {y_i}, z) = Σ p_i ‖y_i − φ_i(x)‖² + ‖z − φ_z(x)‖²
+
+where φ(x) are K steps towards min Σ p_i g_i(x, y'_i) under y'_i = z', from y'_i = y_i, z' = z, ψ_i = 0:
+
+    y'_i ← y'_i − η [∇y g_i(x, y'_i) + ψ_i + μ (y'_i − z')]    z' ← Σ p_i y'_i    ψ_i ← ψ_i + μ (y'_i − z')
+
+A round first makes a plane of h ≤ ε at the present point, whose φ(x) is then a function of x alone:
+
+    a = ∂h/∂x,   b_i = 2(y_i − φ_i),   c = 2(z − φ_z),   κ = h − ε − a·x − Σ p_i b_i·y_i − c·z
+
+and drops those with λ_l = 0. Then it steps on the Lagrangian, with planes a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0
+for h ≤ ε. The server sends (x, λ). Client i
+
+    θ_i ← θ_i + η_θ (x_i − x − c_θ θ_i)
+    (x_i, y_i) ← (x_i − η_x [∇x f_i(x_i, y_i) + θ_i],  y_i − η_y [∇y f_i(x_i, y_i) + Σ_l λ_l b_il])
+
+and replies with θ_i and its b_il·y_i. The server, which waits for all (SDBO), or for the first S and for whoever was
+asked τ steps ago or earlier (ADBO),
+
+    x ← x − γ_x [Σ_l λ_l a_l − Σ p_i θ_i]       z ← z − γ_z Σ_l λ_l c_l
+    λ_l ← max(0, λ_l + γ_λ [(a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l)/n_l − c_λ λ_l]),    n_l = 4 max(h, ε) at its making
+
+Exchanges per round: T + 2K. Down: x and λ (T times), x and z' (2K times). Up: θ_i and the b_il·y_i; y'_i, or K times
+the shares of ∂h/∂x and ∂h/∂z'. Client state: x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i.
+Cost per local step: a gradient of f. Per plane: K gradients of g, and K passes for both products with ∇²g.
+
+Departures from the paper:
+1. What the paper sums over clients are means with weights p_i. With equal ones that is the paper's Lagrangian over M,
+   but for ‖z − φ_z‖², which here weighs as much as the mean of the others and there as much as one.
+2. Steps on z' and ψ_i are those of ADMM, exact for z' and μ for ψ_i; the paper has a step size for each.
+3. ∂h/∂x goes through all K steps exactly, backwards in K exchanges. The published code differentiates each step with
+   the points of all steps held fixed (which agrees for K = 1), at points one step beyond those that its h and b are of.
+4. No values of single clients reach the server. θ_i is kept and stepped by the client, when it is sent the next x, so
+   that Σ p_i θ_i lacks the last step of those who are at work; without delays this is the paper's. ADBO's clients send
+   how θ_i and b_il·y_i have changed, and Σ p_i runs over those heard of: who never answers counts nowhere.
+5. The step on λ_l is that of a plane divided by its length, Σ p_i ‖b_il‖² + ‖c_l‖² = 4h; the paper divides by nothing,
+   and what its γ_λ does to a plane then falls with h, by orders of magnitude in a run.
+6. There is a greatest number of planes; beyond it the oldest goes.
+7. Planes are made to the end (so does the published code); the paper stops at some iteration.
+
+Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.batches import Batches
+from fedbilevel.algorithms.cutting_planes import Cut, Planes, added, combined, empty, products, put, row, without_idle
+from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import config, positive, static, steps
+from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.tree import XYV, PyTree, move
+
+
+class Heard(NamedTuple):
+    """What the clients keep adding to: Σ p_i over those who ever answered, and their Σ p_i θ_i."""
+
+    weight: Array
+    theta: PyTree
+
+
+class State(NamedTuple):
+    """What the server keeps."""
+
+    x: PyTree
+    y: PyTree  # z, the inner variable that all are to agree on
+    planes: Planes
+    made: Array  # planes ever made
+    heard: Heard
+
+
+class Own(NamedTuple):
+    """What a client keeps."""
+
+    x: PyTree
+    y: PyTree
+    theta: PyTree  # θ_i, the multiplier of x_i = x
+    heard: Array  # 1 after the first answer
+    serial: Array  # (slots,) which plane of the server's each row of b belongs to
+    b: PyTree  # a row for each slot
+    path: "Point"  # a row for each step towards φ_i: where it began
+    point: "Point"  # where the next begins; backwards, ∂h/∂(y'_i, ψ_i) over p_i
+
+
+class Point(NamedTuple):
+    """A client's variables in the estimate of φ."""
+
+    y: PyTree  # y'_i
+    psi: PyTree  # ψ_i, the multiplier of y'_i = z'
+
+
+@config
+class CuttingPlanes(Batches):
+    """What ADBO and SDBO share.
+
+    Args: those of `Batches`, and
+        iterations: T, the server's steps from one plane to the next.
+        client_lr: η_x and η_y, and v is η_θ, of the multipliers: numbers or schedules over rounds.
+        server_lr: γ_x and γ_z (called y), and v is γ_λ, of the multipliers.
+        planes: how many are kept at most.
+        tolerance: ε, which h may be.
+        plane_damping: c_λ, how strongly λ is drawn to 0; 0 would be the plain Lagrangian.
+        consensus_damping: c_θ, likewise for θ_i.
+        consensus_steps: K, steps towards the inner solution for each plane.
+        consensus_lr: η of these steps; below 1/(ℓ + μ) for ℓ the largest eigenvalue of any ∇²yy g_i.
+        consensus_penalty: μ.
+    """
+
+    iterations: int = static(10)
+    client_lr: XYV = steps(x=0.1, y=0.1, v=0.1)
+    server_lr: XYV = steps(x=0.05, y=0.05, v=0.5)
+    planes: int = static(20)
+    tolerance: float = positive(1e-4)
+    plane_damping: float = positive(0.01)
+    consensus_damping: float = positive(1e-3)
+    consensus_steps: int = static(10)
+    consensus_lr: float = positive(0.5)
+    consensus_penalty: float = positive(0.3)
+
+    asynchronous: ClassVar[bool] = False
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("iterations", "planes", "consensus_steps"):
+            require_count(f"{type(self).__name__}.{name}", getattr(self, name))
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x))
+        return State(x, y, Planes.none(x, y, self.planes), jnp.zeros((), jnp.int32), heard)
+
+    def init_client(self, x: PyTree, y: PyTree) -> Own:
+        none = Planes.none(x, y, self.planes)
+        zero = optax.tree.zeros_like(y)
+        path = empty(Point(zero, zero), self.consensus_steps)
+        return Own(x, y, optax.tree.zeros_like(x), jnp.zeros(()), none.serial, none.consensus, path, Point(zero, zero))
+
+    def columns(self, state: State) -> dict[str, Any]:
+        """How many planes there are, and Σ_l λ_l."""
+        return {"planes": int(jnp.sum(state.planes.there)), "multipliers": float(jnp.sum(state.planes.multiplier))}
+
+    @phase
+    def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
+        """Client: the k-th step towards φ_i, given x and z'; the reply is y'_i."""
+        x, z, k = at
+        own: Own = client.state
+        zero = Point(own.y, optax.tree.zeros_like(own.y))
+        start = jax.tree.map(lambda first, later: jnp.where(k == 0, first, later), zero, own.point)
+        loss, end = self.towards(client, x, z, start, k, key)
+        path = put(own.path, k, start)
+        return Reply(end.y, own._replace(path=path, point=end), metrics={"inner_loss": loss}, gradients=1)
+
+    def towards(self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array, key: Array) -> tuple[Array, Point]:
+        """g_i where a step begins, and its end. ψ_i steps first, when z' is known; before the first step not at all."""
+        apart = optax.tree.sub(start.y, z)
+        psi = move(start.psi, jnp.where(k == 0, 0.0, self.consensus_penalty), apart)
+        batch = client.inner_batch(key, self.batch_size)
+        loss, gradient = jax.value_and_grad(client.problem.inner, 1)(x, start.y, batch)
+        direction = move(optax.tree.add(gradient, psi), self.consensus_penalty, apart)
+        return loss, Point(move(start.y, -self.consensus_lr, direction), psi)
+
+    @phase
+    def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
+        """Client: back through the k-th step, given ∂h/∂z' behind it. The reply has this client's share of ∂h/∂x and of
+        ∂h/∂z' before it, and ‖y_i − φ_i‖² and b_i·y_i; b_i is entered on the way."""
+        x, z, behind, k, slot, serial = at
+        own: Own = client.state
+        last = k == self.consensus_steps - 1
+        entered = put(own.b, slot, optax.tree.scale(2, optax.tree.sub(own.y, own.point.y)))
+        b = jax.tree.map(lambda new, old: jnp.where(last, new, old), entered, own.b)
+        mine = row(b, slot)
+        first = Point(optax.tree.scale(-1, mine), optax.tree.zeros_like(own.y))
+        after = jax.tree.map(lambda first, later: jnp.where(last, first, later), first, own.point)
+        begun = row(own.path, k)
+        _, back = jax.vjp(lambda x, z, start: self.towards(client, x, z, start, k, key)[1], x, z, begun)
+        to_x, to_z, before = back(after._replace(y=optax.tree.add(after.y, behind)))
+        gap = optax.tree.vdot(mine, mine) / 4
+        kept = own._replace(b=b, serial=own.serial.at[slot].set(serial), point=before)
+        return Reply((to_x, to_z, gap, optax.tree.vdot(mine, own.y)), kept, {"inner_gap": gap}, gradients=1, products=2)
+
+    @phase
+    def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:
+        """Client: a step on θ_i, then on x_i and y_i at once. A plane that this client has no part in pulls nothing."""
+        x, multiplier, serial = at
+        own: Own = client.state
+        theta = move(own.theta, self.client_lr.v, move(optax.tree.sub(own.x, x), -self.consensus_damping, own.theta))
+        batch = client.outer_batch(key, self.batch_size)
+        loss, (to_x, to_y) = jax.value_and_grad(client.problem.outer, (0, 1))(own.x, own.y, batch)
+        shared = own.serial == serial
+        pull = combined(jnp.where(shared, multiplier, 0), own.b)
+        new = own._replace(
+            x=move(own.x, -self.client_lr.x, optax.tree.add(to_x, theta)),
+            y=move(own.y, -self.client_lr.y, optax.tree.add(to_y, pull)),
+            theta=theta,
+            heard=jnp.ones_like(own.heard),
+        )
+        answer = theta, products(own.b, new.y), new.heard
+        if self.asynchronous:
+            answer = optax.tree.sub(answer, (own.theta, products(own.b, own.y), own.heard))
+        theta, inner, heard = answer
+        return Reply((theta, jnp.where(shared, inner, 0), heard), new, {"outer_loss": loss}, gradients=1)
+
+    def with_new_plane(self, fed: Fed, state: State, key: Array) -> State:
+        """Server: estimate φ, find h and its gradient, add the plane and drop what no longer pulls."""
+        x, z, planes, last = state.x, state.y, state.planes, self.consensus_steps - 1
+        slot = planes.free_slot()
+
+        def forward(fed: Fed, carry: tuple[PyTree, PyTree, Array], _: Array) -> tuple[PyTree, PyTree, Array]:
+            path, z, k = carry
+            end = fed.mean(self.consensus_step, (x, z, k), jax.random.fold_in(key, k))
+            return put(path, k, z), end, k + 1
+
+        path = empty(z, self.consensus_steps)
+        path, end, _ = fed.repeat(last + 1, forward, (path, z, jnp.zeros((), jnp.int32)), key)
+        apart = optax.tree.sub(z, end)
+
+        def backward(fed: Fed, carry: tuple[Cut, PyTree, Array], _: Array) -> tuple[Cut, PyTree, Array]:
+            cut, behind, k = carry
+            message = (x, row(path, k), behind, k, slot, state.made)
+            to_x, before, gap, inner = fed.mean(self.consensus_adjoint, message, jax.random.fold_in(key, k))
+            height = gap + optax.tree.vdot(apart, apart)
+            height, inner = (new.astype(old.dtype) for new, old in ((height, cut.height), (inner, cut.inner)))
+            return Cut(height, optax.tree.add(cut.outer, to_x), cut.consensus, inner), before, k - 1
+
+        flat = Cut(jnp.zeros(()), optax.tree.zeros_like(x), optax.tree.scale(2, apart), jnp.zeros(()))
+        start = (flat, optax.tree.scale(-2, apart), jnp.asarray(last, jnp.int32))
+        cut, _, _ = fed.repeat(last + 1, backward, start, key)
+        planes = without_idle(added(planes, cut, self.tolerance, x, z, state.made), slot)
+        return state._replace(planes=planes, made=state.made + 1)
+
+    def step(self, fed: Fed, state: State, key: Array) -> State:
+        """One step of everyone on the Lagrangian."""
+        planes = state.planes
+        heard, theta, inner = self.answers(fed, state, key)
+        lr, pull = self.server_lr, planes.multiplier
+        x = move(state.x, -lr.x, optax.tree.sub(combined(pull, planes.outer), theta))
+        z = move(state.y, -lr.y, combined(pull, planes.consensus))
+        planes = planes._replace(inner=inner).ascended(x, z, lr.v, self.plane_damping)
+        return state._replace(x=x, y=z, planes=planes, heard=heard)
+
+    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
+        """One exchange: what the server then knows, with the means of θ_i and of b_il·y_i."""
+        raise NotImplementedError
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        plane_key, step_key = jax.random.split(key)
+        return fed.repeat(self.iterations, self.step, self.with_new_plane(fed, state, plane_key), step_key)
+
+
+@algorithm
+class SDBO(CuttingPlanes):
+    """Cutting planes for the inner problem, in steps that wait for everyone. Fields: see `CuttingPlanes`.
+
+    Needs: a bilevel problem; everyone in every round.
+    Good for: comparison with ADBO, whose numbers these are where nobody is late.
+    """
+
+    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
+        message = (state.x, state.planes.multiplier, state.planes.serial)
+        theta, inner, weight = fed.mean(self.local_step, message, key)
+        return Heard(weight, theta), theta, inner
+
+
+@algorithm
+class ADBO(CuttingPlanes):
+    """Cutting planes for the inner problem, in steps that wait for the first answers. Fields: see `CuttingPlanes`, and
+
+        first: S, how many answers a step waits for; 1 moves the server with each.
+        max_staleness: τ, the steps after which nobody's answer is done without; None sets no bound.
+
+    Needs: a bilevel problem.
+    Good for: clients of unequal pace; between planes, for which all are waited for, nobody waits for the slowest.
+    """
+
+    first: int = static(1)
+    max_staleness: int | None = static(None)
+
+    asynchronous: ClassVar[bool] = True
+
+    def validate(self) -> None:
+        super().validate()
+        require_count("ADBO.first", self.first)
+        require_count("ADBO.max_staleness", self.max_staleness, optional=True)
+
+    def check_start(self, problem: Any, clients: Any, x: PyTree, y: PyTree) -> None:
+        require(self.first <= len(clients), "ADBO.first", self.first, f"at most {len(clients)}, the number of clients")
+
+    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
+        message = (state.x, state.planes.multiplier, state.planes.serial)
+        theta, inner, new = fed.first(self.first, self.local_step, message, key, max_staleness=self.max_staleness)
+        heard = Heard(state.heard.weight + new, optax.tree.add(state.heard.theta, theta))
+        share = 1 / heard.weight
+        mean = jax.tree.map(lambda leaf: (share * leaf).astype(leaf.dtype), heard.theta)
+        return heard, mean, state.planes.inner + share * inner

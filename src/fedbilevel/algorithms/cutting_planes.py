@@ -1,0 +1,120 @@
+"""A polytope a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0, l = 1..L, that stands for one convex constraint h ≤ ε.
+
+A plane is h's linearisation at a point: below h, so that it cuts off no point where h ≤ ε. The server keeps a_l, c_l,
+κ_l and the multipliers λ_l; each client keeps its own b_il, and the server knows the sums Σ p_i b_il·y_i alone.
+
+Planes have slots, one more than planes that are kept, so that a new one always finds a slot which was free since the
+last one came: an answer on its way, computed with the planes of before, then says nothing of the new plane's slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.core.tree import PyTree
+
+FREE = -1
+
+
+class Planes(NamedTuple):
+    """The server's side. Tables have a leading axis of slots; what stands in a free slot counts for nothing."""
+
+    serial: Array  # (slots,) a number of its own for each plane ever made, or FREE
+    outer: PyTree  # a_l, like x
+    consensus: PyTree  # c_l, like z
+    inner: Array  # (slots,) Σ p_i b_il·y_i, as the server knows it
+    offset: Array  # (slots,) κ_l
+    length: Array  # (slots,) n_l, the squared length of (b_l, c_l), weighted; 1 in slots never used
+    multiplier: Array  # (slots,) λ_l ≥ 0, and 0 in free slots
+
+    @classmethod
+    def none(cls, x: PyTree, y: PyTree, capacity: int) -> Planes:
+        """No planes, and room for so many."""
+        slots = capacity + 1
+        zero = jnp.zeros(slots)
+        return cls(
+            jnp.full(slots, FREE, jnp.int32), empty(x, slots), empty(y, slots), zero, zero, jnp.ones(slots), zero
+        )
+
+    @property
+    def there(self) -> Array:
+        """(slots,) which slots hold a plane."""
+        return self.serial != FREE
+
+    def values(self, x: PyTree, z: PyTree) -> Array:
+        """(slots,) the left-hand sides; 0 in free slots."""
+        total = products(self.outer, x) + self.inner + products(self.consensus, z) + self.offset
+        return jnp.where(self.there, total, 0)
+
+    def free_slot(self) -> Array:
+        """The first one, where the next plane goes."""
+        return jnp.argmax(~self.there)
+
+    def ascended(self, x: PyTree, z: PyTree, size: Array | float, damping: Array | float) -> Planes:
+        """With a step on all multipliers: λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l])."""
+        direction = self.values(x, z) / self.length - damping * self.multiplier
+        return self._replace(multiplier=jnp.maximum(self.multiplier + size * direction, 0))
+
+
+class Cut(NamedTuple):
+    """What a plane is made of: h ≤ ε linearised at (x, {y_i}, z)."""
+
+    height: Array  # h there
+    outer: PyTree  # a = ∂h/∂x
+    consensus: PyTree  # c = ∂h/∂z
+    inner: Array  # Σ p_i b_i·y_i
+
+
+def added(planes: Planes, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTree, serial: Array) -> Planes:
+    """The planes with one more in a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
+    slot = planes.free_slot()
+    flat = optax.tree.vdot(cut.outer, x) + cut.inner + optax.tree.vdot(cut.consensus, z)
+    return Planes(
+        serial=planes.serial.at[slot].set(serial),
+        outer=put(planes.outer, slot, cut.outer),
+        consensus=put(planes.consensus, slot, cut.consensus),
+        inner=planes.inner.at[slot].set(cut.inner),
+        offset=planes.offset.at[slot].set(cut.height - tolerance - flat),
+        length=planes.length.at[slot].set(4 * jnp.maximum(cut.height, tolerance)),
+        multiplier=planes.multiplier.at[slot].set(0),
+    )
+
+
+def without_idle(planes: Planes, newest: Array) -> Planes:
+    """Without planes whose multiplier is 0, but for the newest; and if no slot is free then, without the oldest."""
+    kept = planes.there & ((planes.serial == planes.serial[newest]) | (planes.multiplier > 0))
+    kept &= ~(jnp.all(kept) & (planes.serial == jnp.min(planes.serial)))
+    return planes._replace(
+        serial=jnp.where(kept, planes.serial, FREE), multiplier=jnp.where(kept, planes.multiplier, 0)
+    )
+
+
+def empty(tree: PyTree, rows: int) -> PyTree:
+    """A table of zeros, whose rows are like `tree`."""
+    return jax.tree.map(lambda leaf: jnp.zeros((rows, *jnp.shape(leaf)), leaf.dtype), tree)
+
+
+def put(table: PyTree, row: Array, tree: PyTree) -> PyTree:
+    """The table with that row."""
+    return jax.tree.map(lambda rows, leaf: rows.at[row].set(leaf.astype(rows.dtype)), table, tree)
+
+
+def row(table: PyTree, index: Array) -> PyTree:
+    """One row of a table."""
+    return jax.tree.map(lambda rows: rows[index], table)
+
+
+def products(table: PyTree, tree: PyTree) -> Array:
+    """(rows,) the inner product of each row with `tree`."""
+    parts = jax.tree.map(lambda rows, leaf: jnp.tensordot(rows, leaf, leaf.ndim), table, tree)
+    return jax.tree.reduce(jnp.add, parts)
+
+
+def combined(weights: Array, table: PyTree) -> PyTree:
+    """Σ_l weights_l · row l."""
+    return jax.tree.map(lambda rows: jnp.tensordot(weights.astype(rows.dtype), rows, 1), table)
