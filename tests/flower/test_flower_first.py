@@ -31,6 +31,7 @@ class Async:
 
     n: int = static(2)
     both: bool = static(False)
+    asynchronous = True
 
     def init(self, x, y):
         return XY(x, y)
@@ -50,28 +51,24 @@ class Async:
 
 
 def simulated(n, delays, both=False):
-    """(x, y, staleness) after each round, by hand: events in the order of their times, one client one message."""
+    """(x, y, staleness, how many answers) of each round, by hand: events in the order of their times."""
     x, y, time, trace = np.zeros(2), np.zeros(3), 0.0, []
-    working, ready, numbers = [], [], iter(range(10**6))  # heap of (when, number, client, fetched, round); arrivals
+    working, kept = [], []  # heap of (when, client, fetched, round); what came in while x was waited for
     for round in range(ROUNDS):
-        busy = {entry[2] for entry in working + ready}
-        for client in sorted(set(range(6)) - busy):
-            heapq.heappush(working, (time + delays[client], next(numbers), client, y, round))
-        used = []
+        for client in sorted(set(range(6)) - {entry[1] for entry in working}):
+            heapq.heappush(working, (time + delays[client], client, y, round))
+        used, kept = kept, []
         while len(used) < n:
-            if not ready:
-                ready.append(heapq.heappop(working))
-                time = max(time, ready[0][0])
-            used.append(ready.pop(0))
-        y = y + LR * sum(P[client] * (TARGETS[client] - fetched) for _, _, client, fetched, _ in used)
-        stale = sum(P[entry[2]] * (round - entry[4]) for entry in used) / sum(P[entry[2]] for entry in used)
-        if both:  # all have to come home first; what they bring is kept
-            while working:
-                ready.append(heapq.heappop(working))
-                time = max(time, ready[-1][0])
+            used.append(heapq.heappop(working))
+            time = used[-1][0]
+        y = y + LR * sum(P[client] * (TARGETS[client] - fetched) for _, client, fetched, _ in used)
+        stale = sum(P[entry[1]] * (round - entry[3]) for entry in used) / sum(P[entry[1]] for entry in used)
+        if both:  # each is asked when it comes home; what it brings is kept
+            home = {entry[1]: entry[0] for entry in working}
+            time = max(home.get(client, time) + delays[client] for client in range(6))
+            kept, working = sorted(working), []
             x = x + LR * (sum(p * target[:2] for p, target in zip(P, TARGETS, strict=True)) - x)
-            time += max(delays)
-        trace.append((x, y, stale))
+        trace.append((x, y, stale, len(used)))
     return trace
 
 
@@ -96,13 +93,13 @@ def test_the_order_of_events(n, both):
     result, trace = run(Async(n=n, both=both), DELAYS)
     expected = simulated(n, DELAYS, both)
     assert len(trace) == len(expected) == ROUNDS
-    for (x, y), (x_expected, y_expected, _) in zip(trace, expected, strict=True):
+    for (x, y), (x_expected, y_expected, *_) in zip(trace, expected, strict=True):
         np.testing.assert_allclose(y, y_expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(x, x_expected, rtol=0, atol=1e-12)
     stale = [row["staleness"] for row in result.history.rows[1:]]
     np.testing.assert_allclose(stale, [entry[2] for entry in expected], rtol=0, atol=1e-12)
     assert n == 5 or both or max(stale) > 1  # there was something to see
-    assert result.ledger.gradients == n * ROUNDS
+    assert result.ledger.gradients == sum(entry[3] for entry in expected)
 
 
 def test_everyone_at_once_is_a_mean():
@@ -162,8 +159,9 @@ class Mixed(Async):
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_answers_of_another_kind_keep_nobody_busy(n):
-    """Those at work on the first kind are waited for where the second needs them; what they bring is kept for later.
+    """Those at work on the first kind are waited for where the second needs them; what they bring counts in the next.
 
+    Then n − (what was kept) more are waited for, if that is positive: all others of the six are kept in their turn.
     Sums over all clients are means over the population: x → t̄, by a factor 1 − LR a round.
     """
     result, trace = run(Mixed(n=n), DELAYS)
@@ -171,4 +169,8 @@ def test_answers_of_another_kind_keep_nobody_busy(n):
     assert len(trace) == ROUNDS
     for round, (x, _) in enumerate(trace, 1):
         np.testing.assert_allclose(x, mean + (1 - LR) ** round * (TASK.x0 - mean), rtol=0, atol=1e-12)
-    assert result.ledger.gradients == n * ROUNDS
+    kept, used = 0, 0
+    for _ in range(ROUNDS):
+        used += max(n, kept)
+        kept = 6 - max(n - kept, 0)
+    assert result.ledger.gradients == used

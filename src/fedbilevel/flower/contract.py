@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel import __version__
-from fedbilevel.core.algorithm import init_client
+from fedbilevel.core.algorithm import init_client, is_asynchronous
 from fedbilevel.core.config import Schedule, hyperparameters
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
@@ -92,11 +92,17 @@ def draw_up(
     """
     state = init_client(algorithm, x, y)
     check_plain("what clients keep", state)
+    first: dict[str, PyTree] = {}  # what is asked by fed.first, and the updates' shapes
     calls: dict[str, Call] = {}
 
     def note(phase: str, message: PyTree, reply: Reply, sums: Sums, early: bool) -> None:
         check_plain(f"the message of phase {phase}", message)
         check_plain(f"the update of phase {phase}", reply.update)
+        if early and not is_asynchronous(algorithm):
+            name = type(algorithm).__name__
+            raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asynchronous = True")
+        if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):
+            raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
         call = Call(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         calls[call.name] = call
 

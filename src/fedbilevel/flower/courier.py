@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from flwr.app import Message
 
@@ -15,16 +15,26 @@ from fedbilevel.flower.wire import Answer, Ask, Refusal
 Outcome = Answer | Refusal
 
 
+class Letter(NamedTuple):
+    """What has come back from a client."""
+
+    client: int
+    ask: Ask
+    outcome: Outcome
+
+
 class Courier:
     """Brings questions to clients and their answers back."""
 
     def __init__(self, post: Post, roster: Roster, terms: Terms, clock: Clock) -> None:
         self.post, self.roster, self.terms, self.clock = post, roster, terms, clock
         self.under_way: dict[int, tuple[str, Ask, float]] = {}  # client -> (message, question, when it is worthless)
-        self.ready: list[tuple[int, Ask, Outcome]] = []  # arrived, and not handed out yet
+        self.ready: list[Letter] = []  # arrived, and not taken yet
 
     def send(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Send what can be sent, to clients with nothing under way; of the others, why not."""
+        if not asks:
+            return {}
         nodes = self.roster.nodes
         failed = {client: "it is not online" for client in asks if client not in nodes}
         going = [client for client in asks if client in nodes]
@@ -37,52 +47,31 @@ class Courier:
                 failed[client] = "Flower did not take the message (is it too large?)"
         return failed
 
-    def listen(
-        self, wanted: Callable[[Ask], bool], enough: Callable[[], bool] = lambda: False
-    ) -> Iterator[tuple[int, Ask, Outcome]]:
-        """Answers to the questions that are wanted, as they arrive, until there are enough or none can come.
+    def asks(self) -> list[tuple[int, Ask]]:
+        """Who works on what."""
+        return [(client, ask) for client, (_, ask, _) in self.under_way.items()]
 
-        Answers to others are kept for whoever wants them.
-        """
-        began = self.clock.time()
-        while not enough():
-            place = next((i for i, (_, ask, _) in enumerate(self.ready) if wanted(ask)), None)
-            if place is not None:
-                yield self.ready.pop(place)
-            elif any(wanted(ask) for _, ask, _ in self.under_way.values()):
-                self.look(began)
-            else:
-                return
-
-    def settle(self, clients: Iterable[int]) -> None:
-        """Wait until none of these has a message under way."""
-        began, clients = self.clock.time(), set(clients)
-        while clients & set(self.under_way):
-            self.look(began)
-
-    def busy(self, client: int, wanted: Callable[[Ask], bool]) -> bool:
-        """Whether the client has a message that was not answered, or an answer that is wanted here."""
-        return client in self.under_way or any(one == client and wanted(ask) for one, ask, _ in self.ready)
+    def unsettled(self) -> list[tuple[int, Ask]]:
+        """Those, and whose answers were not taken yet."""
+        return self.asks() + [(letter.client, letter.ask) for letter in self.ready]
 
     def look(self, began: float) -> None:
         """Take in what has arrived since the last look, or else wait a little, longer as time goes on."""
-        if new := self.arrivals():
-            self.ready += new
-        else:
+        if not self.collect():
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * (self.clock.time() - began)))
 
-    def arrivals(self) -> list[tuple[int, Ask, Outcome]]:
-        """What has come back, deadlines that have passed included."""
+    def collect(self) -> bool:
+        """Take in what has come back, deadlines that have passed included; whether anything has."""
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
-        arrived: list[tuple[int, Ask, Outcome]] = []
+        before = len(self.ready)
         now = self.clock.time()  # before a pull that may take long: what came meanwhile is looked for once more
         for number, message in self.post.pull(senders).items():
             client = senders[number]
-            arrived.append((client, self.under_way.pop(client)[1], opened(message)))
+            self.ready.append(Letter(client, self.under_way.pop(client)[1], opened(message)))
         for client in [c for c, (_, _, end) in self.under_way.items() if now >= end]:
             ask = self.under_way.pop(client)[1]
-            arrived.append((client, ask, Refusal(f"no answer within {self.terms.deadline:g} s")))
-        return arrived
+            self.ready.append(Letter(client, ask, Refusal(f"no answer within {self.terms.deadline:g} s")))
+        return len(self.ready) > before
 
 
 def opened(message: Message) -> Outcome:

@@ -12,6 +12,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from jax import Array
 
+from fedbilevel.core.algorithm import is_asynchronous
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ExchangeError, NonFiniteError, require
 from fedbilevel.core.problem import Problem
@@ -26,6 +27,7 @@ from fedbilevel.flower.contract import draw_up
 from fedbilevel.flower.courier import Courier
 from fedbilevel.flower.exchange_log import ExchangeLog
 from fedbilevel.flower.fed import FlowerFed
+from fedbilevel.flower.lanes import Lanes
 from fedbilevel.flower.records import Post
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.terms import Rests, Terms
@@ -59,6 +61,9 @@ class Flower:
     ) -> FlowerRun:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
+        whole = not is_asynchronous(algorithm) or cohort == len(clients)
+        first = f"None: rounds of {type(algorithm).__name__} end with the first answers of all"
+        require(whole, "cohort", cohort, first)
         return FlowerRun(self, algorithm, problem, clients, cohort, key, carry)
 
 
@@ -90,6 +95,8 @@ class FlowerRun:
         self.courier = Courier(post, self.roster, self.terms, self.clock)
         self.rests = Rests()
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
+        self.lanes = Lanes()
+        self.seconds = 0.0  # in rounds
         self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))
         self.gather_clients()
 
@@ -112,12 +119,17 @@ class FlowerRun:
         state = fed.algorithm.round(fed, carry.state, keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
-        ticks = jnp.rint((jnp.asarray([self.clock.time() - began])) / TICK).astype(jnp.int32)
-        costs = book.stack([fed.book])._replace(privacy=fed.privacy, time=ticks)
+        before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
+        ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
+        costs = book.stack([fed.book])._replace(privacy=fed.privacy, time=jnp.asarray([ticks], jnp.int32))
         return Progress(carry._replace(round=carry.round + 1, state=state, clients=jnp.asarray(self.counted)), 1, costs)
 
     def close(self) -> None:
         pass
+
+
+def round_ticks(seconds: float) -> int:
+    return round(seconds / TICK)
 
 
 def pull_quickly(deadline: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ class Exchange:
         self.clock, self.began = clock, clock.time()
         self.line: dict[str, Any] = {"round": round, "exchange": exchange, "phase": phase, "attempt": attempt}
 
-    def done(self, asks: Iterable[Ask], answers: Mapping[int, Answer], refused: Mapping[int, str]) -> None:
-        """What was sent, and by client the answers that count and why others do not."""
+    def done(self, asks: Iterable[Ask], answers: Sequence[Answer], refused: Mapping[int, str]) -> None:
+        """What was sent, the answers that count, and by client why others do not."""
         down = [len(ask.payload) for ask in asks]
-        up = sum(len(answer.payload) for answer in answers.values())
+        up = sum(len(answer.payload) for answer in answers)
+        answered = sorted(answer.client for answer in answers)
         seconds = round(self.clock.time() - self.began, 4)
-        self.line |= {"asked": len(down), "answered": sorted(answers), "bytes_down": sum(down), "bytes_up": up}
+        self.line |= {"asked": len(down), "answered": answered, "bytes_down": sum(down), "bytes_up": up}
         self.line |= {"seconds": seconds}
-        if (epsilon := max((answer.epsilon for answer in answers.values()), default=0.0)) > 0:
+        if (epsilon := max((answer.epsilon for answer in answers), default=0.0)) > 0:
             self.line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
         if refused:
             self.line["refused"] = {str(client): why for client, why in sorted(refused.items())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +12,16 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import phase_name
-from fedbilevel.core.errors import ConfigurationError, ExchangeError, require
+from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
 from fedbilevel.engines.engine import loop
 from fedbilevel.flower.contract import Call
-from fedbilevel.flower.counting import Counted, accepted
-from fedbilevel.flower.exchange_log import Exchange
-from fedbilevel.flower.records import reading
-from fedbilevel.flower.wire import Ask, Refusal, layout, shapes, to_bytes
+from fedbilevel.flower.gathering import Gathering, Question
+from fedbilevel.flower.lanes import Arrival
+from fedbilevel.flower.wire import layout, shapes, to_bytes
 
 if TYPE_CHECKING:
     from fedbilevel.flower.engine import FlowerRun
@@ -54,11 +52,12 @@ class FlowerFed:
         unbiased: bool = False,
         fresh: int | Array | None = None,
     ) -> PyTree:
-        question = self.question(phase, message, key, fresh is not None)
+        question = self.question(phase, message, key, fresh=fresh is not None, first=False)
         cohort = self.own if fresh is None else self.cohort(self.keys.of_fresh(int(fresh)))
-        answers, asked = self.gather(question, cohort, self.run.terms.needed(len(cohort)))
+        gathering = Gathering(self.run, question, cohort, self.run.terms.needed(len(cohort)), set())
+        answers = gathering.gather()
         sums = self.total(answers)
-        self.enter(question, asked, sums, self.measured(answers))
+        self.enter(question, gathering.asked, sums, self.measured(answers))
         mean = book.normalise(sums, len(self.run.clients), unbiased)
         return jax.tree.map(jnp.asarray, mean)
 
@@ -71,24 +70,26 @@ class FlowerFed:
         *,
         max_staleness: int | None = None,
     ) -> PyTree:
-        """Σ p_i u_i over the first n answers to arrive, each computed on the message that its client was last sent.
-
-        Clients that are idle are sent this message first; those still at work on an earlier message of the same kind
-        go on with that one, in later rounds too. History: `staleness`, the mean number of rounds between a question
-        and its answer's use.
+        """See `Fed.first`; who fails or passes its deadline is not waited for.
 
         Raises:
             ExchangeError: fewer than n answers can be expected.
         """
-        count = len(self.run.clients)
+        run, count = self.run, len(self.run.clients)
         require(1 <= n <= count, "fed.first: n", n, f"1 to {count} (all clients)")
-        question = self.question(phase, message, key, fresh=False)
-        works = work_of(self.keys.work, jnp.arange(count), self.run.clients.local_steps)
-        everyone = dict(enumerate([None] * count if works is None else works.tolist()))
-        answers, asked = self.gather(question, everyone, n, early=True)
+        require_count("fed.first: max_staleness", max_staleness, optional=True)
+        question = self.question(phase, message, key, fresh=False, first=True)
+        name, lanes = question.call.phase, run.lanes
+        now = lanes.exchanges[name]
+        working = [client for client, ask in run.courier.unsettled() if question.concerns(ask)]
+        overdue = {c for c in working if max_staleness is not None and now - lanes.asked[c] >= max_staleness}
+        gathering = Gathering(run, question, self.own, n, overdue)
+        answers = gathering.gather()
+        lanes.exchanges[name] += 1
         sums = self.total(answers)
-        stale = sum(self.run.weights[client] * (self.round - one.answer.round) for client, one in answers.items())
-        self.enter(question, asked, sums, {**self.measured(answers), "staleness": (jnp.asarray(stale), sums.weight)})
+        stale = sum(run.weights[one.client] * (now - one.asked) for one in answers)
+        metrics = {**self.measured(answers), "staleness": (np.asarray(stale), sums.weight)}
+        self.enter(question, gathering.asked, sums, metrics)
         return jax.tree.map(jnp.asarray, sums.update)
 
     def repeat(
@@ -109,7 +110,9 @@ class FlowerFed:
         amounts = [None] * len(ids) if works is None else works.tolist()
         return dict(zip(ids.tolist(), amounts, strict=True))
 
-    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: bool) -> Question:
+    def question(
+        self, phase: Callable[..., Reply], message: PyTree, key: Array, *, fresh: bool, first: bool
+    ) -> Question:
         """What this exchange asks everyone."""
         name = phase_name(self.algorithm, phase)
         message = jax.tree.map(np.asarray, message)
@@ -120,89 +123,16 @@ class FlowerFed:
                 "round did not find: the shapes and dtypes of messages must be the same in every round"
             )
         number, self.exchanges = self.exchanges, self.exchanges + 1
-        return Question(self.run.contract.calls[made], number, to_bytes(message), key, fresh)
+        return Question(self.run.contract.calls[made], self.round, number, to_bytes(message), key, fresh, first)
 
-    def ask(self, question: Question, client: int, work: int | None) -> Ask:
-        """The question as one client gets it."""
-        return Ask(
-            run=self.run.name,
-            contract=self.run.contract.digest,
-            round=self.round,
-            exchange=question.number,
-            phase=question.call.phase,
-            call=question.call.name,
-            key=np.asarray(jax.random.key_data(question.key)).tobytes(),
-            key_kind=str(jax.random.key_impl(question.key)),
-            weight=float(self.run.weights[client]),
-            work=-1 if work is None else work,
-            fresh=question.fresh,
-            counted_round=int(self.run.counted[client, 0]),
-            counted_exchange=int(self.run.counted[client, 1]),
-            payload=question.payload,
-        )
-
-    def gather(
-        self, question: Question, works: dict[int, int | None], needed: int, early: bool = False
-    ) -> tuple[dict[int, Counted], int]:
-        """Ask these clients, again where too few answer.
-
-        Args:
-            works: the local steps of each client.
-            needed: how many have to answer.
-            early: take the first `needed` answers, to earlier questions of the kind too; clients at work are let be.
-
-        Returns:
-            answers: by client, in the order of `works`.
-            asked: how many messages were sent.
-        """
-        run, asked = self.run, 0
-        counted: dict[int, Counted] = {}
-        reasons: dict[int, str] = {}
-
-        def wanted(ask: Ask) -> bool:
-            this = (ask.round, ask.exchange) == (self.round, question.number)
-            return ask.call == question.call.name if early else this
-
-        for attempt in range(run.terms.attempts):
-            left = [c for c in works if c not in counted and (attempt or not run.rests.resting(c, self.round))]
-            if attempt:
-                run.roster.wait(left, needed - len(counted), needed - len(counted))
-            if attempt or not early:  # an early one too has nothing to hope for but those at work on something else
-                run.courier.settle(left)
-            if early:
-                left = [client for client in left if not run.courier.busy(client, wanted)]
-            exchange = Exchange(run.clock, self.round, question.number, question.call.phase, attempt)
-            asks = {client: self.ask(question, client, works[client]) for client in left}
-            failed = run.courier.send(asks)
-            sent = [ask for client, ask in asks.items() if client not in failed]
-            new: dict[int, Counted] = {}
-            for client, ask, outcome in run.courier.listen(wanted, lambda: early and len(counted) >= needed):
-                try:
-                    with reading():
-                        one = accepted(outcome, ask, question.call, client, run.terms, len(run.clients))
-                    new[client] = counted[client] = one
-                    run.rests.answered(client)
-                    if not question.fresh:  # a late answer to `first` may count after a newer one
-                        run.counted[client] = max(tuple(run.counted[client]), (ask.round, ask.exchange))
-                except Refusal as refusal:
-                    failed[client] = str(refusal)
-                    run.rests.failed(client, self.round)
-            exchange.done(sent, {client: one.answer for client, one in new.items()}, failed)
-            run.exchange_log(exchange)
-            reasons |= failed
-            asked += len(sent)
-            if len(counted) >= needed:
-                return {client: counted[client] for client in works if client in counted}, asked
-        raise ExchangeError(self.complaint(question, len(counted), needed, reasons))
-
-    def total(self, answers: dict[int, Counted]) -> book.Sums:
+    def total(self, answers: list[Arrival]) -> book.Sums:
         """The weighted sums: all that the algorithm sees. A protocol that reveals sums alone would stand here.
 
         In NumPy, which adds bytes that came over a network in a tenth of the time that single JAX operations take.
         """
         real = jnp.result_type(float)
         sums = []
-        for client, counted in answers.items():
+        for client, counted, _ in answers:
             weight: Any = np.asarray(self.run.weights[client], real)
             one: Any = np.ones((), real)
             answer = counted.answer
@@ -213,11 +143,11 @@ class FlowerFed:
             sums.append(book.weigh(reply, weight, one))
         return reduce(lambda a, b: jax.tree.map(np.add, a, b), sums)
 
-    def measured(self, answers: dict[int, Counted]) -> Metrics:
+    def measured(self, answers: list[Arrival]) -> Metrics:
         """Each metric's sums over those who sent it: under privacy a client sends none."""
         real = jnp.result_type(float)
         found: Metrics = {}
-        for client, counted in answers.items():
+        for client, counted, _ in answers:
             weight = self.run.weights[client]
             for name, value in counted.metrics.items():
                 values, weights = found.get(name, (0.0, 0.0))
@@ -231,24 +161,3 @@ class FlowerFed:
         entry = book.entry(phase, question.call.message, sums, asked)
         entry = entry._replace(metrics={(phase, name): pair for name, pair in metrics.items()})
         self.book = book.merge(self.book, entry)
-
-    def complaint(self, question: Question, got: int, needed: int, reasons: dict[int, str]) -> str:
-        said = [f"client {client}: {why}" for client, why in sorted(reasons.items())]
-        left_out = [] if len(said) <= 5 else [f"and {len(said) - 5} more"]
-        attempts = self.run.terms.attempts
-        times = "" if attempts == 1 else f" after {attempts} attempts"
-        return (
-            f"round {self.round}, phase {question.call.phase}: {got} clients answered where {needed} are needed{times} "
-            f"({'; '.join(said[:5] + left_out)})"
-        )
-
-
-@dataclass(frozen=True)
-class Question:
-    """What an exchange asks everyone."""
-
-    call: Call
-    number: int  # of the exchange, within its round
-    payload: bytes
-    key: Array
-    fresh: bool

@@ -100,7 +100,8 @@ class InProcess(Grid):
                 continue
             seconds = self.delay(self.client(node), message) if self.delay else 0.0
             if seconds < math.inf:
-                self.free[node] = max(self.clock.time(), self.free[node]) + seconds
+                due = max(self.clock.time(), self.free[node]) + seconds
+                self.free[node] = round(due, 9)  # what comes at the same time does so however times were added up
                 heapq.heappush(self.clock.due, (self.free[node], number, message))
         return sent
 

@@ -1,0 +1,189 @@
+"""One exchange over Flower: whom it asks and when, which answers end it, what it does about those who fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.flower.contract import Call
+from fedbilevel.flower.counting import accepted
+from fedbilevel.flower.courier import Letter
+from fedbilevel.flower.exchange_log import Exchange
+from fedbilevel.flower.lanes import Arrival
+from fedbilevel.flower.records import reading
+from fedbilevel.flower.wire import Ask, Refusal
+
+if TYPE_CHECKING:
+    from fedbilevel.flower.engine import FlowerRun
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an exchange asks everyone."""
+
+    call: Call
+    round: int
+    number: int  # of the exchange, within its round
+    payload: bytes
+    key: Array
+    fresh: bool
+    first: bool  # it ends with the first answers, to earlier questions of the phase too
+
+    def concerns(self, ask: Ask) -> bool:
+        """Whether an answer to `ask` is one that this exchange waits for."""
+        return ask.phase == self.call.phase if self.first else (ask.round, ask.exchange) == (self.round, self.number)
+
+
+class Gathering:
+    """An exchange as it goes on.
+
+    A client works on one question at a time: whoever is idle is asked at once, the others as soon as they are. What
+    they then hand in is of another kind, and kept for the next exchange of that.
+
+    Args:
+        works: the local steps of each client that is to be asked.
+        needed: how many answers have to count.
+        overdue: clients that `first` waits for in any case.
+    """
+
+    def __init__(
+        self, run: FlowerRun, question: Question, works: dict[int, int | None], needed: int, overdue: set[int]
+    ) -> None:
+        self.run, self.question, self.works, self.needed, self.overdue = run, question, works, needed, overdue
+        self.answers: list[Arrival] = run.lanes.kept.pop(question.call.phase, []) if question.first else []
+        self.done: set[int] = set()  # clients that have answered since the exchange began
+        self.asked = 0  # messages sent
+        self.failed: dict[int, str] = {}  # client -> why, in this attempt
+
+    def gather(self) -> list[Arrival]:
+        """Ask, again where too few answer; the answers that count, in the order of `works`.
+
+        Raises:
+            ExchangeError: they are too few.
+        """
+        run, logged = self.run, 0
+        reasons: dict[int, str] = {}
+        places = {client: place for place, client in enumerate(self.works)}
+        for attempt in range(run.terms.attempts):
+            rested = [c for c in self.works if attempt or not run.rests.resting(c, self.question.round)]
+            left = [client for client in rested if client not in self.done]
+            if attempt:
+                run.roster.wait(left, missing := self.needed - len(self.answers), missing)
+            exchange = Exchange(run.clock, self.question.round, self.question.number, self.question.call.phase, attempt)
+            sent = self.attempt(left)
+            exchange.done(sent, [one.counted.answer for one in self.answers[logged:]], self.failed)
+            run.exchange_log(exchange)
+            reasons |= self.failed
+            self.asked, logged = self.asked + len(sent), len(self.answers)
+            if len(self.answers) >= self.needed:
+                return sorted(self.answers, key=lambda one: places[one.client])
+        raise ExchangeError(self.complaint(reasons))
+
+    def attempt(self, left: list[int]) -> list[Ask]:
+        """Ask each of these clients once, and listen until there is enough or nothing more can come; what was sent."""
+        courier, began, sent = self.run.courier, self.run.clock.time(), []
+        self.failed, wanted = {}, set(left)
+        courier.collect()
+        while True:
+            self.keep_others()
+            sent += self.send(left)
+            self.count()
+            hope = any(self.question.concerns(ask) or client in wanted for client, ask in courier.asks())
+            if self.enough() or not hope:
+                return sent
+            courier.look(began)
+
+    def enough(self) -> bool:
+        return self.question.first and len(self.answers) >= self.needed and not self.overdue
+
+    def keep_others(self) -> None:
+        """Put aside what has come in for another kind of question: its clients are idle."""
+        for letter in [letter for letter in self.run.courier.ready if not self.question.concerns(letter.ask)]:
+            if one := self.accept(letter):
+                self.run.lanes.kept[letter.ask.phase].append(one)
+
+    def send(self, left: list[int]) -> list[Ask]:
+        """Ask whoever is idle and was not asked yet."""
+        run = self.run
+        busy = {client for client, _ in run.courier.unsettled()}
+        asks = {c: self.ask(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
+        failed = run.courier.send(asks)
+        self.failed |= failed
+        if self.question.first:
+            now = run.lanes.exchanges[self.question.call.phase]
+            run.lanes.asked |= {client: now for client in asks if client not in failed}
+        return [ask for client, ask in asks.items() if client not in failed]
+
+    def count(self) -> None:
+        """Take what has come, as much as is needed: of what came together older questions first, then lower ids.
+
+        Where one of those came whom the exchange waits for in any case, all count that came with it.
+        """
+        asked = self.run.lanes.asked
+
+        def turn(letter: Letter) -> tuple[bool, int, int]:
+            return letter.client in self.overdue, asked.get(letter.client, 0), letter.client
+
+        for letter in sorted(self.run.courier.ready, key=turn):
+            if self.enough():
+                return
+            if one := self.accept(letter):
+                self.answers.append(one)
+                self.done.add(letter.client)
+            self.overdue.discard(letter.client)
+
+    def accept(self, letter: Letter) -> Arrival | None:
+        """Take an answer, if it is right in every respect; else say why not.
+
+        From now on its client is told that it counts, which what it keeps goes by, though it may be used only later.
+        """
+        run, (client, ask, outcome) = self.run, letter
+        run.courier.ready.remove(letter)
+        try:
+            with reading():
+                call = run.contract.calls[ask.call]
+                counted = accepted(outcome, ask, call, client, run.terms, len(run.clients))
+        except Refusal as refusal:
+            other = "" if self.question.concerns(ask) else f"round {ask.round}, phase {ask.phase}: "
+            self.failed[client] = other + str(refusal)
+            run.rests.failed(client, self.question.round)
+            return None
+        run.rests.answered(client)
+        if not ask.fresh:
+            run.counted[client] = ask.round, ask.exchange
+        return Arrival(client, counted, run.lanes.asked.get(client, 0))
+
+    def ask(self, client: int) -> Ask:
+        """The question as one client gets it."""
+        run, question, work = self.run, self.question, self.works[client]
+        return Ask(
+            run=run.name,
+            contract=run.contract.digest,
+            round=question.round,
+            exchange=question.number,
+            phase=question.call.phase,
+            call=question.call.name,
+            key=np.asarray(jax.random.key_data(question.key)).tobytes(),
+            key_kind=str(jax.random.key_impl(question.key)),
+            weight=float(run.weights[client]),
+            work=-1 if work is None else work,
+            fresh=question.fresh,
+            counted_round=int(run.counted[client, 0]),
+            counted_exchange=int(run.counted[client, 1]),
+            payload=question.payload,
+        )
+
+    def complaint(self, reasons: dict[int, str]) -> str:
+        said = [f"client {client}: {why}" for client, why in sorted(reasons.items())]
+        left_out = [] if len(said) <= 5 else [f"and {len(said) - 5} more"]
+        attempts = self.run.terms.attempts
+        times = "" if attempts == 1 else f" after {attempts} attempts"
+        return (
+            f"round {self.question.round}, phase {self.question.call.phase}: {len(self.answers)} clients answered "
+            f"where {self.needed} are needed{times} ({'; '.join(said[:5] + left_out)})"
+        )

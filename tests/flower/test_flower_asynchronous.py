@@ -1,0 +1,159 @@
+"""Asynchronous methods over Flower: the numbers of a simulation with the same clock, also after faults."""
+
+import json
+from functools import cache
+from typing import NamedTuple
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flwr.app import Error, Message
+
+import fedbilevel as fb
+from fedbilevel.core.config import static
+from fedbilevel.engines.clock import TICK, Now
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.records import said_in
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Ask
+
+TASK = federations.TASK
+LR, ROUNDS = 0.05, 6
+PATIENT = Terms(deadline=1e6, poll=1e3)
+
+
+class State(NamedTuple):
+    x: jax.Array
+    y: jax.Array
+    last_x: jax.Array  # Σ p_i of everyone's last answer
+    last_y: jax.Array
+    kept: dict  # Σ p_i of what the clients keep, when they were last asked
+
+
+@fb.algorithm
+class Differences:
+    """Clients keep their last answer of either kind and send the difference to it: the server has the mean of the last
+    ones. y's in a loop, then x's; where `probe`, everyone then says what it keeps."""
+
+    n: int = static(2)
+    inner: int = static(2)
+    max_staleness: int | None = static(None)
+    probe: bool = static(False)
+    asynchronous = True
+
+    def init(self, x, y):
+        return State(x, y, jnp.zeros_like(x), jnp.zeros_like(y), self.init_client(x, y))
+
+    def init_client(self, x, y):
+        return {"x": jnp.zeros_like(x), "y": jnp.zeros_like(y)}
+
+    @fb.phase
+    def y_step(self, client, message, key):
+        loss, new = jax.value_and_grad(client.problem.inner, 1)(*message, client.inner_batch(key, 4))
+        return fb.Reply(new - client.state["y"], {**client.state, "y": new}, {"inner": loss}, gradients=1)
+
+    @fb.phase
+    def x_step(self, client, message, key):
+        new = jax.grad(client.problem.outer)(*message, client.outer_batch(key, 4))
+        return fb.Reply(new - client.state["x"], {**client.state, "x": new}, gradients=2)
+
+    @fb.phase
+    def what_is_kept(self, client, message, key):
+        return fb.Reply(client.state)
+
+    def round(self, fed, state, key):
+        def step(fed, carry, key):
+            y, last = carry
+            last = last + fed.first(self.n, self.y_step, (state.x, y), key, max_staleness=self.max_staleness)
+            return y - LR * last, last
+
+        y, last_y = fed.repeat(self.inner, step, (state.y, state.last_y), key)
+        last_x = state.last_x + fed.first(self.n, self.x_step, (state.x, y), key, max_staleness=self.max_staleness)
+        kept = fed.mean(self.what_is_kept, jnp.zeros(()), key) if self.probe else state.kept
+        return State(state.x - LR * last_x, y, last_x, last_y, kept)
+
+
+def following(clock, exchanges, units):
+    """Delays that are the clock's; a round has so many exchanges, and each phase so many gradients and products."""
+    pace = clock.pace(6)
+
+    @cache
+    def seconds(number, phase):
+        now = Now(jnp.asarray(number), jnp.asarray(0), jnp.asarray(0))
+        return np.asarray(pace.durations(now, jnp.arange(6), units.get(phase, 0))) * TICK
+
+    def delay(client, message):
+        ask: Ask = said_in(Ask, message)
+        return seconds(ask.round * exchanges + ask.exchange, ask.phase)[client] if ask.phase else 0.0
+
+    return delay
+
+
+def both(algorithm, clock, exchanges, units, **options):
+    """The run on this machine and over Flower's messages."""
+    same = {"rounds": ROUNDS, "key": 1, "eval_every": 1, "metrics": {"norm": lambda x, y: x @ x}, **options}
+    here = fb.solve(algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, engine=fb.Local(clock=clock), **same)
+    grid = InProcess(federations.app(algorithm), 6, delay=following(clock, exchanges, units))
+    there = federations.solve(algorithm, grid, cohort=None, terms=PATIENT, **same)
+    return here, there
+
+
+UNITS = {"y_step": 1, "x_step": 2}
+CASES = {
+    "work, no ties": (
+        Differences(max_staleness=2), fb.Clock(compute=0.3, network=1.0, spread=0.6, stragglers=2, seed=3), 3, UNITS
+    ),
+    "ties, a mean": (Differences(n=1, max_staleness=1, probe=True), fb.Clock(network=[1, 2, 1, 3, 1, 7]), 4, UNITS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_local(case):
+    """State, rows (staleness among them), ledger and time; 1e-12: see tests/engines/test_agreement.py."""
+    here, there = both(*CASES[case])
+    federations.same(here, there)
+    np.testing.assert_allclose(there.history["time"], here.history["time"], rtol=0, atol=1e-9)
+    assert here.ledger == there.ledger
+    federations.moved(there)
+    assert np.nanmax(here.history["staleness"]) > 0
+
+
+def flower_error(answer, message):
+    return Message(Error(code=8, reason="ClientApp stopped responding"), reply_to=message)
+
+
+def test_a_lost_answer_leaves_no_trace_in_what_its_client_keeps(tmp_path):
+    """Σ p_i of what clients keep is the server's sum as soon as all that came in early has counted.
+
+    Everyone is home at the end of a round; the next exchange of a kind that takes no time counts just what came in.
+    Clients 1 and 4 have computed answers that are lost, client 2's comes too late: with a trace of any of them the sums
+    would differ for ever.
+    """
+    algorithm, log = Differences(n=1, inner=1, probe=True), tmp_path / "log.jsonl"
+    faults = {(1, 2, 0): flower_error, (4, 3, 1): flower_error, (4, 4, 0): flower_error}
+
+    def delay(client, message):
+        ask: Ask = said_in(Ask, message)
+        late = (client, ask.round, ask.exchange) == (2, 4, 0)
+        return 150.0 if late else 1.0 + 0.3 * client if ask.phase else 0.0
+
+    grid = InProcess(federations.misbehaving(federations.app(algorithm), faults), 6, delay=delay)
+    trace = []
+    note = lambda result, row: trace.append(result.state)  # noqa: E731
+    options = {"cohort": None, "rounds": 12, "terms": Terms(deadline=100.0), "log": log, "callbacks": [note]}
+    federations.solve(algorithm, grid, **options)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    refused = {client for line in lines for client in line.get("refused", {})}
+    assert refused == {"1", "2", "4"}
+    complete = {line["round"] for line in lines if line["phase"] == "what_is_kept" and len(line["answered"]) == 6}
+    checked = []
+    for line in lines:
+        round, kind = line["round"], line["phase"][0]
+        if kind in "xy" and line["seconds"] == 0 and round - 1 in complete:
+            here, there = getattr(trace[round + 1], f"last_{kind}"), trace[round].kept[kind]
+            np.testing.assert_allclose(here, there, rtol=0, atol=1e-12)
+            assert float(jnp.linalg.norm(here)) > 1e-6
+            checked.append((kind, round))
+    assert {kind for kind, round in checked if round > 7} == {"x", "y"}
