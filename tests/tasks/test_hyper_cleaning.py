@@ -126,7 +126,7 @@ def test_metrics_look_at_the_weights_of_both_kinds(task):
     names = ["test_accuracy", "auc", "clean_weight", "corrupted_weight"]
     assert list(task.metrics) == names
     start = [float(task.metrics[name](task.x0, task.y0)) for name in names]
-    assert start[1:] == [0.5, 0.5, 0.5]
+    assert start[1:] == pytest.approx([0.5, 0.5, 0.5], rel=1e-12)
     known = np.full(task.x0.shape, np.nan)
     known[inner["row"], inner["place"]] = np.where(inner["corrupted"], -2.0, 1.0)
     found = [float(task.metrics[name](jnp.asarray(known), task.y0)) for name in names[1:]]
@@ -147,7 +147,7 @@ def test_seeds_reproduce():
 
 
 def test_weights_learn_which_labels_are_wrong():
-    """Chance is an AUC of ½. Trained to convergence with equal weights this model is right on 83 % of the test images;
+    """Chance is an AUC of ½. Trained to convergence with equal weights this model is right on 79 % of the test images;
     on clean samples alone, 95 %."""
     task = hyper_cleaning(corruption=0.5)
     steps = fb.XYV(x=50.0, y=0.1, v=0.1)

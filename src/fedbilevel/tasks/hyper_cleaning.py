@@ -41,7 +41,7 @@ def hyper_cleaning(
     clients: int = 18,
     partition_by: str = "iid",
     partition_options: Mapping[str, Any] | None = None,
-    validation: float = 0.2,
+    validation: float = 0.5,
     holdout: float = 0.0,
     ridge: float = 1e-3,
     local_steps: Any = None,

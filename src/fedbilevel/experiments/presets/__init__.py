@@ -4,12 +4,21 @@ A field that an algorithm does not have is left out; what is in neither is the a
 One module per task; in it, one table of algorithms per data set.
 """
 
-from fedbilevel.experiments.presets import closed_forms, hyper_representation, images, quadratic
+from fedbilevel.experiments.presets import (
+    closed_forms,
+    hyper_cleaning,
+    hyper_representation,
+    images,
+    quadratic,
+    regularization,
+)
 from fedbilevel.experiments.presets.table import Preset
 
 TASKS: dict[str, dict[str | None, Preset]] = {
+    "hyper_cleaning": hyper_cleaning.PRESETS,
     "hyper_representation": hyper_representation.PRESETS,
     "quadratic": quadratic.PRESETS,
+    "regularization": regularization.PRESETS,
     **closed_forms.PRESETS,
     **images.PRESETS,
 }

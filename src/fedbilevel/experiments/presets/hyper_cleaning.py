@@ -1,0 +1,27 @@
+"""Step sizes for hyper_cleaning. A weight's slope is a mean's share, and steps on x grow with the number of samples."""
+
+from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
+
+DIGITS: dict[str, Fields] = {
+    **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(100.0, 0.1, 0.1), "radius": 10.0}),
+    **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 1000.0, "neumann_step": 0.1}),
+    "lfednest": {"inner_lr": 0.3, "outer_lr": 30.0, "neumann_step": 0.1},
+    "aggitd": {"inner_rounds": 5, "inner_lr": 0.3, "outer_lr": 1000.0, "inverse": "series"},
+    **each(FEDBIO, {"client_lr": xyv(10.0, 0.05, 0.05)}),
+}
+# The Hessian-inverting methods step on x once a round: a small batch would move few weights, and those too far.
+NESTED: Fields = {"inner_lr": 1.0, "outer_lr": 10_000.0, "neumann_step": 0.1, "neumann_terms": 20, "batch_size": 512}
+MNIST: dict[str, Fields] = {
+    **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(500.0, 0.1, 0.1), "radius": 10.0}),
+    **each(HESSIAN_INVERTING, NESTED),
+    "lfednest": {"inner_lr": 1.0, "outer_lr": 1000.0, "neumann_step": 0.1, "batch_size": 512},
+}
+
+RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
+LIKE_MNIST = Preset(task={"validation": 0.2}, shared={"local_steps": 10, "batch_size": 64}, algorithms=MNIST, run=RUN)
+
+PRESETS: dict[str | None, Preset] = {
+    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=DIGITS, run=RUN),
+    "mnist": LIKE_MNIST,
+    "fashion-mnist": LIKE_MNIST,
+}
