@@ -1,0 +1,114 @@
+"""Draws who works on what and when, by the engines' own clock: docs/images/timeline.png.
+
+python benchmarks/timeline.py [FILE]
+
+Five clients, one of them slow, ten gradients and products for an answer. Above every exchange waits for all, below for
+the first three answers. A bar is work on one message, from when it was sent to when its answer is there; its number and
+colour say in which exchange it was sent.
+"""
+
+import sys
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+import fedbilevel as fb
+from fedbilevel.engines import desk as desks
+from fedbilevel.engines.book import Sums
+from fedbilevel.engines.clock import TICK, Now
+
+CLIENTS, SECONDS = 5, 24.0
+CLOCK = fb.Clock(compute=0.1, network=1.0, spread=0.3, stragglers=1, slowdown=4.0, seed=4)
+UNITS = 10  # batch gradients and products of an answer
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+
+
+class Work(NamedTuple):
+    """A client's work on one message."""
+
+    client: int
+    asked: int  # the exchange in which it was sent, from 1
+    begins: float
+    ends: float
+
+
+def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
+    """All work, the ends of the exchanges, and in which exchange an answer counted, if each waits for n answers."""
+    pace, now = CLOCK.pace(CLIENTS), Now.start()
+    zero = jnp.zeros((), jnp.int32)
+    nothing = Sums(None, zero, {}, zero, zero, zero)
+    lane = desks.Lane(zero, nothing, nothing, zero)
+    left, asked = jnp.zeros((2, CLIENTS), jnp.int32)
+    desk = desks.Desk(jnp.full(CLIENTS, desks.IDLE, jnp.int32), left, asked, {"work": lane})
+    works: dict[int, Work] = {}  # by client: the last one
+    done: list[Work] = []
+    ends: list[float] = []
+    counted: dict[Work, int] = {}
+    time = 0.0
+    while time < SECONDS:
+        exchange = len(ends) + 1
+        plan = desks.first(desk, pace, now, "work", n, jnp.full(CLIENTS, UNITS), None)
+        lasts = np.asarray(pace.durations(now, jnp.arange(CLIENTS), jnp.full(CLIENTS, UNITS))) * TICK
+        for client in np.flatnonzero(plan.asked).tolist():
+            works[client] = Work(client, exchange, time, time + lasts[client])
+            done.append(works[client])
+        counted |= {works[client]: exchange for client in np.flatnonzero(plan.arriving).tolist()}
+        time += float(plan.ticks) * TICK
+        ends.append(time)
+        now = now.later(pace, plan.ticks)
+        lane = lane._replace(exchanges=lane.exchanges + 1)
+        desk = plan.desk._replace(lanes={"work": lane})
+    return done, ends, counted
+
+
+def draw(panel: Any, n: int) -> None:
+    """One way of waiting: a row per client, a line per exchange."""
+    works, ends, counted = play(n)
+    slow = max(works, key=lambda work: work.ends - work.begins).client
+    rows = [client for client in range(CLIENTS) if client != slow] + [slow]
+    for row in range(CLIENTS):
+        panel.barh(row, SECONDS, height=0.62, color="#EEEEEE", zorder=0)
+    for work in works:
+        colour, row = COLOURS[(work.asked - 1) % len(COLOURS)], rows.index(work.client)
+        panel.barh(row, work.ends - work.begins, left=work.begins, height=0.62, color=colour, edgecolor="white")
+        middle = (work.begins + min(work.ends, SECONDS)) / 2
+        if min(work.ends, SECONDS) - work.begins > 0.7:
+            text, late = str(work.asked), counted.get(work, 0) - work.asked
+            if work.client == slow and late > 0:
+                text += f", counts in {counted[work]}: staleness {late}"
+            behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
+            style = {"color": "white", "fontsize": 9, "weight": "bold", "bbox": behind, "zorder": 4}
+            panel.text(middle, row, text, ha="center", va="center", **style)
+    within = [end for end in ends if end <= SECONDS]
+    for number, (begin, end) in enumerate(pairwise([0.0, *within, SECONDS]), start=1):
+        if end < SECONDS:
+            panel.axvline(end, color="#222222", linewidth=1.1, zorder=3)
+        panel.text((begin + end) / 2, -0.62, str(number), ha="center", va="bottom", fontsize=9, color="#222222")
+    panel.text(-0.25, -0.62, "exchange", ha="right", va="bottom", fontsize=8.5, color="#222222")
+    waits = "all five" if n == CLIENTS else f"the first {n}"
+    panel.set_title(f"waits for {waits}: {len(within)} exchanges in {SECONDS:.0f} s", loc="left", fontsize=11, pad=18)
+    panel.set_yticks(
+        range(CLIENTS), [f"client {k + 1}" + (" (slow)" if k == CLIENTS - 1 else "") for k in range(CLIENTS)]
+    )
+    panel.set_ylim(CLIENTS - 0.5, -0.6)
+    panel.set_xlim(0, SECONDS)
+    panel.tick_params(left=False)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def main(file: str = "docs/images/timeline.png") -> None:
+    figure = Figure(figsize=(10.5, 6.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    draw(above, CLIENTS)
+    draw(below, 3)
+    below.set_xlabel(
+        "virtual seconds   (bars: work on the message of that exchange; grey: idle; lines: ends of exchanges)"
+    )
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
