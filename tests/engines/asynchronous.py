@@ -1,0 +1,38 @@
+"""A small asynchronous algorithm: the first answers move y, and x, of which clients keep the last."""
+
+import jax
+import jax.numpy as jnp
+
+import fedbilevel as fb
+from fedbilevel.core.config import static
+from fedbilevel.core.tree import XY
+
+
+@fb.algorithm
+class Early:
+    n: int = static(3)
+    max_staleness: int | None = static(None)
+    asynchronous = True
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    def init_client(self, x, y):
+        return jnp.zeros_like(y)
+
+    @fb.phase
+    def inner(self, client, at, key):
+        g = jax.grad(client.problem.inner, 1)(*at, client.inner_batch(key, 4))
+        return fb.Reply(g - client.state, state=g, gradients=client.local_steps(2), metrics={"inner_size": jnp.sum(g)})
+
+    @fb.phase
+    def outer(self, client, at, key):
+        return fb.Reply(jax.grad(client.problem.outer, 0)(*at, client.outer_batch(key, 4)), gradients=1)
+
+    def round(self, fed, state, key):
+        def once(fed, y, key):
+            return y - 0.1 * fed.first(self.n, self.inner, (state.x, y), key, max_staleness=self.max_staleness)
+
+        inner_key, outer_key = jax.random.split(key)
+        y = fed.repeat(2, once, state.y, inner_key)
+        return XY(state.x - 0.1 * fed.first(self.n, self.outer, (state.x, y), outer_key), y)

@@ -1,0 +1,191 @@
+"""Does virtual time pass as the clock says?"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asynchronous import Early
+
+import fedbilevel as fb
+from fedbilevel.engines.clock import QUANTILES, TICK, Now
+from fedbilevel.tasks.quadratic import quadratic
+
+TASK = quadratic(clients=6, samples=(4, 4))
+IDS = jnp.arange(1000)
+
+
+def times(algorithm, clock, rounds=4, cohort=None, task=TASK, engine=fb.Local):
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, cohort=cohort,
+                      engine=engine(clock=clock), eval_every=1)  # fmt: skip
+    return result.history["time"]
+
+
+def test_by_default_time_counts_exchanges():
+    result = fb.solve(Early(n=6), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=4, eval_every=1)
+    assert result.history["time"].tolist() == result.history["exchanges"].tolist() == [0, 3, 6, 9, 12]
+
+
+def test_an_exchange_costs_the_slowest_of_its_cohort():
+    """SimFBO with τ steps spends 2τ gradients and 2τ products; client i then takes c_i·4τ + w_i."""
+    compute, network = np.array([0.1, 0.2, 0.3, 0.1, 0.1, 0.5]), np.array([5, 1, 1, 9, 1, 0.5])
+    clock = fb.Clock(compute=compute.tolist(), network=network.tolist())
+    slowest = max(compute * 4 * 3 + network)
+    for engine in (fb.Local, fb.Reference):
+        np.testing.assert_allclose(
+            times(fb.SimFBO(local_steps=3), clock, engine=engine, rounds=2), slowest * np.arange(3), atol=TICK
+        )
+
+
+def test_a_cohort_without_the_slow_one_is_quicker():
+    """With two of six clients a round, one of which takes 50: (5 choose 2)/(6 choose 2) = 2/3 of rounds take 1."""
+    clock = fb.Clock(stragglers=1, slowdown=50)
+    took = np.diff(times(fb.SimFBO(local_steps=1), clock, rounds=200, cohort=2))
+    assert set(np.round(took).tolist()) == {1.0, 50.0}
+    share = np.mean(took < 2)
+    assert abs(share - 2 / 3) < 4 * np.sqrt(2 / 9 / 200)
+
+
+def test_factors_are_log_normal_with_mean_one():
+    """Mean 1 to rounding; the logarithm has standard deviation σ, but for what lies beyond the 1/8192-quantiles."""
+    pace = fb.Clock(spread=0.7).pace(1000)
+    assert len(pace.spread) == QUANTILES
+    np.testing.assert_allclose(pace.spread.mean(dtype=float), 1, atol=1e-6)
+    np.testing.assert_allclose(np.log(pace.spread.astype(float)).std(), 0.7, rtol=2e-3)
+    ticks = np.asarray(pace.durations(Now.start(), IDS, 0)) * TICK
+    assert abs(ticks.mean() - 1) < 4 * pace.spread.std() / np.sqrt(1000)
+    again = np.asarray(pace.durations(Now.start().later(pace, jnp.asarray(5)), IDS, 0)) * TICK
+    assert abs(np.corrcoef(ticks, again)[0, 1]) < 4 / np.sqrt(1000)  # drawn anew for each exchange
+
+
+def test_drift_lasts_for_a_period():
+    pace = fb.Clock(drift=0.5, period=10.0).pace(1000)
+    start = Now.start()
+    same = start.later(pace, jnp.asarray(int(9.9 / TICK)))
+    other = start.later(pace, jnp.asarray(int(10.1 / TICK)))
+    ticks = [np.asarray(pace.durations(now, IDS, 0)) for now in (start, same, other)]
+    assert np.array_equal(ticks[0], ticks[1])
+    assert abs(np.corrcoef(ticks[0], ticks[2])[0, 1]) < 4 / np.sqrt(1000)
+
+
+def test_the_stragglers_are_as_many_and_as_slow_as_said():
+    network = fb.Clock(stragglers=5, slowdown=4.0, seed=1).pace(18).network
+    assert sorted(np.round(network * TICK, 6).tolist()) == [1.0] * 13 + [4.0] * 5
+    assert not np.array_equal(network, fb.Clock(stragglers=5, slowdown=4.0, seed=2).pace(18).network)
+
+
+def test_clients_are_there_for_their_share_of_each_period():
+    clock = fb.Clock(availability=[0.25, 0.0, 1.0, 0.5], period=8.0, seed=4)
+    pace = clock.pace(4)
+    moments = np.arange(0, 160_000, 500)
+    waits = np.array([np.asarray(pace.waits(Now.start(), jnp.arange(4), np.full(4, m))) for m in moments])
+    np.testing.assert_allclose((waits == 0).mean(0)[[0, 2, 3]], [0.25, 1.0, 0.5], atol=0.01)
+    assert clock.never_there(4).tolist() == [1]
+    assert waits[:, 0].max() <= 0.75 * 8 / TICK
+
+
+def test_an_exchange_waits_for_clients_to_come_back():
+    """Each takes no time at all: an exchange lasts until the last one is there, and the next one likewise."""
+    clock = fb.Clock(network=0.0, availability=[1, 1, 1, 1, 1, 0.5], period=8.0, seed=0)
+    begins = int(clock.pace(6).begins[5]) * TICK
+    first = 0.0 if (0 - begins) % 8 < 4 else begins
+    np.testing.assert_allclose(times(fb.SimFBO(local_steps=1), clock, rounds=1)[-1], first, atol=TICK)
+
+
+def test_who_is_never_there_is_told_and_left_out():
+    """FedAvg's one step on Σ p_i ‖y − t_i‖²: the weights of the others are normalised."""
+    clock = fb.Clock(availability=[1, 1, 0, 1, 0, 1])
+    with pytest.warns(fb.AbsenceWarning, match=r"2 of 6 clients are never there.*: 2, 4$"):
+        result = fb.solve(fb.SimFBO(local_steps=1), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=3,
+                          engine=fb.Local(clock=clock))  # fmt: skip
+    assert result.ledger.replies == 3 * 4
+    with pytest.raises(fb.ConfigurationError, match="a cohort of 2 may have nobody else"):
+        fb.solve(fb.SimFBO(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=3, cohort=2,
+                 engine=fb.Local(clock=clock))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def busy():
+    return fb.Clock(compute=0.2, spread=0.5, stragglers=2, drift=0.3, period=6.0, availability=[1, 0.6, 1, 1, 0.4, 1])
+
+
+def test_an_asynchronous_run_resumes_to_the_bit(busy, tmp_path):
+    def run(rounds, path, resume=False):
+        return fb.solve(Early(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=rounds, eval_every=2,
+                        engine=fb.Local(clock=busy), checkpoint=path, resume=resume)  # fmt: skip
+
+    whole = run(6, tmp_path / "whole.npz")
+    run(4, tmp_path / "parts.npz")
+    parts = run(6, tmp_path / "parts.npz", resume=True)
+    assert all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(parts.state), strict=True)
+    )
+    skip = {"seconds"}
+    for a, b in zip(whole.history.rows, parts.history.rows, strict=True):
+        assert {k: v for k, v in a.items() if k not in skip} == {k: v for k, v in b.items() if k not in skip}
+    with pytest.raises(fb.CheckpointError, match="clock"):
+        fb.solve(Early(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=8, eval_every=2,
+                 checkpoint=tmp_path / "parts.npz", resume=True)  # fmt: skip
+
+
+def test_the_same_events_in_float32_and_float64(busy):
+    """Times are whole numbers: how precisely the models are computed does not move an event."""
+    took = []
+    for x64 in (True, False):
+        with jax.enable_x64(x64):
+            task = quadratic(clients=6, samples=(4, 4))
+            took.append(times(Early(), busy, rounds=10, task=task))
+    assert np.array_equal(*took)
+    assert np.all(np.diff(took[0]) > 0)
+
+
+def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
+    bad = fb.Bilevel(TASK.problem.outer, lambda x, y, batch: TASK.problem.inner(x, y, batch) + jnp.sqrt(0.5 - y[0]))
+    with pytest.raises(fb.NonFiniteError, match=r"round \d+, .*phase inner: the answer of client \d"):
+        fb.solve(Early(), bad, TASK.clients, TASK.x0, TASK.y0 + 1.0, rounds=5, engine=fb.Local(clock=busy))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"network": -1.0}, "Clock.network = -1.0"),
+        ({"compute": [1.0, float("nan")]}, "Clock.compute"),
+        ({"availability": 1.5}, "from 0 to 1"),
+        ({"slowdown": 0}, "Clock.slowdown"),
+        ({"stragglers": -1}, "Clock.stragglers"),
+        ({"stragglers": 2.5}, "Clock.stragglers"),
+        ({"period": 0.0}, "Clock.period"),
+        ({"spread": "much"}, "Clock.spread"),
+        ({"seed": -1}, "Clock.seed"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        fb.Clock(**fields)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "words"),
+    [
+        (Early(n=7), {}, r"fed.first: n = 7 .* 1 to 6"),
+        (Early(n=0), {}, r"fed.first: n = 0"),
+        (Early(n=6), {"clock": fb.Clock(availability=[1, 1, 1, 1, 1, 0])}, r"n = 6 .* 1 to 5, .* ever there"),
+        (Early(max_staleness=-1), {}, r"max_staleness = -1"),
+        (Early(), {"cohort": 3}, r"cohort = 3 .* None"),
+        (Early(), {"stream": True}, r"Early.* with streamed samples"),
+        (Early(), {"clock": fb.Clock(stragglers=7)}, r"Clock.stragglers = 7 .* at most 6"),
+        (Early(), {"clock": fb.Clock(network=[1.0, 2.0])}, r"Clock.network = '2 numbers' .* 6"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
+def test_what_could_never_end_is_refused(algorithm, options, words):
+    cohort, engine = options.pop("cohort", None), fb.Local(**options)
+    with pytest.raises(fb.ConfigurationError, match=words):
+        fb.solve(algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=1, cohort=cohort, engine=engine)
+
+
+def test_nobody_is_told_of_clients_that_are_there():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        times(fb.SimFBO(local_steps=1), fb.Clock(availability=0.5), rounds=1)

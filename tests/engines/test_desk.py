@@ -1,0 +1,161 @@
+"""Who is asked, whose answers end an exchange, and how long it takes: against a simulation event by event."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines import desk as desks
+from fedbilevel.engines.book import Sums
+from fedbilevel.engines.clock import TICK, Now
+from fedbilevel.engines.desk import IDLE, Desk, Lane
+from fedbilevel.engines.reference import total_of
+
+CLIENTS = 7
+
+
+class Simulated:
+    """Clients one by one, events in the order of their times; a server that waits for the first n of a kind."""
+
+    def __init__(self, takes, there):
+        self.takes, self.there, self.time = takes, there, 0
+        self.work = {}  # client -> (kind, when it is done, exchange in which it was asked)
+        self.kept = {"a": [], "b": []}  # (client, exchange in which it was asked)
+        self.exchanges = {"a": 0, "b": 0}
+
+    def first(self, kind, n, bound=None):
+        """(clients asked, who counts and since which exchange, ticks)."""
+        number, began = self.exchanges[kind], self.time
+        used, self.kept[kind] = self.kept[kind], []
+        asked, answered = set(), set()
+        overdue = {c for c, (k, _, e) in self.work.items() if k == kind and bound is not None and number - e >= bound}
+
+        def ask_whoever_is_idle():
+            for c, (k, when, e) in list(self.work.items()):
+                if k != kind and when <= self.time:
+                    del self.work[c]
+                    self.kept[k].append((c, e))
+            for c in range(CLIENTS):
+                if c not in self.work and c not in answered and self.there(c, self.time):
+                    asked.add(c)
+                    self.work[c] = (kind, self.time + self.takes[c], number)
+
+        ask_whoever_is_idle()
+        while len(used) < n or overdue:
+            times = [(max(when, self.time), e if k == kind else -1, c) for c, (k, when, e) in self.work.items()]
+            coming = self.next_coming(answered)
+            when, _, c = min(times, default=(np.inf, 0, 0))
+            self.time = min(when, coming)
+            if coming >= when and self.work[c][0] == kind:
+                used.append((c, self.work.pop(c)[2]))
+                answered.add(c)
+                overdue.discard(c)
+            ask_whoever_is_idle()
+        self.exchanges[kind] += 1
+        return asked, sorted(used), self.time - began
+
+    def next_coming(self, answered):
+        """When the next idle client that is away comes back."""
+        away = [c for c in range(CLIENTS) if c not in self.work and c not in answered]
+        later = range(self.time, self.time + PERIOD + 1)
+        return min((t for c in away for t in later if self.there(c, t)), default=np.inf)
+
+
+PERIOD = 40
+
+
+def pace_of(takes, availability):
+    """A clock that takes so many ticks for each client."""
+    clock = fb.Clock(network=[t * TICK for t in takes], availability=availability, period=PERIOD * TICK, seed=3)
+    return clock.pace(CLIENTS)
+
+
+def opened():
+    zero = jnp.zeros((), jnp.int32)
+    none = Sums(jnp.zeros(()), jnp.zeros(()), {}, zero, zero, zero)
+    table = Sums(jnp.zeros(CLIENTS), jnp.zeros(CLIENTS), {}, *(jnp.zeros(CLIENTS, jnp.int32) for _ in range(3)))
+    lanes = {kind: Lane(zero, table, none, jnp.zeros(())) for kind in "ab"}
+    return Desk(jnp.full(CLIENTS, IDLE, jnp.int32), *jnp.zeros((2, CLIENTS), jnp.int32), lanes)
+
+
+@partial(jax.jit, static_argnames=("kind", "n", "bound"))
+def planned(desk, pace, now, kind, n, bound):
+    return desks.first(desk, pace, now, kind, n, 0, bound)
+
+
+def exchange(desk, pace, now, kind, n, bound):
+    """As an engine does it, with 2ⁱ for client i's answer: a sum tells who is in it."""
+    plan = planned(desk, pace, now, kind, n, bound)
+    ids = np.arange(CLIENTS)
+    one = np.ones(CLIENTS, np.int32)
+    table = Sums(jnp.asarray(2.0**ids), jnp.ones(CLIENTS), {}, *(jnp.asarray(one) for _ in range(3)))
+    after = desks.handed_in(desks.written(desk, kind, table), plan, total_of)
+    after, sums, age = desks.counted(after, plan, kind, total_of)
+    return plan, after, sums, float(age)
+
+
+@pytest.mark.parametrize("availability", [1.0, [1, 0.5, 1, 0.25, 1, 0.8, 0]], ids=["always there", "come and go"])
+@pytest.mark.parametrize("seed", range(3))
+def test_agrees_with_a_simulation_event_by_event(seed, availability):
+    rng = np.random.default_rng(seed)
+    takes = rng.choice(np.arange(3, 60), CLIENTS, replace=False).tolist()
+    pace = pace_of(takes, availability)
+    begins, lasts = (None, None) if pace.lasts is None else (pace.begins, pace.lasts)
+    there = lambda c, t: begins is None or (t - int(begins[c])) % PERIOD < int(lasts[c])  # noqa: E731
+    simulated, desk, now = Simulated(takes, there), opened(), Now.start()
+    waited = 0
+    for _ in range(60):
+        kind, n = rng.choice(["a", "b"]), int(rng.choice([1, 2, 4]))
+        asked, used, ticks = simulated.first(kind, n)
+        plan, desk, sums, age = exchange(desk, pace, now, kind, n, None)
+        now = now.later(pace, plan.ticks)
+        assert int(plan.ticks) == ticks
+        assert set(np.flatnonzero(plan.asked)) == asked
+        counted = [c for c, _ in used]
+        assert float(sums.update) == sum(2.0**c for c in counted)
+        assert age == sum(simulated.exchanges[kind] - 1 - e for _, e in used)
+        waited += ticks > 0
+    assert waited > 20  # else nothing was tested
+
+
+def test_everyone_is_waited_for_and_brings_what_it_worked_on():
+    """Times 10, 20, ..., 70. The first two of kind a end at 20; then all have to come home and answer once more."""
+    pace = pace_of([10 * (c + 1) for c in range(CLIENTS)], 1.0)
+    plan, desk, sums, _ = exchange(opened(), pace, Now.start(), "a", 2, None)
+    assert (int(plan.ticks), float(sums.update)) == (20, 1 + 2)
+    plan = desks.everyone(desk, pace, Now.start().later(pace, plan.ticks), 0)
+    assert int(plan.ticks) == (70 - 20) + 70  # the slowest has 50 to go, and then 70 again
+    desk = desks.handed_in(desk, plan, total_of)
+    assert desk.kind.tolist() == [IDLE] * CLIENTS
+    plan, desk, sums, age = exchange(desk, pace, Now.start(), "a", 3, None)
+    assert float(sums.update) == 4 + 8 + 16 + 32 + 64  # five of them: all that had come in counts at once
+    assert (int(plan.ticks), age) == (0, 5)
+
+
+def test_a_bound_on_staleness_waits_for_the_old_ones():
+    """Times 1, 1, 1, 1, 1, 1 and 100: unbounded, the last one's answer to exchange 0 is used in exchange 99; with a
+    bound of s, in exchange s, together with whatever else has arrived until then."""
+    pace = pace_of([1] * 6 + [100], 1.0)
+    for bound in (0, 3):
+        desk, now = opened(), Now.start()
+        for number in range(bound + 1):
+            plan, desk, sums, age = exchange(desk, pace, now, "a", 6, bound)
+            now = now.later(pace, plan.ticks)
+            late = bool(float(sums.update) >= 64)
+            assert late == (number == bound > 0)
+        if bound:
+            assert (age, int(plan.ticks)) == (bound, 100 - bound)
+
+
+def test_ties_go_to_the_older_question_then_to_the_lower_id():
+    """Nobody needs any time: everybody is asked, and the first three count, then the next three."""
+    pace = pace_of([0] * CLIENTS, 1.0)
+    desk, counted = opened(), []
+    for _ in range(3):
+        plan, desk, _, _ = exchange(desk, pace, Now.start(), "a", 3, None)
+        counted.append(np.flatnonzero(plan.arriving).tolist())
+        assert int(plan.ticks) == 0
+    assert counted == [[0, 1, 2], [3, 4, 5], [0, 1, 6]]
