@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
     asked: Array  # (M,) who is sent its message
     arriving: Array  # (M,) whose answers end it
-    over: Array  # (M,) kind of the answer to another question that a client hands in before, or IDLE
+    over: Array  # (M,) kind of another question whose answer a client hands in meanwhile, or IDLE
     ticks: Array  # how long it takes
     desk: Desk  # after it, but for the lanes' contents
 
@@ -116,13 +116,14 @@ def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_
         arriving = jnp.where(last >= ticks, arriving | (arrival <= last), arriving)
         ticks = jnp.maximum(ticks, last)
     sent = free & (start <= ticks)
+    done = ~here & (desk.kind != IDLE) & (desk.left <= ticks)
     after = Desk(
-        kind=jnp.where(arriving, IDLE, jnp.where(sent, number, desk.kind)),
+        kind=jnp.where(arriving, IDLE, jnp.where(sent, number, jnp.where(done, IDLE, desk.kind))),
         left=jnp.where(arriving, 0, jnp.where(sent, arrival - ticks, jnp.maximum(desk.left - ticks, 0))),
         asked=jnp.where(sent, lane.exchanges, desk.asked),
         lanes=desk.lanes,
     )
-    return Plan(sent, arriving, jnp.where(sent, desk.kind, IDLE), ticks, after)
+    return Plan(sent, arriving, jnp.where(done, desk.kind, IDLE), ticks, after)
 
 
 def everyone(desk: Desk, pace: Pace, now: Now, units: Any) -> Plan:
