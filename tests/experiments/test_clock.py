@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tomllib
+from typing import ClassVar
 
 import pytest
 from command_line import outcome
@@ -11,6 +12,7 @@ from command_line import outcome
 import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, measure, plots, read_spec, resolve
@@ -98,17 +100,21 @@ def test_a_clock_for_other_clients_is_refused_before_anything_runs(settings, wor
     assert words in str(error.value)
 
 
-def test_a_cohort_of_an_asynchronous_method_is_refused_before_anything_runs(monkeypatch) -> None:
+def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs(monkeypatch) -> None:
     @fb.algorithm
-    class FirstHalf(fb.SimFBO):
-        asynchronous = True
+    class FirstHalf(fb.ShroFBO):
+        first: int = static(2)
+        asynchronous: ClassVar[bool] = True
 
     monkeypatch.setitem(ALGORITHMS, "first-half", FirstHalf)
     spec = configure(task="quadratic", algorithm="first-half", settings=[*SMALL, "cohort=3"])
     with pytest.raises(ConfigurationError, match=r"run\.cohort = 3 is not allowed: it must be none: rounds of first-"):
         build(spec)
     build(spec.replace(run={"cohort": None}))
-    build(spec.replace(run={"cohort": 4}))
+    spec = spec.replace(run={"cohort": 4}, algorithm={"first": 4})
+    build(spec)
+    with pytest.raises(ConfigurationError, match=r"algorithm\.first = 4 is not allowed: it must be at most 3"):
+        build(spec.replace(clock={"availability": [1, 1, 0, 1]}))
 
 
 def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:

@@ -38,13 +38,21 @@ def build(spec: Spec, task: Task | None = None) -> Parts:
     task = task_of(spec) if task is None else task
     require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
     check_solves(algorithm, task.problem)
-    population = len(task.clients)
-    cohort = check_cohort(spec.run.cohort, population)
-    everyone = not is_asynchronous(algorithm) or cohort == population
-    named = label(spec.algorithm.name)
-    require(everyone, "run.cohort", cohort, f"none: rounds of {named} end with the first answers of all")
-    spec.clock.pace(population)  # raises where it is one for another number of clients
+    _check_participants(spec, algorithm, len(task.clients))
     return Parts(task, algorithm, engine)
+
+
+def _check_participants(spec: Spec, algorithm: Any, population: int) -> None:
+    """Refuse a cohort, a clock, or a number of first answers that is none for so many clients."""
+    cohort = check_cohort(spec.run.cohort, population)
+    there = population - spec.clock.never_there(population).size
+    if is_asynchronous(algorithm):
+        named = label(spec.algorithm.name)
+        all_take_part = f"none: rounds of {named} end with the first answers of all"
+        require(cohort == population, "run.cohort", cohort, all_take_part)
+        first = getattr(algorithm, "first", None)
+        few = f"at most {there}, the number of clients that are ever there"
+        require(first is None or first <= there, "algorithm.first", first, few)
 
 
 def algorithm_of(spec: Spec) -> Any:
