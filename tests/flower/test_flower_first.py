@@ -1,6 +1,7 @@
 """The first n answers to arrive: their order, what they were computed on, what becomes of those that come later."""
 
 import heapq
+import json
 import re
 
 import federations
@@ -50,13 +51,38 @@ class Async:
         return XY(x, y)
 
 
-def simulated(n, delays, both=False):
-    """(x, y, staleness, how many answers) of each round, by hand: events in the order of their times."""
+@fb.algorithm
+class Silent(Async):
+    """Does not say what it is."""
+
+    asynchronous = False
+
+
+@fb.algorithm
+class Overdue(Async):
+    """Nobody's answer is older than so many exchanges."""
+
+    max_staleness: int = static(1)
+
+    def round(self, fed, state, key):
+        last = fed.first(self.n, self.towards, state.y, key, max_staleness=self.max_staleness)
+        return XY(state.x, state.y + LR * last)
+
+
+def simulated(n, delays, both=False, stop=None):
+    """(x, y, staleness, how many answers) of each round, by hand: events in the order of their times.
+
+    Where the run stops before a round and is resumed, all questions are new, and clients first end what they are at.
+    """
     x, y, time, trace = np.zeros(2), np.zeros(3), 0.0, []
     working, kept = [], []  # heap of (when, client, fetched, round); what came in while x was waited for
     for round in range(ROUNDS):
+        begin = dict.fromkeys(range(6), time)
+        if round == stop:
+            begin |= {entry[1]: entry[0] for entry in working}
+            working, kept = [], []
         for client in sorted(set(range(6)) - {entry[1] for entry in working}):
-            heapq.heappush(working, (time + delays[client], client, y, round))
+            heapq.heappush(working, (begin[client] + delays[client], client, y, round))
         used, kept = kept, []
         while len(used) < n:
             used.append(heapq.heappop(working))
@@ -72,17 +98,22 @@ def simulated(n, delays, both=False):
     return trace
 
 
-def run(algorithm, delays=None, **options):
-    """(result, (x, y) after each round)."""
+def run(algorithm, delays=None, stop=None, lost=lambda client, ask: False, **options):
+    """(result, (x, y) after each round); with `stop` of a run that was stopped after so many rounds, and resumed."""
 
     def delay(client, message):
         ask: Ask = said_in(Ask, message)
-        return delays[client] if ask.phase else 0.0
+        if not ask.phase:
+            return 0.0
+        return np.inf if lost(client, ask) else delays[client]
 
     grid = InProcess(federations.app(algorithm), 6, delay=None if delays is None else delay)
     trace = []
     note = lambda result, row: trace.append((np.asarray(result.x), np.asarray(result.y)))  # noqa: E731
     more = {"rounds": ROUNDS, "cohort": None, "eval_every": 1, "callbacks": [note], **options}
+    if stop is not None:
+        federations.solve(algorithm, grid, **more | {"rounds": stop})
+        more["resume"] = True
     return federations.solve(algorithm, grid, **more), trace[1:]  # after round 0 there is nothing to see
 
 
@@ -102,6 +133,21 @@ def test_the_order_of_events(n, both):
     assert result.ledger.gradients == sum(entry[3] for entry in expected)
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["alone", "with a mean after it"])
+def test_a_run_that_was_stopped_goes_on_without_what_was_under_way(both, tmp_path):
+    result, trace = run(Async(n=2, both=both), DELAYS, stop=4, checkpoint=tmp_path / "run.npz")
+    expected = simulated(2, DELAYS, both, stop=4)
+    np.testing.assert_allclose([y for _, y in trace], [entry[1] for entry in expected], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(result.history["staleness"][1:], [entry[2] for entry in expected], rtol=0, atol=1e-12)
+    assert np.max(np.abs(expected[-1][1] - simulated(2, DELAYS, both)[-1][1])) > 1e-6
+
+
+def test_time_does_not_drift():
+    """Eight exchanges of 0.6 ticks are 4.8, not 8."""
+    result, _ = run(Async(n=6), np.full(6, 6e-5))
+    assert result.ledger.ticks == 5
+
+
 def test_everyone_at_once_is_a_mean():
     """Weights sum to 1, so the sum over all is the mean over the population: y → t̄, by a factor 1 − LR a round."""
     result, trace = run(Async(n=6))
@@ -110,6 +156,15 @@ def test_everyone_at_once_is_a_mean():
         np.testing.assert_allclose(y, mean * (1 - (1 - LR) ** round), rtol=0, atol=1e-12)
     assert [row["staleness"] for row in result.history.rows[1:]] == [0.0] * ROUNDS
     assert result.ledger.bytes_down == result.ledger.bytes_up == ROUNDS * 6 * 24
+
+
+def test_what_a_run_cannot_be_asked():
+    with pytest.raises(fb.ConfigurationError, match=re.escape("cohort = 4 is not allowed: it must be None: rounds of")):
+        run(Async(), cohort=4)
+    with pytest.raises(fb.ConfigurationError, match=re.escape("fed.first: max_staleness = 0")):
+        run(Overdue(max_staleness=0))
+    with pytest.raises(fb.ConfigurationError, match=r"phase towards is asked by fed\.first: Silent has to say async"):
+        run(Silent())
 
 
 def test_more_than_there_are():
@@ -174,3 +229,14 @@ def test_answers_of_another_kind_keep_nobody_busy(n):
         used += max(n, kept)
         kept = 6 - max(n - kept, 0)
     assert result.ledger.gradients == used
+
+
+def test_nobody_is_waited_for_beyond_the_deadline(tmp_path):
+    """Client 4's first question is never answered. Bounded staleness waits for it until 20 s are over, and says so."""
+    log = tmp_path / "log.jsonl"
+    lost = lambda client, ask: client == 4 and ask.round == 0  # noqa: E731
+    terms = Terms(deadline=20.0, poll=100.0)
+    result, _ = run(Overdue(n=1, max_staleness=2), DELAYS, lost=lost, terms=terms, log=log, rounds=5)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line.get("refused") for line in lines] == [None, None, {"4": "no answer within 20 s"}, None, None]
+    assert result.round == 5

@@ -44,7 +44,8 @@ class Flower:
         terms: what is expected of clients.
         name: of the whole run, 8 to 64 hexadecimal digits, the same when it is resumed: clients keep their state under
             it. Where an algorithm has clients keep any, a run resumes from its last round alone: save every round
-            (`checkpoint_every=1`).
+            (`checkpoint_every=1`). An asynchronous one resumes without the answers that were under way or had come in
+            for a later exchange, so not bit for bit: see docs/federation.md.
         log: a file that gets one JSON line for each exchange.
     """
 
