@@ -178,7 +178,7 @@ def nonfinite_answers(desk: Desk) -> list[str]:
         finite = [np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1) for leaf in jax.tree.leaves(lane.answers)]
         ids = np.flatnonzero(~np.all(finite, axis=0))
         if ids.size:
-            found.append(f"phase {phase}: the answer of client {', '.join(map(str, ids[:5]))} is not finite")
+            found.append(f"phase {phase}: the answer of client {', '.join(map(str, ids[:5]))}")
     return found
 
 
