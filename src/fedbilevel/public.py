@@ -1,6 +1,7 @@
 """The public names of the library, which `fedbilevel` hands out; import them from there."""
 
 from fedbilevel.algorithms import (
+    AFBO,
     ALGORITHMS,
     AggITD,
     FedAvg,
@@ -45,6 +46,7 @@ from fedbilevel.engines.result import Result, load_result, stop_when, stop_witho
 from fedbilevel.engines.solve import solve
 
 __all__ = [
+    "AFBO",
     "ALGORITHMS",
     "XYV",
     "AbsenceWarning",

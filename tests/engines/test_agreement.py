@@ -1,5 +1,7 @@
 """The spine: every engine gives the same state, history and ledger for every algorithm, to 1e-12 in float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from two_phase import TwoPhase
 
 import fedbilevel as fb
+from fedbilevel.core.algorithm import is_asynchronous
 from fedbilevel.engines import local
+from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import outer, quadratic
 
@@ -42,6 +46,17 @@ CASES = {
     "FedLin, single level": (fb.FedLin(batch_size=4), WORK),
     "FedAvg, single level": (fb.FedAvg(batch_size=None), (1, 4)),
     "FedAvg-S, minimax": (fb.FedAvgS(batch_size=None), (1, 4)),
+    "AFBO, local": (fb.AFBO(first=2, batch_size=4, inner_rounds=2, neumann_terms=3, delay_penalty=0.1), WORK),
+    "AFBO, global": (fb.AFBO(first=3, max_staleness=2, batch_size=4, inner_rounds=3, hypergradient="global"), (1, 4)),
+    "AFBO, waiting for all": (fb.AFBO(batch_size=4, inverse="cg", cg_iterations=2), None),
+    "asynchronous SimFBO": (fb.SimFBO(first=1, batch_size=4), None),
+    "asynchronous ShroFBO": (fb.ShroFBO(first=3, batch_size=4), WORK),
+}
+CLOCKS = {
+    "AFBO, local": fb.Clock(compute=0.2, spread=0.7, stragglers=2),
+    "AFBO, global": fb.Clock(network=[1.0, 2.0, 0.5, 0.7, 3.0, 1.0, 1.0, 9.0], drift=0.5, period=4.0, availability=0.6),
+    "asynchronous SimFBO": fb.Clock(spread=0.3, stragglers=3, slowdown=20.0),
+    "asynchronous ShroFBO": fb.Clock(compute=0.1, drift=1.0, period=2.0),
 }
 SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:8], batch))
 PROBLEMS = {  # of the cases that are not for the task's own
@@ -55,13 +70,16 @@ ENGINES = {
     "chunks": fb.Local(chunk=2),
     "permuted cohort": fb.Local(chunk=COHORT),
     "two devices": fb.Local(devices=2),
+    "two devices, chunks": fb.Local(devices=2, chunk=2),
     "two devices, chunks, streamed": fb.Local(devices=2, chunk=2, stream=True),
     "streamed": fb.Local(stream=True),
 }
 EVERY_ENGINE = {"SimFBO", "ShroFBO", "two phases"}  # for these cases; the one below, which has it all, for every case
 SOME = ("two devices, chunks, streamed",)
+ASYNCHRONOUS = ("two devices, chunks",)  # streamed samples are not for them
 PAIRS = [(case, engine) for case in sorted(CASES) for engine in sorted(ENGINES)
-         if engine in SOME or case.partition(",")[0] in EVERY_ENGINE]  # fmt: skip
+         if engine in (ASYNCHRONOUS if is_asynchronous(CASES[case][0]) else SOME)
+         or case.partition(",")[0] in EVERY_ENGINE]  # fmt: skip
 
 
 def three_rounds(case, engine):
@@ -70,7 +88,12 @@ def three_rounds(case, engine):
     problem = PROBLEMS.get(case, task.problem)
     y0 = None if isinstance(problem, fb.SingleLevel) else task.y0
     carry = first_carry(algorithm, task.x0, y0, len(task.clients))
-    run = engine.start(algorithm, problem, task.clients, COHORT, jax.random.key(1), carry)
+    carry = carry._replace(
+        desk=open_desk(algorithm, problem, task.x0, y0, task.clients.examples(), work is not None, len(task.clients))
+    )
+    cohort = len(task.clients) if is_asynchronous(algorithm) else COHORT
+    engine = replace(engine, clock=CLOCKS.get(case, fb.Clock()))
+    run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
     books = []
     while int(carry.round) < 3:
         carry, _, book = run.advance(carry, 3 - int(carry.round))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.aggitd import AggITD
 from fedbilevel.algorithms.fedavg_s import FedAvgS
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
@@ -11,6 +12,7 @@ from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
 from fedbilevel.algorithms.single_level import FedAvg, FedLin
 
 ALGORITHMS: dict[str, Any] = {
+    "afbo": AFBO,
     "aggitd": AggITD,
     "fedavg": FedAvg,
     "fedavg-s": FedAvgS,
@@ -27,6 +29,7 @@ ALGORITHMS: dict[str, Any] = {
 """Every algorithm by its command-line name."""
 
 __all__ = [
+    "AFBO",
     "ALGORITHMS",
     "AggITD",
     "FedAvg",

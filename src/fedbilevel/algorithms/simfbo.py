@@ -16,7 +16,10 @@ and replies with q_i = Σ_k a_k (d_y, d_v, d_x). The server, with P_r the projec
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
 one that was asked (Theorem 2).
 
-Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none.
+Asynchronous (`first`): q is the mean of everyone's last q_i, as soon as that many new ones are there.
+
+Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none; with `first` the
+last reply, with `own_x` the client's block of x, which is then in no message.
 Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
 (`independent_batches`: a gradient of g, two of f and the two products apart).
 
@@ -27,8 +30,10 @@ Departures from the paper:
    Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i (round 0: its own). The estimate of the same round would multiply h by something
    that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
 3. The server's step is an optax transformation of q, scaled by γ; the paper's is the default, plain descent.
+4. The paper waits for its cohort; `first` does not.
 
-Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems) and tests/engines/test_agreement.py.
+Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_simfbo_async.py, test_own_x.py and
+tests/engines/test_agreement.py.
 """
 
 from typing import NamedTuple
@@ -40,10 +45,14 @@ from jax import Array
 
 from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.algorithms.local_directions import LocalDirections, descend
+from fedbilevel.algorithms.memory import FirstAnswers, Kept, Memory
+from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
 from fedbilevel.core.algorithm import algorithm, phase
-from fedbilevel.core.client import Client
+from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import config, positive, static, steps
+from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
 
 
@@ -52,6 +61,7 @@ class State(NamedTuple):
 
     iterate: XYV
     optimizer: optax.OptState
+    memory: Memory | None = None  # of the last replies, where `first` is given
 
     @property
     def x(self) -> PyTree:
@@ -62,37 +72,88 @@ class State(NamedTuple):
         return self.iterate.y
 
 
+class ClientState(NamedTuple):
+    """What a client keeps, where it keeps anything."""
+
+    x: PyTree  # its block, with `own_x`
+    last: Kept | None  # its last reply, with `first`
+
+
 @config
-class SingleLoop(LocalDirections):
+class SingleLoop(LocalDirections, FirstAnswers):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
-    Args: those of `LocalDirections`, where `client_lr` is η, and
+    Args: those of `LocalDirections`, where `client_lr` is η, those of `FirstAnswers`, and
         server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
         coefficients: a_k, which make the local steps plain, momentum or proximal ones.
         server_optimizer: an optax optimizer, fed with q; its updates are scaled by γ.
+        own_x: x is split by client (see own_x.py): each keeps its block and makes γ's plain step p_i γ_x q_i itself,
+            once for each of its replies; a cohort of P clients thus moves x by P/M of what the server would. SimFBO's.
     """
 
     server_lr: XYV = steps(x=0.01, y=0.1, v=0.1)
     radius: float = positive(float("inf"))
     coefficients: Coefficients = Plain()
     server_optimizer: optax.GradientTransformation = static(optax.sgd(1.0))
+    own_x: bool = static(False)
+
+    def validate(self) -> None:
+        super().validate()
+        self.check_first()
+
+    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
+        """Refuse an x that is not split by client where `own_x` says that it is."""
+        if self.own_x:
+            check_own_x(f"{type(self).__name__}.own_x", clients, x)
 
     def first_state(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))
-        return State(iterate, self.server_optimizer.init(iterate))
+        return State(iterate, self.server_optimizer.init(self.shared(iterate)), self.memory_of(self.answer(x, y)))
+
+    def init_client(self, x: PyTree, y: PyTree) -> ClientState | None:
+        if not self.own_x and not self.asynchronous:
+            return None
+        block = own_block(x) if self.own_x else None
+        return ClientState(block, Kept.nothing(self.answer(x, y)) if self.asynchronous else None)
+
+    def answer(self, x: PyTree, y: PyTree) -> PyTree:
+        """Of the shapes of a client's reply, without the memory's part."""
+        return self.shared(XYV(x, y, y))
+
+    def shared(self, iterate: XYV) -> XYV:
+        """What of x, y, v goes to and fro."""
+        return iterate._replace(x=None) if self.own_x else iterate
 
     @phase
-    def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
+    def local_updates(self, client: Client, message: PyTree, key: Array) -> Reply:
         """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
+        start, number = self.opened(message)
+        if not self.own_x:
+            return self.remembered(client, self.own_updates(client, start, key), number)
+        block = client.state.x
+        reply = self.own_updates(client, start._replace(x=block), key)
+        block = stepped(block, self.server_lr.x, client.weight, reply.update.x)
+        reply = reply._replace(update=self.shared(reply.update))
+        return self.remembered(client, reply, number, block)
+
+    def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         tau = client.local_steps(self.local_steps)
         return self.counted(self.local_sum(client, start, tau, key, self.coefficients), tau)
 
-    def server_update(self, state: State, q: XYV) -> State:
+    def remembered(self, client: Client, reply: Reply, number: Array | None, block: PyTree = None) -> Reply:
+        """The reply, as the memory wants it, with what the client keeps."""
+        kept = None if client.state is None else client.state.last
+        reply, kept = self.closed(reply, kept, number)
+        return reply if client.state is None else reply._replace(state=ClientState(block, kept))
+
+    def server_update(self, state: State, q: XYV, memory: Memory | None) -> State:
         """Server, line 14: (5), with v brought back into its ball."""
-        updates, optimizer = self.server_optimizer.update(q, state.optimizer, state.iterate)
-        moved = descend(state.iterate, self.server_lr, optax.tree.scale(-1, updates))
-        return State(moved._replace(v=project_ball(moved.v, self.radius)), optimizer)
+        iterate = self.shared(state.iterate)
+        updates, optimizer = self.server_optimizer.update(q, state.optimizer, iterate)
+        moved = descend(iterate, self.server_lr, optax.tree.scale(-1, updates))
+        moved = moved._replace(v=project_ball(moved.v, self.radius))
+        return State(moved._replace(x=state.x) if self.own_x else moved, optimizer, memory)
 
 
 @algorithm
@@ -107,8 +168,15 @@ class SimFBO(SingleLoop):
         return self.first_state(x, y)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
-        q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)
-        return self.server_update(state, q)
+        message = self.shared(state.iterate)
+        q, memory = self.latest(fed, self.local_updates, message, state.memory, key)
+        return self.server_update(state, q, memory)
+
+    def columns(self, state: State) -> dict[str, Array]:
+        return {} if state.memory is None else {"delay": state.memory.delay}
+
+    def with_own(self, state: State, clients: PyTree) -> State:
+        return state._replace(iterate=state.iterate._replace(x=together(clients.x))) if self.own_x else state
 
 
 class RobustState(NamedTuple):
@@ -139,23 +207,36 @@ class ShroFBO(SingleLoop):
     Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
     """
 
+    def validate(self) -> None:
+        super().validate()
+        require(not self.own_x, "ShroFBO.own_x", True, "False: ρ, which the length of a step goes by, is the server's")
+
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return RobustState(self.first_state(x, y), jnp.zeros(()), jnp.zeros(()))
 
+    def answer(self, x: PyTree, y: PyTree) -> PyTree:
+        return super().answer(x, y), jnp.zeros(()), jnp.zeros(())
+
     @phase
-    def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
+    def normalised_updates(self, client: Client, message: PyTree, key: Array) -> Reply:
         """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights."""
-        reply = self.local_updates(client, start, key)
+        start, number = self.opened(message)
+        reply = self.own_updates(client, start, key)
         work = self.coefficients.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
-        return reply._replace(update=(h, work, jnp.ones_like(work)))
+        return self.remembered(client, reply._replace(update=(h, work, jnp.ones_like(work))), number)
 
     def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
-        h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)
+        answer, memory = self.latest(fed, self.normalised_updates, state.iterate, state.simfbo.memory, key)
+        h, work, share = answer
         now = work / share
         rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
-        server = self.server_update(state.simfbo, optax.tree.scale(rho, h))
+        server = self.server_update(state.simfbo, optax.tree.scale(rho, h), memory)
         return RobustState(server, state.work + now, state.rounds + 1)
+
+    def columns(self, state: RobustState) -> dict[str, Array]:
+        memory = state.simfbo.memory
+        return {} if memory is None else {"delay": memory.delay}
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:

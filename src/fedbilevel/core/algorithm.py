@@ -13,6 +13,8 @@ check_start(problem, clients, x, y)   raises ConfigurationError if its fields do
 complaint(state) -> str        why the run must not go on, or ""
 warning(state) -> str          what the user should know of it, or ""; said once
 columns(state) -> {name: number}      what the server can say of itself, for the rows of the history
+with_own(state, clients) -> state     the server's state with what clients keep for themselves put in its place, for
+                               results and metrics of a simulation, which has their states (leaves (M, ...)) at hand
 """
 
 from __future__ import annotations
@@ -61,6 +63,11 @@ def phase(function: Callable[..., Any]) -> Callable[..., Any]:
 def init_client(algorithm: Any, x: PyTree, y: PyTree) -> PyTree:
     """The state that each client keeps between rounds, or None for an algorithm whose clients keep none."""
     return algorithm.init_client(x, y) if hasattr(algorithm, "init_client") else None
+
+
+def with_own(algorithm: Any, state: Any, clients: PyTree) -> Any:
+    """The server's state, with what the clients keep for themselves of the result."""
+    return algorithm.with_own(state, clients) if hasattr(algorithm, "with_own") else state
 
 
 def fresh_cohorts(algorithm: Any) -> int:

@@ -8,6 +8,14 @@ ALGORITHMS: dict[str, Fields] = {
         HESSIAN_INVERTING,
         {"inner_lr": 1.0, "outer_lr": 0.1, "inner_rounds": 5, "inverse": "cg", "cg_tolerance": 1e-6},
     ),
+    "afbo": {
+        "hypergradient": "global",
+        "client_lr": 0.001,
+        "inner_lr": 0.3,
+        "outer_lr": 0.02,
+        "system_lr": 0.3,
+        "inner_rounds": 2,
+    },
     "aggitd": {"inner_lr": 1.0, "outer_lr": 0.1, "inner_rounds": 20, "inverse": "series"},
     **each(FEDBIO, {"client_lr": xyv(0.002, 0.05, 0.05)}),
 }

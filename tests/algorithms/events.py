@@ -1,0 +1,137 @@
+"""Asynchronous methods on the quadratic task event by event in NumPy, with a table of last answers at the server.
+
+Written from the words of `Fed.first`, for clients that always take the same time: no code in common with the engines.
+"""
+
+import numpy as np
+from matrices import hypergradient, inner_gradient, members, outer_gradient
+
+TICK = 1e-4  # seconds: times are whole numbers of these, so that no rounding decides who was earlier
+
+
+class Federation:
+    """Who works on what, and when it is done. Kinds of question are words; an answer is computed when it is asked."""
+
+    def __init__(self, task, times, absent=()):
+        self.members, self.times = members(task), [round(t / TICK) for t in times]
+        self.there = [i for i in range(len(times)) if i not in absent]
+        self.now, self.at_work, self.early = 0, {}, []  # at_work: client -> (arrival, exchange, kind, answer)
+        self.exchanges, self.table = {}, {}  # table: kind -> client -> (exchange, answer)
+
+    def first(self, n, kind, answer, max_staleness=None):
+        """Make an exchange; Σ p_i u_i / Σ p_i over the table, and its mean delay over everyone."""
+        number = self.exchanges.get(kind, 0)
+        table = self.table.setdefault(kind, {})
+        needed = n - sum(k == kind for k, *_ in self.early)
+        for _, i, when, u in [one for one in self.early if one[0] == kind]:
+            table[i] = when, u
+        self.early = [one for one in self.early if one[0] != kind]
+        queue = {}  # who answers this question, or an earlier one of its kind: client -> (arrival, exchange, answer)
+        fresh = {}  # who would be asked now or, done with another kind, later: client -> when
+        for i in self.there:
+            if i not in self.at_work:
+                fresh[i] = self.now
+            elif self.at_work[i][2] == kind:
+                queue[i] = self.at_work[i][:2] + self.at_work[i][3:]
+            else:
+                fresh[i] = self.at_work[i][0]
+        queue |= {i: (start + self.times[i], number, answer(i)) for i, start in fresh.items()}
+        order = sorted(queue, key=lambda i: (queue[i][0], queue[i][1], i))
+        arrived = order[: max(needed, 0)]
+        end = queue[arrived[-1]][0] if arrived else self.now
+        if max_staleness is not None:
+            late = [queue[i][0] for i in queue if i not in fresh and number - queue[i][1] >= max_staleness]
+            if late and max(late) >= end:
+                end = max(late)
+                arrived = sorted({*arrived, *(i for i in order if queue[i][0] <= end)})
+        for i, start in fresh.items():
+            if start <= end:  # asked; an answer of another kind was handed in before
+                if i in self.at_work:
+                    _, when, other, u = self.at_work[i]
+                    self.early.append((other, i, when, u))
+                arrival, when, u = queue[i]
+                self.at_work[i] = arrival, when, kind, u
+        for i in arrived:
+            table[i] = queue[i][1:]
+            del self.at_work[i]
+        self.now, self.exchanges[kind] = end, number + 1
+        weight = {i: self.members[i][0] for i in range(len(self.times))}
+        known = sum(weight[i] for i in table)
+        mean = [sum(weight[i] * u[k] for i, (_, u) in table.items()) / known for k in range(len(u_of(table)))]
+        delay = sum(p * (number - (table[i][0] if i in table else -1)) for i, p in weight.items())
+        return mean, delay
+
+
+def u_of(table):
+    return next(iter(table.values()))[1]
+
+
+def mean_of_local_gradients(g, x, y, steps, lr):
+    """AFBO's G_i."""
+    total, point = 0.0, y
+    for _ in range(steps):
+        gradient = inner_gradient(g, x, point)
+        total, point = total + gradient, point - lr * gradient
+    return total / steps
+
+
+def afbo(task, algorithm, rounds, n, times, work, absent=()):
+    """(x, y, v) after so many rounds, and the delays and the time after each."""
+    fed, told = Federation(task, times, absent), []
+    x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
+    c, s, wait = algorithm.delay_penalty, algorithm.neumann_step, algorithm.max_staleness
+
+    def series(matrix, b):
+        return s * sum(
+            np.linalg.matrix_power(np.eye(len(b)) - s * matrix, k) @ b for k in range(algorithm.neumann_terms)
+        )
+
+    for _ in range(rounds):
+        for _ in range(algorithm.inner_rounds):
+
+            def inner(i, x=x, y=y):
+                return [mean_of_local_gradients(fed.members[i][2], x, y, work[i], algorithm.client_lr)]
+
+            (g,), inner_delay = fed.first(n, "inner", inner, wait)
+            y = y - algorithm.inner_lr / (1 + c * inner_delay) * g
+
+        def outer(i, x=x, y=y, v=v):
+            _, f, g = fed.members[i]
+            b = outer_gradient(f, x, y)
+            if algorithm.hypergradient == "local":
+                return [hypergradient(f, g, x, y, series(g["A"], b))]
+            return [hypergradient(f, g, x, y, v), g["A"] @ v - b]
+
+        (h, *r), outer_delay = fed.first(n, "outer", outer, wait)
+        x = x - algorithm.outer_lr / (1 + c * outer_delay) * h
+        if r:
+            v = v - algorithm.system_lr / (1 + c * outer_delay) * r[0]
+        told.append((inner_delay, outer_delay, fed.now * TICK))
+    return (x, y, v), np.array(told)
+
+
+def simfbo(task, algorithm, rounds, n, times, work, robust=False):
+    """(x, y, v) of SimFBO or, `robust`, ShroFBO with plain coefficients, and the delay and the time of each round."""
+    fed, told, rhos = Federation(task, times), [], []
+    x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
+    eta, gamma = algorithm.client_lr, algorithm.server_lr
+    for _ in range(rounds):
+
+        def q(i, start=(x, y, v)):
+            _, f, g = fed.members[i]
+            x, y, v = start
+            total = [0.0, 0.0, 0.0]
+            for _ in range(work[i]):
+                dx = hypergradient(f, g, x, y, v)
+                dy, dv = inner_gradient(g, x, y), g["A"] @ v - outer_gradient(f, x, y)
+                total = [t + d for t, d in zip(total, (dx, dy, dv), strict=True)]
+                x, y, v = x - eta.x * dx, y - eta.y * dy, v - eta.v * dv
+            return [*(t / work[i] for t in total), work[i]] if robust else [*total, 1.0]
+
+        (qx, qy, qv, ease), delay = fed.first(n, "q", q)
+        rho = np.mean(rhos) if rhos else ease
+        rhos.append(ease)
+        rho = rho if robust else 1.0
+        x, y, v = x - gamma.x * rho * qx, y - gamma.y * rho * qy, v - gamma.v * rho * qv
+        told.append((delay, fed.now * TICK))
+    return (x, y, v), np.array(told)

@@ -1,0 +1,171 @@
+"""Does AFBO compute what its paper says, with everyone's last answers, and end where it should?
+
+On the quadratic task: heterogeneous, weighted, full batches unless said otherwise.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from events import afbo
+from matrices import hypergradient, mean_matrices, members, outer_gradient
+
+import fedbilevel as fb
+from fedbilevel.core.client import Client, Samples
+from fedbilevel.tasks.quadratic import quadratic, solution
+
+WORK = np.array([1, 2, 3, 1, 2])
+TIMES = (1.0137, 1.7291, 0.6113, 7.3471, 2.1193)  # seconds from question to answer
+LOCAL = {"batch_size": None, "client_lr": 0.2, "inner_rounds": 2, "inner_lr": 0.7, "outer_lr": 0.05,
+         "inverse": "series", "neumann_terms": 4, "neumann_step": 0.6}  # fmt: skip
+GLOBAL = {"batch_size": None, "client_lr": 0.2, "inner_rounds": 2, "inner_lr": 0.7, "outer_lr": 0.05,
+          "system_lr": 0.4, "hypergradient": "global"}  # fmt: skip
+CASES = {  # algorithm, rounds, clients that are never there
+    "local": (fb.AFBO(first=2, **LOCAL), ()),
+    "global, penalty, bounded": (fb.AFBO(first=1, max_staleness=3, delay_penalty=0.5, **GLOBAL), ()),
+    "global, one never there": (fb.AFBO(first=2, **GLOBAL), (4,)),
+    "local, waiting for all": (fb.AFBO(**LOCAL), ()),
+    "local, all are first": (fb.AFBO(first=5, **LOCAL), ()),
+    "global, waiting for all": (fb.AFBO(**GLOBAL), ()),
+}
+
+
+@pytest.fixture(scope="module")
+def task():
+    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4), local_steps=WORK)
+
+
+def run(algorithm, task, rounds, **options):
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
+
+
+def clock(absent=(), **options):
+    return fb.Clock(network=TIMES, availability=[0.0 if i in absent else 1.0 for i in range(len(TIMES))], **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_events_written_out(name, task):
+    """Twelve rounds against tests/algorithms/events.py: iterates, delays and time."""
+    algorithm, absent = CASES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fb.AbsenceWarning)
+        result = run(algorithm, task, 12, engine=fb.Local(clock=clock(absent)), eval_every=1)
+    n = algorithm.first or len(TIMES)
+    (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, WORK, absent)
+    np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
+    if algorithm.hypergradient == "global":
+        np.testing.assert_allclose(result.state.v, v, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.history["time"][1:], told[:, 2], rtol=1e-9)  # a sum of ticks
+    if algorithm.first:
+        delays = np.stack([result.history[f"{kind}_delay"][1:] for kind in ("inner", "outer")], axis=1)
+        np.testing.assert_allclose(delays, told[:, :2], rtol=1e-12, atol=1e-12)
+        assert n == len(TIMES) or np.max(delays) > 1
+    else:
+        assert "inner_delay" not in result.history.rows[-1]
+    if absent:  # who never answers grows older by 1 each exchange, and all else has a bounded age
+        assert delays[-1, 1] - delays[-7, 1] == pytest.approx(6 * sum(task.clients.weights[i] for i in absent), abs=1.5)
+
+
+@pytest.fixture(scope="module")
+def alike():
+    """One local step each, so that nothing drifts."""
+    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4))
+
+
+@pytest.mark.parametrize("kind", ["global", "local"])
+def test_ends_at_its_closed_form(kind, alike):
+    """Delays shift no end: at rest all last answers are those of the point of rest. "global": x*. "local": not x*, but
+    where Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)] = 0, P_i the series of A_i, at y = Ā⁻¹(B̄x + c̄).
+
+    Times vary: with fixed ones a client may happen to be done during inner exchanges alone, for ever."""
+    fields = {**(GLOBAL if kind == "global" else LOCAL), "inner_lr": 0.1, "outer_lr": 0.01, "local_steps": 1}
+    if kind == "global":
+        fields["system_lr"] = 0.05
+    end = run(fb.AFBO(first=2, **fields), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5)))
+    exact = solution(alike.clients).x
+    if kind == "local":
+        m, s = mean_matrices(alike), LOCAL["neumann_step"]
+        to_y, offset = np.linalg.solve(m["A"], m["B"]), np.linalg.solve(m["A"], m["c"])
+        matrix, right = np.zeros((3, 3)), np.zeros(3)
+        for p, f, g in members(alike):
+            shrink = np.eye(4) - s * g["A"]
+            back = g["B"].T @ (s * sum(np.linalg.matrix_power(shrink, k) for k in range(LOCAL["neumann_terms"])))
+            matrix += p * (np.eye(3) + f["E"] @ to_y + back @ (f["D"] @ to_y + f["E"].T))
+            right -= p * (f["E"] @ offset + back @ f["D"] @ (offset - f["t"]))
+        biased = np.linalg.solve(matrix, right)
+        assert np.linalg.norm(biased - exact) > 0.05 * np.linalg.norm(exact)
+        exact = biased
+    assert np.linalg.norm(end.x - exact) < 1e-9 * np.linalg.norm(exact)
+
+
+@pytest.mark.slow
+def test_with_local_steps_the_error_falls_as_the_client_step_does(task):
+    """G_i's point of rest is off by η·a + O(η²), so a quarter of η leaves a quarter of the error, within 10 %.
+
+    η falls once, after 4,000 rounds; the error fades in some 1/(α·¾) = 133 rounds (∇²Φ ⪰ ¾) and what delays add.
+    """
+    eta = optax.piecewise_constant_schedule(2e-3, {4_000: 0.25})
+    fields = {**GLOBAL, "client_lr": eta, "inner_lr": 0.1, "outer_lr": 0.01, "system_lr": 0.05}
+    xs = {f"x{k}": (lambda x, y, k=k: x[k]) for k in range(3)}
+    ends = run(
+        fb.AFBO(first=2, **fields), task, 8_000, engine=fb.Local(clock=clock(spread=0.5)), eval_every=4_000, metrics=xs
+    )
+    x = np.stack([ends.history[name] for name in xs], axis=1)[1:] - solution(task.clients).x
+    assert np.linalg.norm(x[1]) > 1e-6
+    assert np.linalg.norm(x[0] - 4 * x[1]) < 0.1 * np.linalg.norm(x[0])
+
+
+def test_the_random_length_gives_the_series_on_average(task):
+    """H_i by APHE over 20,000 keys, within five standard errors of N s Σ_{k<N} (I − sA)^k/N ∇y f, every coordinate; its
+    product of always N factors would be another vector."""
+    fields = {**LOCAL, "inverse": "random"}
+    algorithm, s, terms = fb.AFBO(**fields), LOCAL["neumann_step"], LOCAL["neumann_terms"]
+    x, y = np.array([0.3, -1.0, 0.5]), np.array([1.0, 0.2, -0.7, 0.4])
+    rows = [jax.tree.map(jnp.asarray, data.row(0)) for data in (task.clients.outer, task.clients.inner)]
+    counts = [len(next(iter(row.values()))) for row in rows]
+    outer, inner = (Samples(row, jnp.asarray(0), jnp.asarray(n), n, True) for row, n in zip(rows, counts, strict=True))
+    client = Client(task.problem.over_batches(), outer, inner, jnp.asarray(0), jnp.asarray(1.0), None, None)
+    directions = jax.jit(jax.vmap(lambda key: algorithm.outer_directions(client, (x, y, None), key).update[0]))
+    drawn = np.asarray(directions(jax.random.split(jax.random.key(0), 20_000)))
+    _, f, g = members(task)[0]
+    b, shrink = outer_gradient(f, x, y), np.eye(4) - s * g["A"]
+    powers = [np.linalg.matrix_power(shrink, k) @ b for k in range(terms + 1)]
+    wanted = hypergradient(f, g, x, y, s * sum(powers[:terms]))
+    errors = drawn.std(0, ddof=1) / np.sqrt(len(drawn))
+    assert np.all(np.abs(drawn.mean(0) - wanted) < 5 * errors)
+    fixed = hypergradient(f, g, x, y, terms * s * powers[terms])
+    assert np.any(np.abs(drawn.mean(0) - fixed) > 50 * errors)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"first": 0}, "AFBO.first = 0 is not allowed: it must be a positive integer or None"),
+        ({"first": 2, "max_staleness": 0}, "AFBO.max_staleness = 0"),
+        ({"max_staleness": 3}, "AFBO.max_staleness = 3 is not allowed: it must be None where first = None"),
+        ({"delay_penalty": -1.0}, "AFBO.delay_penalty = -1.0 is not allowed: it must be a number, at least 0"),
+        ({"delay_penalty": float("nan")}, "AFBO.delay_penalty = nan"),
+        ({"delay_penalty": 1.0, "own_x": True}, "AFBO.delay_penalty = 1.0 is not allowed: it must be 0 where own_x"),
+        ({"merged": True}, "AFBO.merged"),
+        ({"hypergradient": "locl"}, "did you mean 'local'"),
+    ],
+)
+def test_wrong_fields(fields, words):
+    with pytest.raises(fb.ConfigurationError) as error:
+        fb.AFBO(**fields)
+    assert words in str(error.value)
+
+
+def test_more_first_answers_than_clients(task):
+    with pytest.raises(fb.ConfigurationError, match="1 to 5"):
+        run(fb.AFBO(first=6, **LOCAL), task, 1)
+
+
+def test_a_neumann_step_that_grows_is_refused_where_it_plays_a_role(task):
+    with pytest.raises(fb.ConfigurationError, match=r"AFBO\.neumann_step = 5\.0"):
+        run(fb.AFBO(**{**LOCAL, "neumann_step": 5.0}), task, 1)
+    run(fb.AFBO(**{**GLOBAL, "neumann_step": 5.0}), task, 1)

@@ -1,0 +1,85 @@
+"""Is the sum of differences the table of last answers?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbilevel.algorithms.memory import Change, Kept, Memory
+
+CLIENTS, SIZE = 6, 3
+
+
+def exchanges(rng, count):
+    """For each: who answers, of those what was asked when (never older than their last), and what they say."""
+    asked = np.full(CLIENTS, -1)
+    for t in range(count):
+        who = rng.choice(CLIENTS - 1 if t < count // 2 else CLIENTS, size=rng.integers(1, 4), replace=False)
+        for i in who:
+            asked[i] = rng.integers(asked[i] + 1, t + 1) if asked[i] < t else t
+        yield t, [(i, asked[i], {"u": rng.normal(size=SIZE), "n": rng.normal()}) for i in who]
+
+
+def played(weights, count, seed=0):
+    """After each exchange: the memory, and the table {client: (asked, answer)}."""
+    memory = Memory.nothing({"u": jnp.zeros(SIZE), "n": jnp.zeros(())})
+    kept = {i: Kept.nothing(memory.total) for i in range(CLIENTS)}
+    table = {}
+    for _, answers in exchanges(np.random.default_rng(seed), count):
+        total = jax.tree.map(jnp.zeros_like, Change(memory.total, jnp.zeros(()), jnp.zeros(())))
+        for i, asked, answer in answers:
+            change, kept[i] = Change.since(kept[i], jax.tree.map(jnp.asarray, answer), jnp.asarray(asked))
+            total = jax.tree.map(lambda a, b, p=weights[i]: a + p * b, total, change)
+            table[i] = asked, answer
+        memory = memory.after(total)
+        yield memory, dict(table)
+
+
+def test_mean_weight_and_delay_are_those_of_the_table():
+    """The last client is silent for half the time: the mean goes without it, its delay counts from the start."""
+    weights = np.random.default_rng(1).uniform(0.5, 2, CLIENTS)
+    weights /= weights.sum()
+    for t, (memory, table) in enumerate(played(weights, 60)):
+        known = sum(weights[i] for i in table)
+        mean = sum(weights[i] * answer["u"] for i, (_, answer) in table.items()) / known
+        np.testing.assert_allclose(memory.mean["u"], mean, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(memory.weight, known, rtol=1e-12)
+        delay = sum(weights[i] * (t - (table[i][0] if i in table else -1)) for i in range(CLIENTS))
+        np.testing.assert_allclose(memory.delay, delay, rtol=1e-12, atol=1e-12)
+        assert int(memory.exchanges) == t + 1
+
+
+def test_a_first_answer_is_not_too_short():
+    """One client of weight 0.01 has answered: the mean is its answer, not a hundredth of it."""
+    memory = Memory.nothing(jnp.zeros(SIZE))
+    change, _ = Change.since(Kept.nothing(memory.total), jnp.array([1.0, -2.0, 3.0]), jnp.asarray(0))
+    memory = memory.after(jax.tree.map(lambda leaf: 0.01 * leaf, change))
+    np.testing.assert_allclose(memory.mean, [1.0, -2.0, 3.0], rtol=1e-15)
+    np.testing.assert_allclose(memory.delay, 0.99, rtol=1e-15)  # the others are one exchange behind
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_what_rounding_leaves_in_the_sum(dtype):
+    """5,000 exchanges of one answer each, uniform in [−1, 1]. Rounding of a difference, of its weighing and of the sum:
+    at most 2, 2p and 1 times ε/2, independent in sign, so less than 3·ε/2·√n = n's standard deviation; 5 of these."""
+    count, weights = 5_000, jnp.asarray(np.arange(1, CLIENTS + 1) / 21)
+
+    def one(carry, key):
+        memory, kept = carry
+        who, what = jax.random.split(key)
+        i = jax.random.randint(who, (), 0, CLIENTS)
+        answer = jax.random.uniform(what, (SIZE,), dtype, -1, 1)
+        change, mine = Change.since(jax.tree.map(lambda leaf: leaf[i], kept), answer, memory.exchanges)
+        memory = memory.after(jax.tree.map(lambda leaf: leaf * weights[i].astype(leaf.dtype), change))
+        return (memory, jax.tree.map(lambda rows, row: rows.at[i].set(row), kept, mine)), None
+
+    nothing = jnp.zeros(SIZE, dtype)
+    kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (CLIENTS, *leaf.shape)), Kept.nothing(nothing))
+    keys = jax.random.split(jax.random.key(0), count)
+    (memory, kept), _ = jax.lax.scan(one, (Memory.nothing(nothing), kept), keys)
+    exact = np.asarray(weights) @ np.asarray(kept.answer, float)
+    off, bound = np.max(np.abs(memory.mean - exact)), 5 * 3 * np.finfo(dtype).eps / 2 * np.sqrt(count)
+    assert off < bound
+    assert bound < 1e-3 * np.max(np.abs(exact))
+    delay = np.asarray(weights) @ (count - 1 - np.asarray(kept.asked))
+    np.testing.assert_allclose(memory.delay, delay, rtol=1e-12)  # counts are weighed in float64 here

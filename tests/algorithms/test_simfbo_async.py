@@ -1,0 +1,62 @@
+"""Do SimFBO and ShroFBO with `first` go by everyone's last replies, and end where the synchronous ones do?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from events import simfbo
+
+import fedbilevel as fb
+from fedbilevel.tasks.quadratic import quadratic, solution
+
+WORK = np.array([1, 2, 3, 1, 2])
+CLOCK = fb.Clock(network=(1.0137, 1.7291, 0.6113, 7.3471, 2.1193))
+STEPS = {"client_lr": fb.XYV(0.05, 0.2, 0.1), "server_lr": fb.XYV(0.02, 0.2, 0.15), "batch_size": None}
+
+
+def drawn(**options):
+    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4), **options)
+
+
+def run(algorithm, task, rounds, clock=CLOCK):
+    return fb.solve(
+        algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, engine=fb.Local(clock=clock)
+    )
+
+
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
+def test_equals_the_events_written_out(method):
+    """Fifteen rounds against tests/algorithms/events.py, clients working unequally."""
+    task, algorithm = drawn(local_steps=WORK), method(first=2, **STEPS)
+    result = run(algorithm, task, 15)
+    wanted, told = simfbo(task, algorithm, 15, 2, CLOCK.network, WORK, robust=method is fb.ShroFBO)
+    for found, exact in zip(result.state.iterate, wanted, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.history["delay"][-1], told[-1, 0], rtol=1e-12)
+    np.testing.assert_allclose(result.history["time"][-1], told[-1, 1], rtol=1e-9)
+    assert told[-1, 0] > 1
+
+
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
+def test_with_everyone_first_it_is_the_synchronous_method(method):
+    """Drawn samples, unequal work, a projection and momentum: the same draws, as everyone answers the same message."""
+    fields = {"batch_size": 2, "radius": 0.5, "coefficients": fb.Momentum(decay=0.5)}
+    task = drawn(local_steps=WORK)
+    a, b = (run(method(first=first, **fields), task, 6) for first in (None, 5))
+    for one, other in zip(jax.tree.leaves((a.x, a.y)), jax.tree.leaves((b.x, b.y)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    assert b.history["delay"][-1] == pytest.approx(0, abs=1e-12)
+    assert "delay" not in a.history.rows[-1]
+    assert float(jnp.linalg.norm(b.x)) > 1e-3
+    assert b.ledger.bytes_down == a.ledger.bytes_down + 6 * 5 * 4  # the number of the exchange
+    assert b.ledger.bytes_up == a.ledger.bytes_up + 6 * 5 * 2 * 8  # the memory's two numbers
+
+
+def test_reaches_the_solution_from_late_replies():
+    """One local step each: at rest all last replies are those of the point of rest, so that it is x*."""
+    task = drawn()
+    algorithm = fb.SimFBO(first=2, local_steps=1, client_lr=1.0, batch_size=None, server_lr=fb.XYV(0.004, 0.03, 0.03))
+    end = run(algorithm, task, 20_000, fb.Clock(network=CLOCK.network, spread=0.5))
+    exact = solution(task.clients)
+    assert np.linalg.norm(end.x - exact.x) < 1e-9 * np.linalg.norm(exact.x)
+    assert np.linalg.norm(end.state.iterate.v - exact.v) < 1e-9 * np.linalg.norm(exact.v)
