@@ -1,8 +1,10 @@
 """The public names of the library, which `fedbilevel` hands out; import them from there."""
 
 from fedbilevel.algorithms import (
+    ADBO,
     AFBO,
     ALGORITHMS,
+    SDBO,
     AggITD,
     FedAvg,
     FedAvgS,
@@ -46,8 +48,10 @@ from fedbilevel.engines.result import Result, load_result, stop_when, stop_witho
 from fedbilevel.engines.solve import solve
 
 __all__ = [
+    "ADBO",
     "AFBO",
     "ALGORITHMS",
+    "SDBO",
     "XYV",
     "AbsenceWarning",
     "AggITD",

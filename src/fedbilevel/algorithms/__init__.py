@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.aggitd import AggITD
 from fedbilevel.algorithms.fedavg_s import FedAvgS
@@ -12,6 +13,7 @@ from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
 from fedbilevel.algorithms.single_level import FedAvg, FedLin
 
 ALGORITHMS: dict[str, Any] = {
+    "adbo": ADBO,
     "afbo": AFBO,
     "aggitd": AggITD,
     "fedavg": FedAvg,
@@ -23,14 +25,17 @@ ALGORITHMS: dict[str, Any] = {
     "fednest": FedNest,
     "fednest-sgd": FedNestSGD,
     "lfednest": LFedNest,
+    "sdbo": SDBO,
     "shrofbo": ShroFBO,
     "simfbo": SimFBO,
 }
 """Every algorithm by its command-line name."""
 
 __all__ = [
+    "ADBO",
     "AFBO",
     "ALGORITHMS",
+    "SDBO",
     "AggITD",
     "FedAvg",
     "FedAvgS",

@@ -90,7 +90,9 @@ def without_idle(planes: Planes, newest: Array) -> Planes:
     kept = planes.there & ((planes.serial == planes.serial[newest]) | (planes.multiplier > 0))
     kept &= ~(jnp.all(kept) & (planes.serial == jnp.min(planes.serial)))
     return planes._replace(
-        serial=jnp.where(kept, planes.serial, FREE), multiplier=jnp.where(kept, planes.multiplier, 0)
+        serial=jnp.where(kept, planes.serial, FREE),
+        inner=jnp.where(kept, planes.inner, 0),
+        multiplier=jnp.where(kept, planes.multiplier, 0),
     )
 
 

@@ -2,7 +2,15 @@
 
 from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
 
+CUTTING: Fields = {
+    "iterations": 20,
+    "client_lr": xyv(0.2, 0.05, 0.2),
+    "server_lr": xyv(0.02, 0.02, 0.2),
+    "consensus_lr": 0.7,
+}
 ALGORITHMS: dict[str, Fields] = {
+    "adbo": {**CUTTING, "first": 5, "max_staleness": 10},
+    "sdbo": CUTTING,
     **each(SINGLE_LOOP, {"client_lr": xyv(1e-4, 1e-3, 1e-3), "server_lr": xyv(0.01, 0.1, 0.1)}),
     **each(
         HESSIAN_INVERTING,
