@@ -127,11 +127,11 @@ def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:
 
 
 def test_the_level_without_a_federation_has_no_stragglers() -> None:
-    settings = [*SMALL, "clock.compute=[1, 2, 3, 6]", "clock.stragglers=2"]
+    settings = [*SMALL, "clock.compute=[1, 2, 3, 6]", "clock.stragglers=2", "first=3"]
     specs = comparison_specs("quadratic", ["simfbo"], settings=settings, centralised=True)
     clock = specs["centralised"].clock
     assert (clock.compute, clock.stragglers, specs["simfbo"].clock.stragglers) == (3.0, 0, 2)
-    build(specs["centralised"])
+    assert build(specs["centralised"]).algorithm.first == 1
 
 
 def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> None:

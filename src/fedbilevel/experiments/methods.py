@@ -117,7 +117,9 @@ def comparison_specs(
             raise ConfigurationError(f"{name}: {error}") from error
     if centralised:
         first = specs[algorithms[0]]
-        specs[CENTRALISED] = first.replace(run={"pooled": True}, clock=_of_a_single_client(first.clock))
+        answers = {"first": 1} if first.algorithm.fields.get("first") else {}  # of all, who are one
+        clock = _of_a_single_client(first.clock)
+        specs[CENTRALISED] = first.replace(run={"pooled": True}, clock=clock, algorithm=answers)
     return specs
 
 
