@@ -101,15 +101,22 @@ def both(algorithm, clock, exchanges, units, **options):
 
 
 UNITS = {"y_step": 1, "x_step": 2}
+SPREAD = {"network": 1.0, "spread": 0.6, "stragglers": 2}
+AFBO = fb.AFBO(first=2, inner_rounds=2, local_steps=2, hypergradient="global", batch_size=4)
 CASES = {
     "work, no ties": (
         Differences(max_staleness=2), fb.Clock(compute=0.3, network=1.0, spread=0.6, stragglers=2, seed=3), 3, UNITS
     ),
     "ties, a mean": (Differences(n=1, max_staleness=1, probe=True), fb.Clock(network=[1, 2, 1, 3, 1, 7]), 4, UNITS),
+    "AFBO": (AFBO, fb.Clock(compute=0.2, **SPREAD, seed=3), 3, {"inner_gradients": 2, "outer_directions": 3}),
+    "SimFBO": (fb.SimFBO(first=2, max_staleness=3, local_steps=2, batch_size=4), fb.Clock(**SPREAD, seed=5), 1, {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"AFBO", "SimFBO"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_agrees_with_local(case):
     """State, rows (staleness among them), ledger and time; 1e-12: see tests/engines/test_agreement.py."""
     here, there = both(*CASES[case])
