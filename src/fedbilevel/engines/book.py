@@ -105,5 +105,5 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
 def normalise(sums: Sums, population: int, unbiased: bool) -> PyTree:
     """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who answered."""
     if unbiased:
-        return jax.tree.map(lambda leaf: leaf * (population / sums.responders).astype(leaf.dtype), sums.update)
+        return jax.tree.map(lambda leaf: leaf * (population / sums.responders.astype(leaf.dtype)), sums.update)
     return jax.tree.map(lambda leaf: leaf / sums.weight.astype(leaf.dtype), sums.update)

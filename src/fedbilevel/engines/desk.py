@@ -19,7 +19,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.book import Sums
+from fedbilevel.engines.book import Sums, weigh
 from fedbilevel.engines.clock import Now, Pace
 from fedbilevel.engines.recorder import record
 
@@ -72,8 +72,9 @@ def open_desk(
         return None
     found: dict[str, Sums] = {}
 
-    def note(phase: str, message: PyTree, reply: Reply, sums: Sums, early: bool) -> None:
+    def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
         if early:
+            sums = weigh(reply, jnp.ones(()), jnp.ones(()))
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
             if found.setdefault(phase, shapes) != shapes:
                 raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")

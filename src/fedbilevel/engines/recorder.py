@@ -18,8 +18,8 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.engine import check_reply
 
-Note = Callable[[str, PyTree, Reply, book.Sums, bool], None]
-"""(phase, message, its reply, that weighed, whether it was asked by `first`), of shapes alone."""
+Note = Callable[[str, PyTree, Reply, bool], None]
+"""(phase, message, its reply, whether it was asked by `first`), of shapes alone."""
 
 
 def record(
@@ -85,9 +85,8 @@ class Recorder:
         client = self.client(None if fresh is not None else self.state)
         reply = phase(client, message, key)
         check_reply(reply, name, fresh)
-        sums = book.weigh(reply, client.weight, jnp.ones(()))
-        self.note(name, message, reply, sums, early)
-        return sums
+        self.note(name, message, reply, early)
+        return book.weigh(reply, client.weight, jnp.ones(()))
 
     def repeat(
         self,

@@ -17,7 +17,6 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.book import Sums
 from fedbilevel.engines.recorder import record
 from fedbilevel.flower.wire import digest, layout, shapes
 
@@ -95,7 +94,7 @@ def draw_up(
     first: dict[str, PyTree] = {}  # what is asked by fed.first, and the updates' shapes
     calls: dict[str, Call] = {}
 
-    def note(phase: str, message: PyTree, reply: Reply, sums: Sums, early: bool) -> None:
+    def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
         check_plain(f"the message of phase {phase}", message)
         check_plain(f"the update of phase {phase}", reply.update)
         if early and not is_asynchronous(algorithm):
