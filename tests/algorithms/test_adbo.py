@@ -215,6 +215,8 @@ def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
     run = Played(task, SDBO(**FIELDS), clocked())
     everyone = ADBO(**FIELDS, first=len(task.clients))
     agrees(run.carry, Simulation(task, everyone, [1.0] * len(task.clients)).play(ROUNDS))
+    calls = {phase: np.unique(count.exchanges) for (phase, *_), count in run.books.calls.items()}
+    assert calls == {"consensus_step": [10], "consensus_adjoint": [10], "local_step": [10]}  # K, K, T
     errors = []
     for _ in range(10):
         state = run.more().state

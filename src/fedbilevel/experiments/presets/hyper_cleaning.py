@@ -2,7 +2,16 @@
 
 from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
 
+CUTTING: Fields = {
+    "iterations": 20,
+    "client_lr": xyv(400.0, 0.1, 1e-4),
+    "server_lr": xyv(40.0, 0.05, 0.2),
+    "consensus_lr": 1.0,
+    "batch_size": None,
+}
 DIGITS: dict[str, Fields] = {
+    "adbo": {**CUTTING, "first": 9, "max_staleness": 15},
+    "sdbo": CUTTING,
     **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(100.0, 0.1, 0.1), "radius": 10.0}),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 1000.0, "neumann_step": 0.1}),
     "lfednest": {"inner_lr": 0.3, "outer_lr": 30.0, "neumann_step": 0.1},
