@@ -14,7 +14,7 @@ from matrices import inner_gradient, members, outer_gradient
 
 import fedbilevel as fb
 from fedbilevel.algorithms.adbo import ADBO, SDBO
-from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
+from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, NumericalWarning
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
@@ -217,6 +217,7 @@ def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
     agrees(run.carry, Simulation(task, everyone, [1.0] * len(task.clients)).play(ROUNDS))
     calls = {phase: np.unique(count.exchanges) for (phase, *_), count in run.books.calls.items()}
     assert calls == {"consensus_step": [10], "consensus_adjoint": [10], "local_step": [10]}  # K, K, T
+    assert SDBO().warning(run.carry.state) == ""
     errors = []
     for _ in range(10):
         state = run.more().state
@@ -308,6 +309,12 @@ def test_bad_fields_are_refused_by_name(fields, words):
 def test_more_answers_than_clients_are_refused(task):
     with pytest.raises(ConfigurationError, match=r"ADBO\.first = 11 is not allowed: it must be at most 10"):
         fb.solve(ADBO(first=11), task.problem, task.clients, task.x0, task.y0, rounds=1)
+
+
+@pytest.mark.slow
+def test_clients_without_a_part_in_a_plane_are_told_of(task):
+    with pytest.warns(NumericalWarning, match=r"needs everyone in every round \(no cohorts\)"):
+        fb.solve(SDBO(**FIELDS), task.problem, task.clients, task.x0, task.y0, rounds=3, cohort=5)
 
 
 @pytest.mark.slow

@@ -57,7 +57,18 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.batches import Batches
-from fedbilevel.algorithms.cutting_planes import Cut, Planes, added, combined, empty, products, put, row, without_idle
+from fedbilevel.algorithms.cutting_planes import (
+    FREE,
+    Cut,
+    Planes,
+    added,
+    combined,
+    empty,
+    products,
+    put,
+    row,
+    without_idle,
+)
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static, steps
@@ -71,6 +82,7 @@ class Heard(NamedTuple):
 
     weight: Array
     theta: PyTree
+    without: Array  # the largest Σ p_i of clients, in one step so far, who had no part in some plane
 
 
 class State(NamedTuple):
@@ -139,7 +151,7 @@ class CuttingPlanes(Batches):
             require_count(f"{type(self).__name__}.{name}", getattr(self, name))
 
     def init(self, x: PyTree, y: PyTree) -> State:
-        heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x))
+        heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()))
         return State(x, y, Planes.none(x, y, self.planes), jnp.zeros((), jnp.int32), heard)
 
     def init_client(self, x: PyTree, y: PyTree) -> Own:
@@ -151,6 +163,12 @@ class CuttingPlanes(Batches):
     def columns(self, state: State) -> dict[str, Any]:
         """How many planes there are, and Σ_l λ_l."""
         return {"planes": int(jnp.sum(state.planes.there)), "multipliers": float(jnp.sum(state.planes.multiplier))}
+
+    def warning(self, state: State) -> str:
+        if float(state.heard.without) == 0:
+            return ""
+        return "clients who were not asked, or lost, when a plane was made have no part in it, and the inner problem \
+does not hold for them: this method needs everyone in every round (no cohorts)"
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
@@ -211,7 +229,8 @@ class CuttingPlanes(Batches):
         if self.asynchronous:
             answer = optax.tree.sub(answer, (own.theta, products(own.b, own.y), own.heard))
         theta, inner, heard = answer
-        return Reply((theta, jnp.where(shared, inner, 0), heard), new, {"outer_loss": loss}, gradients=1)
+        without = jnp.any(~shared & (serial != FREE)).astype(heard.dtype)
+        return Reply((theta, jnp.where(shared, inner, 0), heard, without), new, {"outer_loss": loss}, gradients=1)
 
     def with_new_plane(self, fed: Fed, state: State, key: Array) -> State:
         """Server: estimate φ, find h and its gradient, add the plane and drop what no longer pulls."""
@@ -270,8 +289,8 @@ class SDBO(CuttingPlanes):
 
     def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
         message = (state.x, state.planes.multiplier, state.planes.serial)
-        theta, inner, weight = fed.mean(self.local_step, message, key)
-        return Heard(weight, theta), theta, inner
+        theta, inner, weight, without = fed.mean(self.local_step, message, key)
+        return Heard(weight, theta, jnp.maximum(state.heard.without, without)), theta, inner
 
 
 @algorithm
@@ -300,8 +319,11 @@ class ADBO(CuttingPlanes):
 
     def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
         message = (state.x, state.planes.multiplier, state.planes.serial)
-        theta, inner, new = fed.first(self.first, self.local_step, message, key, max_staleness=self.max_staleness)
-        heard = Heard(state.heard.weight + new, optax.tree.add(state.heard.theta, theta))
+        theta, inner, new, without = fed.first(
+            self.first, self.local_step, message, key, max_staleness=self.max_staleness
+        )
+        last = state.heard
+        heard = Heard(last.weight + new, optax.tree.add(last.theta, theta), jnp.maximum(last.without, without))
         share = 1 / heard.weight
         mean = jax.tree.map(lambda leaf: (share * leaf).astype(leaf.dtype), heard.theta)
         return heard, mean, state.planes.inner + share * inner
