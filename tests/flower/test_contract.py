@@ -55,6 +55,9 @@ def test_every_call_of_a_round_is_in_it(name, worked):
             found.add(call.name)
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), call.update)
 
+        def first(self, n, phase, message, key, *, max_staleness=None):
+            return self.mean(phase, message, key)
+
         def repeat(self, n, body, carry, key, *, until=None):
             for i in range(2):
                 carry = body(self, carry, jax.random.fold_in(key, i))

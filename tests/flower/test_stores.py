@@ -20,24 +20,25 @@ from fedbilevel.flower.store import ContextStore, FolderStore
 from fedbilevel.flower.wire import Ask, Refusal
 
 ALGORITHM = TwoPhase(inner=2)  # exchanges 0 and 1 change what a client keeps, exchange 2 reads it
-KEPT = Kept(4, 1, *({"c": np.full(2, value), "n": np.int32(value)} for value in (1.0, 2.0, 3.0)))
-LIKE = Kept(0, 0, *[{"c": np.zeros(2), "n": np.int32(0)}] * 3)
-OTHER = Kept(0, 0, *[{"c": np.zeros(3), "n": np.int32(0)}] * 3)
+KEPT = Kept(4, 1, (3, 2), *({"c": np.full(2, value), "n": np.int32(value)} for value in (1.0, 2.0, 3.0)))
+LIKE = Kept(0, 0, (0, 0), *[{"c": np.zeros(2), "n": np.int32(0)}] * 3)
+OTHER = Kept(0, 0, (0, 0), *[{"c": np.zeros(3), "n": np.int32(0)}] * 3)
 
 
 def test_which_state_a_message_sees():
     """Of a client that was changed last by exchange 2 of round 5: "s" at its start, "b" before it, "n" now."""
-    kept = Kept(5, 2, "s", "b", "n")
-    assert states_for(None, "first", 7, (5, 2)) == ("first", "first")
-    assert states_for(kept, "first", 6, (5, 2)) == ("n", "n")  # all counted
-    assert states_for(kept, "first", 5, (5, 2)) == ("s", "n")
-    assert states_for(kept, "first", 6, (5, 1)) == ("b", "b")  # the last answer did not
-    assert states_for(kept, "first", 5, (5, 1)) == ("s", "b")
+    kept = Kept(5, 2, (5, 1), "s", "b", "n")
+    assert states_for(None, "first", 7, (5, 2), (5, 2)) == ("first", "first")
+    assert states_for(kept, "first", 6, (5, 2), (5, 2)) == ("n", "n")  # all counted
+    assert states_for(kept, "first", 5, (5, 2), (4, 2)) == ("s", "n")
+    assert states_for(kept, "first", 6, (5, 1), (5, 1)) == ("b", "b")  # the last answer did not
+    assert states_for(kept, "first", 5, (5, 1), (4, 2)) == ("s", "b")
+    assert states_for(kept, "first", 6, (5, 2), (5, 1)) == ("b", "n")  # it did after the round had begun
     for counted in ((4, 3), (-1, -1)):  # none of the round did, or the round is played again
-        assert states_for(kept, "first", 5, counted) == ("s", "s")
-        assert states_for(kept, "first", 6, counted) == ("s", "s")
+        assert states_for(kept, "first", 5, counted, counted) == ("s", "s")
+        assert states_for(kept, "first", 6, counted, counted) == ("s", "s")
     with pytest.raises(Refusal, match="state is of round 5, and round 4 is over for it"):
-        states_for(kept, "first", 4, (4, 9))
+        states_for(kept, "first", 4, (4, 9), (4, 9))
 
 
 @pytest.fixture(params=["folder", "context"])
@@ -115,16 +116,19 @@ def desk():
 
 def calls(desk, store, round, exchange, counted=None):
     """(the answer, how often the client's state has been changed); by default the exchange before counted last."""
-    counted = counted or ((round, exchange - 1) if exchange else (round - 1, 2) if round else (-1, -1))
+    start = (round - 1, 2) if round else (-1, -1)
+    counted = counted or ((round, exchange - 1) if exchange else start)
+    settled = min(counted, start)
     phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
     call = next(call for call in desk.contract.calls.values() if call.phase == phase)
     ask = Ask(run=federations.NAME, contract=desk.contract.digest, round=round, exchange=exchange, phase=phase,
-              counted_round=counted[0], counted_exchange=counted[1], call=call.name, key=bytes(8),
+              counted_round=counted[0], counted_exchange=counted[1], settled_round=settled[0],
+              settled_exchange=settled[1], call=call.name, key=bytes(8),
               key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
     answer = desk.answer(ask, store)
     if answer.refused:
         return answer.refused
-    kept = store.load(ask.run, Kept(0, 0, *[desk.contract.state] * 3))
+    kept = store.load(ask.run, Kept(0, 0, (0, 0), *[desk.contract.state] * 3))
     return answer.payload, int(kept.now["calls"])
 
 
@@ -156,7 +160,7 @@ def test_an_answer_that_did_not_count_leaves_no_trace(desk, store):
 
 
 def test_a_changed_model_is_refused(store):
-    store.save(federations.NAME, Kept(0, 0, *[{"control": np.zeros(7), "calls": np.int32(0)}] * 3))
+    store.save(federations.NAME, Kept(0, 0, (0, 0), *[{"control": np.zeros(7), "calls": np.int32(0)}] * 3))
     refused = calls(Desk(federations.site(ALGORITHM, 0)), store, 1, 0)
     assert refused in (
         "CheckpointError; the client's log says more",  # whose text names a file

@@ -40,7 +40,8 @@ class Ledger:
             self.bytes_down += asked * down
             self.bytes_up += answered * up
             self.replies += answered
-            self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
+            if count:
+                self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
         if book.privacy is not None:
             self.epsilon, self.delta = max(self.epsilon, book.privacy[0]), max(self.delta, book.privacy[1])
         self.gradients += _total(book.gradients)

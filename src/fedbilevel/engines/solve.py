@@ -117,11 +117,10 @@ def solve(
     if hasattr(algorithm, "check_start") and isinstance(clients, Clients):  # it looks at samples
         algorithm.check_start(problem, clients, x, y)
 
-    carry = first_carry(algorithm, x, y, len(clients), remote=isinstance(clients, RemoteClients))
-    if isinstance(clients, Clients):
-        worked = clients.local_steps is not None
-        desk = open_desk(algorithm, problem, x, y, clients.examples(), worked, len(clients))
-        carry = carry._replace(desk=desk)
+    remote, worked = isinstance(clients, RemoteClients), clients.local_steps is not None
+    carry = first_carry(algorithm, x, y, len(clients), remote)
+    tables = 0 if remote else len(clients)  # remote clients themselves know what they work on
+    carry = carry._replace(desk=open_desk(algorithm, problem, x, y, clients.examples(), worked, tables))
     identity = {
         "algorithm": type(algorithm).__name__,
         "clients": len(clients),

@@ -7,28 +7,34 @@ from typing import NamedTuple
 from fedbilevel.core.tree import PyTree
 from fedbilevel.flower.wire import Refusal
 
+Tag = tuple[int, int]
+"""(round, exchange) of an answer; (-1, -1) before the first."""
+
 
 class Kept(NamedTuple):
     """A client's own state, tagged with the last message that changed it."""
 
     round: int
     exchange: int
-    at_start: PyTree  # of that round
+    counted: Tag  # which answer `before` is the state after
+    at_start: PyTree  # of that message's round, as the server had it: what was under way then had not counted
     before: PyTree  # that message
     now: PyTree
 
+    def after(self, tag: Tag) -> PyTree:
+        """The state after the last answer up to this one; the oldest where that is older still."""
+        if (self.round, self.exchange) <= tag:
+            return self.now
+        return self.before if self.counted <= tag else self.at_start
 
-Tag = tuple[int, int]
-"""(round, exchange) of an answer."""
 
+def states_for(kept: Kept | None, first: PyTree, round: int, counted: Tag, settled: Tag) -> tuple[PyTree, PyTree]:
+    """The state from which the round is played again, should it be, and the one that its next message has to see.
 
-def states_for(kept: Kept | None, first: PyTree, round: int, counted: Tag) -> tuple[PyTree, PyTree]:
-    """The state at the start of `round`, and the one that its next message has to see.
-
-    That is the state after the client's last answer that counted, which the server names in `counted`; (-1, -1) where
-    none has. An answer that was lost, late or refused leaves no trace, a message that comes again sees what it saw the
-    first time, and so does a round that a restarted server plays again. `first` is the state of a client that keeps
-    nothing yet.
+    They are those after the client's last answers that counted when the round began and that count by now, which the
+    server names in `settled` and `counted`. An answer that was lost, late or refused leaves no trace, a message that
+    comes again sees what it saw the first time, and so does a round that a restarted server plays again. `first` is
+    the state of a client that keeps nothing yet.
 
     Raises:
         Refusal: the round lies before the last one that was kept.
@@ -37,8 +43,4 @@ def states_for(kept: Kept | None, first: PyTree, round: int, counted: Tag) -> tu
         return first, first
     if round < kept.round:
         raise Refusal(f"this client's state is of round {kept.round}, and round {round} is over for it")
-    if (kept.round, kept.exchange) <= counted:
-        state = kept.now
-    else:  # that answer did not count; those of its round before it may have
-        state = kept.before if counted >= (kept.round, 0) else kept.at_start
-    return kept.at_start if round == kept.round else state, state
+    return kept.after(settled), kept.after(counted)

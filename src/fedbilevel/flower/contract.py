@@ -20,7 +20,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.recorder import record
 from fedbilevel.flower.wire import digest, layout, shapes
 
-PROTOCOL = 1
+PROTOCOL = 2
 PROBES = (0, 1, 10, 100, 1000)
 """Rounds at which schedules are compared."""
 MISSING = ("missing",)  # equal to nothing that JSON can hold

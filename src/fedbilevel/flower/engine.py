@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flwr.serverapp import Grid
@@ -21,6 +22,7 @@ from fedbilevel.core.tree import nonfinite_leaves
 from fedbilevel.engines import book
 from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.cohort import round_keys
+from fedbilevel.engines.desk import Desk
 from fedbilevel.engines.engine import Carry, Progress
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
@@ -44,8 +46,8 @@ class Flower:
         terms: what is expected of clients.
         name: of the whole run, 8 to 64 hexadecimal digits, the same when it is resumed: clients keep their state under
             it. Where an algorithm has clients keep any, a run resumes from its last round alone: save every round
-            (`checkpoint_every=1`). An asynchronous one resumes without the answers that were under way or had come in
-            for a later exchange, so not bit for bit: see docs/federation.md.
+            (`checkpoint_every=1`). An asynchronous one resumes without the answers that were under way, so not
+            bit for bit: see docs/federation.md.
         log: a file that gets one JSON line for each exchange.
     """
 
@@ -96,7 +98,8 @@ class FlowerRun:
         self.courier = Courier(post, self.roster, self.terms, self.clock)
         self.rests = Rests()
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
-        self.lanes = Lanes()
+        self.settled = self.counted.copy()  # the same before this round
+        self.lanes = Lanes.of(carry.desk)
         self.seconds = 0.0  # in rounds
         self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))
         self.gather_clients()
@@ -114,7 +117,7 @@ class FlowerRun:
     def advance(self, carry: Carry, rounds: int) -> Progress:
         """One round."""
         round = int(carry.round)
-        keys = round_keys(self.key, round)
+        keys, self.settled = round_keys(self.key, round), self.counted.copy()
         began = self.clock.time()
         fed = FlowerFed(self, at(self.algorithm, carry.round), round, keys)
         state = fed.algorithm.round(fed, carry.state, keys.algorithm)
@@ -123,7 +126,22 @@ class FlowerRun:
         before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
         costs = book.stack([fed.book])._replace(privacy=fed.privacy, time=jnp.asarray([ticks], jnp.int32))
-        return Progress(carry._replace(round=carry.round + 1, state=state, clients=jnp.asarray(self.counted)), 1, costs)
+        carry = Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
+        return Progress(carry, 1, costs)
+
+    def desk(self, fed: FlowerFed, desk: Desk | None) -> Desk | None:
+        """What a checkpoint keeps of the lanes: what has come in early counts, and clients go by that it does."""
+        if desk is None:
+            return None
+        lanes = {}
+        for phase, lane in desk.lanes.items():
+            early, asked, kept = jax.tree.map(jnp.zeros_like, lane.early), 0.0, self.lanes.kept.get(phase, [])
+            if kept or phase in self.lanes.resumed:
+                sums, asked = fed.early(phase, kept)
+                early = jax.tree.map(jnp.asarray, sums._replace(metrics=early.metrics))
+            exchanges = jnp.asarray(self.lanes.exchanges[phase], jnp.int32)
+            lanes[phase] = lane._replace(exchanges=exchanges, early=early, early_asked=jnp.asarray(asked, float))
+        return desk._replace(lanes=lanes)
 
     def close(self) -> None:
         pass

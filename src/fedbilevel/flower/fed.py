@@ -83,14 +83,26 @@ class FlowerFed:
         now = lanes.exchanges[name]
         working = [client for client, ask in run.courier.unsettled() if question.concerns(ask)]
         overdue = {c for c in working if max_staleness is not None and now - lanes.asked[c] >= max_staleness}
-        gathering = Gathering(run, question, self.own, n, overdue)
+        before, asked = lanes.resumed.get(name, (None, 0.0))
+        gathering = Gathering(run, question, self.own, n if before is None else n - int(before.responders), overdue)
         answers = gathering.gather()
-        lanes.exchanges[name] += 1
-        sums = self.total(answers)
+        sums, _ = self.early(name, answers)
         stale = sum(run.weights[one.client] * (now - one.asked) for one in answers)
+        stale += 0.0 if before is None else now * before.weight - asked
+        lanes.exchanges[name] += 1
+        lanes.resumed.pop(name, None)
         metrics = {**self.measured(answers), "staleness": (np.asarray(stale), sums.weight)}
         self.enter(question, gathering.asked, sums, metrics)
         return jax.tree.map(jnp.asarray, sums.update)
+
+    def early(self, phase: str, answers: list[Arrival]) -> tuple[book.Sums, float]:
+        """The sum of these and of what is left from before a stop, and Σ p_i·asked."""
+        sums, asked = self.run.lanes.resumed.get(phase, (None, 0.0))
+        new = [self.total(answers)] if answers else []
+        parts = new if sums is None else [sums._replace(metrics={}), *new]
+        return reduce(lambda a, b: jax.tree.map(np.add, a, b), parts), asked + sum(
+            self.run.weights[one.client] * one.asked for one in answers
+        )
 
     def repeat(
         self,

@@ -175,6 +175,8 @@ class Gathering:
             fresh=question.fresh,
             counted_round=int(run.counted[client, 0]),
             counted_exchange=int(run.counted[client, 1]),
+            settled_round=int(run.settled[client, 0]),
+            settled_exchange=int(run.settled[client, 1]),
             payload=question.payload,
         )
 

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fedbilevel.engines.book import Sums
+from fedbilevel.engines.desk import Desk
 from fedbilevel.flower.counting import Counted
 
 
@@ -25,3 +27,15 @@ class Lanes:
     asked: dict[int, int] = field(default_factory=dict)  # client -> exchange of its kind in which it was asked last
     kept: dict[str, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
     """By kind: answers that came in while another kind was waited for."""
+    resumed: dict[str, tuple[Sums, float]] = field(default_factory=dict)
+    """By kind: such ones, from before the run was stopped, summed, and Σ p_i·asked of them. Without their metrics."""
+
+    @classmethod
+    def of(cls, desk: Desk | None) -> Lanes:
+        """As a checkpoint has them."""
+        if desk is None:
+            return cls()
+        exchanges = Counter({phase: int(lane.exchanges) for phase, lane in desk.lanes.items()})
+        early = {phase: (lane.early, float(lane.early_asked)) for phase, lane in desk.lanes.items()}
+        resumed = {phase: (sums, asked) for phase, (sums, asked) in early.items() if sums.responders > 0}
+        return cls(exchanges=exchanges, resumed=resumed)

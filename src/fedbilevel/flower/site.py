@@ -134,15 +134,17 @@ class Desk:
             )
         if reply.state is not None and not ask.fresh:  # last: what is refused must leave no trace
             now = jax.tree.map(np.asarray, reply.state)
-            store.save(ask.run, Kept(ask.round, ask.exchange, at_start, before, now))
+            counted = ask.counted_round, ask.counted_exchange
+            store.save(ask.run, Kept(ask.round, ask.exchange, counted, at_start, before, now))
         return answer
 
     def states(self, ask: Ask, store: Store) -> tuple[PyTree, PyTree]:
-        """What the client keeps, as it was at the start of the round and as this message has to see it."""
+        """What the client keeps, as a stopped run would go on from it and as this message has to see it."""
         if self.contract.state is None:
             return None, None
-        kept = store.load(ask.run, Kept(0, 0, *[self.contract.state] * 3))
-        return states_for(kept, self.first, ask.round, (ask.counted_round, ask.counted_exchange))
+        kept = store.load(ask.run, Kept(0, 0, (0, 0), *[self.contract.state] * 3))
+        counted, settled = (ask.counted_round, ask.counted_exchange), (ask.settled_round, ask.settled_exchange)
+        return states_for(kept, self.first, ask.round, counted, settled)
 
     def played(self, phase: str, message: PyTree, ask: Ask, state: PyTree) -> Reply:
         """What the phase gives, in good time and finite. Under privacy an error says nothing that depends on data."""

@@ -46,13 +46,13 @@ class FolderStore:
         path = self.path(run)
         if not path.exists():
             return None
-        trees, tag = checkpoint.load(path, like._asdict() | {"round": None, "exchange": None})
-        return Kept(tag["round"], tag["exchange"], *(trees[name] for name in TREES))
+        trees, tag = checkpoint.load(path, {name: getattr(like, name) for name in TREES})
+        return Kept(tag["round"], tag["exchange"], tuple(tag["counted"]), *(trees[name] for name in TREES))
 
     def save(self, run: str, kept: Kept) -> None:
-        trees = kept._asdict() | {"round": None, "exchange": None}
+        tag = {"round": kept.round, "exchange": kept.exchange, "counted": kept.counted}
         path = self.path(run)
-        checkpoint.save(path, trees, {"round": kept.round, "exchange": kept.exchange})
+        checkpoint.save(path, {name: getattr(kept, name) for name in TREES}, tag)
         others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
         for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
@@ -73,15 +73,22 @@ class ContextStore:
         shapes = [getattr(like, name) for name in TREES]
         if tag["layout"] != layout(shapes):
             raise Refusal("this client's state of the run is of another algorithm or model")
-        round, exchange = tag["round"], tag["exchange"]
+        round, exchange, counted = tag["round"], tag["exchange"], tag["counted"]
         assert type(round) is type(exchange) is int  # as `save` wrote them
-        return Kept(round, exchange, *from_bytes(tree[RAW].data, shapes))
+        assert isinstance(counted, list)
+        return Kept(round, exchange, (int(counted[0]), int(counted[1])), *from_bytes(tree[RAW].data, shapes))
 
     def save(self, run: str, kept: Kept) -> None:
         trees = [getattr(kept, name) for name in TREES]
         data = to_bytes(trees)
         leaves = Array(dtype="uint8", shape=(len(data),), stype=RAW, data=data)
         self.records[self.FIELDS] = ConfigRecord(
-            {"run": run, "round": kept.round, "exchange": kept.exchange, "layout": layout(trees)}
+            {
+                "run": run,
+                "round": kept.round,
+                "exchange": kept.exchange,
+                "counted": list(kept.counted),
+                "layout": layout(trees),
+            }
         )
         self.records[self.TREE] = ArrayRecord({RAW: leaves})

@@ -102,6 +102,8 @@ class Ask:
     fresh: bool = False  # a fresh cohort: clients are asked without what they keep
     counted_round: int = -1  # of this client's last answer that counted and could change what it keeps; -1: none did
     counted_exchange: int = -1
+    settled_round: int = -1  # the same as it was when this round began: from there a run that was stopped goes on
+    settled_exchange: int = -1
     payload: bytes = b""
 
 
