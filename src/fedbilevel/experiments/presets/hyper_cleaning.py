@@ -9,6 +9,7 @@ CUTTING: Fields = {
     "consensus_lr": 1.0,
     "batch_size": None,
 }
+AFBO: Fields = {"first": 9, "inner_rounds": 3, "hypergradient": "global"}  # of 18 clients
 DIGITS: dict[str, Fields] = {
     "adbo": {**CUTTING, "first": 9, "max_staleness": 15},
     "sdbo": CUTTING,
@@ -17,6 +18,7 @@ DIGITS: dict[str, Fields] = {
     "lfednest": {"inner_lr": 0.3, "outer_lr": 30.0, "neumann_step": 0.1},
     "aggitd": {"inner_rounds": 5, "inner_lr": 0.3, "outer_lr": 1000.0, "inverse": "series"},
     **each(FEDBIO, {"client_lr": xyv(10.0, 0.05, 0.05)}),
+    "afbo": {**AFBO, "client_lr": 0.05, "inner_lr": 0.3, "outer_lr": 300.0, "system_lr": 0.05},
 }
 # The Hessian-inverting methods step on x once a round: a small batch would move few weights, and those too far.
 NESTED: Fields = {"inner_lr": 1.0, "outer_lr": 10_000.0, "neumann_step": 0.1, "neumann_terms": 20, "batch_size": 512}
@@ -24,6 +26,7 @@ MNIST: dict[str, Fields] = {
     **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(500.0, 0.1, 0.1), "radius": 10.0}),
     **each(HESSIAN_INVERTING, NESTED),
     "lfednest": {"inner_lr": 1.0, "outer_lr": 1000.0, "neumann_step": 0.1, "batch_size": 512},
+    "afbo": {**AFBO, "client_lr": 0.1, "inner_lr": 1.0, "outer_lr": 1000.0, "system_lr": 0.1, "batch_size": 128},
 }
 
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}

@@ -7,6 +7,15 @@ ALGORITHMS: dict[str, Fields] = {
     **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 100.0, "neumann_step": 0.1}),
     "aggitd": {"inner_rounds": 5, "inner_lr": 0.1, "outer_lr": 50.0, "inverse": "series"},
     **each(FEDBIO, {"client_lr": xyv(1.0, 0.05, 0.05)}),
+    "afbo": {
+        "first": 9,
+        "inner_rounds": 3,
+        "hypergradient": "global",
+        "client_lr": 0.1,
+        "inner_lr": 0.3,
+        "outer_lr": 50.0,
+        "system_lr": 0.05,
+    },
 }
 
 PRESETS: dict[str | None, Preset] = {
