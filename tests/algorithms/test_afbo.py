@@ -104,19 +104,19 @@ def test_ends_at_its_closed_form(kind, alike):
 
 @pytest.mark.slow
 def test_with_local_steps_the_error_falls_as_the_client_step_does(task):
-    """G_i's point of rest is off by η·a + O(η²), so a quarter of η leaves a quarter of the error, within 10 %.
+    """G_i's point of rest is off by η·a + O(η²), so a quarter of η leaves a quarter of the error, within 1 %.
 
-    η falls once, after 4,000 rounds; the error fades in some 1/(α·¾) = 133 rounds (∇²Φ ⪰ ¾) and what delays add.
+    η falls once, after 8,000 rounds; before, what is left of the start fades by some factor of ten each 1,000 rounds.
     """
-    eta = optax.piecewise_constant_schedule(2e-3, {4_000: 0.25})
+    eta = optax.piecewise_constant_schedule(2e-3, {8_000: 0.25})
     fields = {**GLOBAL, "client_lr": eta, "inner_lr": 0.1, "outer_lr": 0.01, "system_lr": 0.05}
     xs = {f"x{k}": (lambda x, y, k=k: x[k]) for k in range(3)}
     ends = run(
-        fb.AFBO(first=2, **fields), task, 8_000, engine=fb.Local(clock=clock(spread=0.5)), eval_every=4_000, metrics=xs
+        fb.AFBO(first=2, **fields), task, 16_000, engine=fb.Local(clock=clock(spread=0.5)), eval_every=8_000, metrics=xs
     )
     x = np.stack([ends.history[name] for name in xs], axis=1)[1:] - solution(task.clients).x
     assert np.linalg.norm(x[1]) > 1e-6
-    assert np.linalg.norm(x[0] - 4 * x[1]) < 0.1 * np.linalg.norm(x[0])
+    assert np.linalg.norm(x[0] - 4 * x[1]) < 0.01 * np.linalg.norm(x[0])
 
 
 def test_the_random_length_gives_the_series_on_average(task):
