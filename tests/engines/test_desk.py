@@ -25,26 +25,34 @@ class Simulated:
         self.work = {}  # client -> (kind, when it is done, exchange in which it was asked)
         self.kept = {"a": [], "b": []}  # (client, exchange in which it was asked)
         self.exchanges = {"a": 0, "b": 0}
+        self.counted = {"a": [0] * CLIENTS, "b": [0] * CLIENTS}  # exchange in which each handed in last
 
     def first(self, kind, n, bound=None):
         """(clients asked, who counts and since which exchange, ticks)."""
         number, began = self.exchanges[kind], self.time
         used, self.kept[kind] = self.kept[kind], []
         asked, answered = set(), set()
-        overdue = {c for c, (k, _, e) in self.work.items() if k == kind and bound is not None and number - e >= bound}
+        overdue = set()
+        if bound is not None:
+            here = {c: e for c, (k, _, e) in self.work.items() if k == kind}
+            overdue = {c for c, e in here.items() if number - e >= bound}
+            missed = [c for c in range(CLIENTS) if c not in here and number - self.counted[kind][c] > bound]
+            overdue |= {c for c in missed if any(self.there(c, t) for t in range(PERIOD))}
 
         def ask_whoever_is_idle():
             for c, (k, when, e) in list(self.work.items()):
                 if k != kind and when <= self.time:
                     del self.work[c]
                     self.kept[k].append((c, e))
+                    self.counted[k][c] = self.exchanges[k]
             for c in range(CLIENTS):
                 if c not in self.work and c not in answered and self.there(c, self.time):
                     asked.add(c)
                     self.work[c] = (kind, self.time + self.takes[c], number)
 
         ask_whoever_is_idle()
-        while len(used) < n or overdue:
+        last = None
+        while len(used) < n or overdue or last == self.next_answer(kind):
             times = [(max(when, self.time), e if k == kind else -1, c) for c, (k, when, e) in self.work.items()]
             coming = self.next_coming(answered)
             when, _, c = min(times, default=(np.inf, 0, 0))
@@ -52,10 +60,16 @@ class Simulated:
             if coming >= when and self.work[c][0] == kind:
                 used.append((c, self.work.pop(c)[2]))
                 answered.add(c)
-                overdue.discard(c)
+                if c in overdue:  # whoever comes at the same moment counts too
+                    overdue.discard(c)
+                    last = self.time
+                self.counted[kind][c] = number
             ask_whoever_is_idle()
         self.exchanges[kind] += 1
         return asked, sorted(used), self.time - began
+
+    def next_answer(self, kind):
+        return min((max(when, self.time) for k, when, _ in self.work.values() if k == kind), default=np.inf)
 
     def next_coming(self, answered):
         """When the next idle client that is away comes back."""
@@ -77,8 +91,9 @@ def opened():
     zero = jnp.zeros((), jnp.int32)
     none = Sums(jnp.zeros(()), jnp.zeros(()), {}, zero, zero, zero)
     table = Sums(jnp.zeros(CLIENTS), jnp.zeros(CLIENTS), {}, *(jnp.zeros(CLIENTS, jnp.int32) for _ in range(3)))
-    lanes = {kind: Lane(zero, table, none, jnp.zeros(())) for kind in "ab"}
-    return Desk(jnp.full(CLIENTS, IDLE, jnp.int32), *jnp.zeros((2, CLIENTS), jnp.int32), lanes)
+    nobody = jnp.zeros(CLIENTS, jnp.int32)
+    lanes = {kind: Lane(zero, nobody, table, none, jnp.zeros(())) for kind in "ab"}
+    return Desk(jnp.full(CLIENTS, IDLE, jnp.int32), nobody, lanes)
 
 
 @partial(jax.jit, static_argnames=("kind", "n", "bound"))
@@ -98,8 +113,9 @@ def exchange(desk, pace, now, kind, n, bound):
 
 
 @pytest.mark.parametrize("availability", [1.0, [1, 0.5, 1, 0.25, 1, 0.8, 0]], ids=["always there", "come and go"])
-@pytest.mark.parametrize("seed", range(3))
-def test_agrees_with_a_simulation_event_by_event(seed, availability):
+@pytest.mark.parametrize("bound", [None, 1, 3])
+@pytest.mark.parametrize("seed", range(2))
+def test_agrees_with_a_simulation_event_by_event(seed, bound, availability):
     rng = np.random.default_rng(seed)
     takes = rng.choice(np.arange(3, 60), CLIENTS, replace=False).tolist()
     pace = pace_of(takes, availability)
@@ -109,8 +125,8 @@ def test_agrees_with_a_simulation_event_by_event(seed, availability):
     waited = 0
     for _ in range(60):
         kind, n = rng.choice(["a", "b"]), int(rng.choice([1, 2, 4]))
-        asked, used, ticks = simulated.first(kind, n)
-        plan, desk, sums, age = exchange(desk, pace, now, kind, n, None)
+        asked, used, ticks = simulated.first(kind, n, bound)
+        plan, desk, sums, age = exchange(desk, pace, now, kind, n, bound)
         now = now.later(pace, plan.ticks)
         assert int(plan.ticks) == ticks
         assert set(np.flatnonzero(plan.asked)) == asked
@@ -139,15 +155,30 @@ def test_a_bound_on_staleness_waits_for_the_old_ones():
     """Times 1, 1, 1, 1, 1, 1 and 100: unbounded, the last one's answer to exchange 0 is used in exchange 99; with a
     bound of s, in exchange s, together with whatever else has arrived until then."""
     pace = pace_of([1] * 6 + [100], 1.0)
-    for bound in (0, 3):
+    for bound in (1, 3):
         desk, now = opened(), Now.start()
         for number in range(bound + 1):
             plan, desk, sums, age = exchange(desk, pace, now, "a", 6, bound)
             now = now.later(pace, plan.ticks)
             late = bool(float(sums.update) >= 64)
-            assert late == (number == bound > 0)
-        if bound:
-            assert (age, int(plan.ticks)) == (bound, 100 - bound)
+            assert late == (number == bound)
+        assert (age, int(plan.ticks)) == (bound, 100 - bound)
+
+
+def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_question():
+    """Six take 2 and one takes 10; questions alternate, two of a and one of b, and it so happens that the slow one has
+    always finished when it is a's turn: after a first time nobody asks it for b again. With a bound of s it hands in
+    for b in every s + 1 exchanges at least."""
+    pace = pace_of([2] * 6 + [10], 1.0)
+    for bound in (None, 3):
+        desk, now, slow = opened(), Now.start(), []
+        for _ in range(14):
+            for kind in "aab":
+                plan, desk, sums, _ = exchange(desk, pace, now, kind, 5, bound)
+                now = now.later(pace, plan.ticks)
+            slow.append(bool(float(sums.update) >= 64))
+        gaps = np.diff(np.flatnonzero([True, *slow, True]))
+        assert (sum(slow) == 1) if bound is None else (gaps.max() <= bound + 1)
 
 
 def test_ties_go_to_the_older_question_then_to_the_lower_id():

@@ -69,8 +69,9 @@ class Fed(Protocol):
         waited for. With n = M and nobody lost this is `mean`, everyone having answered this very message.
 
         `max_staleness` = s also waits for everyone who was asked s or more exchanges of this phase ago, so that no
-        answer is ever older; what else arrives meanwhile counts too. For algorithms that say `asynchronous`, whose
-        clients all take part (no cohorts).
+        answer is ever older, and for everyone who has been busy with others, or away, for more than s exchanges of this
+        phase; what else arrives meanwhile counts too. For algorithms that say `asynchronous`, whose clients all take
+        part (no cohorts).
         """
         ...
 

@@ -31,6 +31,7 @@ class Lane(NamedTuple):
     """All about one kind of question, which is a phase."""
 
     exchanges: Array  # of this kind so far
+    since: Array  # (M,) exchange of this kind in which the client was last asked or, if that is later, handed in
     answers: Sums  # leaves (M, ...): what each client works on, or last worked on; weighted
     early: Sums  # what came in while another kind was waited for, summed
     early_asked: Array  # Σ p_i·(exchange of this kind in which it was asked) of those
@@ -41,7 +42,6 @@ class Desk(NamedTuple):
 
     kind: Array  # (M,) number of the lane, or IDLE
     left: Array  # (M,) ticks until the answer is there
-    asked: Array  # (M,) exchange of its kind in which the client was asked last
     lanes: dict[str, Lane]  # by phase; lanes are numbered in the order of their names
 
     def number(self, phase: str) -> int:
@@ -57,7 +57,8 @@ class Plan(NamedTuple):
     arriving: Array  # (M,) whose answers end it
     over: Array  # (M,) kind of another question whose answer a client hands in meanwhile, or IDLE
     ticks: Array  # how long it takes
-    desk: Desk  # after it, but for the lanes' contents
+    kind: Array  # (M,) of the desk after it
+    left: Array  # (M,) likewise
 
 
 Total = Callable[[Sums, Array, Array], tuple[Sums, Array]]
@@ -85,9 +86,9 @@ def open_desk(
     for phase, shape in found.items():
         table = jax.tree.map(lambda s: jnp.zeros((clients, *s.shape), s.dtype), shape)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-        lanes[phase] = Lane(jnp.zeros((), jnp.int32), table, none, jnp.zeros((), real))
-    left, asked = jnp.zeros((2, clients), jnp.int32)
-    return Desk(jnp.full(clients, IDLE, jnp.int32), left, asked, lanes)
+        since = jnp.zeros(clients, jnp.int32)
+        lanes[phase] = Lane(jnp.zeros((), jnp.int32), since, table, none, jnp.zeros((), real))
+    return Desk(jnp.full(clients, IDLE, jnp.int32), jnp.zeros(clients, jnp.int32), lanes)
 
 
 def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_staleness: int | None) -> Plan:
@@ -101,7 +102,7 @@ def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_
     free = ~here & pace.ever(ids)
     start = desk.left + pace.waits(now, ids, desk.left)
     arrival = jnp.where(free, start + pace.durations(now, ids, units), jnp.where(here, desk.left, NEVER))
-    asked = jnp.where(here, desk.asked, lane.exchanges)
+    asked = jnp.where(here, lane.since, lane.exchanges)
     needed = n - lane.early.responders
     ticks = jnp.where(needed > 0, _smallest(arrival, n, needed), 0)
     before = arrival < ticks
@@ -112,19 +113,16 @@ def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_
     arriving = older | (place & (jnp.cumsum(place) <= needed - jnp.sum(older)))
     arriving &= needed > 0
     if max_staleness is not None:
-        overdue = here & (lane.exchanges - desk.asked >= max_staleness)
+        age = lane.exchanges - lane.since
+        overdue = jnp.where(here, age >= max_staleness, free & (age > max_staleness))
         last = jnp.max(jnp.where(overdue, arrival, -1))
         arriving = jnp.where(last >= ticks, arriving | (arrival <= last), arriving)
         ticks = jnp.maximum(ticks, last)
     sent = free & (start <= ticks)
     done = ~here & (desk.kind != IDLE) & (desk.left <= ticks)
-    after = Desk(
-        kind=jnp.where(arriving, IDLE, jnp.where(sent, number, jnp.where(done, IDLE, desk.kind))),
-        left=jnp.where(arriving, 0, jnp.where(sent, arrival - ticks, jnp.maximum(desk.left - ticks, 0))),
-        asked=jnp.where(sent, lane.exchanges, desk.asked),
-        lanes=desk.lanes,
-    )
-    return Plan(sent, arriving, jnp.where(done, desk.kind, IDLE), ticks, after)
+    kind = jnp.where(arriving, IDLE, jnp.where(sent, number, jnp.where(done, IDLE, desk.kind)))
+    left = jnp.where(arriving, 0, jnp.where(sent, arrival - ticks, jnp.maximum(desk.left - ticks, 0)))
+    return Plan(sent, arriving, jnp.where(done, desk.kind, IDLE), ticks, kind, left)
 
 
 def everyone(desk: Desk, pace: Pace, now: Now, units: Any) -> Plan:
@@ -133,8 +131,8 @@ def everyone(desk: Desk, pace: Pace, now: Now, units: Any) -> Plan:
     able = jnp.broadcast_to(pace.ever(ids), ids.shape)
     start = desk.left + pace.waits(now, ids, desk.left)
     ticks = jnp.max(jnp.where(able, start + pace.durations(now, ids, units), 0))
-    after = desk._replace(kind=jnp.full_like(desk.kind, IDLE), left=jnp.zeros_like(desk.left))
-    return Plan(able, able, jnp.where(able, desk.kind, IDLE), ticks, after)
+    idle, nothing = jnp.full_like(desk.kind, IDLE), jnp.zeros_like(desk.left)
+    return Plan(able, able, jnp.where(able, desk.kind, IDLE), ticks, idle, nothing)
 
 
 def handed_in(desk: Desk, plan: Plan, total: Total) -> Desk:
@@ -144,18 +142,26 @@ def handed_in(desk: Desk, plan: Plan, total: Total) -> Desk:
     """
     lanes = {}
     for number, (name, lane) in enumerate(sorted(desk.lanes.items())):
-        new, asked = total(lane.answers, desk.asked, plan.over == number)
-        lanes[name] = lane._replace(early=_added(lane.early, new), early_asked=lane.early_asked + asked)
-    return plan.desk._replace(lanes=lanes)
+        who = plan.over == number
+        new, asked = total(lane.answers, lane.since, who)
+        since = jnp.where(who, lane.exchanges, lane.since)
+        lanes[name] = lane._replace(early=_added(lane.early, new), early_asked=lane.early_asked + asked, since=since)
+    return Desk(plan.kind, plan.left, lanes)
 
 
 def counted(desk: Desk, plan: Plan, phase: str, total: Total) -> tuple[Desk, Sums, Array]:
     """What of a phase counts now: its sum, Σ p_i·(how many exchanges ago it was asked), and the desk without it."""
     lane = desk.lanes[phase]
-    new, asked = total(lane.answers, desk.asked, plan.arriving)
+    since = jnp.where(plan.asked, lane.exchanges, lane.since)
+    new, asked = total(lane.answers, since, plan.arriving)
     sums, asked = _added(lane.early, new), lane.early_asked + asked
-    none = jax.tree.map(jnp.zeros_like, lane.early)
-    left = lane._replace(exchanges=lane.exchanges + 1, early=none, early_asked=jnp.zeros_like(asked))
+    left = Lane(
+        lane.exchanges + 1,
+        jnp.where(plan.arriving, lane.exchanges, since),
+        lane.answers,
+        jax.tree.map(jnp.zeros_like, lane.early),
+        jnp.zeros_like(asked),
+    )
     return desk._replace(lanes={**desk.lanes, phase: left}), sums, lane.exchanges * sums.weight - asked
 
 
