@@ -17,6 +17,7 @@ class Federation:
         self.there = [i for i in range(len(times)) if i not in absent]
         self.now, self.at_work, self.early = 0, {}, []  # at_work: client -> (arrival, exchange, kind, answer)
         self.exchanges, self.table = {}, {}  # table: kind -> client -> (exchange, answer)
+        self.handed_in = {}  # (kind, client) -> exchange of its kind in which the client handed in last
 
     def first(self, n, kind, answer, max_staleness=None):
         """Make an exchange; Σ p_i u_i / Σ p_i over the table, and its mean delay over everyone."""
@@ -41,6 +42,7 @@ class Federation:
         end = queue[arrived[-1]][0] if arrived else self.now
         if max_staleness is not None:
             late = [queue[i][0] for i in queue if i not in fresh and number - queue[i][1] >= max_staleness]
+            late += [queue[i][0] for i in fresh if number - self.handed_in.get((kind, i), 0) > max_staleness]
             if late and max(late) >= end:
                 end = max(late)
                 arrived = sorted({*arrived, *(i for i in order if queue[i][0] <= end)})
@@ -49,10 +51,12 @@ class Federation:
                 if i in self.at_work:
                     _, when, other, u = self.at_work[i]
                     self.early.append((other, i, when, u))
+                    self.handed_in[other, i] = self.exchanges[other]
                 arrival, when, u = queue[i]
                 self.at_work[i] = arrival, when, kind, u
         for i in arrived:
             table[i] = queue[i][1:]
+            self.handed_in[kind, i] = number
             del self.at_work[i]
         self.now, self.exchanges[kind] = end, number + 1
         weight = {i: self.members[i][0] for i in range(len(self.times))}

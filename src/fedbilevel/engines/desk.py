@@ -66,9 +66,19 @@ Total = Callable[[Sums, Array, Array], tuple[Sums, Array]]
 
 
 def open_desk(
-    algorithm: Any, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool, clients: int
+    algorithm: Any,
+    problem: Problem,
+    x: PyTree,
+    y: PyTree,
+    examples: tuple[PyTree, PyTree],
+    worked: bool,
+    clients: int,
+    remote: bool = False,
 ) -> Desk | None:
-    """The desk before round 0, or None for algorithms that always wait for everyone."""
+    """The desk before round 0, or None for algorithms that always wait for everyone; for the arguments see `record`.
+
+    Of `remote` clients, which know themselves what they work on, it has no table.
+    """
     if not is_asynchronous(algorithm):
         return None
     found: dict[str, Sums] = {}
@@ -81,14 +91,13 @@ def open_desk(
                 raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
 
     record(algorithm, problem, x, y, examples, worked, note)
-    real = jax.dtypes.canonicalize_dtype(float)
-    lanes = {}
+    real, rows, lanes = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
     for phase, shape in found.items():
-        table = jax.tree.map(lambda s: jnp.zeros((clients, *s.shape), s.dtype), shape)
+        table = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape), s.dtype), shape)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         since = jnp.zeros(clients, jnp.int32)
         lanes[phase] = Lane(jnp.zeros((), jnp.int32), since, table, none, jnp.zeros((), real))
-    return Desk(jnp.full(clients, IDLE, jnp.int32), jnp.zeros(clients, jnp.int32), lanes)
+    return Desk(jnp.full(rows, IDLE, jnp.int32), jnp.zeros(rows, jnp.int32), lanes)
 
 
 def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_staleness: int | None) -> Plan:

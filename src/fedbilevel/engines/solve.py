@@ -119,8 +119,8 @@ def solve(
 
     remote, worked = isinstance(clients, RemoteClients), clients.local_steps is not None
     carry = first_carry(algorithm, x, y, len(clients), remote)
-    tables = 0 if remote else len(clients)  # remote clients themselves know what they work on
-    carry = carry._replace(desk=open_desk(algorithm, problem, x, y, clients.examples(), worked, tables))
+    desk = open_desk(algorithm, problem, x, y, clients.examples(), worked, len(clients), remote)
+    carry = carry._replace(desk=desk)
     identity = {
         "algorithm": type(algorithm).__name__,
         "clients": len(clients),

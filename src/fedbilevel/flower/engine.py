@@ -22,7 +22,7 @@ from fedbilevel.core.tree import nonfinite_leaves
 from fedbilevel.engines import book
 from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.cohort import round_keys
-from fedbilevel.engines.desk import Desk
+from fedbilevel.engines.desk import Desk, Lane
 from fedbilevel.engines.engine import Carry, Progress
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
@@ -140,7 +140,8 @@ class FlowerRun:
                 sums, asked = fed.early(phase, kept)
                 early = jax.tree.map(jnp.asarray, sums._replace(metrics=early.metrics))
             exchanges = jnp.asarray(self.lanes.exchanges[phase], jnp.int32)
-            lanes[phase] = lane._replace(exchanges=exchanges, early=early, early_asked=jnp.asarray(asked, float))
+            since = jnp.asarray([self.lanes.since[phase][client] for client in range(len(self.clients))], jnp.int32)
+            lanes[phase] = Lane(exchanges, since, lane.answers, early, jnp.asarray(asked, float))
         return desk._replace(lanes=lanes)
 
     def close(self) -> None:

@@ -81,8 +81,8 @@ class FlowerFed:
         question = self.question(phase, message, key, fresh=False, first=True)
         name, lanes = question.call.phase, run.lanes
         now = lanes.exchanges[name]
-        working = [client for client, ask in run.courier.unsettled() if question.concerns(ask)]
-        overdue = {c for c in working if max_staleness is not None and now - lanes.asked[c] >= max_staleness}
+        working = {client for client, ask in run.courier.unsettled() if question.concerns(ask)}
+        overdue = set() if max_staleness is None else lanes.overdue(name, self.own, working, max_staleness)
         before, asked = lanes.resumed.get(name, (None, 0.0))
         gathering = Gathering(run, question, self.own, n if before is None else n - int(before.responders), overdue)
         answers = gathering.gather()

@@ -88,6 +88,7 @@ class Gathering:
         """Ask each of these clients once, and listen until there is enough or nothing more can come; what was sent."""
         courier, began, sent = self.run.courier, self.run.clock.time(), []
         self.failed, wanted = {}, set(left)
+        self.overdue &= wanted | {client for client, _ in courier.unsettled()}
         courier.collect()
         while True:
             self.keep_others()
@@ -114,9 +115,10 @@ class Gathering:
         asks = {c: self.ask(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
         failed = run.courier.send(asks)
         self.failed |= failed
+        self.overdue -= failed.keys()
         if self.question.first:
             now = run.lanes.exchanges[self.question.call.phase]
-            run.lanes.asked |= {client: now for client in asks if client not in failed}
+            run.lanes.since[self.question.call.phase] |= {client: now for client in asks if client not in failed}
         return [ask for client, ask in asks.items() if client not in failed]
 
     def count(self) -> None:
@@ -124,10 +126,10 @@ class Gathering:
 
         Where one of those came whom the exchange waits for in any case, all count that came with it.
         """
-        asked = self.run.lanes.asked
+        asked = self.run.lanes.since[self.question.call.phase]
 
         def turn(letter: Letter) -> tuple[bool, int, int]:
-            return letter.client in self.overdue, asked.get(letter.client, 0), letter.client
+            return letter.client in self.overdue, asked[letter.client], letter.client
 
         for letter in sorted(self.run.courier.ready, key=turn):
             if self.enough():
@@ -156,7 +158,9 @@ class Gathering:
         run.rests.answered(client)
         if not ask.fresh:
             run.counted[client] = ask.round, ask.exchange
-        return Arrival(client, counted, run.lanes.asked.get(client, 0))
+        since, now = run.lanes.since[ask.phase], run.lanes.exchanges[ask.phase]
+        asked, since[client] = since[client], now
+        return Arrival(client, counted, asked)
 
     def ask(self, client: int) -> Ask:
         """The question as one client gets it."""
