@@ -97,7 +97,8 @@ class FirstAnswers:
 
     Args:
         first: how many answers an exchange waits for; None waits for all, and nothing is kept between exchanges.
-        max_staleness: also wait for every client that was asked so many exchanges (of the same kind) ago, or more.
+        max_staleness: also wait for every client that was asked so many exchanges (of the same kind) ago, or more, and
+            for whoever has been away, or busy with another kind, for more than that.
     """
 
     first: int | None = static(None)
