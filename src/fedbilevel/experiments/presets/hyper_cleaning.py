@@ -20,12 +20,22 @@ DIGITS: dict[str, Fields] = {
     **each(FEDBIO, {"client_lr": xyv(10.0, 0.05, 0.05)}),
     "afbo": {**AFBO, "client_lr": 0.05, "inner_lr": 0.3, "outer_lr": 300.0, "system_lr": 0.05},
 }
+CUTTING_MNIST: Fields = {
+    "client_lr": xyv(8000.0, 0.1, 5e-6),
+    "server_lr": xyv(800.0, 0.05, 0.2),
+    "consensus_steps": 3,
+    "consensus_lr": 0.1,
+    "batch_size": 512,
+}
 # The Hessian-inverting methods step on x once a round: a small batch would move few weights, and those too far.
 NESTED: Fields = {"inner_lr": 1.0, "outer_lr": 10_000.0, "neumann_step": 0.1, "neumann_terms": 20, "batch_size": 512}
 MNIST: dict[str, Fields] = {
     **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(500.0, 0.1, 0.1), "radius": 10.0}),
     **each(HESSIAN_INVERTING, NESTED),
+    "fednest": {**NESTED, "inner_rounds": 3, "outer_lr": 30_000.0, "neumann_terms": 10},
     "lfednest": {"inner_lr": 1.0, "outer_lr": 1000.0, "neumann_step": 0.1, "batch_size": 512},
+    "adbo": {**CUTTING_MNIST, "iterations": 20, "first": 9, "max_staleness": 15},
+    "sdbo": {**CUTTING_MNIST, "iterations": 10},
     "afbo": {**AFBO, "client_lr": 0.1, "inner_lr": 1.0, "outer_lr": 1000.0, "system_lr": 0.1, "batch_size": 128},
 }
 

@@ -2,26 +2,48 @@
 
 from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
 
+CUTTING: Fields = {
+    "client_lr": xyv(20.0, 0.3, 0.002),
+    "server_lr": xyv(2.0, 0.05, 0.2),
+    "consensus_steps": 3,
+    "consensus_lr": 0.3,
+    "batch_size": 256,
+}
+AFBO: Fields = {
+    "first": 9,  # of 18 clients
+    "inner_rounds": 3,
+    "hypergradient": "global",
+    "client_lr": 0.1,
+    "inner_lr": 0.3,
+    "outer_lr": 50.0,
+    "system_lr": 0.05,
+}
 ALGORITHMS: dict[str, Fields] = {
     **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(5.0, 0.1, 0.1)}),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 100.0, "neumann_step": 0.1}),
     "aggitd": {"inner_rounds": 5, "inner_lr": 0.1, "outer_lr": 50.0, "inverse": "series"},
     **each(FEDBIO, {"client_lr": xyv(1.0, 0.05, 0.05)}),
-    "afbo": {
-        "first": 9,
-        "inner_rounds": 3,
-        "hypergradient": "global",
-        "client_lr": 0.1,
-        "inner_lr": 0.3,
-        "outer_lr": 50.0,
-        "system_lr": 0.05,
-    },
+    "afbo": AFBO,
+    "adbo": {**CUTTING, "iterations": 20, "first": 9, "max_staleness": 15},
+    "sdbo": {**CUTTING, "iterations": 10},
 }
+# Covertype's rows are many: larger batches bear larger steps.
+COVERTYPE: dict[str, Fields] = {
+    **ALGORITHMS,
+    "fednest": {
+        "inner_rounds": 3,
+        "inner_lr": 3.0,
+        "outer_lr": 300.0,
+        "neumann_step": 0.1,
+        "batch_size": 256,
+    },
+    "afbo": {**AFBO, "inner_lr": 1.0, "batch_size": 64},
+    "adbo": {**CUTTING, "client_lr": xyv(20.0, 1.0, 0.002), "iterations": 20, "first": 9, "max_staleness": 15},
+    "sdbo": {**CUTTING, "client_lr": xyv(20.0, 1.0, 0.002), "iterations": 10},
+}
+RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
 
 PRESETS: dict[str | None, Preset] = {
-    None: Preset(
-        shared={"local_steps": 5, "batch_size": 32},
-        algorithms=ALGORITHMS,
-        run={"rounds": 300, "cohort": None, "eval_every": 10},
-    )
+    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=ALGORITHMS, run=RUN),
+    "covtype": Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=COVERTYPE, run=RUN),
 }
