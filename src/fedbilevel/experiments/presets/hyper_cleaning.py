@@ -36,7 +36,7 @@ MNIST: dict[str, Fields] = {
     "lfednest": {"inner_lr": 1.0, "outer_lr": 1000.0, "neumann_step": 0.1, "batch_size": 512},
     "adbo": {**CUTTING_MNIST, "iterations": 20, "first": 9, "max_staleness": 15},
     "sdbo": {**CUTTING_MNIST, "iterations": 10},
-    "afbo": {**AFBO, "client_lr": 0.1, "inner_lr": 1.0, "outer_lr": 1000.0, "system_lr": 0.1, "batch_size": 128},
+    "afbo": {**AFBO, "client_lr": 0.1, "inner_lr": 1.0, "outer_lr": 3000.0, "system_lr": 0.1, "batch_size": 128},
 }
 
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
