@@ -14,7 +14,7 @@ from matrices import inner_gradient, members, outer_gradient
 
 import fedbilevel as fb
 from fedbilevel.algorithms.adbo import ADBO, SDBO
-from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, NumericalWarning
+from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
@@ -311,10 +311,10 @@ def test_more_answers_than_clients_are_refused(task):
         fb.solve(ADBO(first=11), task.problem, task.clients, task.x0, task.y0, rounds=1)
 
 
-@pytest.mark.slow
-def test_clients_without_a_part_in_a_plane_are_told_of(task):
-    with pytest.warns(NumericalWarning, match=r"needs everyone in every round \(no cohorts\)"):
-        fb.solve(SDBO(**FIELDS), task.problem, task.clients, task.x0, task.y0, rounds=3, cohort=5)
+def test_cohorts_are_refused(task):
+    for algorithm in (SDBO(), ADBO()):
+        with pytest.raises(ConfigurationError, match=r"cohort = 5 .* needs all clients in every round"):
+            fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=3, cohort=5)
 
 
 @pytest.mark.slow

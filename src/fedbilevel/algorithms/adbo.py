@@ -168,7 +168,7 @@ class CuttingPlanes(Batches):
         if float(state.heard.without) == 0:
             return ""
         return "clients who were not asked, or lost, when a plane was made have no part in it, and the inner problem \
-does not hold for them: this method needs everyone in every round (no cohorts)"
+does not hold for them: this method needs everyone in every round"
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
@@ -286,6 +286,8 @@ class SDBO(CuttingPlanes):
     Needs: a bilevel problem; everyone in every round.
     Good for: comparison with ADBO, whose numbers these are where nobody is late.
     """
+
+    everyone: ClassVar[bool] = True
 
     def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
         message = (state.x, state.planes.multiplier, state.planes.serial)

@@ -8,6 +8,7 @@ and, where the defaults do not fit:
 solves                         the kinds of problem that it is for; left out: all but single-level ones
 fresh                          how many fresh cohorts a round may ask (see Fed.mean); left out: none
 asynchronous                   whether a round asks for the first answers alone (see Fed.first); left out: no
+everyone                       whether all clients have to take part in every round; left out: where asynchronous
 init_client(x, y) -> state     what each client keeps between rounds; left out: nothing
 check_start(problem, clients, x, y)   raises ConfigurationError if its fields do not fit the problem
 complaint(state) -> str        why the run must not go on, or ""
@@ -78,6 +79,11 @@ def fresh_cohorts(algorithm: Any) -> int:
 def is_asynchronous(algorithm: Any) -> bool:
     """Whether a round may ask for the first answers alone."""
     return bool(getattr(algorithm, "asynchronous", False))
+
+
+def takes_everyone(algorithm: Any) -> bool:
+    """Whether all clients have to take part in every round, so that there are no cohorts."""
+    return is_asynchronous(algorithm) or bool(getattr(algorithm, "everyone", False))
 
 
 def check_solves(algorithm: Any, problem: Problem) -> None:

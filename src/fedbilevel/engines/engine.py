@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.core.algorithm import init_client, is_asynchronous
+from fedbilevel.core.algorithm import init_client, takes_everyone
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
@@ -98,8 +98,8 @@ def check_here(clients: Any) -> None:
 def check_there(clock: Clock, algorithm: Any, population: int, cohort: int) -> None:
     """Refuse cohorts that may be of clients alone who are never there, and cohorts where there are none; tell who is
     never there."""
-    everyone = not is_asynchronous(algorithm) or cohort == population
-    require(everyone, "cohort", cohort, f"None: rounds of {type(algorithm).__name__} end with the first answers of all")
+    whole = not takes_everyone(algorithm) or cohort == population
+    require(whole, "cohort", cohort, f"None: {type(algorithm).__name__} needs all clients in every round")
     away = clock.never_there(population)
     if not away.size:
         return

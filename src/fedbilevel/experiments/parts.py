@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.core.algorithm import check_solves, is_asynchronous
+from fedbilevel.core.algorithm import check_solves, is_asynchronous, takes_everyone
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import Engine, check_cohort
@@ -46,10 +46,9 @@ def _check_participants(spec: Spec, algorithm: Any, population: int) -> None:
     """Refuse a cohort, a clock, or a number of first answers that is none for so many clients."""
     cohort = check_cohort(spec.run.cohort, population)
     there = population - spec.clock.never_there(population).size
+    whole = not takes_everyone(algorithm) or cohort == population
+    require(whole, "run.cohort", cohort, f"none: {label(spec.algorithm.name)} needs all clients in every round")
     if is_asynchronous(algorithm):
-        named = label(spec.algorithm.name)
-        all_take_part = f"none: rounds of {named} end with the first answers of all"
-        require(cohort == population, "run.cohort", cohort, all_take_part)
         first = getattr(algorithm, "first", None)
         few = f"at most {there}, the number of clients that are ever there"
         require(first is None or first <= there, "algorithm.first", first, few)

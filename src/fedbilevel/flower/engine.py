@@ -13,7 +13,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from jax import Array
 
-from fedbilevel.core.algorithm import is_asynchronous
+from fedbilevel.core.algorithm import takes_everyone
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ExchangeError, NonFiniteError, require
 from fedbilevel.core.problem import Problem
@@ -64,9 +64,8 @@ class Flower:
     ) -> FlowerRun:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
-        whole = not is_asynchronous(algorithm) or cohort == len(clients)
-        first = f"None: rounds of {type(algorithm).__name__} end with the first answers of all"
-        require(whole, "cohort", cohort, first)
+        whole = not takes_everyone(algorithm) or cohort == len(clients)
+        require(whole, "cohort", cohort, f"None: {type(algorithm).__name__} needs all clients in every round")
         return FlowerRun(self, algorithm, problem, clients, cohort, key, carry)
 
 
