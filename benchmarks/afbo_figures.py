@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedbilevel.experiments import LoadedRun
 from fedbilevel.experiments.compare import Group, load_groups
 
 CLEANING = ["hyper_cleaning", "--data", "mnist", "--set", "task.corruption=0.3"]
@@ -29,12 +30,13 @@ FIGURES = {
     3: COVERTYPE,
     4: [*COVERTYPE, *STRAGGLERS],
 }
+SECONDS = {1: 1500, 2: 1000, 3: 600, 4: 2000}  # of virtual time
 CLOCK = ["--set", "clock.network=1.0", "--set", "clock.compute=0.02", "--set", "clock.spread=0.5"]
 METHODS, SYNCHRONOUS = ("afbo", "adbo", "sdbo", "fednest"), ("fednest", "sdbo")
 WINDOW = 40.0  # virtual seconds over which accuracy is averaged: the noise of many rows is not to count as progress
 
 
-def accuracy(run) -> tuple[np.ndarray, np.ndarray]:
+def accuracy(run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
     """(time, test accuracy) of each row, the accuracy as the best so far of means over the last WINDOW seconds."""
     time, values = run.history["time"], run.history[run.metric]
     means = [values[(time > now - WINDOW) & (time <= now)].mean() for now in time]
@@ -65,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", type=int, choices=FIGURES)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--time", default="600", help="virtual seconds of each run")
+    parser.add_argument("--time", help="virtual seconds of each run")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="as `fedbilevel compare` has it"
@@ -74,7 +76,7 @@ def main() -> None:
     out = options.out or Path("runs") / f"afbo-{options.figure}"
     more = [part for setting in options.set for part in ("--set", setting)]
     command = [*FIGURES[options.figure], *CLOCK, "--algorithms", ",".join(METHODS), "--seeds", options.seeds]
-    command += ["--time", options.time, "--out", str(out), "--quiet"]
+    command += ["--time", options.time or str(SECONDS[options.figure]), "--out", str(out), "--quiet"]
     command += ["--set", "run.eval_every=1", *more]
     subprocess.run([sys.executable, "-m", "fedbilevel.cli", "compare", *command], check=True)
     report(load_groups([out]))
