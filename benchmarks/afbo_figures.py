@@ -79,7 +79,7 @@ def main() -> None:
     command += ["--time", options.time or str(SECONDS[options.figure]), "--out", str(out), "--quiet"]
     command += ["--set", "run.eval_every=1", *more]
     subprocess.run([sys.executable, "-m", "fedbilevel.cli", "compare", *command], check=True)
-    report(load_groups([out]))
+    report(load_groups([out / name for name in METHODS]))
 
 
 if __name__ == "__main__":
