@@ -108,7 +108,8 @@ def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs(mon
 
     monkeypatch.setitem(ALGORITHMS, "first-half", FirstHalf)
     spec = configure(task="quadratic", algorithm="first-half", settings=[*SMALL, "cohort=3"])
-    with pytest.raises(ConfigurationError, match=r"run\.cohort = 3 is not allowed: it must be none: first-half needs all clients in every round"):
+    needed = r"run\.cohort = 3 is not allowed: it must be none: first-half needs all clients in every round"
+    with pytest.raises(ConfigurationError, match=needed):
         build(spec)
     build(spec.replace(run={"cohort": None}))
     spec = spec.replace(run={"cohort": 4}, algorithm={"first": 4})
