@@ -11,7 +11,7 @@ from fedbilevel.engines.ledger import Ledger
 def a_book(calls, gradients=0, products=0, cohort=1, lost=0):
     """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
     counts = {call: book.Count(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()}
-    return book.Book(counts, np.asarray(gradients), np.asarray(products), {}, np.asarray(0))
+    return book.Book(counts, np.asarray(gradients), np.asarray(products), {}, np.zeros(2, int))
 
 
 def test_bytes_are_counted_per_client_and_exchange():
@@ -72,6 +72,15 @@ def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
         assert sums.update["u"].tolist() == [0.25 * counts, 0.5 * counts]
         assert float(sums.metrics["loss"]) == 0.75 * counts
         assert [int(n) for n in (sums.responders, sums.gradients, sums.products)] == [counts, 4 * counts, 5 * counts]
+
+
+def test_the_time_of_a_long_round_fits():
+    """A thousand exchanges as long as can be: 74 hours in all would not fit into 32 bits of ticks."""
+    spent = sum((book.in_parts(jnp.asarray(2**28)) for _ in range(999)), book.in_parts(2**28))
+    ledger = Ledger()
+    ledger.add(a_book({("ask", 1, 1): np.asarray(1)})._replace(time=spent), rounds=1)
+    assert ledger.ticks == 1000 * 2**28
+    assert ledger.time == 1000 * 2**28 * 1e-4
 
 
 def test_the_two_means():

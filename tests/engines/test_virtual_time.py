@@ -12,6 +12,14 @@ import fedbilevel as fb
 from fedbilevel.engines.clock import QUANTILES, TICK, Now
 from fedbilevel.tasks.quadratic import quadratic
 
+
+@fb.algorithm
+class Silent(Early):
+    """One that does not say that it is asynchronous."""
+
+    asynchronous = False
+
+
 TASK = quadratic(clients=6, samples=(4, 4))
 IDS = jnp.arange(1000)
 
@@ -94,12 +102,17 @@ def test_an_exchange_waits_for_clients_to_come_back():
 
 
 def test_who_is_never_there_is_told_and_left_out():
-    """FedAvg's one step on Σ p_i ‖y − t_i‖²: the weights of the others are normalised."""
+    """Waiting for everyone, and for the first four of the four who are there, is the same, p_i being normalised over
+    these: in the second run the server itself divides by the weight of those it has heard of."""
     clock = fb.Clock(availability=[1, 1, 0, 1, 0, 1])
-    with pytest.warns(fb.AbsenceWarning, match=r"2 of 6 clients are never there.*: 2, 4$"):
-        result = fb.solve(fb.SimFBO(local_steps=1), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=3,
-                          engine=fb.Local(clock=clock))  # fmt: skip
-    assert result.ledger.replies == 3 * 4
+    found = []
+    for first in (None, 4):
+        with pytest.warns(fb.AbsenceWarning, match=r"2 of 6 clients are never there.*: 2, 4$"):
+            found.append(fb.solve(fb.SimFBO(local_steps=1, batch_size=None, first=first), TASK.problem, TASK.clients,
+                                  TASK.x0, TASK.y0, rounds=3, engine=fb.Local(clock=clock)))  # fmt: skip
+    assert found[0].ledger.replies == found[1].ledger.replies == 3 * 4
+    np.testing.assert_allclose(found[0].y, found[1].y, rtol=1e-12, atol=1e-12)
+    assert np.linalg.norm(found[0].y) > 1e-3
     with pytest.raises(fb.ConfigurationError, match="a cohort of 2 may have nobody else"):
         fb.solve(fb.SimFBO(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=3, cohort=2,
                  engine=fb.Local(clock=clock))  # fmt: skip
@@ -150,6 +163,7 @@ def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
     ("fields", "words"),
     [
         ({"network": -1.0}, "Clock.network = -1.0"),
+        ({"network": 1e5}, "from 0 to 13422 seconds"),
         ({"compute": [1.0, float("nan")]}, "Clock.compute"),
         ({"availability": 1.5}, "from 0 to 1"),
         ({"slowdown": 0}, "Clock.slowdown"),
@@ -172,6 +186,8 @@ def test_wrong_fields_are_refused(fields, words):
         (Early(n=0), {}, r"fed.first: n = 0"),
         (Early(n=6), {"clock": fb.Clock(availability=[1, 1, 1, 1, 1, 0])}, r"n = 6 .* 1 to 5, .* ever there"),
         (Early(max_staleness=-1), {}, r"max_staleness = -1"),
+        (Silent(), {}, r"has to have asynchronous = True"),
+        (Early(), {"clock": fb.Clock(network=3600.0, stragglers=1)}, r"Clock.slowdown = 5.0 .* 13422 s"),
         (Early(), {"cohort": 3}, r"cohort = 3 .* None"),
         (Early(), {"stream": True}, r"Early.* with streamed samples"),
         (Early(), {"clock": fb.Clock(stragglers=7)}, r"Clock.stragglers = 7 .* at most 6"),

@@ -14,7 +14,8 @@ class Reply(NamedTuple):
 
     `update` is averaged over the cohort; `state` is the client's own next state, which never leaves it; `metrics`
     (scalars by name) are averaged into the history and never fed back; `gradients` and `products` count the batch
-    gradients and the Hessian- or Jacobian-vector products that the client computed, for the ledger.
+    gradients and the Hessian- or Jacobian-vector products that the client computed, for the ledger and the clock; an
+    asynchronous exchange asks for these two of everyone, so they had better not depend on what a loop finds.
     """
 
     update: PyTree
@@ -66,7 +67,7 @@ class Fed(Protocol):
         A client works on one question at a time. Whoever is idle, or becomes so while the exchange waits, is sent its
         message at once; whoever still works on an earlier message of this phase goes on with that. An answer of
         another phase that comes in meanwhile counts at once in the next `first` of its own, beside which fewer are then
-        waited for. With n = M and nobody lost this is `mean`, everyone having answered this very message.
+        waited for. With n = M each time and nobody lost this is `mean`: everyone has answered this very message.
 
         `max_staleness` = s also waits for everyone who was asked s or more exchanges of this phase ago, so that no
         answer is ever older, and for everyone who has been busy with others, or away, for more than s exchanges of this

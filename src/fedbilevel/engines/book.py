@@ -17,6 +17,9 @@ Call = tuple[str, int, int]
 """(phase, bytes down per client, bytes up per client)."""
 
 
+PART = 2**14
+
+
 class Count(NamedTuple):
     """How often something was exchanged."""
 
@@ -32,13 +35,13 @@ class Book(NamedTuple):
     gradients: Array  # batch gradients, summed over clients
     products: Array  # Hessian- and Jacobian-vector products, likewise
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
-    time: Array  # virtual: ticks of the clock
+    time: Array  # (2,) what the clock says it took: see `in_parts`
     privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
 
 
 def empty() -> Book:
     zero = jnp.zeros((), jnp.int32)
-    return Book({}, zero, zero, {}, zero)
+    return Book({}, zero, zero, {}, in_parts(0))
 
 
 def merge(a: Book, b: Book) -> Book:
@@ -71,7 +74,12 @@ def entry(
     if age is not None:
         metrics[phase, "staleness"] = age, sums.weight
     call = (phase, nbytes(message), nbytes(sums.update))
-    return Book({call: count}, sums.gradients, sums.products, metrics, jnp.asarray(ticks, jnp.int32))
+    return Book({call: count}, sums.gradients, sums.products, metrics, in_parts(ticks))
+
+
+def in_parts(ticks: int | Array) -> Array:
+    """Ticks as (multiples of PART, rest): sums over the 65,536 longest exchanges that there can be fit into 32 bits."""
+    return jnp.stack([jnp.asarray(ticks // PART, jnp.int32), jnp.asarray(ticks % PART, jnp.int32)])
 
 
 class Sums(NamedTuple):
@@ -102,8 +110,11 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
     )
 
 
-def normalise(sums: Sums, population: int, unbiased: bool) -> PyTree:
-    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who answered."""
+def normalise(sums: Sums, population: float, unbiased: bool) -> PyTree:
+    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who answered.
+
+    `population`: M; where some are never there, how many are, over the sum of their p_i.
+    """
     if unbiased:
         return jax.tree.map(lambda leaf: leaf * (population / sums.responders.astype(leaf.dtype)), sums.update)
     return jax.tree.map(lambda leaf: leaf / sums.weight.astype(leaf.dtype), sums.update)

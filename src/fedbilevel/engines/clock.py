@@ -28,7 +28,8 @@ class Clock:
 
     A client that is asked takes compute·(batch gradients and products of the phase) + network, each times a log-normal
     factor of its own; an exchange that waits for all takes as long as the slowest of its cohort. By default every
-    exchange takes 1, and `time` counts exchanges.
+    exchange takes 1, and `time` counts exchanges. Times are rounded to 0.1 ms; none of the two parts is ever longer
+    than 3.7 hours.
 
     Args:
         compute: seconds for a batch gradient or product; one number, or one per client.
@@ -55,8 +56,11 @@ class Clock:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("compute", "network", "spread", "drift"):
-            _check(name, getattr(self, name), lambda a: a >= 0, "at least 0 and finite")
+        longest = LONGEST * TICK
+        for name in ("compute", "network"):
+            _check(name, getattr(self, name), lambda a: (a >= 0) & (a <= longest), f"from 0 to {longest:.0f} seconds")
+        for name in ("spread", "drift"):
+            _check(name, getattr(self, name), lambda a: (a >= 0) & (a <= 5), "from 0 to 5")
         _check("slowdown", self.slowdown, lambda a: a > 0, "positive and finite")
         allowed = f"from {TICK} to {LONGEST * TICK:.0f} seconds"
         _check("period", self.period, lambda a: (a >= TICK) & (a <= LONGEST * TICK), allowed)
@@ -65,6 +69,9 @@ class Clock:
         require(whole, "Clock.stragglers", self.stragglers, "a whole number, at least 0")
         seeded = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**32
         require(seeded, "Clock.seed", self.seed, "a whole number from 0 to 2³² − 1")
+        for name in ("compute", "network", "spread", "slowdown", "drift", "period", "availability"):  # to be compared
+            numbers = np.asarray(getattr(self, name), float)
+            object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
 
     def pace(self, clients: int) -> Pace:
         """The tables of a population of this size."""
@@ -75,6 +82,8 @@ class Clock:
         slower[rng.permutation(clients)[: self.stragglers]] = self.slowdown
         compute = np.asarray(self._per_client("compute", clients) * slower / TICK, np.float32)
         network = np.asarray(self._per_client("network", clients) * slower / TICK, np.float32)
+        slowest = max(compute.max(), network.max())
+        require(slowest <= LONGEST, "Clock.slowdown", self.slowdown, f"so that none takes over {LONGEST * TICK:.0f} s")
         period, available = round(self.period / TICK), self._per_client("availability", clients)
         begins, always = rng.integers(period, size=clients), bool(np.all(available == 1))
         return Pace(

@@ -1,12 +1,15 @@
 """What every engine offers to `solve`: a run that advances a carry by some rounds."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import init_client, takes_everyone
@@ -18,6 +21,9 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.book import Book
 from fedbilevel.engines.clock import Clock, Now
 
+if TYPE_CHECKING:
+    from fedbilevel.engines.desk import Desk
+
 
 class Carry(NamedTuple):
     """All that a run is between two rounds; with the run's key, all that resuming needs."""
@@ -26,7 +32,7 @@ class Carry(NamedTuple):
     state: Any  # the server's
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
     now: Now  # of the clock, for engines that have one
-    desk: Any = None  # who works on what, for asynchronous algorithms: see desk.py
+    desk: Desk | None = None  # who works on what, for asynchronous algorithms: see desk.py
 
 
 class Progress(NamedTuple):
@@ -110,11 +116,20 @@ def check_there(clock: Clock, algorithm: Any, population: int, cohort: int) -> N
     warnings.warn(AbsenceWarning(text), stacklevel=4)
 
 
-def check_first(n: int, clock: Clock, population: int, max_staleness: int | None) -> None:
-    """Refuse an exchange that could never end."""
+def population_there(clock: Clock, clients: Clients) -> float:
+    """The number of clients that are ever there over the sum of their weights: see `book.normalise`."""
+    there = np.delete(clients.weights, clock.never_there(len(clients)))
+    return len(clients) if len(there) == len(clients) else len(there) / float(there.sum())
+
+
+def check_first(n: int, clock: Clock, population: int, max_staleness: int | None, desk: Desk | None) -> Desk:
+    """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
+    if desk is None:
+        raise ConfigurationError("a round asks fed.first: its algorithm has to have asynchronous = True")
     there = population - clock.never_there(population).size
     require(1 <= n <= there, "fed.first: n", n, f"1 to {there}, the number of clients that are ever there")
     require_count("fed.first: max_staleness", max_staleness, optional=True)
+    return desk
 
 
 def check_reply(reply: Reply, phase: str, fresh: object) -> None:

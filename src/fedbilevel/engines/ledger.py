@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedbilevel.engines.book import Book
+from fedbilevel.engines.book import PART, Book
 from fedbilevel.engines.clock import TICK
 
 
@@ -46,7 +46,8 @@ class Ledger:
             self.epsilon, self.delta = max(self.epsilon, book.privacy[0]), max(self.delta, book.privacy[1])
         self.gradients += _total(book.gradients)
         self.products += _total(book.products)
-        self.ticks += _total(book.time)
+        whole, rest = np.asarray(book.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
+        self.ticks += int(whole) * PART + int(rest)
 
     @property
     def time(self) -> float:

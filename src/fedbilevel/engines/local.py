@@ -25,7 +25,7 @@ from fedbilevel.engines.book import Book
 from fedbilevel.engines.clock import Clock, Pace
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.desk import nonfinite_answers, with_tables
-from fedbilevel.engines.engine import Carry, Progress, check_here, check_there
+from fedbilevel.engines.engine import Carry, Progress, check_here, check_there, population_there
 from fedbilevel.engines.leaving import exchange
 from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Members, Underway
 from fedbilevel.engines.reference import ReferenceRun
@@ -94,6 +94,7 @@ class Local:
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,
             clock=self.clock,
+            there=population_there(self.clock, clients),
             shares=shares,
         )
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
@@ -292,7 +293,7 @@ class LocalRun:
         names += [f"phase {phase}: {metric}" for phase, metric in metrics]
         bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
         algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process plays it all by itself
-        if self.asynchronous:  # what clients kept is gone with the round; their answers are still on the desk
+        if carry.desk is not None:  # what clients kept is gone with the round; their answers are still on the desk
             bad += "".join(f"; {name}" for name in nonfinite_answers(carry.desk))
         else:
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, self.layout.clock)

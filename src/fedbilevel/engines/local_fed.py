@@ -62,6 +62,7 @@ class Layout:
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
     clock: Clock
+    there: float  # see `population_there`
     shares: Shares | None = None  # of several processes
 
 
@@ -127,7 +128,7 @@ class LocalFed:
         ticks = self.wait_for(members, units)
         asked = self.layout.cohort if self.pace.lasts is None else sums.responders
         self.book = book.merge(self.book, book.entry(name, message, sums, asked, ticks))
-        return book.normalise(sums, self.layout.population, unbiased)
+        return book.normalise(sums, self.layout.there, unbiased)
 
     def first(
         self,
@@ -138,10 +139,9 @@ class LocalFed:
         *,
         max_staleness: int | None = None,
     ) -> PyTree:
-        check_first(n, self.layout.clock, self.layout.population, max_staleness)
+        desk = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.desk)
         name, answer = self.question(phase, message, key, None)
-        rows, desk = self.rows(n), self.underway.desk
-        assert desk is not None
+        rows = self.rows(n)
         units = self.units(answer) if self.pace.compute is not None else 0
         plan = desks.first(desk, self.pace, self.underway.now, name, n, units, max_staleness)
         table, states = rows.update(
@@ -161,7 +161,11 @@ class LocalFed:
             reply = phase(self.client(member, state), message, jax.random.fold_in(key, member.id))
             check_reply(reply, name, fresh)
             kept = state if reply.state is None else reply.state
-            return book.weigh(reply, member.weight, member.counts), kept
+            answered = book.weigh(reply, member.weight, member.counts), kept
+            if self.pace.lasts is None:
+                return answered
+            nothing = jax.tree.map(jnp.zeros_like, answered[0]), state  # from those who are never there
+            return jax.tree.map(lambda a, b: jnp.where(member.counts > 0, a, b), answered, nothing)
 
         return name, answer
 

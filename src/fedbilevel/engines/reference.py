@@ -20,7 +20,16 @@ from fedbilevel.engines import book
 from fedbilevel.engines import desk as desks
 from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Progress, check_first, check_here, check_reply, check_there, loop
+from fedbilevel.engines.engine import (
+    Carry,
+    Progress,
+    check_first,
+    check_here,
+    check_reply,
+    check_there,
+    loop,
+    population_there,
+)
 
 Ask = Callable[[int, Array | None], tuple[book.Sums, Reply]]
 
@@ -57,7 +66,7 @@ class ReferenceFed:
         assert total is not None
         ticks = self.wait_for(ids if there is True else ids[there], jnp.stack(units))
         self.book = book.merge(self.book, book.entry(name, message, total, len(units), ticks))
-        return book.normalise(total, len(self.run.clients), unbiased)
+        return book.normalise(total, self.run.population, unbiased)
 
     def first(
         self,
@@ -69,21 +78,20 @@ class ReferenceFed:
         max_staleness: int | None = None,
     ) -> PyTree:
         count = len(self.run.clients)
-        check_first(n, self.run.clock, count, max_staleness)
+        desk = check_first(n, self.run.clock, count, max_staleness, self.desk)
         name, ask = self.question(phase, message, key, None)
         _, works = self.own
-        assert self.desk is not None
-        number, table = self.desk.number(name), self.desk.lanes[name].answers
+        number, table = desk.number(name), desk.lanes[name].answers
         units = jnp.zeros(count, jnp.int32)
         if self.run.pace.compute is not None:
-            idle = [i for i in range(count) if self.desk.kind[i] != number]
+            idle = [i for i in range(count) if desk.kind[i] != number]
             spent = {i: ask(i, None if works is None else works[i])[0] for i in idle}
             units = jnp.array([spent[i].gradients + spent[i].products if i in spent else 0 for i in range(count)])
-        plan = desks.first(self.desk, self.run.pace, self.now, name, n, units, max_staleness)
+        plan = desks.first(desk, self.run.pace, self.now, name, n, units, max_staleness)
         for i in np.flatnonzero(plan.asked).tolist():
             sums = self.answer(ask, name, i, None if works is None else works[i], True)
             table = jax.tree.map(lambda rows, new, i=i: rows.at[i].set(new), table, sums)
-        desk = desks.handed_in(desks.written(self.desk, name, table), plan, total_of)
+        desk = desks.handed_in(desks.written(desk, name, table), plan, total_of)
         self.desk, total, age = desks.counted(desk, plan, name, total_of)
         self.now = self.now.later(self.run.pace, plan.ticks)
         self.book = book.merge(self.book, book.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age))
@@ -166,6 +174,7 @@ class ReferenceRun:
 
     def __post_init__(self) -> None:
         self.pace = self.clock.pace(len(self.clients))
+        self.population = population_there(self.clock, self.clients)
 
     def advance(self, carry: Carry, rounds: int) -> Progress:
         books = []

@@ -27,6 +27,7 @@ from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import (
     CheckpointError,
     ExchangeError,
+    NonFiniteError,
     NumericalError,
     NumericalWarning,
     require,
@@ -130,7 +131,8 @@ def solve(
     }
     chosen: Engine = engine or Local()
     if (clock := getattr(chosen, "clock", None)) is not None:
-        identity["clock"] = repr(clock)
+        said = repr(clock)
+        identity["clock"] = said if len(said) < 500 else hashlib.sha256(said.encode()).hexdigest()
     plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
     hosts.here.saved = ""
     if hosts.count() > 1:
@@ -242,8 +244,10 @@ class Loop:
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
         state = local(carry.state)
-        if self.here:
+        if self.here and hasattr(self.algorithm, "with_own"):
             state = with_own(self.algorithm, state, local(carry.clients))
+            if bad := nonfinite_leaves(state.x):
+                raise NonFiniteError(f"round {int(carry.round)} or before, x: {', '.join(bad)} is not finite")
         state = jax.tree.map(jnp.copy, state)
         x_fixed, y_fixed = self.evaluation.fixed
         return Result(

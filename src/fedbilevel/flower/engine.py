@@ -124,7 +124,7 @@ class FlowerRun:
             raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
         before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
-        costs = book.stack([fed.book])._replace(privacy=fed.privacy, time=jnp.asarray([ticks], jnp.int32))
+        costs = book.stack([fed.book])._replace(privacy=fed.privacy, time=book.in_parts(ticks)[None])
         carry = Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
         return Progress(carry, 1, costs)
 
