@@ -40,7 +40,8 @@ Departures from the paper:
    the points of all steps held fixed (which agrees for K = 1), at points one step beyond those that its h and b are of.
 4. No values of single clients reach the server. θ_i is kept and stepped by the client, when it is sent the next x, so
    that Σ p_i θ_i lacks the last step of those who are at work; without delays this is the paper's. ADBO's clients send
-   how θ_i and b_il·y_i have changed, and Σ p_i runs over those heard of: who never answers counts nowhere.
+   how θ_i and b_il·y_i have changed, and Σ p_i θ_i runs over those heard of. Planes are of all who are there, whose
+   weight is known with the second: until then who is never there counts as not moving, later nowhere.
 5. The step on λ_l is that of a plane divided by its length, Σ p_i ‖b_il‖² + ‖c_l‖² = 4h; the paper divides by nothing,
    and what its γ_λ does to a plane then falls with h, by orders of magnitude in a run.
 6. There is a greatest number of planes; beyond it the oldest goes.
@@ -69,6 +70,7 @@ from fedbilevel.algorithms.cutting_planes import (
     row,
     without_idle,
 )
+from fedbilevel.algorithms.memory import ROUNDING
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static, steps
@@ -83,6 +85,7 @@ class Heard(NamedTuple):
     weight: Array
     theta: PyTree
     without: Array  # the largest Σ p_i of clients, in one step so far, who had no part in some plane
+    everyone: Array  # whether all who made the last plane had been asked for a step before
 
 
 class State(NamedTuple):
@@ -151,7 +154,7 @@ class CuttingPlanes(Batches):
             require_count(f"{type(self).__name__}.{name}", getattr(self, name))
 
     def init(self, x: PyTree, y: PyTree) -> State:
-        heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()))
+        heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()), jnp.zeros((), bool))
         return State(x, y, Planes.none(x, y, self.planes), jnp.zeros((), jnp.int32), heard)
 
     def init_client(self, x: PyTree, y: PyTree) -> Own:
@@ -193,7 +196,7 @@ does not hold for them: this method needs everyone in every round"
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
         """Client: back through the k-th step, given ∂h/∂z' behind it. The reply has this client's share of ∂h/∂x and of
-        ∂h/∂z' before it, and ‖y_i − φ_i‖² and b_i·y_i; b_i is entered on the way."""
+        ∂h/∂z' before it, ‖y_i − φ_i‖² and b_i·y_i, and 1 if it was ever asked for a step; b_i is entered on the way."""
         x, z, behind, k, slot, serial = at
         own: Own = client.state
         last = k == self.consensus_steps - 1
@@ -207,7 +210,8 @@ does not hold for them: this method needs everyone in every round"
         to_x, to_z, before = back(after._replace(y=optax.tree.add(after.y, behind)))
         gap = optax.tree.vdot(mine, mine) / 4
         kept = own._replace(b=b, serial=own.serial.at[slot].set(serial), point=before)
-        return Reply((to_x, to_z, gap, optax.tree.vdot(mine, own.y)), kept, {"inner_gap": gap}, gradients=1, products=2)
+        update = to_x, to_z, gap, optax.tree.vdot(mine, own.y), own.heard
+        return Reply(update, kept, {"inner_gap": gap}, gradients=1, products=2)
 
     @phase
     def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:
@@ -246,32 +250,32 @@ does not hold for them: this method needs everyone in every round"
         path, end, _ = fed.repeat(last + 1, forward, (path, z, jnp.zeros((), jnp.int32)), key)
         apart = optax.tree.sub(z, end)
 
-        def backward(fed: Fed, carry: tuple[Cut, PyTree, Array], _: Array) -> tuple[Cut, PyTree, Array]:
-            cut, behind, k = carry
+        def backward(fed: Fed, carry: tuple[Cut, PyTree, Array, Array], _: Array) -> tuple[Cut, PyTree, Array, Array]:
+            cut, behind, k, _ = carry
             message = (x, row(path, k), behind, k, slot, state.made)
-            to_x, before, gap, inner = fed.mean(self.consensus_adjoint, message, jax.random.fold_in(key, k))
+            to_x, before, gap, inner, asked = fed.mean(self.consensus_adjoint, message, jax.random.fold_in(key, k))
             height = gap + optax.tree.vdot(apart, apart)
             height, inner = (new.astype(old.dtype) for new, old in ((height, cut.height), (inner, cut.inner)))
-            return Cut(height, optax.tree.add(cut.outer, to_x), cut.consensus, inner), before, k - 1
+            return Cut(height, optax.tree.add(cut.outer, to_x), cut.consensus, inner), before, k - 1, asked
 
         flat = Cut(jnp.zeros(()), optax.tree.zeros_like(x), optax.tree.scale(2, apart), jnp.zeros(()))
-        start = (flat, optax.tree.scale(-2, apart), jnp.asarray(last, jnp.int32))
-        cut, _, _ = fed.repeat(last + 1, backward, start, key)
+        start = (flat, optax.tree.scale(-2, apart), jnp.asarray(last, jnp.int32), jnp.zeros(()))
+        cut, _, _, asked = fed.repeat(last + 1, backward, start, key)
         planes = without_idle(added(planes, cut, self.tolerance, x, z, state.made), slot)
-        return state._replace(planes=planes, made=state.made + 1)
+        heard = state.heard._replace(everyone=asked > 1 - ROUNDING)
+        return state._replace(planes=planes, made=state.made + 1, heard=heard)
 
     def step(self, fed: Fed, state: State, key: Array) -> State:
         """One step of everyone on the Lagrangian."""
-        planes = state.planes
-        heard, theta, inner = self.answers(fed, state, key)
+        heard, theta, planes = self.answers(fed, state, key)
         lr, pull = self.server_lr, planes.multiplier
         x = move(state.x, -lr.x, optax.tree.sub(combined(pull, planes.outer), theta))
         z = move(state.y, -lr.y, combined(pull, planes.consensus))
-        planes = planes._replace(inner=inner).ascended(x, z, lr.v, self.plane_damping)
+        planes = planes.ascended(x, z, lr.v, self.plane_damping)
         return state._replace(x=x, y=z, planes=planes, heard=heard)
 
-    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
-        """One exchange: what the server then knows, with the means of θ_i and of b_il·y_i."""
+    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
+        """One exchange: what the server then knows, with the mean of θ_i, and in the planes that of b_il·y_i."""
         raise NotImplementedError
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
@@ -289,10 +293,12 @@ class SDBO(CuttingPlanes):
 
     everyone: ClassVar[bool] = True
 
-    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
+    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
         message = (state.x, state.planes.multiplier, state.planes.serial)
         theta, inner, weight, without = fed.mean(self.local_step, message, key)
-        return Heard(weight, theta, jnp.maximum(state.heard.without, without)), theta, inner
+        last = state.heard
+        heard = last._replace(weight=weight, theta=theta, without=jnp.maximum(last.without, without))
+        return heard, theta, state.planes._replace(inner=inner)
 
 
 @algorithm
@@ -319,13 +325,20 @@ class ADBO(CuttingPlanes):
     def check_start(self, problem: Any, clients: Any, x: PyTree, y: PyTree) -> None:
         require(self.first <= len(clients), "ADBO.first", self.first, f"at most {len(clients)}, the number of clients")
 
-    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Array]:
+    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
         message = (state.x, state.planes.multiplier, state.planes.serial)
-        theta, inner, new, without = fed.first(
+        theta, changes, new, without = fed.first(
             self.first, self.local_step, message, key, max_staleness=self.max_staleness
         )
-        last = state.heard
-        heard = Heard(last.weight + new, optax.tree.add(last.theta, theta), jnp.maximum(last.without, without))
+        last, planes = state.heard, state.planes
+        heard = last._replace(
+            weight=last.weight + new,
+            theta=optax.tree.add(last.theta, theta),
+            without=jnp.maximum(last.without, without),
+        )
         share = 1 / heard.weight
         mean = jax.tree.map(lambda leaf: (share * leaf).astype(leaf.dtype), heard.theta)
-        return heard, mean, state.planes.inner + share * inner
+        changes = planes.changes + changes
+        # A plane is of all who are there, answered or not: their weight is known when all have answered, before it is 1
+        inner = planes.start + changes * jnp.where(heard.everyone, share, 1)
+        return heard, mean, planes._replace(changes=changes, inner=inner)

@@ -27,7 +27,9 @@ class Planes(NamedTuple):
     serial: Array  # (slots,) a number of its own for each plane ever made, or FREE
     outer: PyTree  # a_l, like x
     consensus: PyTree  # c_l, like z
-    inner: Array  # (slots,) Σ p_i b_il·y_i, as the server knows it
+    start: Array  # (slots,) the mean of b_il·y_i when the plane was made
+    changes: Array  # (slots,) Σ p_i b_il·(y_i − y_i then), as far as told; of clients who tell changes
+    inner: Array  # (slots,) the mean of b_il·y_i, as the server knows it
     offset: Array  # (slots,) κ_l
     length: Array  # (slots,) n_l, the squared length of (b_l, c_l), weighted; 1 in slots never used
     multiplier: Array  # (slots,) λ_l ≥ 0, and 0 in free slots
@@ -38,7 +40,15 @@ class Planes(NamedTuple):
         slots = capacity + 1
         zero = jnp.zeros(slots)
         return cls(
-            jnp.full(slots, FREE, jnp.int32), empty(x, slots), empty(y, slots), zero, zero, jnp.ones(slots), zero
+            serial=jnp.full(slots, FREE, jnp.int32),
+            outer=empty(x, slots),
+            consensus=empty(y, slots),
+            start=zero,
+            changes=zero,
+            inner=zero,
+            offset=zero,
+            length=jnp.ones(slots),
+            multiplier=zero,
         )
 
     @property
@@ -78,6 +88,8 @@ def added(planes: Planes, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTr
         serial=planes.serial.at[slot].set(serial),
         outer=put(planes.outer, slot, cut.outer),
         consensus=put(planes.consensus, slot, cut.consensus),
+        start=planes.start.at[slot].set(cut.inner),
+        changes=planes.changes.at[slot].set(0),
         inner=planes.inner.at[slot].set(cut.inner),
         offset=planes.offset.at[slot].set(cut.height - tolerance - flat),
         length=planes.length.at[slot].set(4 * jnp.maximum(cut.height, tolerance)),
