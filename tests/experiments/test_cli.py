@@ -119,6 +119,13 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
         (["--algorithm", "simfob"], "did you mean 'simfbo'"),
         (["--data", "minst"], "Did you mean 'mnist'"),
         (["quadratic", "--data", "mnist"], "unknown field of task 'data'"),
+        (["hyper_cleaning", "--data", "covtype"], '"covtype" is a table, not an image set: it is for the task regular'),
+        (["--algorithm", "fednest", "--set", "first=3"], "unknown field 'first', a field of adbo, afbo, shrofbo"),
+        (
+            ["--algorithm", "fedbio", "--set", "algorithm.first=3"],
+            "unknown field of algorithm 'first', a field of adbo",
+        ),
+        (["quadratic", "--set", "own_x=true"], "own_x = True is not allowed: it must be false: task quadratic's x is"),
         (["quadratic", "--set", "local_stesp=3"], "did you mean 'local_steps'"),
         (["quadratic", "--set", "server_lr.x=0"], "algorithm.server_lr.x = 0 is not allowed"),
         (["quadratic", "--set", "client_lr=-1"], "algorithm.client_lr.x = -1 is not allowed"),

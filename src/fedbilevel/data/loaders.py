@@ -10,6 +10,7 @@ from fedbilevel.data import files, formats
 from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.errors import DataError, unknown_name
 from fedbilevel.data.sources import SOURCES
+from fedbilevel.data.tables import TABLES
 
 # Mean and standard deviation of the training images of `digits()` (all pixels together), as for MNIST; the
 # tests derive them again.
@@ -29,6 +30,11 @@ def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
     progress: called with (bytes done, bytes in all) during each download; default: a bar on standard error.
     DataError if the name is unknown, a file is damaged, a download fails, or scikit-learn is missing.
     """
+    if name in TABLES:
+        raise DataError(
+            f'"{name}" is a table, not an image set: it is for the task regularization, and in Python for load_table '
+            f"(image sets: {', '.join(sorted(LOADERS))})."
+        )
     if name not in LOADERS:
         raise unknown_name("data set", name, LOADERS)
     return LOADERS[name](name, progress)

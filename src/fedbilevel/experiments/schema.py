@@ -9,12 +9,13 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
 import optax
 
+from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.local_coefficients import Coefficients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.tree import XYV
@@ -92,13 +93,23 @@ def complete(
         if not fields:
             raise ConfigurationError(f"{where}.{name} cannot be set: this {where} has no fields")
         if name not in fields:
-            raise unknown(f"field of {where}", name, fields)
+            raise unknown_field(f"field of {where}", name, fields)
     out = {}
     for name, field in fields.items():
         fallback = preset.get(name, field.default)
         require(fallback is not inspect.Parameter.empty or name in given, f"{where}.{name}", "nothing", "given")
         out[name] = field.accept(where, given.get(name, fallback), fallback)
     return out
+
+
+def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:
+    """The error for a field that is not there; where some algorithms have it, they are named."""
+    owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_algorithm(cls))
+    if not owners:
+        return unknown(kind, name, allowed)
+    return ConfigurationError(
+        f"unknown {kind} {name!r}, a field of {', '.join(owners)} (allowed: {', '.join(sorted(allowed))})"
+    )
 
 
 def _accept_steps(place: str, value: Any, fallback: Any) -> dict[str, Any]:

@@ -250,13 +250,13 @@ def _full_path(path: list[str], known: Mapping[str, Mapping[str, schema.Field]])
     if path[0] in known and len(path) > 1:
         section, field = path[:2]
         if field not in known[section] and field != "name":
-            raise unknown(f"field of {section}", field, known[section])
+            raise schema.unknown_field(f"field of {section}", field, known[section])
         return path
     holders = [section for section in known if path[0] in known[section]]
     if len(holders) > 1 and "clock" in holders:
         holders.remove("clock")
     if not holders:
-        raise unknown("field", path[0], {name for fields in known.values() for name in fields})
+        raise schema.unknown_field("field", path[0], {name for fields in known.values() for name in fields})
     if "algorithm" in holders:
         return ["algorithm", *path]
     if len(holders) > 1:
