@@ -68,8 +68,25 @@ def test_the_mean_and_the_spread_of_a_curve() -> None:
     np.testing.assert_array_equal(curve.rounds, [0, 5])
     np.testing.assert_allclose(curve.value, [2.0, 0.3])
     np.testing.assert_allclose(curve.spread, [2**0.5, 0.1 * 2**0.5])
+    np.testing.assert_array_equal(curve.least, [1.0, 0.2])
     np.testing.assert_allclose(curve.costs["megabytes"], [30e-6, 30e-6])
     np.testing.assert_array_equal(curve.costs["evaluations"], [7, 7])
+
+
+@pytest.mark.parametrize("end", [0.01, 1.9])  # with means that span decades the axis is logarithmic
+def test_a_band_on_a_log_axis_stays_above_the_smallest_value(monkeypatch, end) -> None:
+    drawn = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, *_: drawn.append(figure))
+    costs = {name: np.array([0.0, 1.0]) for name in plots.AXES}
+    values = np.array([[1.9, end], [0.1, 0.1 * end]])  # mean - sd: 1 - 1.27 < 0, and likewise at the end
+    curve = plots.Curve("x", np.array([0, 5]), costs, values.mean(0), values.std(0, ddof=1), values.min(0))
+    plots.draw_comparison(io.BytesIO(), [curve], "relative_error", "")
+    panel = drawn[0].axes[0]
+    log = panel.get_yscale() == "log"
+    assert log == (end == 0.01)
+    lowest = panel.collections[0].get_paths()[0].vertices[:, 1].min()
+    band = values.mean(0) - values.std(0, ddof=1)
+    assert lowest == pytest.approx(0.1 * end if log else band.min())
 
 
 def test_milestones_and_the_exchanges_to_them(runs) -> None:

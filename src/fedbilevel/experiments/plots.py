@@ -23,7 +23,7 @@ AXES = {
     "megabytes": "traffic (MB, down + up, whole cohort)",
     "evaluations": "gradients + Hessian products (all clients)",
     "seconds": "seconds in rounds",
-    "time": "time (virtual seconds)",
+    "time": "time (seconds, in simulations virtual)",
 }
 
 
@@ -37,6 +37,7 @@ class Curve:
     costs: dict[str, np.ndarray]  # by the names of AXES
     value: np.ndarray
     spread: np.ndarray | None = None
+    least: np.ndarray | None = None  # the smallest of the runs' values, if there are several
     level: bool = False
 
 
@@ -56,8 +57,9 @@ def curve(label: str, histories: Sequence[History], metric: str, level: bool = F
         "seconds": mean("seconds"),
         "time": np.mean([[measure.time_of(t[round]) for round in rounds] for t in tables], axis=0),
     }
-    spread = values.std(axis=0, ddof=1) if len(tables) > 1 else None
-    return Curve(label, np.array(rounds), costs, values.mean(axis=0), spread, level)
+    several = len(tables) > 1
+    spread, least = (values.std(axis=0, ddof=1), values.min(axis=0)) if several else (None, None)
+    return Curve(label, np.array(rounds), costs, values.mean(axis=0), spread, least, level)
 
 
 def draw_run(file: Any, history: History, metric: str, title: str, timed: bool = False) -> None:
@@ -106,9 +108,11 @@ def _figure(rows: int, columns: int, *, height: float, sharey: Any) -> tuple[Any
 
 
 def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str) -> None:
+    percent = measure.larger_is_better(metric)
+    log = not percent and _spans_decades(np.concatenate([line.value for line in curves]))
     for panel, (cost, label) in zip(axes, AXES.items(), strict=False):  # without a panel for time where there is none
         for i, line in enumerate(curves):
-            _draw_curve(panel, line, cost, metric, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)])
+            _draw_curve(panel, line, cost, metric, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], log)
         panel.set_xlabel(label)
         panel.grid(alpha=0.3, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
@@ -117,9 +121,8 @@ def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str) -> N
         else:
             panel.set_xlim(left=0)
             panel.locator_params(axis="x", nbins=6)
-    percent = measure.larger_is_better(metric)
     axes[0].set_ylabel(_axis_label(metric))
-    if not percent and _spans_decades(np.concatenate([line.value for line in curves])):
+    if log:
         axes[0].set_yscale("log")
     if percent and (learnt := _range_after_start(curves)):
         axes[0].set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
@@ -129,16 +132,18 @@ def _axis_label(metric: str) -> str:
     return f"{_words(metric)} (%)" if measure.larger_is_better(metric) else _words(metric)
 
 
-def _draw_curve(panel: Any, line: Curve, cost: str, metric: str, colour: str, dashes: str) -> None:
+def _draw_curve(panel: Any, line: Curve, cost: str, metric: str, colour: str, dashes: str, log: bool) -> None:
+    """The mean, in a band of one standard deviation; on a log axis it ends below at the smallest of the runs' values,
+    since mean - deviation may be below 0."""
     scale = 100 if measure.larger_is_better(metric) else 1
     x, y = line.costs[cost], scale * line.value
     if line.level:
         panel.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), linewidth=1.4, label=line.label)
         return
     panel.plot(x, y, color=colour, linestyle=dashes, linewidth=1.8, label=line.label)
-    if line.spread is not None:
+    if line.spread is not None and line.least is not None:
         low, high = y - scale * line.spread, y + scale * line.spread
-        low = np.maximum(low, y.min() / 10) if not measure.larger_is_better(metric) else low
+        low = np.maximum(low, scale * line.least) if log else low
         panel.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
