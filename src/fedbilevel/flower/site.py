@@ -39,7 +39,9 @@ class Site:
 
     Args:
         id: which client of the population it is, 0 ≤ id < M.
-        algorithm, problem, x0, y0: as given to `solve` on the server; of x0 and y0 only shapes matter.
+        algorithm, problem, x0, y0: as given to `solve` on the server. Of x0 and y0 shapes alone are compared, but they
+            must have the server's values where what clients keep begins with them: their own x and y in ADBO and SDBO,
+            blocks of x with `own_x`.
         outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
         inner: likewise; None where both losses read the same samples.
         works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
