@@ -16,7 +16,7 @@ from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, measure, plots, read_spec, resolve
-from fedbilevel.experiments.compare import load_groups
+from fedbilevel.experiments.compare import comparison_table, load_groups
 from fedbilevel.experiments.federation import configured
 from fedbilevel.experiments.flower_app import write_app
 from fedbilevel.experiments.methods import comparison_specs
@@ -167,6 +167,18 @@ def test_a_comparison_has_time(compared, run) -> None:
     headings = shown.splitlines()[2].split()
     assert "time" in headings
     assert (compared.parent / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_asynchronous_runs_have_time_without_a_clock_of_their_own(tmp_path) -> None:
+    """Four answers are there at the same moment: two count, and the others in an exchange that takes no time."""
+    for name, settings in {"waits": [], "goes-on": ["first=2", "cohort=none"]}.items():
+        spec = configure(task="quadratic", settings=[*SMALL, "rounds=4", "eval_every=4", *settings])
+        experiments.run(spec, tmp_path / name, plot=False)
+    waits, goes_on = load_groups([tmp_path / "waits", tmp_path / "goes-on"])
+    assert [group.runs[0].history["time"][-1] for group in (waits, goes_on)] == [4, 2]
+    assert (waits.timed, goes_on.timed) == (False, True)
+    assert "time" in [column.header for column in comparison_table([waits, goes_on]).columns]
+    assert "time" not in [column.header for column in comparison_table([waits]).columns]
 
 
 def test_time_has_a_panel_where_there_is_a_clock(compared, monkeypatch) -> None:
