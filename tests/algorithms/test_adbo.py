@@ -337,19 +337,6 @@ def test_cohorts_are_refused(task):
 
 
 @pytest.mark.slow
-def test_engines_agree_on_delays():
-    task = quadratic(clients=5, dim_x=2, dim_y=3, samples=(2, 5))
-    algorithm = ADBO(batch_size=4, consensus_steps=2, iterations=4, planes=2, first=2, max_staleness=3)
-    clock = fb.Clock(compute=0.3, spread=0.7, stragglers=1, drift=0.5, period=7.0, availability=0.8)
-    wanted = Played(task, algorithm, fb.Reference(clock=clock), rounds=4)
-    for engine in (fb.Local(clock=clock), fb.Local(clock=clock, devices=2, chunk=1)):
-        found = Played(task, algorithm, engine, rounds=4)
-        pairs = zip(jax.tree.leaves(wanted.carry), jax.tree.leaves(found.carry), strict=True)
-        for want, have in [*pairs, (wanted.books.time, found.books.time)]:
-            np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.slow
 def test_who_is_never_there_counts_nowhere(task):
     """The solution that is neared is the others' own, with their weights among themselves."""
     away = 8

@@ -50,13 +50,20 @@ CASES = {
     "AFBO, global": (fb.AFBO(first=3, max_staleness=2, batch_size=4, inner_rounds=2, hypergradient="global"), WORK),
     "AFBO, waiting for all": (fb.AFBO(batch_size=4, local_steps=2, inverse="series", neumann_terms=2), None),
     "asynchronous SimFBO": (fb.SimFBO(first=1, batch_size=4, local_steps=2), None),
-    "asynchronous ShroFBO": (fb.ShroFBO(first=3, batch_size=4), (1, 2)),
+    "asynchronous ShroFBO, one never there": (fb.ShroFBO(first=3, batch_size=4), (1, 2)),
+    "ADBO": (
+        fb.ADBO(batch_size=4, consensus_steps=2, iterations=4, planes=2, first=2, max_staleness=3),
+        None,
+    ),
 }
 CLOCKS = {
     "AFBO, local": fb.Clock(spread=0.7, stragglers=2),
     "AFBO, global": fb.Clock(network=[1.0, 2.0, 0.5, 0.7, 3.0, 1.0, 1.0, 9.0], drift=0.5, period=4.0, availability=0.6),
     "asynchronous SimFBO": fb.Clock(spread=0.3, stragglers=3, slowdown=20.0),
-    "asynchronous ShroFBO": fb.Clock(compute=0.1, drift=1.0, period=2.0),
+    "asynchronous ShroFBO, one never there": fb.Clock(
+        compute=0.1, drift=1.0, period=2.0, availability=[1.0, 1.0, 0.0, 1.0, 0.5, 1.0, 1.0, 1.0]
+    ),
+    "ADBO": fb.Clock(compute=0.3, spread=0.7, stragglers=1, drift=0.5, period=7.0, availability=0.8),
 }
 SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:8], batch))
 PROBLEMS = {  # of the cases that are not for the task's own
@@ -114,6 +121,7 @@ def reference():
     return result
 
 
+@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
 @pytest.mark.parametrize(("case", "engine"), PAIRS)
 def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
     """Sums of at most COHORT·32 terms of size about 1 in another order differ by some 1e-14; 1e-12 leaves room."""
@@ -127,6 +135,7 @@ def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
         np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-12, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
 def test_the_cases_move(reference):
     """Agreement on a state that stood still would prove nothing."""
     for case in CASES:
