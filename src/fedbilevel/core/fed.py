@@ -64,10 +64,12 @@ class Fed(Protocol):
     ) -> PyTree:
         """Σ p_i u_i over the first n answers to arrive, each computed on the message that its client was last sent.
 
-        A client works on one question at a time. Whoever is idle, or becomes so while the exchange waits, is sent its
-        message at once; whoever still works on an earlier message of this phase goes on with that. An answer of
-        another phase that comes in meanwhile counts at once in the next `first` of its own, beside which fewer are then
-        waited for. With n = M each time and nobody lost this is `mean`: everyone has answered this very message.
+        A client works on one question at a time, and has at most one answer in an exchange. Whoever is idle when it
+        begins is sent its message; whoever still works on an earlier message of this phase goes on with that. Whoever
+        hands in an answer of another phase meanwhile is sent the message as soon as that is done, and the answer counts
+        at once in the next `first` of its own phase, beside which fewer are then waited for. Who has answered is sent
+        the next message when the next exchange begins: with n = 1 at once. With n = M each time and nobody lost this is
+        `mean`: everyone has answered this very message.
 
         `max_staleness` = s also waits for everyone who was asked s or more exchanges of this phase ago, so that no
         answer is ever older, and for everyone who has been busy with others, or away, for more than s exchanges of this
