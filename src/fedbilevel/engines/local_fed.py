@@ -267,7 +267,8 @@ def sum_over_clients(
 ) -> tuple[book.Sums, PyTree]:
     """Σ of `one` over clients, `chunk` of them vectorised at a time, and what else it gives of each, in order.
 
-    With `gaps`, chunks in which nobody counts are left out.
+    With `gaps`, chunks in which nobody counts are left out: their states stay, of the rest there are zeros. `one` gives
+    (its sums, (the next state, the rest)).
     """
     count = members.id.shape[0]
     if chunk == count and not gaps:
@@ -282,7 +283,8 @@ def sum_over_clients(
         if not gaps:
             return play(total, inputs)
         counts = inputs[0].counts
-        return lax.cond(jnp.any(counts > 0), play, lambda total, inputs: (total, inputs[1]), total, inputs)
+        rest = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(play, total, inputs)[1][1])
+        return lax.cond(jnp.any(counts > 0), play, lambda total, inputs: (total, (inputs[1], rest)), total, inputs)
 
     shape = jax.eval_shape(one, *jax.tree.map(lambda a: a[0], (members, states)))[0]
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
