@@ -40,9 +40,9 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
     pace, now = CLOCK.pace(CLIENTS), Now.start()
     zero = jnp.zeros((), jnp.int32)
     nothing = Sums(None, zero, {}, zero, zero, zero)
-    lane = desks.Lane(zero, nothing, nothing, zero)
-    left, asked = jnp.zeros((2, CLIENTS), jnp.int32)
-    desk = desks.Desk(jnp.full(CLIENTS, desks.IDLE, jnp.int32), left, asked, {"work": lane})
+    since, left = jnp.zeros((2, CLIENTS), jnp.int32)
+    lane = desks.Lane(zero, since, nothing, nothing, zero)
+    desk = desks.Desk(jnp.full(CLIENTS, desks.IDLE, jnp.int32), left, {"work": lane})
     works: dict[int, Work] = {}  # by client: the last one
     done: list[Work] = []
     ends: list[float] = []
@@ -59,8 +59,9 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
         time += float(plan.ticks) * TICK
         ends.append(time)
         now = now.later(pace, plan.ticks)
-        lane = lane._replace(exchanges=lane.exchanges + 1)
-        desk = plan.desk._replace(lanes={"work": lane})
+        since = jnp.where(plan.asked | plan.arriving, lane.exchanges, lane.since)
+        lane = lane._replace(exchanges=lane.exchanges + 1, since=since)
+        desk = desks.Desk(plan.kind, plan.left, {"work": lane})
     return done, ends, counted
 
 
