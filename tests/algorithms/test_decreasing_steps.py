@@ -1,8 +1,8 @@
 """Do methods with late answers and drawn samples near x*, with steps that fall as 1/t, as fast as they should?
 
 With steps c/(t + t₀), and c times the slowest rate of the mean motion above 1/2, stochastic approximation has
-E‖x_t − x*‖² = V/(t + t₀) to first order (Chung 1954), and what is left of the start fades faster; delays are bounded and
-change terms of higher order alone. From N rounds to 4N the mean square error thus falls at least to
+E‖x_t − x*‖² = V/(t + t₀) to first order (Chung 1954), and what is left of the start fades faster; delays are bounded
+and change terms of higher order alone. From N rounds to 4N the mean square error thus falls at least to
 (N + t₀)/(4N + t₀) of itself.
 """
 
