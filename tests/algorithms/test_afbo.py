@@ -46,7 +46,12 @@ def clock(absent=(), **options):
     return fb.Clock(network=TIMES, availability=[0.0 if i in absent else 1.0 for i in range(len(TIMES))], **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"local, waiting for all", "global, waiting for all", "local, all are first"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
 def test_equals_the_events_written_out(name, task):
     """Twelve rounds against tests/algorithms/events.py: iterates, delays and time."""
     algorithm, absent = CASES[name]
@@ -76,7 +81,7 @@ def alike():
     return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4))
 
 
-@pytest.mark.parametrize("kind", ["global", "local"])
+@pytest.mark.parametrize("kind", ["global", pytest.param("local", marks=pytest.mark.slow)])
 def test_ends_at_its_closed_form(kind, alike):
     """Delays shift no end: at rest all last answers are those of the point of rest. "global": x*. "local": not x*, but
     where Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)] = 0, P_i the series of A_i, at y = Ā⁻¹(B̄x + c̄).

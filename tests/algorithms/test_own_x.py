@@ -50,7 +50,12 @@ def with_own_x(algorithm):
     return type(algorithm)(**{**fields, "own_x": True})
 
 
-@pytest.mark.parametrize("name", METHODS)
+SLOW = {"AFBO, all are first", "AFBO, local"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in METHODS]
+)
 def test_the_same_rows_with_and_without_the_server(name):
     """And no x in any message: what goes down and up is y and, for some, v, less the one or two numbers beside them."""
     algorithm = METHODS[name]
@@ -68,6 +73,7 @@ def test_the_same_rows_with_and_without_the_server(name):
     assert sent.ledger.bytes_up - kept.ledger.bytes_up == size * exchanges_with_x_up
 
 
+@pytest.mark.slow
 def test_both_engines_agree_where_clients_are_late():
     """Each block then moves once for each answer of its client."""
     algorithm = fb.AFBO(hypergradient="global", first=2, own_x=True, **AFBO)

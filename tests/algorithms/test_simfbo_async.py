@@ -37,7 +37,7 @@ def test_equals_the_events_written_out(method):
     assert told[-1, 0] > 1
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
+@pytest.mark.parametrize("method", [fb.SimFBO, pytest.param(fb.ShroFBO, marks=pytest.mark.slow)])
 def test_with_everyone_first_it_is_the_synchronous_method(method):
     """Drawn samples, unequal work, a projection and momentum: the same draws, as everyone answers the same message."""
     fields = {"batch_size": 2, "radius": 0.5, "coefficients": fb.Momentum(decay=0.5)}

@@ -84,7 +84,9 @@ ENGINES = {
 EVERY_ENGINE = {"SimFBO", "ShroFBO", "two phases"}  # for these cases; the one below, which has it all, for every case
 SOME = ("two devices, chunks, streamed",)
 ASYNCHRONOUS = ("two devices, chunks",)  # streamed samples are not for them
-PAIRS = [(case, engine) for case in sorted(CASES) for engine in sorted(ENGINES)
+SLOW = {"AFBO, local", "AFBO, waiting for all", "asynchronous SimFBO", "asynchronous ShroFBO, one never there"}
+PAIRS = [pytest.param(case, engine, marks=[pytest.mark.slow] if case in SLOW else [])
+         for case in sorted(CASES) for engine in sorted(ENGINES)
          if engine in (ASYNCHRONOUS if is_asynchronous(CASES[case][0]) else SOME)
          or case.partition(",")[0] in EVERY_ENGINE]  # fmt: skip
 
@@ -136,9 +138,10 @@ def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
-def test_the_cases_move(reference):
+@pytest.mark.parametrize("cases", [sorted(CASES.keys() - SLOW), pytest.param(sorted(SLOW), marks=pytest.mark.slow)])
+def test_the_cases_move(cases, reference):
     """Agreement on a state that stood still would prove nothing."""
-    for case in CASES:
+    for case in cases:
         state = reference(case)[0].state
         assert all(float(jnp.linalg.norm(leaf)) > 1e-3 for leaf in jax.tree.leaves((state.x, state.y))), case
 

@@ -8,6 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.client import Ragged, Samples
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cohort import draw_cohort, round_keys
 from fedbilevel.engines.local_fed import Layout
 from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, padded
@@ -35,7 +36,20 @@ def population(**options):
 
 
 def layout(clients):
-    return Layout(PROBLEM, len(clients), COHORT, FRESH, int(OUTER.max()), False, int(INNER.max()), False, COHORT, None)
+    return Layout(
+        PROBLEM,
+        len(clients),
+        COHORT,
+        FRESH,
+        int(OUTER.max()),
+        False,
+        int(INNER.max()),
+        False,
+        COHORT,
+        None,
+        Clock(),
+        len(clients),
+    )
 
 
 def client_samples(data, start, size, longest):

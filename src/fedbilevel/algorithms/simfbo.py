@@ -147,7 +147,7 @@ class SingleLoop(LocalDirections, FirstAnswers):
         reply, kept = self.closed(reply, kept, number)
         return reply if client.state is None else reply._replace(state=ClientState(block, kept))
 
-    def server_update(self, state: State, q: XYV, memory: Memory | None) -> State:
+    def server_update(self, state: State, q: XYV, memory: Memory | None = None) -> State:
         """Server, line 14: (5), with v brought back into its ball."""
         iterate = self.shared(state.iterate)
         updates, optimizer = self.server_optimizer.update(q, state.optimizer, iterate)
