@@ -50,7 +50,7 @@ def with_own_x(algorithm):
     return type(algorithm)(**{**fields, "own_x": True})
 
 
-SLOW = {"AFBO, all are first", "AFBO, local"}
+SLOW = {"AFBO, all are first", "AFBO, local", "AFBO, global"}
 
 
 @pytest.mark.parametrize(
