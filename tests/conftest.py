@@ -7,7 +7,8 @@ import pytest
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=2"])
+quickly = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]  # compiling is most of it
+os.environ["XLA_FLAGS"] = " ".join([*flags, *quickly, "--xla_force_host_platform_device_count=2"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -24,6 +24,7 @@ from fedbilevel.core.client import Client, Clients, Ragged
 from fedbilevel.core.config import fraction, positive, static, steps
 from fedbilevel.core.errors import (
     AbsenceWarning,
+    CapacityWarning,
     CheckpointError,
     ConfigurationError,
     ExchangeError,
@@ -35,6 +36,7 @@ from fedbilevel.core.errors import (
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SingleLevel
 from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import HypergradientReport, check_hypergradient
 from fedbilevel.diagnostics.diagnose import Diagnosis, diagnose
@@ -56,6 +58,7 @@ __all__ = [
     "AbsenceWarning",
     "AggITD",
     "Bilevel",
+    "CapacityWarning",
     "CheckpointError",
     "Client",
     "Clients",
@@ -94,6 +97,7 @@ __all__ = [
     "ShroFBO",
     "SimFBO",
     "SingleLevel",
+    "Structure",
     "algorithm",
     "check_hypergradient",
     "diagnose",

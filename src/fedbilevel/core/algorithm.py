@@ -13,6 +13,8 @@ init_client(x, y) -> state     what each client keeps between rounds; left out: 
 check_start(problem, clients, x, y)   raises ConfigurationError if its fields do not fit the problem
 complaint(state) -> str        why the run must not go on, or ""
 warning(state) -> str          what the user should know of it, or ""; said once
+units(anatomy, kept, importance, holder)   the units of its submodel, for a client of limited capacity, and
+alike                          whether those of one capacity hold the same; both left out: trains whole models alone
 columns(state) -> {name: number}      what the server can say of itself, for the rows of the history
 with_own(state, clients) -> state     the server's state with what clients keep for themselves put in its place, for
                                results and metrics of a simulation, which has their states (leaves (M, ...)) at hand
@@ -20,7 +22,6 @@ with_own(state, clients) -> state     the server's state with what clients keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 from jax import Array
@@ -55,10 +56,27 @@ def algorithm(cls: T) -> T:
     return made
 
 
-def phase(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone."""
-    function.__phase__ = True  # type: ignore[attr-defined]
-    return function
+def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -> Any:
+    """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
+
+    For clients with submodels, `takes` and `gives` say what of the message and of the reply's update is shaped like
+    x, like y, or "whole": prefixes of these trees, with leaves "x", "y" and "whole".
+    """
+
+    def mark(function: Any) -> Any:
+        function.__phase__, function.__parts__ = True, None if takes is None else (takes, gives)
+        return function
+
+    return mark if function is None else mark(function)
+
+
+def parts_of(function: Any) -> tuple[PyTree, PyTree]:
+    """What a phase takes and gives, of x and of y."""
+    parts = getattr(function, "__parts__", None)
+    name = getattr(function, "__name__", repr(function))
+    require(parts is not None, f"phase {name}: takes, gives", parts, "said, for clients who hold submodels")
+    assert parts is not None
+    return parts[0], parts[1]
 
 
 def init_client(algorithm: Any, x: PyTree, y: PyTree) -> PyTree:

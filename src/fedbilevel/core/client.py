@@ -115,6 +115,8 @@ class Clients:
         outer_sizes, inner_sizes: (M,) true numbers of samples, where stacked arrays are padded at the end.
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
             client, or (low, high): drawn uniformly, both included, for each client and round.
+        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
+        distinct: batches of different samples, where a client has enough; otherwise drawn with replacement.
 
     Raises:
         ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree.
@@ -124,6 +126,8 @@ class Clients:
     inner: Ragged
     weights: np.ndarray = field(repr=False)
     local_steps: np.ndarray | tuple[int, int] | None
+    capacity: np.ndarray | None
+    distinct: bool
 
     def __init__(
         self,
@@ -134,6 +138,8 @@ class Clients:
         outer_sizes: Any = None,
         inner_sizes: Any = None,
         local_steps: Any = None,
+        capacity: Any = None,
+        distinct: bool = False,
     ) -> None:
         outer_rows = _rows("outer", outer, outer_sizes)
         inner_rows = outer_rows if inner is None else _rows("inner", inner, inner_sizes)
@@ -148,6 +154,9 @@ class Clients:
         weights = inner_rows.size if _is(weights, "size") else weights
         object.__setattr__(self, "weights", checked_weights("Clients.weights", weights, count, "None, 'size'"))
         object.__setattr__(self, "local_steps", checked_local_steps("Clients.local_steps", local_steps, count))
+        object.__setattr__(self, "capacity", checked_capacity("Clients.capacity", capacity, count))
+        require(isinstance(distinct, bool), "Clients.distinct", distinct, "True or False")
+        object.__setattr__(self, "distinct", distinct)
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -162,7 +171,7 @@ class Clients:
         Each sample counts once, so the two agree exactly where weights are proportional to clients' sizes.
         """
         outer = self.outer.joined()
-        return Clients(outer, None if self.inner is self.outer else self.inner.joined())
+        return Clients(outer, None if self.inner is self.outer else self.inner.joined(), distinct=self.distinct)
 
 
 def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
@@ -204,6 +213,17 @@ def checked_local_steps(field: str, steps: Any, count: int) -> np.ndarray | tupl
     return array.astype(np.int32)
 
 
+def checked_capacity(field: str, capacity: Any, count: int) -> np.ndarray | None:
+    """Capacities of `count` clients: see `Clients`."""
+    if capacity is None:
+        return None
+    allowed = f"None or {count} numbers, one for each client, above 0 and at most 1"
+    require(not isinstance(capacity, str), field, capacity, allowed)
+    c = np.asarray(capacity, np.float64)
+    require(c.shape == (count,) and bool(np.all((c > 0) & (c <= 1))), field, capacity, allowed)
+    return c
+
+
 def _length(what: str, tree: PyTree) -> int:
     """The common length of the leading axes of all leaves; `what` names them in the error."""
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
@@ -240,14 +260,26 @@ class Samples:
     size: Array  # scalar
     longest: int = field(metadata={"static": True})  # the largest size of any client
     equal: bool = field(metadata={"static": True})  # whether all clients have that size
+    distinct: bool = field(default=False, metadata={"static": True})  # see Clients
 
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
-        """`batch_size` samples drawn uniformly with replacement, or every sample when it is None."""
+        """`batch_size` samples drawn uniformly, or every sample when it is None."""
         if batch_size is not None:
-            chosen = self.start + uniform_below(key, self.size, (batch_size,))
+            chosen = self.start + self.drawn(key, batch_size)
             return jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values)
         whole = self.everything()
         return whole.samples if self.equal else whole
+
+    def drawn(self, key: Array, batch_size: int) -> Array:
+        """The places of a batch among this client's samples, (batch_size,) in 0..size − 1.
+
+        Distinct ones are the first of a random order; a client with fewer samples begins the same order again.
+        """
+        if not self.distinct:
+            return uniform_below(key, self.size, (batch_size,))
+        drawn = jax.random.bits(key, (self.longest,), jnp.uint32)
+        last = jnp.where(jnp.arange(self.longest) < self.size, drawn, jnp.iinfo(jnp.uint32).max)
+        return jnp.argsort(last)[jnp.arange(batch_size) % self.size].astype(jnp.int32)
 
     def everything(self) -> Padded:
         """Every sample, padded to the longest client."""

@@ -29,6 +29,10 @@ class AbsenceWarning(UserWarning):
     """The run goes on without clients that are never there."""
 
 
+class CapacityWarning(UserWarning):
+    """The run goes on, but clients are sent more than their capacity."""
+
+
 class ExchangeError(FedbilevelError):
     """Too few clients answered; the message names round and phase, and what those said who refused."""
 

@@ -13,6 +13,7 @@ import optax
 from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
 
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
@@ -31,16 +32,20 @@ class Problem:
 
     outer: Loss
     inner: Loss
+    structure: Structure | None
     indirect: ClassVar[Indirect]
 
-    def _set(self, outer: Loss, inner: Loss) -> None:
+    def _set(self, outer: Loss, inner: Loss, structure: Structure | None = None) -> None:
+        known = structure is None or isinstance(structure, Structure)
+        require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         object.__setattr__(self, "outer", outer)
         object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "structure", structure)
 
     def with_losses(self, change: Callable[[Loss], Loss]) -> Self:
         """The same kind of problem with both losses changed."""
         changed = copy.copy(self)
-        changed._set(change(self.outer), change(self.inner))
+        changed._set(change(self.outer), change(self.inner), self.structure)
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
@@ -62,14 +67,15 @@ class Bilevel(Problem):
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
         inner: g(x, y, batch) -> scalar, the training loss, likewise; strongly convex in y for x to be defined.
             Terms without samples (regularisers) may be added to either.
+        structure: which parts of x and y can be left out, for clients of limited capacity (see Structure).
     """
 
     indirect: ClassVar[Indirect] = "inverse"
 
-    def __init__(self, outer: Loss, inner: Loss) -> None:
+    def __init__(self, outer: Loss, inner: Loss, *, structure: Structure | None = None) -> None:
         _require_function("Bilevel.outer", outer, "(x, y, batch)")
         _require_function("Bilevel.inner", inner, "(x, y, batch)")
-        self._set(outer, inner)
+        self._set(outer, inner, structure)
 
 
 @dataclass(frozen=True, init=False)
@@ -112,7 +118,7 @@ class Compositional(Bilevel):
 
     def over_batches(self) -> Self:
         changed = copy.copy(self)  # `inner` is no mean of its values on single samples, and takes padded batches itself
-        changed._set(_mean_over(self.outer), self.inner)
+        changed._set(_mean_over(self.outer), self.inner, self.structure)
         return changed
 
 
@@ -122,13 +128,14 @@ class SingleLevel(Problem):
 
     Args:
         loss: f(x, batch) -> scalar, a mean over the samples of the batch.
+        structure: as of `Bilevel`.
     """
 
     indirect: ClassVar[Indirect] = "none"
 
-    def __init__(self, loss: Callable[[PyTree, PyTree], Array]) -> None:
+    def __init__(self, loss: Callable[[PyTree, PyTree], Array], *, structure: Structure | None = None) -> None:
         _require_function("SingleLevel.loss", loss, "(x, batch)")
-        self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()))
+        self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure)
 
 
 class Padded(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Jaxpr, Literal, Var
 
-from fedbilevel.core.client import Client, uniform_below
+from fedbilevel.core.client import Client
 from fedbilevel.core.tree import PyTree
 
 FIXED, SAMPLE, VARIABLE = range(3)  # depends on x (and constants) alone; on the sample too; on y
@@ -45,7 +45,7 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
     def draw(key: Array) -> tuple[PyTree, Any]:
         if batch_size is None:
             return features, everything.mask
-        chosen = uniform_below(key, samples.size, (batch_size,))
+        chosen = samples.drawn(key, batch_size)
         return jax.tree.map(lambda a: a[chosen], features), True
 
     def loss(y: PyTree, batch: tuple[PyTree, Any]) -> Array:

@@ -1,0 +1,200 @@
+"""Submodels: of a model cut into units, a client of small capacity holds a few, and its arrays are physically smaller.
+
+A unit is what can leave a model as a whole: a hidden neuron, or a channel, with all its weights. A `Structure` says
+which axes of which arrays of x and y run over the units of which group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.tree import PyTree
+
+WHOLE = "whole"
+Pruned = Literal["both", "x", "y"]
+Units = Mapping[str, Array]
+"""By group, the units that a client holds: (kept,) indices, ascending."""
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Which axes of the arrays of x and y run over the units of which group.
+
+    Args:
+        x: a tree like x with a string for each array, one word for each of its axes: "_" for an axis that is never cut,
+            the name of a group for one with an entry per unit, or "49*name" for one that has 49 entries per unit, as
+            a flattened (49, units) has. None where nothing of x is ever cut.
+        y: likewise.
+
+    A dense layer of 10 inputs and the head on it: x={"weight": "_ hidden", "bias": "hidden"},
+    y={"weight": "hidden _", "bias": "_"}. A group may reach from x into y, as this one does.
+    """
+
+    x: PyTree = None
+    y: PyTree = None
+
+
+class Axis(NamedTuple):
+    """What one axis of an array runs over: `times` runs of all units of `group`; no group: never cut."""
+
+    group: str
+    times: int
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """A structure that was held against x and y."""
+
+    sizes: Mapping[str, int]  # units of each group that may be cut
+    axes: Mapping[str, tuple[tuple[Axis, ...], ...]]  # "x", "y" -> of each leaf, its axes
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]]  # likewise
+
+    @classmethod
+    def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> Anatomy:
+        """Refuses, by name, an array whose axes disagree with the structure or with those of another array.
+
+        `pruned` = "x" leaves groups whole that reach into y, "y" those that reach into x.
+        """
+        sizes: dict[str, tuple[int, str]] = {}
+        touched: dict[str, set[str]] = {}
+        axes, shapes = {}, {}
+        for part, tree, words in (("x", x, structure.x), ("y", y, structure.y)):
+            leaves = jax.tree_util.tree_leaves_with_path(tree)
+            said = _words(part, tree, words)
+            shapes[part] = tuple(tuple(np.shape(leaf)) for _, leaf in leaves)
+            axes[part] = tuple(
+                tuple(_axes(f"Structure.{part}{jax.tree_util.keystr(path)}", word, np.shape(leaf), sizes))
+                for (path, leaf), word in zip(leaves, said, strict=True)
+            )
+            for group in {axis.group for of_leaf in axes[part] for axis in of_leaf if axis.group}:
+                touched.setdefault(group, set()).add(part)
+        allowed = {"both": ({"x"}, {"y"}, {"x", "y"}), "x": ({"x"},), "y": ({"y"},)}[pruned]
+        return cls({group: sizes[group][0] for group in sorted(touched) if touched[group] in allowed}, axes, shapes)
+
+    def kept(self, capacity: float) -> dict[str, int]:
+        """How many units of each group a client of that capacity holds: that share of them, rounded to the nearest."""
+        kept = {group: math.floor(capacity * size + 0.5) for group, size in self.sizes.items()}
+        for group, count in kept.items():
+            size = self.sizes[group]
+            if count == 0:
+                raise ConfigurationError(
+                    f"capacity {capacity:g} leaves group {group!r} with none of its {size} units: it must be at least "
+                    f"{0.5 / size:.3g}, or the layer wider"
+                )
+        return kept
+
+    def cut(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
+        """The submodel's part of `tree`; `kinds` is a prefix of it that says what is like x, like y, or whole."""
+        return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._cut), kinds, tree)
+
+    def put(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
+        """The inverse of `cut`, with zeros where the submodel has nothing."""
+        return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._put), kinds, tree)
+
+    def held(self, kinds: PyTree, tree: PyTree, units: Units, amount: Array) -> PyTree:
+        """Shaped like the full `tree` (leaves of which the shapes matter): `amount` where the submodel has an entry."""
+
+        def fill(leaf: Any, axes: tuple[Axis, ...], shape: tuple[int, ...], units: Units) -> Array:
+            full = jnp.asarray(amount, leaf.dtype)
+            for place, axis in enumerate(axes):
+                if axis.group in self.sizes:
+                    mask = jnp.zeros(self.sizes[axis.group], leaf.dtype).at[units[axis.group]].set(1)
+                    full = full * jnp.tile(mask, axis.times).reshape(-1, *[1] * (len(axes) - place - 1))
+            return jnp.broadcast_to(full, shape)
+
+        return jax.tree.map(lambda kind, part: self._each(kind, part, units, fill, amount), kinds, tree)
+
+    def importance(self, x: PyTree, y: PyTree) -> dict[str, Array]:
+        """By group, (units,) the sum of squares of all that would leave with a unit."""
+        total = {group: jnp.zeros(size) for group, size in self.sizes.items()}
+        for part, tree in (("x", x), ("y", y)):
+            for leaf, axes in zip(jax.tree.leaves(tree), self.axes[part], strict=True):
+                for place, (group, times) in enumerate(axes):
+                    if group in self.sizes:
+                        others = tuple(other for other in range(len(axes)) if other != place)
+                        squares = jnp.sum(jnp.square(leaf), axis=others).reshape(times, -1).sum(axis=0)
+                        total[group] = total[group] + squares.astype(total[group].dtype)
+        return total
+
+    def _each(self, kind: str, part: PyTree, units: Units, change: Any, whole: Any = None) -> PyTree:
+        """`change` of each leaf of a part of that kind; what is whole stays, or is filled with `whole`."""
+        if kind == WHOLE:
+            return part if whole is None else jax.tree.map(lambda leaf: jnp.full(leaf.shape, whole, leaf.dtype), part)
+        leaves, tree = jax.tree.flatten(part)
+        if not leaves:
+            return part
+        pairs = zip(leaves, self.axes[kind], self.shapes[kind], strict=True)
+        return jax.tree.unflatten(tree, [change(leaf, axes, shape, units) for leaf, axes, shape in pairs])
+
+    def _cut(self, leaf: Array, axes: tuple[Axis, ...], shape: tuple[int, ...], units: Units) -> Array:
+        for place, axis in enumerate(axes):
+            if axis.group in self.sizes:
+                chosen = _entries(units[axis.group], self.sizes[axis.group], axis.times)
+                leaf = jnp.take(leaf, chosen, axis=place, mode="clip", unique_indices=True, indices_are_sorted=True)
+        return leaf
+
+    def _put(self, leaf: Array, axes: tuple[Axis, ...], shape: tuple[int, ...], units: Units) -> Array:
+        for place, axis in enumerate(axes):
+            if axis.group in self.sizes:
+                size, kept = self.sizes[axis.group] * axis.times, leaf.shape[place]
+                chosen = _entries(units[axis.group], self.sizes[axis.group], axis.times)
+                source = jnp.full(size, kept, jnp.int32).at[chosen].set(jnp.arange(kept, dtype=jnp.int32))
+                padding = [(0, int(other == place)) for other in range(leaf.ndim)]
+                leaf = jnp.take(jnp.pad(leaf, padding), source, axis=place, mode="clip")  # the last entry is the zero
+        return leaf
+
+
+def _entries(units: Array, size: int, times: int) -> Array:
+    """The entries of these units along an axis of `times` runs of all `size` units."""
+    if times == 1:
+        return units
+    return (jnp.arange(times, dtype=units.dtype)[:, None] * size + units).reshape(-1)
+
+
+def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
+    """The structure's string for each leaf of `tree`."""
+    leaves, shape = jax.tree.flatten(tree)
+    if words is None:
+        return [" ".join("_" * np.ndim(leaf)) for leaf in leaves]
+    said, said_shape = jax.tree.flatten(words)
+    if said_shape != shape:  # type: ignore[operator]
+        mine, theirs = (
+            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)}
+            for one in (tree, words)
+        )
+        lacks = f"it lacks {sorted(mine - theirs)} and has {sorted(theirs - mine)}" if mine != theirs else str(shape)
+        raise ConfigurationError(f"Structure.{part} is no tree like {part}: {lacks}")
+    return said
+
+
+def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> Iterator[Axis]:
+    """The axes that a string names; `sizes` gets to know the units of its groups, and who said so."""
+    require(isinstance(word, str), name, word, 'a string with one word per axis, e.g. "_ hidden"')
+    words = str(word).split()
+    require(len(words) == len(shape), name, word, f"of {len(shape)} words, one for each axis of {shape}")
+    for place, (text, length) in enumerate(zip(words, shape, strict=True)):
+        if text == "_":
+            yield Axis("", 1)
+            continue
+        count, star, group = text.rpartition("*")
+        fits = group.isidentifier() and (not star or (count.isdigit() and int(count) >= 1))
+        require(fits, name, word, 'made of "_", names of groups, and names with a factor such as "49*name"')
+        times = int(count) if star else 1
+        require(
+            length % times == 0, f"{name}, axis {place}", word, f"a factor that divides the axis's {length} entries"
+        )
+        units, where = sizes.setdefault(group, (length // times, name))
+        if units != length // times:
+            raise ConfigurationError(
+                f"{name}, axis {place}: {length // times} units of group {group!r}, but {where} has {units}"
+            )
+        yield Axis(group, times)
