@@ -1,5 +1,6 @@
 """Small networks cut in two: x, everything up to the last layer, and y, the linear head."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,17 +10,34 @@ import numpy as np
 from jax import Array, lax
 
 from fedbilevel.core.errors import require
+from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 
-EVALUATION_BATCH = 2000  # images per pass when measuring accuracy: bounds the memory of activations
+EVALUATION_BATCH = 500  # images per pass when measuring accuracy: bounds the memory of activations
 
 
 class Network(NamedTuple):
-    """A classifier."""
+    """A classifier, `features` and a linear head on them: y is {"weight": (width, classes), "bias": (classes,)}."""
 
     init: Callable[[Array], tuple[PyTree, PyTree]]  # key -> (x, y)
     logits: Callable[[PyTree, PyTree, Array], Array]  # (x, y, images) -> (n, classes)
     prepare: Callable[[np.ndarray], np.ndarray]  # images as the data set has them -> as `logits` takes them
+    features: Callable[[PyTree, Array], Array] = lambda x, images: images  # (x, images) -> (n, width), under the head
+    structure: Structure = Structure()  # of x and y as `init` makes them
+
+
+def with_head(
+    init: Callable[[Array], tuple[PyTree, PyTree]],
+    features: Callable[[PyTree, Array], Array],
+    prepare: Callable[[np.ndarray], np.ndarray],
+    structure: Structure,
+) -> Network:
+    """The network whose logits are features @ weight + bias."""
+
+    def logits(x: PyTree, y: PyTree, images: Array) -> Array:
+        return features(x, images) @ y["weight"] + y["bias"]
+
+    return Network(init, logits, prepare, features, structure)
 
 
 def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
@@ -32,13 +50,14 @@ def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
         x = [dense(k, into, out) for k, into, out in zip(keys, widths[:-1], widths[1:], strict=True)]
         return x, dense(last, widths[-1], classes)
 
-    def logits(x: PyTree, y: PyTree, images: Array) -> Array:
-        features = images
+    def features(x: PyTree, images: Array) -> Array:
         for layer in x:
-            features = jax.nn.relu(features @ layer["weight"] + layer["bias"])
-        return features @ y["weight"] + y["bias"]
+            images = jax.nn.relu(images @ layer["weight"] + layer["bias"])
+        return images
 
-    return Network(init, logits, lambda images: images.reshape(len(images), -1))
+    groups = ["_", *(f"hidden{i + 1}" for i in range(len(hidden)))]
+    body = [{"weight": f"{into} {out}", "bias": out} for into, out in itertools.pairwise(groups)]
+    return with_head(init, features, flattened, Structure(body, head(groups[-1])))
 
 
 def linear(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
@@ -49,10 +68,7 @@ def linear(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> N
     def init(key: Array) -> tuple[PyTree, PyTree]:
         return [], {"weight": jnp.zeros((inputs, classes)), "bias": jnp.zeros(classes)}
 
-    def logits(x: PyTree, y: PyTree, images: Array) -> Array:
-        return images @ y["weight"] + y["bias"]
-
-    return Network(init, logits, lambda images: images.reshape(len(images), -1))
+    return with_head(init, lambda x, images: images, flattened, Structure([], head("_")))
 
 
 def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
@@ -63,37 +79,59 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
     require(len(hidden) == 3 and min(hidden) >= 1, "hidden", hidden, "three positive widths for a CNN, e.g. 16, 32, 64")
     height, width, channels = (*image_shape, 1)[:3]
     first, second, dense_width = hidden
+    positions = (-(-height // 4)) * (-(-width // 4))
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
         a, b, c, last = jax.random.split(key, 4)
-        pooled = (-(-height // 4)) * (-(-width // 4)) * second
         x = {
             "convolutions": [convolution(a, channels, first), convolution(b, first, second)],
-            "dense": dense(c, pooled, dense_width),
+            "dense": dense(c, positions * second, dense_width),
         }
         return x, dense(last, dense_width, classes)
 
-    def logits(x: PyTree, y: PyTree, images: Array) -> Array:
+    def features(x: PyTree, images: Array) -> Array:
         maps = images
         for layer in x["convolutions"]:
             maps = max_pool(jax.nn.relu(convolve(maps, layer["weight"]) + layer["bias"]))
-        features = jax.nn.relu(maps.reshape(len(maps), -1) @ x["dense"]["weight"] + x["dense"]["bias"])
-        return features @ y["weight"] + y["bias"]
+        return jax.nn.relu(maps.reshape(len(maps), -1) @ x["dense"]["weight"] + x["dense"]["bias"])
 
-    return Network(init, logits, lambda images: images.reshape(len(images), height, width, channels))
+    body = {
+        "convolutions": [
+            {"weight": "_ _ _ channels1", "bias": "channels1"},
+            {"weight": "_ _ channels1 channels2", "bias": "channels2"},
+        ],
+        "dense": {"weight": f"{positions}*channels2 hidden", "bias": "hidden"},
+    }
+    as_maps = lambda images: images.reshape(len(images), height, width, channels)  # noqa: E731
+    return with_head(init, features, as_maps, Structure(body, head("hidden")))
 
 
-def convolve(maps: Array, weight: Array) -> Array:
-    """3×3 convolution, zero-padded: (n, height, width, inputs) → (n, height, width, outputs).
+def head(group: str) -> PyTree:
+    """The structure of a linear head on features that are units of this group."""
+    return {"weight": f"{group} _", "bias": "_"}
+
+
+def flattened(images: np.ndarray) -> np.ndarray:
+    """(n, …) -> (n, pixels)."""
+    return images.reshape(len(images), -1)
+
+
+def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
+    """Zero-padded convolution with an odd kernel: (n, height, width, inputs) → (n, ⌈height/stride⌉, …, outputs).
+
+    weight: (k, k, inputs, outputs). Outputs are centred on the rows and columns 0, stride, 2·stride, ….
 
     As one matrix product over patches: inside a loop, XLA's own convolution was 15 times slower on a CPU, and with a
     weight for each vectorised client it is a grouped convolution, slow everywhere.
     """
-    n, height, width, inputs = maps.shape
-    padded = jnp.pad(maps, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    shifted = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
-    patches = jnp.concatenate(shifted, axis=-1).reshape(n * height * width, 9 * inputs)
-    return (patches @ weight.reshape(9 * inputs, -1)).reshape(n, height, width, -1)
+    _, height, width, inputs = maps.shape
+    size = weight.shape[0]
+    edge = size // 2
+    padded = jnp.pad(maps, ((0, 0), (edge, edge), (edge, edge), (0, 0)))
+    places = [slice(i, i + height, stride) for i in range(size)], [slice(j, j + width, stride) for j in range(size)]
+    shifted = jnp.concatenate([padded[:, rows, columns] for rows, columns in itertools.product(*places)], axis=-1)
+    patches = shifted.reshape(-1, size * size * inputs)
+    return (patches @ weight.reshape(size * size * inputs, -1)).reshape(*shifted.shape[:-1], -1)
 
 
 def max_pool(maps: Array) -> Array:
