@@ -23,7 +23,14 @@ Note = Callable[[str, PyTree, Reply, bool], None]
 
 
 def record(
-    algorithm: Any, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool, note: Note
+    algorithm: Any,
+    problem: Problem,
+    x: PyTree,
+    y: PyTree,
+    examples: tuple[PyTree, PyTree],
+    worked: bool,
+    note: Note,
+    recorder: Callable[..., Recorder] | None = None,
 ) -> None:
     """Trace one round and have every exchange noted.
 
@@ -31,12 +38,13 @@ def record(
         x, y: the variables where the run starts; only shapes matter.
         examples: one sample of each loss, as `RemoteClients.examples` gives them.
         worked: whether the population says how many local steps a client makes.
+        recorder: what to make instead of a Recorder.
     """
     kept = init_client(algorithm, x, y)
 
     def round(number: Array, x: PyTree, y: PyTree, kept: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
         now = at(algorithm, number)
-        return now.round(Recorder(now, problem, worked, kept, examples, note), now.init(x, y), key)
+        return now.round((recorder or Recorder)(now, problem, worked, kept, examples, note), now.init(x, y), key)
 
     jax.eval_shape(round, jnp.zeros((), jnp.int32), x, y, kept, examples, jax.random.key(0))
 

@@ -1,0 +1,236 @@
+"""Floating-point operations that an exchange costs a client, counted on what JAX traces of its phase.
+
+XLA's own analysis needs a compiled program, and counts the body of a loop once however often it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from fedbilevel.core.algorithm import parts_of, phase_name
+from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import Anatomy
+from fedbilevel.core.tree import PyTree, nbytes
+from fedbilevel.engines import book
+from fedbilevel.engines.engine import check_reply
+from fedbilevel.engines.recorder import Recorder, record
+
+Cut = tuple[Anatomy, Mapping[str, int]]
+"""A capacity: where models can be cut, and how many units of each group are kept."""
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+CALLS = _names("checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2 shard_map")
+LOOPS_AND_BRANCHES = _names("cond scan while")
+MOVES = _names(
+    "broadcast_in_dim concatenate convert_element_type copy dynamic_slice dynamic_update_slice gather "
+    "optimization_barrier pad pcast pvary reduce_precision reshape rev scatter slice split squeeze stop_gradient "
+    "transpose"
+)
+REDUCTIONS = _names(
+    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum psum reduce_max reduce_min reduce_prod reduce_sum"
+)
+SCATTERS = _names("scatter-add scatter-max scatter-min scatter-mul scatter-sub")
+WINDOWS = _names("reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add")
+DEARER = _names("cholesky fft householder_product io_callback pure_callback sort triangular_solve")
+"""More than an operation per entry, although what they take and give may have one shape."""
+
+
+def flops_of_calls(
+    algorithm: Any, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
+) -> dict[book.Call, int | None]:
+    """What one client computes to answer each exchange of a round, in the operations of `count`; None: not known.
+
+    A round is traced, nothing is computed. Full batches count as many samples as the client with the most has, since
+    so long are those that engines compute on. Local steps that differ between clients are loops of unknown length.
+
+    Args:
+        x, y: the variables where the run starts; only shapes matter.
+        cut: of clients who hold submodels, every capacity. An exchange then has an entry for each, by the bytes of
+            its smaller messages. Exchanges of a phase that cost different operations but the same bytes have the
+            larger number.
+    """
+    examples = tuple(_longest(rows) for rows in (clients.outer, clients.inner))
+    costs: dict[book.Call, int | None] = {}
+    counter = partial(Counter, population=clients, cut=cut, costs=costs)
+    worked, over_batches = clients.local_steps is not None, problem.over_batches()
+    record(algorithm, over_batches, x, y, examples, worked, lambda *_: None, counter)
+    return costs
+
+
+class Counter(Recorder):
+    """A `Fed` for tracing that enters what exchanges cost in a table."""
+
+    def __init__(
+        self, *given: Any, population: Clients, cut: Sequence[Cut], costs: dict[book.Call, int | None]
+    ) -> None:
+        super().__init__(*given)
+        self.population, self.cut, self.costs = population, cut, costs
+        steps = population.local_steps
+        differ = steps is not None and np.min(steps) != np.max(steps)
+        self.unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
+
+    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> book.Sums:
+        name, message = phase_name(self.algorithm, phase), jax.tree.map(jnp.asarray, message)
+        client = self.client(None if fresh is not None else self.state)
+        if not self.cut:
+            reply = self.entered(name, phase, client, message, key)
+        for anatomy, kept in self.cut:
+            takes, gives = parts_of(phase)
+            units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
+            part = jax.eval_shape(partial(anatomy.cut, takes), message, units)
+            reply = self.entered(name, phase, client, part, key)
+            reply = reply._replace(update=jax.eval_shape(partial(anatomy.put, gives), reply.update, units))
+        check_reply(reply, name, fresh)
+        reply = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), reply)
+        return book.weigh(reply, client.weight, jnp.ones(()))
+
+    def entered(self, name: str, phase: Callable[..., Reply], client: Client, message: PyTree, key: Array) -> Reply:
+        """The reply's shapes, after its cost has been entered."""
+
+        def program(message: PyTree, key: Array, work: Array | None) -> Reply:
+            return phase(client if work is None else replace(client, work=work), message, key)
+
+        traced, reply = jax.make_jaxpr(program, return_shape=True)(message, key, self.unknown)
+        call, cost = (name, nbytes(message), nbytes(reply.update)), count(traced.jaxpr)
+        before = self.costs.get(call, 0)
+        self.costs[call] = None if cost is None or before is None else max(cost, before)
+        return reply
+
+    def client(self, state: PyTree) -> Client:
+        def samples(rows: Ragged, values: PyTree) -> Samples:
+            longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
+            return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal, self.population.distinct)
+
+        outer, inner = map(samples, (self.population.outer, self.population.inner), self.examples)
+        steps = self.population.local_steps
+        work: Any = None if steps is None else np.int32(np.max(steps))  # known while tracing, where all have the same
+        return replace(super().client(state), outer=outer, inner=inner, work=work)
+
+
+def _longest(rows: Ragged) -> PyTree:
+    """The shapes of the samples of the client with the most."""
+    longest = int(rows.size.max())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((longest, *leaf.shape[1:]), leaf.dtype), rows.example())
+
+
+def count(jaxpr: Jaxpr) -> int | None:
+    """Floating-point operations of a program; None where the cost of a part of it is not known.
+
+    A product of matrices (m, n) and (n, k) costs 2·m·n·k, a convolution 2 for each product of an entry and a weight,
+    padding left out. Operations by entry cost 1 per entry of the result, exp as much as +; reductions 1 per entry of
+    the operand, over windows 1 per entry of each window. Moving data, drawing random bits and integers cost nothing,
+    nor does what no result depends on. A loop costs its length times its body, a branch as much as the dearest one.
+
+    Not known: loops that end by a condition or whose length is data, sorting of floating numbers, decompositions of
+    matrices, calls out of JAX. What is computed twice counts twice, also where XLA would notice.
+    """
+    return _of_program(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
+
+
+def _of_program(jaxpr: Jaxpr) -> int | None:
+    return _sum(_of_equation(equation) for equation in jaxpr.eqns)
+
+
+def _sum(costs: Iterable[int | None]) -> int | None:
+    total = 0
+    for cost in costs:
+        if cost is None:
+            return None
+        total += cost
+    return total
+
+
+def _of_equation(equation: JaxprEqn) -> int | None:
+    name = equation.primitive.name
+    if name in CALLS or name in LOOPS_AND_BRANCHES:
+        return _of_inner(name, equation.params)
+    operands, results = equation.invars, equation.outvars
+    if name in MOVES or not any(_is_inexact(v) for v in (*operands, *results)):
+        return 0
+    if name in REDUCTIONS:
+        return sum(map(_size, operands))
+    if name in SCATTERS:
+        return _size(operands[2])  # after the array and the indices: what changes it
+    if name in WINDOWS:
+        return math.prod(equation.params["window_dimensions"]) * _size(results[0])
+    if name == "select_and_scatter_add":
+        return math.prod(equation.params["window_dimensions"]) * _size(operands[0])
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2 * _size(results[0]) * math.prod(_shape(operands[0])[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        return _of_convolution(equation)
+    known = name not in DEARER and not _programs(equation.params) and _is_by_entry(equation)
+    return _size(results[0]) if known else None
+
+
+def _of_inner(name: str, params: dict[str, Any]) -> int | None:
+    """What a call, a loop or a branch costs, by the programs among its parameters."""
+    costs = [_of_program(program) for program in _programs(params)]
+    total = _sum(costs)
+    if total is None or (name == "while" and total > 0):
+        return None
+    if name == "cond":
+        return max(cost for cost in costs if cost is not None)
+    return int(params["length"]) * total if name == "scan" else total
+
+
+def _of_convolution(equation: JaxprEqn) -> int:
+    """2 × batch × features out × features in (of a group) × pairs of a place and a weight, axis by axis."""
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    places, kernel, out = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
+    image, weights, result = (_shape(v) for v in (*equation.invars, equation.outvars[0]))
+    pairs = 1
+    for axis, stride in enumerate(params["window_strides"]):
+        spread, apart = params["lhs_dilation"][axis], params["rhs_dilation"][axis]
+        first = np.arange(result[out[axis]]) * stride - params["padding"][axis][0]
+        place = first[:, None] + np.arange(weights[kernel[axis]]) * apart
+        inside = (place >= 0) & (place <= (image[places[axis]] - 1) * spread)
+        pairs *= int(np.sum(inside & (place % spread == 0)))  # a dilated image has nothing between its entries
+    return 2 * result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * weights[numbers.rhs_spec[1]] * pairs
+
+
+def _programs(params: dict[str, Any]) -> list[Jaxpr]:
+    values = [one for value in params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    closed = [one.jaxpr if isinstance(one, ClosedJaxpr) else one for one in values]
+    return [one for one in closed if isinstance(one, Jaxpr)]
+
+
+def _is_by_entry(equation: JaxprEqn) -> bool:
+    """Whether there is one result, and every operand has its shape or is broadcast along axes of length 1."""
+    shape = _shape(equation.outvars[0])
+
+    def fits(of: tuple[int, ...]) -> bool:
+        return of == () or (len(of) == len(shape) and all(n in (1, m) for n, m in zip(of, shape, strict=True)))
+
+    return len(equation.outvars) == 1 and all(fits(_shape(v)) for v in equation.invars)
+
+
+def _is_inexact(v: Any) -> bool:
+    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(v.aval.shape)
+
+
+def _size(v: Any) -> int:
+    return math.prod(_shape(v))
