@@ -9,6 +9,7 @@ from fedbilevel.algorithms.fedavg_s import FedAvgS
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
 from fedbilevel.algorithms.fedmbo import FedMBO
 from fedbilevel.algorithms.fednest import FedNest, FedNestSGD, LFedNest
+from fedbilevel.algorithms.rabo import RABO, RAFBO
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
 from fedbilevel.algorithms.single_level import FedAvg, FedLin
 
@@ -25,6 +26,8 @@ ALGORITHMS: dict[str, Any] = {
     "fednest": FedNest,
     "fednest-sgd": FedNestSGD,
     "lfednest": LFedNest,
+    "rabo": RABO,
+    "rafbo": RAFBO,
     "sdbo": SDBO,
     "shrofbo": ShroFBO,
     "simfbo": SimFBO,
@@ -35,6 +38,8 @@ __all__ = [
     "ADBO",
     "AFBO",
     "ALGORITHMS",
+    "RABO",
+    "RAFBO",
     "SDBO",
     "AggITD",
     "FedAvg",

@@ -37,8 +37,9 @@ from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
+from fedbilevel.oracles import products as exact_products
 from fedbilevel.oracles.inverse import Iteration
-from fedbilevel.oracles.products import cross_v, hess_v, hypergradient
+from fedbilevel.oracles.products import cross_v, hess_v
 
 Inverse = Literal["random", "parallel", "series", "cg"]
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
@@ -96,19 +97,29 @@ class OuterGradients(Batches):
     Args: that of `Batches`.
     """
 
-    @phase
+    @property
+    def second_order(self) -> Any:
+        """Who makes `hess_v` and `hypergradient`, with arguments as in oracles/products.py."""
+        return exact_products
+
+    def counted(self, reply: Reply) -> Reply:
+        """The reply with the counts that these products cost."""
+        return reply
+
+    @phase(takes=("x", "y"), gives="y")
     def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """∇y f_i, to be averaged into b."""
         b = jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key, self.batch_size))
         return Reply(b, gradients=1)
 
-    @phase
+    @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """∇x f_i − ∇²xy g_i v."""
         outer_key, inner_key = jax.random.split(key)
         outer_batch = client.outer_batch(outer_key, self.batch_size)
-        loss, h = hypergradient(client.problem, *at, outer_batch, client.inner_batch(inner_key, self.batch_size))
-        return Reply(h, metrics={"outer_loss": loss}, gradients=1, products=0 if at[2] is None else 1)
+        inner_batch = client.inner_batch(inner_key, self.batch_size)
+        loss, h = self.second_order.hypergradient(client.problem, *at, outer_batch, inner_batch)
+        return self.counted(Reply(h, metrics={"outer_loss": loss}, gradients=1, products=0 if at[2] is None else 1))
 
 
 @config
@@ -259,14 +270,14 @@ class Hypergradient(OuterGradients):
         residual = jnp.sqrt(end.rr / jnp.where(size > 0, size, 1))
         return end, Quality(end.negative, residual.astype(float))
 
-    @phase
+    @phase(takes=("x", "y"), gives=("x", "y"))
     def outer_gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """∇x f_i and ∇y f_i, by one pass."""
         batch = client.outer_batch(key, self.batch_size)
         loss, gradients = jax.value_and_grad(client.problem.outer, (0, 1))(*at, batch)
         return Reply(gradients, metrics={"outer_loss": loss}, gradients=1)
 
-    @phase
+    @phase(takes=("x", "y", "y"), gives=("y", "x"))
     def both_products(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """∇²yy g_i p and ∇²xy g_i p, each on a draw of its own: v comes from the first and is multiplied by the second,
         and one draw for both would bias their product."""
@@ -285,18 +296,19 @@ class Hypergradient(OuterGradients):
         slots = jax.tree.map(lambda leaf: jnp.multiply.outer(chosen, leaf).astype(leaf.dtype), reply.update)
         return reply._replace(update=slots)
 
-    @phase
+    @phase(takes=("x", "y", "y"), gives="y")
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """∇²yy g_i v."""
-        product = hess_v(client.problem, *at, client.inner_batch(key, self.batch_size))
-        return Reply(product, products=1)
+        product = self.second_order.hess_v(client.problem, *at, client.inner_batch(key, self.batch_size))
+        return self.counted(Reply(product, products=1))
 
-    @phase
+    @phase(takes=("x", "y"), gives=("x", "whole"))
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """The hypergradient of the client's own f_i and g_i."""
         own = self.own_hypergradient(client, *at, key)
         update = (own.estimate.h, own.estimate.quality.to_average())
-        return Reply(update, metrics={"outer_loss": own.loss}, gradients=own.gradients, products=own.products)
+        metrics = {"outer_loss": own.loss}
+        return self.counted(Reply(update, metrics=metrics, gradients=own.gradients, products=own.products))
 
     def own_hypergradient(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
         problem, size = client.problem, self.batch_size
@@ -308,10 +320,10 @@ class Hypergradient(OuterGradients):
         if problem.indirect == "inverse":
 
             def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
-                return hess_v(problem, x, y, v, client.inner_batch(key, size))
+                return self.second_order.hess_v(problem, x, y, v, client.inner_batch(key, size))
 
             v, spent, quality = self.solve_system(Alone, product, v, system_key)
-        loss, h = hypergradient(problem, x, y, v, outer_batch, inner_batch)
+        loss, h = self.second_order.hypergradient(problem, x, y, v, outer_batch, inner_batch)
         direct = v is None
         return Own(loss, Estimate(h, quality), 1 if direct else 2, spent if direct else spent + 1)
 

@@ -34,7 +34,7 @@ class InnerDescent(Batches):
         for field in ("inner_rounds", "local_steps"):
             require_count(f"{name}.{field}", getattr(self, field))
 
-    @phase
+    @phase(takes=("x", "y"), gives="y")
     def inner_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """FedAvg: τ_i plain steps on y."""
         x, y = at

@@ -1,0 +1,76 @@
+"""Second derivatives by differences of first ones, for whoever cannot afford, or cannot have, the exact products.
+
+With η the length of a step and third derivatives of about the size of second ones, a central difference is off by η²/6
+for what it leaves out and by ε(1 + ‖y‖)/η for rounding, ε being the precision of the numbers; their sum is least near
+η = (ε(1 + ‖y‖))^⅓. Likewise a forward difference, off by η/2 and ε(1 + ‖x‖)/η, wants η = (ε(1 + ‖x‖))^½.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.flatten_util import ravel_pytree
+
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree, move
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Products with ∇²g by central differences along v: what oracles/products.py has, for two gradients a product.
+
+    Args:
+        perturbation: the length ‖μv‖ of the step to either side, in units of (ε(1 + ‖y‖))^⅓.
+    """
+
+    perturbation: float | Array = 1.0
+
+    def hess_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
+        """∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ, of the shape of y."""
+        return self.along(lambda z: jax.grad(problem.inner, 1)(x, z, batch), y, v)
+
+    def cross_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
+        """∇²xy g·v ≈ [∇x g(x, y + μv) − ∇x g(x, y − μv)]/2μ, of the shape of x."""
+        return self.along(lambda z: jax.grad(problem.inner, 0)(x, z, batch), y, v)
+
+    def hypergradient(
+        self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
+    ) -> tuple[Array, PyTree]:
+        """f(x, y) and ∇x f − ∇²xy g·v; v = None leaves the product out."""
+        loss, f_x = jax.value_and_grad(problem.outer)(x, y, outer_batch)
+        return loss, f_x if v is None else optax.tree.sub(f_x, self.cross_v(problem, x, y, v, inner_batch))
+
+    def along(self, gradient: Callable[[PyTree], PyTree], y: PyTree, v: PyTree) -> PyTree:
+        """The derivative of `gradient` at y along v."""
+        size = optax.tree.norm(v)
+        length = self.perturbation * jnp.cbrt(jnp.finfo(size.dtype).eps * (1 + optax.tree.norm(y)))
+        mu = length / jnp.where(size > 0, size, 1)  # along v = 0 the difference is 0 by itself
+        ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
+        return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)
+
+
+def coordinate_slopes(
+    function: Callable[[PyTree], PyTree], x: PyTree, weight: PyTree, places: Array, perturbation: float | Array = 1.0
+) -> PyTree:
+    """Σ over places p of ⟨δ_p, weight⟩ e_p, δ_p = [function(x + μ e_p) − function(x)]/μ: like x, 0 at other places.
+
+    One place after the other, each an evaluation of `function`, so that memory does not grow with their number.
+
+    Args:
+        places: (n,) different indices into the flattened x.
+        perturbation: μ in units of (ε(1 + ‖x‖))^½.
+    """
+    flat, unravel = ravel_pytree(x)
+    mu = perturbation * jnp.sqrt(jnp.finfo(flat.dtype).eps * (1 + jnp.linalg.norm(flat)))
+    here = function(x)
+
+    def slope(place: Array) -> Array:
+        there = function(unravel(flat.at[place].add(mu.astype(flat.dtype))))
+        return optax.tree.vdot(optax.tree.sub(there, here), weight) / mu
+
+    slopes = lax.map(slope, places)
+    along: PyTree = unravel(jnp.zeros_like(flat).at[places].set(slopes.astype(flat.dtype)))
+    return along

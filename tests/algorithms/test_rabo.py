@@ -1,0 +1,213 @@
+"""Do RABO and RAFBO compute what their equations say, and is each estimator what it claims to be?
+
+The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (tests/conftest.py).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrices import fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
+
+import fedbilevel as fb
+from fedbilevel.core.client import Client, Samples
+from fedbilevel.tasks.compositional import compositional
+from fedbilevel.tasks.quadratic import quadratic, solution
+
+CONDITION, TERMS = 5, 60  # with s = 1/ℓ = 1 the series is off by (1 − 1/κ)^60 < 2e-6
+EXACT = {"batch_size": None, "outer_lr": 0.2}
+SERIES = {"inverse": "series", "neumann_terms": TERMS, "neumann_step": 1.0, "local_steps": 1, "inner_lr": 1.0, **EXACT}
+SHORT = {**SERIES, "neumann_terms": 3, "neumann_step": 0.7}
+ONCE = {**SERIES, "neumann_terms": 1, "neumann_step": 0.3}
+X, Y = np.array([0.3, -1.0, 0.5]), np.array([1.0, 0.2, -0.7, 0.4])
+
+LOCAL = {
+    "RABO, cg": fb.RABO(**{**SERIES, "inverse": "cg", "cg_tolerance": 1e-12}),
+    "adjoint": fb.RAFBO(**SERIES),
+    "coordinate": fb.RAFBO(estimator="coordinate", **SERIES),
+    "RABO, 3 terms": fb.RABO(**SHORT),
+    "adjoint, 3 terms": fb.RAFBO(**SHORT),
+    "coordinate, 3 terms": fb.RAFBO(estimator="coordinate", **SHORT),
+    "coordinate, 1 term": fb.RAFBO(estimator="coordinate", **ONCE),
+    "printed": fb.RAFBO(estimator="printed", **ONCE),
+}
+GLOBAL = {
+    "RABO, global": fb.RABO(hypergradient="global", **SERIES),
+    "adjoint, global": fb.RAFBO(hypergradient="global", **SERIES),
+}
+
+
+def run(algorithm, task, rounds, x0=None, y0=None, **options):
+    x0, y0 = task.x0 if x0 is None else x0, task.y0 if y0 is None else y0
+    return fb.solve(algorithm, task.problem, task.clients, x0, y0, rounds=rounds, **options)
+
+
+def off(x, exact):
+    return float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
+
+
+@pytest.fixture(scope="module")
+def task():
+    return quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, noise=0.0, samples=(2, 4))
+
+
+def one_client(task):
+    rows = [jax.tree.map(jnp.asarray, data.row(0)) for data in (task.clients.outer, task.clients.inner)]
+    counts = [len(jax.tree.leaves(row)[0]) for row in rows]
+    outer, inner = (Samples(row, jnp.asarray(0), jnp.asarray(n), n, True) for row, n in zip(rows, counts, strict=True))
+    return Client(task.problem.over_batches(), outer, inner, jnp.asarray(0), jnp.asarray(1.0), None, None)
+
+
+@pytest.fixture(scope="module")
+def replies(task):
+    """By method, the reply of one client who is asked for its hypergradient at (X, Y)."""
+
+    @jax.jit
+    def ask(x, y):
+        at, key = (x, y), jax.random.key(0)
+        return {name: method.local_hypergradient(one_client(task), at, key) for name, method in LOCAL.items()}
+
+    return ask(jnp.asarray(X), jnp.asarray(Y))
+
+
+@pytest.fixture(scope="module")
+def dense(task):
+    """That client's ∇x f, and the rest of its hypergradient, which comes through y."""
+    _, f, g = members(task)[0]
+    direct = X + f["E"] @ Y
+    return direct, hypergradient(f, g, X, Y, np.linalg.solve(g["A"], outer_gradient(f, X, Y))) - direct
+
+
+def through_y(replies, name, dense):
+    return np.asarray(replies[name].update[0]) - dense[0]
+
+
+@pytest.mark.parametrize("name", ["RABO, cg", "adjoint", "coordinate"])
+def test_estimates_are_the_dense_hypergradient(name, replies, dense):
+    assert off(through_y(replies, name, dense), dense[1]) < 1e-5
+
+
+def test_differences_see_the_same_series(replies, dense):
+    """Quadratic losses have no third derivatives: what is left is rounding, ε^⅔ and ε^½ times numbers of size 10."""
+    exact, adjoint, coordinate = (
+        through_y(replies, f"{name}, 3 terms", dense) for name in ("RABO", "adjoint", "coordinate")
+    )
+    assert off(exact, dense[1]) > 0.01
+    assert off(adjoint, exact) < 10 * np.finfo(float).eps ** (2 / 3)
+    assert off(coordinate, exact) < 10 * np.finfo(float).eps ** (1 / 2)
+
+
+def test_what_is_printed_points_the_other_way(replies, dense):
+    """One inner step s makes −s times the printed δ. Through y the printed direction is −Bᵀb where BᵀA⁻¹b is wanted, A
+    being positive definite: a cosine of −0.86 here, of −0.95 in the median over 200 draws of the task."""
+    printed, once = (through_y(replies, name, dense) for name in ("printed", "coordinate, 1 term"))
+    assert off(once, -ONCE["neumann_step"] * printed) < 1e-6
+    cosine = printed @ dense[1] / np.linalg.norm(printed) / np.linalg.norm(dense[1])
+    assert cosine < -0.5
+
+
+def test_counts(replies):
+    """∇x f and ∇y f by two passes (by one for coordinates), then N products, or N pairs of gradients, or N steps from x
+    and from each of the d = 3 points beside it."""
+    gradients = {name: int(reply.gradients) for name, reply in replies.items()}
+    products = {name: int(reply.products) for name, reply in replies.items()}
+    assert (gradients["RABO, 3 terms"], products["RABO, 3 terms"]) == (2, 3)
+    assert gradients["adjoint, 3 terms"] == 2 + 2 * 3
+    assert gradients["coordinate, 3 terms"] == 1 + 3 * (1 + 3)
+    assert gradients["printed"] == 1 + (1 + 3)
+    assert all(count == 0 for name, count in products.items() if "RABO" not in name)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_drawn_coordinates_are_unbiased(count, task):
+    """Every draw has what comes through y along its coordinates, times d/|P|, and nothing elsewhere; each coordinate is
+    drawn in |P|/d of 3,000 draws, within five standard errors. So the mean over draws is the hypergradient."""
+    algorithm = fb.RAFBO(estimator="coordinate", coordinates=count, **SHORT)
+    _, f, g = members(task)[0]
+    b, shrink = outer_gradient(f, X, Y), np.eye(4) - 0.7 * g["A"]
+    v = 0.7 * sum(np.linalg.matrix_power(shrink, k) @ b for k in range(3))
+    direct = X + f["E"] @ Y
+    rest = hypergradient(f, g, X, Y, v) - direct
+    own = jax.vmap(lambda key: algorithm.own_hypergradient(one_client(task), jnp.asarray(X), jnp.asarray(Y), key))
+    drawn = np.asarray(jax.jit(own)(jax.random.split(jax.random.key(0), 3_000)).estimate.h) - direct
+    chosen = np.abs(drawn) > 1e-6
+    assert np.all(chosen.sum(1) == count)
+    np.testing.assert_allclose(drawn, chosen * 3 / count * rest, atol=1e-6)
+    share = count / 3
+    assert np.all(np.abs(chosen.mean(0) - share) < 5 * np.sqrt(share * (1 - share) / len(drawn)))
+
+
+def test_equals_the_equations_written_out(task):
+    """Three rounds of RABO in NumPy, two inner rounds of two steps each."""
+    algorithm = fb.RABO(**{**SHORT, "local_steps": 2, "inner_rounds": 2, "inner_lr": 0.5})
+    x, y = X, Y
+    for _ in range(3):
+        for _ in range(2):
+            y = fedavg_on_y(task, x, y, [2] * 5, 0.5)
+        h = 0
+        for p, f, g in members(task):
+            b, shrink = outer_gradient(f, x, y), np.eye(4) - 0.7 * g["A"]
+            h = h + p * hypergradient(f, g, x, y, 0.7 * sum(np.linalg.matrix_power(shrink, k) @ b for k in range(3)))
+        x = x - 0.2 * h
+    result = run(algorithm, task, 3, X, Y)
+    np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
+
+
+def own_limit(task):
+    """x where Σ p_i [x + E_i y + B_iᵀA_i⁻¹(D_i(y − t_i) + E_iᵀx)] = 0 at y = Ā⁻¹(B̄x + c̄)."""
+    m = mean_matrices(task)
+    to_y, offset = np.linalg.solve(m["A"], m["B"]), np.linalg.solve(m["A"], m["c"])
+    matrix, right = np.zeros((3, 3)), np.zeros(3)
+    for p, f, g in members(task):
+        back = g["B"].T @ np.linalg.inv(g["A"])
+        matrix += p * (np.eye(3) + f["E"] @ to_y + back @ (f["D"] @ to_y + f["E"].T))
+        right -= p * (f["E"] @ offset + back @ f["D"] @ (offset - f["t"]))
+    return np.linalg.solve(matrix, right)
+
+
+@pytest.mark.parametrize("name", ["RABO, cg", "RABO, global", "adjoint, global"])
+def test_ends_where_its_hypergradients_vanish(name, task):
+    """For "global" x*; else where the mean of the clients' own hypergradients is zero, which is another point. With one
+    local step FedAvg rests at y*(x). Exchanges: T + N + 1 and T + 1."""
+    exact, biased = solution(task.clients).x, own_limit(task)
+    assert off(biased, exact) > 0.05
+    everywhere = name in GLOBAL
+    result = run((LOCAL | GLOBAL)[name], task, 300)
+    assert off(result.x, exact if everywhere else biased) < 1e-6
+    assert result.ledger.exchanges == 300 * (1 + TERMS + 1 if everywhere else 2)
+    if name == "adjoint, global":  # of 5 clients: on y, ∇y f, two for each of N products, ∇x f
+        assert (result.ledger.gradients, result.ledger.products) == (300 * 5 * (1 + 1 + 2 * TERMS + 1), 0)
+
+
+def test_problems_that_need_no_inverse():
+    """Compositional ones, where v = ∇y f: "coordinate" takes it, too."""
+    task = compositional(clients=4)
+    x, y = (jnp.arange(1.0, 1.0 + start.size).reshape(start.shape) for start in (task.x0, task.y0))
+    ask = jax.jit(lambda method: method.own_hypergradient(one_client(task), x, y, jax.random.key(0)).estimate.h)
+    exact = ask(fb.RABO(batch_size=None))
+    assert float(jnp.linalg.norm(exact)) > 1e-3
+    np.testing.assert_allclose(ask(fb.RAFBO(estimator="coordinate", batch_size=None)), exact, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "words"),
+    [
+        (fb.RABO, {"hypergradient": "global", "inverse": "cg"}, "RABO.inverse = 'cg' is not allowed: it must be"),
+        (fb.RABO, {"hypergradient": "global", "inverse": "parallel"}, "'random' or 'series'"),
+        (fb.RABO, {"inverse": "parallel"}, "RABO.inverse = 'parallel'"),
+        (fb.RABO, {"policy": "importence"}, "did you mean 'importance'"),
+        (fb.RABO, {"merged": True}, "RABO.merged"),
+        (fb.RABO, {"inner_rounds": 0}, "RABO.inner_rounds = 0"),
+        (fb.RAFBO, {"estimator": "adjont"}, "did you mean 'adjoint'"),
+        (fb.RAFBO, {"coordinates": 3}, "RAFBO.coordinates = 3 is not allowed: it must be None where estimator"),
+        (fb.RAFBO, {"estimator": "coordinate", "coordinates": 0}, "RAFBO.coordinates = 0"),
+        (fb.RAFBO, {"estimator": "coordinate", "hypergradient": "global"}, "it must be 'local' where estimator"),
+        (fb.RAFBO, {"estimator": "printed", "inverse": "cg"}, "it must be 'series' where estimator = 'printed'"),
+        (fb.RAFBO, {"perturbation": 0.0}, "RAFBO.perturbation = 0.0"),
+    ],
+)  # fmt: skip
+def test_wrong_fields(cls, fields, words):
+    with pytest.raises(fb.ConfigurationError) as error:
+        cls(**fields)
+    assert words in str(error.value)
