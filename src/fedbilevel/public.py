@@ -42,6 +42,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import HypergradientReport, check_hypergradient
 from fedbilevel.diagnostics.diagnose import Diagnosis, diagnose
+from fedbilevel.diagnostics.structure import check_structure
 from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cpu import tune_cpu
 from fedbilevel.engines.history import History
@@ -104,6 +105,7 @@ __all__ = [
     "Structure",
     "algorithm",
     "check_hypergradient",
+    "check_structure",
     "diagnose",
     "fraction",
     "load_result",

@@ -37,8 +37,8 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
         *keys, last = jax.random.split(key, 5)
-        x = [normed(k, 3, into, out) for k, into, out in zip(keys, widths[:-1], widths[1:], strict=True)]
-        return x, dense(last, positions * widths[-1], classes)
+        sides = zip(keys, itertools.pairwise(widths), strict=True)
+        return [normed(k, 3, into, out) for k, (into, out) in sides], dense(last, positions * widths[-1], classes)
 
     def features(x: PyTree, images: Array) -> Array:
         maps = images.reshape(len(images), *image_shape[:2], channels)
@@ -49,6 +49,96 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
     groups = ["_", "block1", "block2", "block3", "block4"]
     body = [normed_axes(into, out) for into, out in itertools.pairwise(groups)]
     return with_head(init, features, maps_of(image_shape), Structure(body, head(f"{positions}*block4")))
+
+
+def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """Four residual blocks of three 3×3 convolutions, each block ending in 2×2 max-pooling; then the mean of each map.
+
+    As few-shot papers have it (Lee et al. 2019: 64, 160, 320, 640 channels), but with ReLU and without dropped blocks.
+    `hidden` is the channels of each block.
+    """
+    channels, widths = four_widths("resnet12", image_shape, hidden)
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        *keys, last = jax.random.split(key, 5)
+        sides = zip(keys, itertools.pairwise((channels, *widths)), strict=True)
+        return [block(k, 3, into, out, shortcut=True) for k, (into, out) in sides], dense(last, widths[-1], classes)
+
+    def features(x: PyTree, images: Array) -> Array:
+        maps = images.reshape(len(images), *image_shape[:2], channels)
+        for each in x:
+            maps = pool(residual(each, maps))
+        return jnp.mean(maps, axis=(1, 2))
+
+    names = ["_", "block1", "block2", "block3", "block4"]
+    body = [block_axes(out, 3, into, out, shortcut=True) for into, out in itertools.pairwise(names)]
+    return with_head(init, features, maps_of(image_shape), Structure(body, head("block4")))
+
+
+def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """A 3×3 convolution and four stages of two residual blocks of two, then the mean of each map (He et al. 2016).
+
+    In the form for CIFAR: the first convolution has stride 1 and no pooling, and the stages 2 to 4 halve the sides.
+    `hidden` is the channels of each stage, in the paper 64, 128, 256, 512.
+    """
+    channels, widths = four_widths("resnet18", image_shape, hidden)
+    plan = [(stage, place) for stage in range(4) for place in range(2)]
+    changes = [stage > 0 and place == 0 for stage, place in plan]  # of channels and sides: the shortcut needs weights
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        first, *keys, last = jax.random.split(key, 10)
+        inputs = [widths[stage - change] for (stage, _), change in zip(plan, changes, strict=True)]
+        parts = zip(keys, inputs, plan, changes, strict=True)
+        blocks = [block(k, 2, into, widths[stage], shortcut=change) for k, into, (stage, _), change in parts]
+        return {"stem": normed(first, 3, channels, widths[0]), "blocks": blocks}, dense(last, widths[-1], classes)
+
+    def features(x: PyTree, images: Array) -> Array:
+        maps = images.reshape(len(images), *image_shape[:2], channels)
+        maps = jax.nn.relu(apply(x["stem"], maps))
+        for each, change in zip(x["blocks"], changes, strict=True):
+            maps = residual(each, maps, stride=2 if change else 1)
+        return jnp.mean(maps, axis=(1, 2))
+
+    blocks = [
+        block_axes(f"stage{stage + 1}_{place + 1}", 2, f"stage{stage + 1 - change}", f"stage{stage + 1}", change)
+        for (stage, place), change in zip(plan, changes, strict=True)
+    ]
+    body = {"stem": normed_axes("_", "stage1"), "blocks": blocks}
+    return with_head(init, features, maps_of(image_shape), Structure(body, head("stage4")))
+
+
+def four_widths(network: str, image_shape: Sequence[int], hidden: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The channels of an image, and `hidden`."""
+    fits = len(hidden) == 4 and min(hidden) >= 1
+    require(fits, "hidden", hidden, f"four positive widths for {network}, e.g. 16, 32, 64, 128")
+    return (*image_shape, 1)[2], tuple(hidden)
+
+
+def block(key: Array, depth: int, inputs: int, outputs: int, shortcut: bool) -> dict[str, PyTree]:
+    """`depth` 3×3 convolutions; and, where what is added to them has other channels, a 1×1 convolution on that."""
+    *keys, last = jax.random.split(key, depth + 1)
+    layers = [normed(k, 3, inputs if i == 0 else outputs, outputs) for i, k in enumerate(keys)]
+    return {"layers": layers, **({"shortcut": normed(last, 1, inputs, outputs)} if shortcut else {})}
+
+
+def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool) -> dict[str, PyTree]:
+    """The structure of `block`: units that are added to each other, the shortcut's and the last layer's, are the same.
+
+    Without a shortcut of its own a block adds its inputs, and `inputs` and `outputs` are one group.
+    """
+    groups = [inputs, *(f"{name}_inner{i + 1}" for i in range(depth - 1)), outputs]
+    layers = [normed_axes(into, out) for into, out in itertools.pairwise(groups)]
+    return {"layers": layers, **({"shortcut": normed_axes(inputs, outputs)} if shortcut else {})}
+
+
+def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
+    """ReLU of the block's last layer plus its shortcut; the first layer and the shortcut have the stride."""
+    added = apply(parts["shortcut"], maps, stride) if "shortcut" in parts else maps
+    first, *middle, last = parts["layers"]
+    maps = jax.nn.relu(apply(first, maps, stride))
+    for layer in middle:
+        maps = jax.nn.relu(apply(layer, maps))
+    return jax.nn.relu(apply(last, maps) + added)
 
 
 def maps_of(image_shape: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
@@ -86,4 +176,4 @@ def pooled_side(side: int) -> int:
     return max(1, side // 2)
 
 
-BACKBONES = {"conv4": conv4}
+BACKBONES = {"conv4": conv4, "resnet12": resnet12, "resnet18": resnet18}

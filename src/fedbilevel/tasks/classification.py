@@ -13,6 +13,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import SingleLevel
+from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
@@ -52,7 +53,7 @@ def classification(
     samples = images.rows(images.dealt(clients, partition_by, partition_options, seed))
     return Task(
         name="classification",
-        problem=SingleLevel(loss),
+        problem=SingleLevel(loss, structure=Structure(x=images.whole_structure())),
         clients=Clients(outer=samples, local_steps=local_steps),
         x0=images.model.init(jax.random.key(seed)),
         y0=None,

@@ -25,6 +25,7 @@ from jax import Array
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
@@ -53,7 +54,7 @@ def hyper_cleaning(
         corruption: the probability with which a training label is replaced by a class drawn uniformly from all C of
             them; as that may be the class it was, a share corruption·(1 − 1/C) ends up wrong, and that is what
             "corrupted" means in the metrics. Validation, held-out and test labels stay right.
-        network: "linear" (no hidden layers), or "mlp" or "cnn" as in hyper_representation; y is all of it.
+        network: "linear" (no hidden layers), or one of those of hyper_representation; y is all of it.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
         data, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
@@ -80,7 +81,7 @@ def hyper_cleaning(
     measured = images.accuracy()
     return Task(
         name="hyper_cleaning",
-        problem=Bilevel(outer=outer, inner=inner),
+        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure())),
         clients=Clients(outer=images.rows(valid), inner=samples, local_steps=local_steps),
         x0=jnp.zeros((clients, int(samples.size.max()))),
         y0=images.model.init(jax.random.key(seed)),

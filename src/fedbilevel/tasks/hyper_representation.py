@@ -39,8 +39,10 @@ def hyper_representation(
 
     Args:
         data: "digits" (embedded), "mnist", "fashion-mnist" or "cifar-10".
-        network: "mlp", whose x is all hidden layers, or "cnn", whose x is two convolutions and a dense layer.
-        hidden: widths of the MLP's hidden layers; of the CNN's channels (two) and dense layer (one).
+        network: "mlp", whose x is all hidden layers, "cnn", whose x is two convolutions and a dense layer, or a deep
+            one of convolutions, "conv4", "resnet12" or "resnet18".
+        hidden: widths of the MLP's hidden layers; of the CNN's channels (two) and dense layer (one); channels of
+            Conv-4 (one) and of a ResNet's blocks or stages (four).
         clients: M.
         partition_by: "iid", "shards", "dirichlet", "quantity" or "one_label".
         partition_options: of that partition, e.g. {"alpha": 0.3}.
@@ -65,7 +67,7 @@ def hyper_representation(
 
     return Task(
         name="hyper_representation",
-        problem=Bilevel(outer=outer, inner=inner),
+        problem=Bilevel(outer=outer, inner=inner, structure=images.model.structure),
         clients=Clients(outer=images.rows(valid), inner=images.rows(train), local_steps=local_steps),
         x0=x0,
         y0=y0,

@@ -12,8 +12,9 @@ from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Dataset, load, pack, partition
 from fedbilevel.tasks import networks
+from fedbilevel.tasks.backbones import BACKBONES
 
-NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn}
+NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn, **BACKBONES}
 WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -37,6 +38,10 @@ class Images:
         """These training images, one row per client: {"image", "label"}."""
         arrays, start, size = pack(self.model.prepare(self.data.train_images), self.data.train_labels, chosen)
         return Ragged(arrays, start, size)
+
+    def whole_structure(self) -> PyTree:
+        """The structure of (body, head), for a task that has the whole network in one variable."""
+        return self.model.structure.x, self.model.structure.y
 
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
         """(body, head) -> share of the images of `part` that the network gets right."""
@@ -66,7 +71,8 @@ def load_images(
 
     Args:
         data: "digits" (embedded), "mnist", "fashion-mnist" or "cifar-10".
-        network, hidden: "mlp" with hidden widths, or "cnn" with (channels, channels, dense width).
+        network, hidden: "mlp" with hidden widths, "cnn" with (channels, channels, dense width), "conv4" with
+            (channels,), "resnet12" or "resnet18" with four numbers of channels.
         ratio: see `long_tailed`.
         holdout: share of the training images that takes the place of the test images.
         seed: of the choice of these.

@@ -23,6 +23,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
@@ -80,7 +81,7 @@ def loss_tuning(
     none = jnp.zeros(images.data.classes)
     return Task(
         name="loss_tuning",
-        problem=Bilevel(outer=outer, inner=inner),
+        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure())),
         clients=population,
         x0={"scale": none, "shift": none},
         y0=images.model.init(jax.random.key(seed)),

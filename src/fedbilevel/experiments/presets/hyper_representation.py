@@ -26,13 +26,18 @@ CIFAR: dict[str, Fields] = {
 }
 
 RUN = {"rounds": 300, "cohort": 10, "eval_every": 10}
-SMALL_CNN = {"cnn": {"hidden": [8, 16, 32]}}
+NARROW = {
+    "cnn": {"hidden": [8, 16, 32]},
+    "conv4": {"hidden": [16]},
+    "resnet12": {"hidden": [8, 16, 32, 64]},
+    "resnet18": {"hidden": [8, 16, 32, 64]},
+}
 LIKE_MNIST = Preset(
     task={"clients": 100, "hidden": [200]},
     shared={"local_steps": 10, "batch_size": 64},
     algorithms=MNIST,
     run=RUN,
-    networks=SMALL_CNN,
+    networks=NARROW,
 )
 
 PRESETS: dict[str | None, Preset] = {
@@ -41,7 +46,7 @@ PRESETS: dict[str | None, Preset] = {
         shared={"local_steps": 5, "batch_size": 32},
         algorithms=DIGITS,
         run=RUN,
-        networks=SMALL_CNN,
+        networks=NARROW,
     ),
     "mnist": LIKE_MNIST,
     "fashion-mnist": LIKE_MNIST,
@@ -50,6 +55,11 @@ PRESETS: dict[str | None, Preset] = {
         shared={"local_steps": 5, "batch_size": 32},
         algorithms=CIFAR,
         run=RUN,
-        networks={"mlp": {"hidden": [200]}},
+        networks={
+            "mlp": {"hidden": [200]},
+            "conv4": {"hidden": [64]},
+            "resnet12": {"hidden": [64, 160, 320, 640]},
+            "resnet18": {"hidden": [64, 128, 256, 512]},
+        },
     ),
 }

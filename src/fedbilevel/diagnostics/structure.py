@@ -1,0 +1,113 @@
+"""Is this structure right? Units of a group are interchangeable, so that permuting them must not change a loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import Anatomy, Axis
+from fedbilevel.core.tree import PyTree
+
+MOVE = 0.1  # of an array's root mean square: how far its entries are moved at random, so that no two are equal
+# A sum of n terms in another order differs by about √n ε of what its terms are: n = 10⁴ a layer, ten layers deep.
+ROUNDING = 1000
+
+
+class Changed(NamedTuple):
+    """A loss at the moved point, and there after a permutation."""
+
+    group: str
+    loss: str
+    before: float
+    after: float
+
+
+def check_structure(
+    problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree, *, key: int = 0
+) -> None:
+    """Permute the units of each group, consistently over all axes that the structure names, and compare the losses.
+
+    They must agree to 1000 ε of their size, ε being that of the coarsest floating type among x, y and the loss: 1e-4 in
+    float32, 2e-13 in float64. Size is the larger of a loss at (x, y) and at the point of the comparison, which is near:
+    arrays are moved at random by a tenth of their root mean square, by a tenth where they are 0, because permuting
+    biases that are all equal shows nothing.
+
+    Args:
+        problem: with a structure.
+        x, y: as for `solve`; y is None for a `SingleLevel` problem.
+        outer_batch, inner_batch: samples with a leading axis, as the losses take them.
+        key: seed of moves and permutations.
+
+    Raises:
+        ConfigurationError: the problem has no structure; the structure does not fit x and y; a loss is not finite; or a
+            loss changes: the message names the groups whose axes are not said completely, or not rightly.
+    """
+    structure = problem.structure
+    if structure is None:
+        raise ConfigurationError("problem.structure = None: there is nothing to check; give the problem a Structure")
+    anatomy = Anatomy.of(structure, x, y)
+    rng = np.random.default_rng(key)
+    moved = tuple(jax.tree.map(lambda leaf: _moved(leaf, rng), part) for part in (x, y))
+    losses = {"outer": (jax.jit(problem.outer), outer_batch), "inner": (jax.jit(problem.inner), inner_batch)}
+    before = {name: loss(*moved, batch) for name, (loss, batch) in losses.items()}
+    size = {name: max(abs(float(before[name])), abs(float(loss(x, y, b)))) for name, (loss, b) in losses.items()}
+    for name, value in size.items():
+        require(np.isfinite(value), f"the {name} loss at (x, y) and near it", value, "finite")
+    found = []
+    for group, units in anatomy.sizes.items():
+        order = _derangement(units, rng)
+        permuted = [_permuted(anatomy, part, tree, group, order) for part, tree in zip("xy", moved, strict=True)]
+        for name, (loss, batch) in losses.items():
+            after = float(loss(*permuted, batch))
+            if not abs(after - float(before[name])) <= ROUNDING * _epsilon(x, y, before[name]) * size[name]:
+                found.append(Changed(group, name, float(before[name]), after))
+    if found:
+        lines = [f"{c.group!r} ({c.loss} loss {c.before:.9g} became {c.after:.9g})" for c in found]
+        raise ConfigurationError(
+            f"permuting units changes a loss, so that the axes of these groups are not said completely, or not "
+            f"rightly: {', '.join(lines)}"
+        )
+
+
+def _moved(leaf: Array, rng: np.random.Generator) -> Array:
+    """Floating arrays near this one, all of whose entries differ; others as they are."""
+    leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    size = float(jnp.sqrt(jnp.mean(jnp.square(leaf)))) or 1.0
+    return leaf + jnp.asarray(MOVE * size * rng.standard_normal(leaf.shape), leaf.dtype)
+
+
+def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:
+    """A random order of the units in which none (but a single one) is where it was: a random cycle through all."""
+    order = rng.permutation(units)
+    moved = np.empty(units, np.int64)
+    moved[order] = np.roll(order, 1)
+    return moved
+
+
+def _permuted(anatomy: Anatomy, part: str, tree: PyTree, group: str, order: np.ndarray) -> PyTree:
+    """x or y with the units of the group in that order."""
+    leaves, shape = jax.tree.flatten(tree)
+    pairs = zip(leaves, anatomy.axes[part], strict=True)
+    return jax.tree.unflatten(shape, [_reordered(leaf, axes, group, order) for leaf, axes in pairs])
+
+
+def _reordered(leaf: Array, axes: tuple[Axis, ...], group: str, order: np.ndarray) -> Array:
+    for place, axis in enumerate(axes):
+        if axis.group == group:
+            runs = leaf.reshape(*leaf.shape[:place], axis.times, len(order), *leaf.shape[place + 1 :])
+            leaf = jnp.take(runs, order, axis=place + 1).reshape(leaf.shape)
+    return leaf
+
+
+def _epsilon(x: PyTree, y: PyTree, loss: Array) -> float:
+    """Of the coarsest floating type among all these."""
+    types = [leaf.dtype for leaf in [*map(jnp.asarray, jax.tree.leaves((x, y))), loss]]
+    return max(float(jnp.finfo(dtype).eps) for dtype in types if jnp.issubdtype(dtype, jnp.floating))

@@ -1,0 +1,161 @@
+"""Does check_structure let every network of the library pass, and name the group of every wrong structure?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.submodel import Anatomy
+from fedbilevel.tasks import classification, hyper_cleaning, hyper_representation, loss_tuning, networks
+from fedbilevel.tasks.backbones import BACKBONES, normed, residual
+
+SIDE = 8
+MODELS = {
+    "mlp": (networks.mlp, (6, 5)),
+    "linear": (networks.linear, ()),
+    "cnn": (networks.cnn, (3, 4, 5)),
+    "conv4": (BACKBONES["conv4"], (3,)),
+    "resnet12": (BACKBONES["resnet12"], (2, 3, 4, 5)),
+    "resnet18": (BACKBONES["resnet18"], (2, 3, 4, 5)),
+}
+GROUPS = {"mlp": 2, "linear": 0, "cnn": 3, "conv4": 4, "resnet12": 4 * 3, "resnet18": 4 + 8}
+
+
+def problem_of(network, structure):
+    """Cross-entropy of the network, with a ridge on y inside."""
+
+    def outer(x, y, batch):
+        return networks.cross_entropy(network.logits(x, y, batch["image"]), batch["label"])
+
+    return fb.Bilevel(outer, lambda x, y, batch: outer(x, y, batch) + jnp.sum(y["weight"] ** 2), structure=structure)
+
+
+def made(name, side=SIDE):
+    """A small network, its start, and four samples."""
+    make, hidden = MODELS[name]
+    network = make((side, side), hidden, 3)
+    images = np.random.default_rng(0).normal(size=(4, side, side))
+    batch = {"image": jnp.asarray(network.prepare(images)), "label": jnp.array([0, 1, 2, 1])}
+    return network, *jax.jit(network.init)(jax.random.key(0)), batch
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_network_says_its_units(name):
+    """Flattened maps have 2×2 positions: of sides of 8 after two poolings, of sides of 32 after Conv-4's four."""
+    network, x, y, batch = made(name, 32 if name == "conv4" else SIDE)
+    assert len(Anatomy.of(network.structure, x, y).sizes) == GROUPS[name]
+    fb.check_structure(problem_of(network, network.structure), x, y, batch, batch)
+
+
+def test_single_precision():
+    """Where x and y are in float32, so is the tolerance."""
+    network, x, y, batch = made("conv4")
+    x, y, batch = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.float64 else leaf, (x, y, batch)
+    )
+    fb.check_structure(problem_of(network, network.structure), x, y, batch, batch)
+
+
+def small(**changed):
+    """Two positions of an image through a layer of 4 units, ReLU, flattened to (2, 4), and the head on that."""
+    words = {"weight": "_ hidden", "bias": "hidden", "head": "2*hidden _", **changed}
+
+    def loss(x, batch):
+        maps = jax.nn.relu(batch["image"] @ x["weight"] + x["bias"])
+        return networks.cross_entropy(maps.reshape(len(maps), -1) @ x["head"], batch["label"])
+
+    rng = np.random.default_rng(1)
+    x = {"weight": rng.normal(size=(3, 4)), "bias": np.zeros(4), "head": rng.normal(size=(8, 5))}
+    batch = {"image": jnp.asarray(rng.normal(size=(6, 2, 3))), "label": jnp.arange(6) % 5}
+    return fb.SingleLevel(loss, structure=fb.Structure(words)), x, batch
+
+
+def test_a_right_structure_of_one_level():
+    problem, x, batch = small()
+    fb.check_structure(problem, x, None, batch, batch)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bias": "_"},  # which starts at 0: permuted where it starts, nothing would show
+        {"weight": "_ _"},
+        {"head": "_ _"},
+        {"head": "2*hidden _", "bias": "other"},
+    ],
+)
+def test_an_axis_that_is_not_said(changed):
+    problem, x, batch = small(**changed)
+    with pytest.raises(fb.ConfigurationError, match=r"permuting units changes a loss.*'hidden' \(outer loss"):
+        fb.check_structure(problem, x, None, batch, batch)
+
+
+def test_a_flattened_axis_in_the_wrong_order():
+    """Flattened (units, positions): no run of all units, whatever the factor says."""
+    problem, x, batch = small()
+
+    def loss(x, batch):
+        maps = jax.nn.relu(batch["image"] @ x["weight"] + x["bias"])
+        return networks.cross_entropy(maps.swapaxes(1, 2).reshape(len(maps), -1) @ x["head"], batch["label"])
+
+    wrong = fb.SingleLevel(loss, structure=problem.structure)
+    with pytest.raises(fb.ConfigurationError, match="'hidden'"):
+        fb.check_structure(wrong, x, None, batch, batch)
+
+
+def test_a_branch_whose_units_are_not_the_shortcuts():
+    """maps + layer(layer(maps)): the last layer's units are added to those of the maps, and must be of their group."""
+    inner, last = jax.random.split(jax.random.key(3))
+    x = {
+        "stem": jax.random.normal(inner, (1, 1, 1, 4)),
+        "block": {"layers": [normed(inner, 3, 4, 3), normed(last, 3, 3, 4)]},
+    }
+
+    def outer(x, y, batch):
+        maps = networks.convolve(batch, x["stem"])
+        return jnp.mean((jnp.mean(residual(x["block"], maps), axis=(1, 2)) @ y) ** 2)
+
+    def check(branch):
+        layers = [
+            {"weight": "_ _ maps inner", "gain": "inner", "bias": "inner"},
+            {"weight": f"_ _ inner {branch}", "gain": branch, "bias": branch},
+        ]
+        structure = fb.Structure({"stem": "_ _ _ maps", "block": {"layers": layers}}, "maps _")
+        problem = fb.Bilevel(outer, outer, structure=structure)
+        batch = jax.random.normal(jax.random.key(4), (2, 4, 4, 1))
+        fb.check_structure(problem, x, jax.random.normal(jax.random.key(5), (4, 2)), batch, batch)
+
+    check("maps")
+    with pytest.raises(fb.ConfigurationError, match=r"'branch' \(outer loss.*'maps' \(outer loss") as caught:
+        check("branch")
+    assert "'inner'" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: hyper_representation(clients=2), loss_tuning, lambda: hyper_cleaning(network="mlp", hidden=(8,))]
+)
+def test_the_tasks_hand_the_structure_on(make):
+    task = make()
+    outer, inner = (
+        {name: jnp.asarray(values[:5]) for name, values in rows.row(0).items()}
+        for rows in (task.clients.outer, task.clients.inner)
+    )
+    assert len(Anatomy.of(task.problem.structure, task.x0, task.y0).sizes) == 1
+    fb.check_structure(task.problem, task.x0, task.y0, outer, inner)
+
+
+def test_a_task_of_one_level_hands_its_structure_on():
+    task = classification(hidden=(8, 6))
+    batch = {name: jnp.asarray(values[:5]) for name, values in task.clients.outer.row(0).items()}
+    assert Anatomy.of(task.problem.structure, task.x0, None).sizes == {"hidden1": 8, "hidden2": 6}
+    fb.check_structure(task.problem, task.x0, None, batch, batch)
+
+
+def test_refusals():
+    problem, x, batch = small()
+    none = fb.SingleLevel(lambda x, batch: jnp.zeros(()))
+    with pytest.raises(fb.ConfigurationError, match="nothing to check"):
+        fb.check_structure(none, x, None, batch, batch)
+    with pytest.raises(fb.ConfigurationError, match="the outer loss at"):
+        fb.check_structure(problem, {**x, "bias": np.full(4, np.inf)}, None, batch, batch)
