@@ -23,9 +23,9 @@ class Source:
 
 
 # The sizes and checksums are those of the makers' own files: the md5 sums they publish (MNIST f68b3c2d...,
-# Fashion-MNIST 8d4fb7e6..., CIFAR-10 c32a1d4a...) belong to the same bytes. Order: training images, training
-# labels, test images, test labels. The means and standard deviations are the customary four digits; the tests
-# compute them again from the pixels.
+# Fashion-MNIST 8d4fb7e6..., CIFAR-10 c32a1d4a...) belong to the same bytes; Omniglot's are those by which TensorFlow
+# Datasets knows its archives. Order: training images, training labels, test images, test labels. The means and
+# standard deviations, Omniglot's at 28×28, are the customary four digits; the tests compute them again from the pixels.
 SOURCES: dict[str, Source] = {
     "mnist": Source(
         home="https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -92,5 +92,22 @@ SOURCES: dict[str, Source] = {
         ),
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
+    ),
+    "omniglot": Source(
+        home="https://raw.githubusercontent.com/brendenlake/omniglot/master/python/",
+        files=(
+            File(
+                "images_background.zip",
+                9_464_212,
+                "ad41ab679c8b5d90b271ef46be6987cc81211774a695c29dcc5367b2b26ee640",
+            ),
+            File(
+                "images_evaluation.zip",
+                6_462_886,
+                "1f61a8f3366785b057fc117d9228e78a16e3d976c8953b2a10fcc74cf0609cee",
+            ),
+        ),
+        mean=(0.0779,),
+        std=(0.2303,),
     ),
 }

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from fedbilevel.tasks.classification import classification
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.fair_classification import fair_classification
+from fedbilevel.tasks.few_shot import few_shot
 from fedbilevel.tasks.hyper_cleaning import hyper_cleaning
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.loss_tuning import loss_tuning
@@ -18,6 +19,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "classification": classification,
     "compositional": compositional,
     "fair_classification": fair_classification,
+    "few_shot": few_shot,
     "hyper_cleaning": hyper_cleaning,
     "hyper_representation": hyper_representation,
     "loss_tuning": loss_tuning,

@@ -1,0 +1,122 @@
+"""Omniglot: 1,623 characters of 50 alphabets, each drawn once by 20 people.
+
+Brenden M. Lake, Ruslan Salakhutdinov, Joshua B. Tenenbaum. "Human-level concept learning through probabilistic program
+induction". Science 350, 2015.
+"""
+
+import hashlib
+import importlib.util
+import io
+import zipfile
+import zlib
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbilevel.data import files
+from fedbilevel.data.drawings import SIDE, Drawings
+from fedbilevel.data.errors import DataError
+from fedbilevel.data.sources import SOURCES
+
+NAME = "omniglot"
+DRAWINGS, EDGE = 20, 105
+PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 659)}  # alphabets, characters
+MEAN, STD = SOURCES[NAME].mean[0], SOURCES[NAME].std[0]
+
+
+def read(progress: files.Progress | None = None) -> tuple[Drawings, Drawings]:
+    """The background set, 964 characters of 30 alphabets, and the evaluation set, 659 of 20: for training and testing.
+
+    Images are averaged over areas from 105×105 down to 28×28. From `images_background.zip` and `images_evaluation.zip`
+    below `$FEDBILEVEL_DATA/omniglot` or in the cache, else downloaded. A re-packed archive with the same paths inside
+    is accepted too: alphabets, characters and drawings are counted in any. The small images are kept in the cache under
+    the checksum of their archive, as decoding takes seconds.
+    """
+    background, evaluation = (_read(file.name, progress) for file in SOURCES[NAME].files)
+    return background, evaluation
+
+
+def _read(filename: str, progress: files.Progress | None) -> Drawings:
+    path = files.local(NAME, filename)
+    official = next(file for file in SOURCES[NAME].files if file.name == filename)
+    content = files.read_bytes(path) if path else files.read(NAME, official, progress)
+    where = str(path or files.folders(NAME)[-1] / filename)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            names = _names(archive, where, *PUBLISHED[filename])
+            images = _kept(archive, names, hashlib.sha256(content).hexdigest(), where)
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(
+            f"{where} is no zip archive, or a damaged one ({error}): delete it and fetch it again."
+        ) from error
+    alphabets, alphabet = np.unique([PurePosixPath(name).parts[1] for name in names[::DRAWINGS]], return_inverse=True)
+    return Drawings(images, alphabet.astype(np.int32), tuple(alphabets.tolist()))
+
+
+def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int) -> list[str]:
+    """The images by alphabet, character and drawing; their paths are SET/ALPHABET/CHARACTER/DRAWING.png."""
+    names = sorted(name for name in archive.namelist() if name.endswith(".png") and name.count("/") == 3)
+    counts = [len(list(drawings)) for _, drawings in groupby(names, key=lambda name: PurePosixPath(name).parent)]
+    found = len({PurePosixPath(name).parts[1] for name in names}), len(counts), {*counts}
+    if found != (alphabets, characters, {DRAWINGS}):
+        raise DataError(
+            f"{where} has {found[1]} characters of {found[0]} alphabets, with {sorted(found[2])} drawings each; "
+            f"expected {characters} of {alphabets}, with {DRAWINGS} each."
+        )
+    return names
+
+
+def _kept(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str) -> NDArray[np.uint8]:
+    """The small images, (characters, DRAWINGS, SIDE, SIDE): from the cache, else decoded and put there."""
+    cache = files.folders(NAME)[-1] / f"{checksum}-{SIDE}.npy"
+    shape = (len(names) // DRAWINGS, DRAWINGS, SIDE, SIDE)
+    if cache.is_file():
+        try:
+            images: NDArray[np.uint8] = np.load(cache, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{cache} cannot be read ({error}): delete it, and it is made again.") from error
+        if images.shape != shape or images.dtype != np.uint8:
+            raise DataError(f"{cache} has {images.dtype} of shape {images.shape}: delete it, and it is made again.")
+        return images
+    images = shrunk(np.stack([_ink(archive.read(name), f"{name} in {where}") for name in names])).reshape(shape)
+    _keep(cache, images)
+    return images
+
+
+def _keep(cache: Path, images: NDArray[np.uint8]) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with files.appearing(cache) as part, open(part, "xb") as out:
+            np.save(out, images, allow_pickle=False)
+    except OSError as error:
+        raise DataError(f"{cache} cannot be written ({error}): point XDG_CACHE_HOME to a folder that can.") from error
+
+
+def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
+    """(EDGE, EDGE): where a drawing is black."""
+    if importlib.util.find_spec("PIL") is None:
+        raise DataError('Decoding Omniglot needs Pillow, which is not installed: pip install "fedbilevel[cli]".')
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+            pixels: NDArray[Any] = np.asarray(image.convert("1"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{where} is no PNG image: {error}.") from error
+    if pixels.shape != (EDGE, EDGE):
+        raise DataError(f"{where} has {pixels.shape} pixels; expected {(EDGE, EDGE)}.")
+    return ~pixels
+
+
+def shrunk(ink: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """(n, EDGE, EDGE) → (n, SIDE, SIDE): 255 times the share of its area that is inked, to the nearest."""
+    unit = np.gcd(EDGE, SIDE)  # 105 and 28 small edges are both whole numbers of pieces of 1/4 pixel
+    pieces = np.arange(EDGE * SIDE // unit)
+    overlap = np.zeros((SIDE, EDGE), np.float32)
+    np.add.at(overlap, (pieces * unit // EDGE, pieces * unit // SIDE), 1)
+    small = overlap @ ink.astype(np.float32) @ overlap.T  # whole numbers up to 15², exact in float32
+    area = (EDGE // unit) ** 2
+    return ((510 * small.astype(np.int64) + area) // (2 * area)).astype(np.uint8)
