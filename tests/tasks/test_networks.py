@@ -11,11 +11,15 @@ from fedbilevel.tasks import networks
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 4, 1), (3, 8, 8, 6)])
-def test_convolve_is_the_convolution(shape):
+@pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 1), (1, 2), (5, 3)])
+def test_convolve_is_the_convolution(shape, size, stride):
     maps = jax.random.normal(jax.random.key(0), shape)
-    weight = jax.random.normal(jax.random.key(1), (3, 3, shape[-1], 7))
-    expected = lax.conv_general_dilated(maps, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    np.testing.assert_allclose(networks.convolve(maps, weight), expected, rtol=1e-12, atol=1e-12)
+    weight = jax.random.normal(jax.random.key(1), (size, size, shape[-1], 7))
+    edges = [(size // 2, size // 2)] * 2
+    expected = lax.conv_general_dilated(
+        maps, weight, (stride, stride), edges, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    np.testing.assert_allclose(networks.convolve(maps, weight, stride), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("side", [4, 5])
@@ -48,6 +52,7 @@ def test_shapes_and_accuracy(make, shape, hidden, pixels):
     prepared = network.prepare(images)
     logits = network.logits(x, y, jnp.asarray(prepared))
     assert logits.shape == (6, 10)
+    np.testing.assert_array_equal(logits, network.features(x, jnp.asarray(prepared)) @ y["weight"] + y["bias"])
     assert y["weight"].shape == (hidden[-1], 10)
     best = np.argmax(logits, axis=1)
     labels = np.where(np.arange(6) < 4, best, (best + 1) % 10)

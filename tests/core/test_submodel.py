@@ -1,0 +1,217 @@
+"""Submodels: cut and put against NumPy, what is held and what it weighs, clear refusals, and less work."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.submodel import WHOLE, Anatomy
+from fedbilevel.tasks import networks
+
+SIZES = {"a": 5, "b": 4, "c": 7}
+WORDS = ["_", "a", "b", "c", "2*a", "3*b", "1*c"]
+
+
+def entries(word, units, length):
+    """Along an axis of that word and length: which entries a submodel has, counted one by one."""
+    if word == "_":
+        return list(range(length))
+    count, _, group = word.rpartition("*")
+    return [run * SIZES[group] + unit for run in range(int(count or 1)) for unit in units[group]]
+
+
+def length_of(word, rng):
+    """As long as the word says; "_" anything from 1 to 3."""
+    count, _, group = word.rpartition("*")
+    return int(rng.integers(1, 4)) if word == "_" else int(count or 1) * SIZES[group]
+
+
+@pytest.fixture(params=range(4))
+def case(request):
+    """Random x and y of arrays with 0 to 3 axes, their structure, and some units of each group."""
+    rng = np.random.default_rng(request.param)
+
+    def part():
+        said = {f"{i}": " ".join(rng.choice(WORDS, size=i % 4)) for i in range(6)}
+        said["all"] = "a _ 3*b c"  # every group is somewhere
+        return {name: rng.normal(size=[length_of(w, rng) for w in words.split()]) for name, words in said.items()}, said
+
+    (x, x_words), (y, y_words) = part(), part()
+    units = {g: np.sort(rng.choice(n, size=rng.integers(1, n), replace=False)) for g, n in SIZES.items()}
+    return fb.Structure(x_words, y_words), x, y, units
+
+
+def grid(leaf, words, units):
+    """The submodel's part of an array, as an index into it."""
+    pairs = zip(words.split(), np.shape(leaf), strict=True)
+    return np.ix_(*(entries(word, units, length) for word, length in pairs))
+
+
+def on_jax(units):
+    return {group: jnp.asarray(chosen) for group, chosen in units.items()}
+
+
+def test_cut_put_and_held_are_numpys(case):
+    """put ∘ cut is the mask, cut ∘ put the identity; of a prefix tree each part is cut after its own kind."""
+    structure, x, y, units = case
+    anatomy, chosen = Anatomy.of(structure, x, y), on_jax(units)
+    assert dict(anatomy.sizes) == SIZES
+    kinds, tree = ["x", {"like y": "y", "rest": WHOLE}], [x, {"like y": y, "rest": np.arange(3.0)}]
+
+    @jax.jit
+    def there_and_back(tree, chosen):
+        cut = anatomy.cut(kinds, tree, chosen)
+        put = anatomy.put(kinds, cut, chosen)
+        return cut, put, anatomy.held(kinds, tree, chosen, jnp.asarray(0.25)), anatomy.cut(kinds, put, chosen)
+
+    cut, put, held, again = there_and_back(tree, chosen)
+    both = [(x, structure.x, cut[0], put[0], held[0])]
+    both.append((y, structure.y, cut[1]["like y"], put[1]["like y"], held[1]["like y"]))
+    for full, words, small, back, amount in both:
+        for name, leaf in full.items():
+            at = grid(leaf, words[name], units)
+            mask = np.zeros(np.shape(leaf))
+            mask[at] = 1
+            np.testing.assert_array_equal(small[name], leaf[at])
+            np.testing.assert_array_equal(back[name], leaf * mask)
+            np.testing.assert_array_equal(amount[name], 0.25 * mask)
+    jax.tree.map(np.testing.assert_array_equal, again, cut)
+    for found, expected in ((cut, np.arange(3.0)), (put, np.arange(3.0)), (held, np.full(3, 0.25))):
+        np.testing.assert_array_equal(found[1]["rest"], expected)
+
+
+def test_importance_is_what_leaves_with_a_unit(case):
+    """Σ of squares of all entries that only exist with the unit: those that a submodel of all others lacks."""
+    structure, x, y, _ = case
+    found = jax.jit(Anatomy.of(structure, x, y).importance)(x, y)
+    for group, size in SIZES.items():
+        for unit in range(size):
+            lost = 0.0
+            for tree, said in ((x, structure.x), (y, structure.y)):
+                for name, leaf in tree.items():
+                    for place, word in enumerate(said[name].split()):
+                        if word.rpartition("*")[2] == group:
+                            of_unit = entries(word, {group: [unit]}, leaf.shape[place])
+                            lost += np.sum(np.take(leaf, of_unit, axis=place) ** 2)
+            np.testing.assert_allclose(found[group][unit], lost, rtol=1e-13)
+
+
+def test_many_clients_of_one_capacity_at_once():
+    """`vmap` over units gives each client's own arrays, there and back."""
+    tree = {"weight": np.arange(24.0).reshape(6, 4), "bias": np.arange(4.0)}
+    structure = fb.Structure({"weight": "2*in out", "bias": "out"})
+    anatomy = Anatomy.of(structure, tree, None)
+    units = {"in": jnp.array([[0, 1], [0, 2], [1, 2]]), "out": jnp.array([[0], [3], [1]])}
+    cut = jax.vmap(lambda chosen: anatomy.cut("x", tree, chosen))(units)
+    put = jax.vmap(lambda part, chosen: anatomy.put("x", part, chosen))(cut, units)
+    for i in range(3):
+        rows = [*units["in"][i], *(units["in"][i] + 3)]
+        at = np.ix_([int(row) for row in rows], [int(units["out"][i, 0])])
+        np.testing.assert_array_equal(cut["weight"][i], tree["weight"][at])
+        assert float(jnp.sum(put["weight"][i])) == tree["weight"][at].sum()
+        np.testing.assert_array_equal(put["weight"][i][at], tree["weight"][at])
+
+
+def test_kept_is_rounded_to_the_nearest():
+    anatomy = Anatomy.of(fb.Structure({"w": "five eight"}), {"w": np.zeros((5, 8))}, None)
+    assert anatomy.kept(1.0) == {"eight": 8, "five": 5}
+    assert anatomy.kept(0.5) == {"eight": 4, "five": 3}  # of 2.5
+    assert anatomy.kept(0.25) == {"eight": 2, "five": 1}  # of 1.25
+    assert anatomy.kept(0.1) == {"eight": 1, "five": 1}  # of 0.8 and of 0.5
+    with pytest.raises(fb.ConfigurationError, match=r"0\.09 leaves group 'five' with none of its 5 .* at least 0\.1"):
+        anatomy.kept(0.09)
+
+
+@pytest.mark.parametrize(
+    ("pruned", "left"), [("both", {"in": 3, "own": 2, "shared": 4}), ("x", {"in": 3}), ("y", {"own": 2})]
+)
+def test_a_group_of_x_and_y_is_pruned_with_both_alone(pruned, left):
+    x, y = {"w": np.ones((3, 4))}, {"w": np.ones((4, 2))}
+    anatomy = Anatomy.of(fb.Structure({"w": "in shared"}, {"w": "shared own"}), x, y, pruned)
+    assert dict(anatomy.sizes) == left
+    cut = anatomy.cut("x", x, {group: jnp.arange(1) for group in left})
+    assert cut["w"].shape == (1 if "in" in left else 3, 1 if "shared" in left else 4)
+
+
+def test_without_words_nothing_is_cut():
+    x, y = [np.ones((2, 3)), 1.0], {"w": np.ones(4)}
+    anatomy = Anatomy.of(fb.Structure(y={"w": "units"}), x, y)
+    assert dict(anatomy.sizes) == {"units": 4}
+    np.testing.assert_array_equal(anatomy.cut("x", x, {"units": jnp.arange(2)})[0], x[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"w": "_ h"}, r"no tree like x: it lacks \[\"\['b'\]\"\] and has \[\]"),
+        ({"w": "_ h", "b": "h", "c": "_"}, r"no tree like x: it lacks \[\] and has \[\"\['c'\]\"\]"),
+        (["_ h", "h"], "no tree like x"),
+        ({"w": "_", "b": "h"}, r"Structure.x\['w'\] = '_' .* of 2 words, one for each axis of \(6, 4\)"),
+        ({"w": "_ h h", "b": "h"}, r"Structure.x\['w'\] .* of 2 words"),
+        ({"w": "h _", "b": "h"}, r"Structure.x\['w'\], axis 0: 6 units of group 'h', but Structure.x\['b'\] has 4"),
+        ({"w": "4*h _", "b": "_"}, r"Structure.x\['w'\], axis 0 = '4\*h _' .* a factor that divides the axis's 6 entr"),
+        ({"w": "0*h _", "b": "_"}, r"Structure.x\['w'\] .* names with a factor"),
+        ({"w": "*h _", "b": "_"}, "names with a factor"),
+        ({"w": "h*2 _", "b": "_"}, "names with a factor"),
+        ({"w": "2*_ h", "b": "1.5*h"}, "names with a factor"),
+        ({"w": "a-b h", "b": "h"}, "names with a factor"),
+        ({"w": 2, "b": "h"}, r"Structure.x\['w'\] = 2 .* a string with one word per axis"),
+    ],
+)
+def test_a_structure_that_does_not_fit(words, message):
+    with pytest.raises(fb.ConfigurationError, match=message):
+        Anatomy.of(fb.Structure(words), {"w": np.zeros((6, 4)), "b": np.zeros(4)}, None)
+
+
+def test_sizes_agree_between_x_and_y():
+    with pytest.raises(fb.ConfigurationError, match=r"Structure.y\['w'\], axis 0: 4 units .* Structure.x\['w'\] has 3"):
+        Anatomy.of(fb.Structure({"w": "h"}, {"w": "h"}), {"w": np.zeros(3)}, {"w": np.zeros(4)})
+
+
+def losses(network):
+    """Cross-entropy as a function of (x, y) alone, and with its gradients."""
+    images = jnp.asarray(network.prepare(np.random.default_rng(0).normal(size=(64, 4, 4))))
+    labels = jnp.arange(64) % 4
+    return jax.value_and_grad(lambda pair: networks.cross_entropy(network.logits(*pair, images), labels))
+
+
+@pytest.mark.parametrize("make", [networks.mlp, networks.cnn])
+def test_a_cut_network_is_the_whole_one_with_its_other_units_at_zero(make):
+    """Without a normalisation: a unit all of whose weights are 0 gives 0 to the next layer. Gradients agree too."""
+    network = make((4, 4), (6, 8, 7), 4)
+    x, y = jax.tree.map(lambda leaf: leaf + 0.1, jax.jit(network.init)(jax.random.key(1)))  # biases that are not 0
+    anatomy, rng = Anatomy.of(network.structure, x, y), np.random.default_rng(2)
+    units = {g: jnp.sort(jnp.asarray(rng.permutation(n)[: n // 2])) for g, n in anatomy.sizes.items()}
+    kinds, loss = ("x", "y"), losses(network)
+
+    @jax.jit
+    def both(pair, units):
+        small = anatomy.cut(kinds, pair, units)
+        value, of_whole = loss(anatomy.put(kinds, small, units))
+        return loss(small), (value, anatomy.cut(kinds, of_whole, units))
+
+    jax.tree.map(lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-12), *both((x, y), units))
+
+
+def test_work_falls_with_the_square_of_the_capacity():
+    """Of n images, a layer of h×h costs 6nh² for a value and its gradient, and falls by c²; inputs and outputs, by c.
+
+    Here h = 512, and (16 + 4)/512 = 4 % of the work is at the edges: of the whole it costs at most c² + 0.04c, and
+    element by element (ReLU, biases, softmax) less than another per cent.
+    """
+    network = networks.mlp((4, 4), (512, 512), 4)
+    whole = jax.eval_shape(network.init, jax.random.key(0))
+    anatomy, loss = Anatomy.of(network.structure, *whole), losses(network)
+
+    def flops(capacity):
+        units = {group: jnp.arange(count) for group, count in anatomy.kept(capacity).items()}
+        small = jax.eval_shape(lambda pair: anatomy.cut(("x", "y"), pair, units), whole)
+        return jax.jit(loss).lower(small).compile().cost_analysis()["flops"]
+
+    total = flops(1.0)
+    assert total > 6 * 64 * 512**2 * 0.95
+    for capacity in (1 / 2, 1 / 4, 1 / 8):
+        share = flops(capacity) / total
+        print(f"capacity {capacity:g}: {share:.4f} of the whole's work")
+        assert capacity**2 * 0.95 < share <= capacity**2 + 0.04 * capacity + 0.01

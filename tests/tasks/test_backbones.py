@@ -1,0 +1,131 @@
+"""Are Conv-4 and the ResNets what their papers say: shapes, sizes, the normalisation, the convolutions' strides?"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.tasks import hyper_representation
+from fedbilevel.tasks.backbones import BACKBONES, EPSILON, apply, conv4, normed, pool, residual, resnet12, resnet18
+from fedbilevel.tasks.networks import convolve
+
+
+def parameters(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def resnet18_parameters(channels, classes):
+    """Counted by hand: 9 weights for each pair of channels, 1 in the three shortcuts, 2 per normalised channel.
+
+    64·3·9 + (64²·4 + 64·128 + 128²·3 + 128·256 + 256²·3 + 256·512 + 512²·3)·9 + (64·128 + 128·256 + 256·512)
+    + 2·(64·5 + 5·(128 + 256 + 512)) + 512·classes + classes.
+    """
+    w = (64, 128, 256, 512)
+    steps = sum(a * b for a, b in itertools.pairwise(w))
+    convolutions = 9 * (64 * channels + 4 * w[0] ** 2 + steps + 3 * sum(v**2 for v in w[1:])) + steps
+    return convolutions + 2 * 5 * sum(w) + 512 * classes + classes
+
+
+def test_the_sizes_of_the_papers():
+    """ResNet-18 for CIFAR-10 is known for 11,173,962 parameters, Conv-4's body for 64·9·(c + 3·64) and 8·64 more.
+
+    ResNet-12's body: with blocks a → b, 9(ab + 2b²) + ab weights and 4·2b gains and biases.
+    """
+    of = lambda make, shape, hidden: jax.eval_shape(make(shape, hidden, 10).init, jax.random.key(0))  # noqa: E731
+    x, y = of(resnet18, (32, 32, 3), (64, 128, 256, 512))
+    assert parameters((x, y)) == resnet18_parameters(3, 10) == 11_173_962
+    x, y = of(conv4, (28, 28), (64,))
+    assert parameters(x) == 64 * 9 * (1 + 3 * 64) + 8 * 64
+    assert y["weight"].shape == (64, 10)  # 28, 14, 7, 3, 1
+    assert of(conv4, (84, 84, 3), (64,))[1]["weight"].shape == (1600, 10)  # 84, 42, 21, 10, 5
+    x, y = of(resnet12, (84, 84, 3), (64, 160, 320, 640))
+    widths = (3, 64, 160, 320, 640)
+    pairs = list(itertools.pairwise(widths))
+    assert parameters(x) == sum(9 * (a * b + 2 * b * b) + a * b + 8 * b for a, b in pairs) == 12_424_320
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_features_are_under_the_head(name):
+    """Images with and without an axis of channels, in float32 where they and the weights are."""
+    network = BACKBONES[name]((12, 9), (2, 2, 4, 3), 5)
+    x, y = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), jax.jit(network.init)(jax.random.key(0)))
+    images = np.random.default_rng(0).normal(size=(3, 12, 9)).astype(np.float32)
+    assert network.prepare(images).shape == (3, 12, 9, 1)
+    both = jax.jit(lambda given: (network.features(x, given), network.logits(x, y, given)))
+    features, logits = both(images)
+    assert features.shape == (3, 3)  # sides 12 and 9 end at 1
+    assert features.dtype == logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, features @ y["weight"] + y["bias"], rtol=1e-5, atol=1e-6)
+    others = images.copy()
+    others[[0, 2]] *= -2
+    same = np.all(np.asarray(both(others)[0]) == features, axis=1)
+    assert same.tolist() == [False, True, False]  # an image's features depend on no other image
+    assert jax.eval_shape(network.features, x, network.prepare(images)) == jax.eval_shape(network.features, x, images)
+
+
+def test_the_normalisation_is_of_an_image():
+    """Mean 0 and variance 1 over all of an image's maps, before gain and bias, but for ε."""
+    layer, maps = normed(jax.random.key(0), 3, 2, 4), jax.random.normal(jax.random.key(1), (3, 6, 5, 2))
+    raw = np.asarray(convolve(maps, layer["weight"]))
+    given = {**layer, "gain": jnp.arange(1.0, 5.0), "bias": jnp.arange(4.0)}
+    found = apply(given, maps)
+    for image in range(3):
+        normal = (raw[image] - raw[image].mean()) / np.sqrt(raw[image].var() + EPSILON)
+        np.testing.assert_allclose(found[image], normal * np.arange(1, 5) + np.arange(4), rtol=1e-11, atol=1e-12)
+
+
+def test_pool_drops_an_odd_edge_and_keeps_a_single_one():
+    maps = jnp.arange(2 * 5 * 3.0).reshape(2, 5, 3, 1)
+    np.testing.assert_array_equal(pool(maps)[0, :, :, 0], [[4], [10]])  # rows 0–3 and columns 0–1 of [[0, 1, 2], …]
+    np.testing.assert_array_equal(pool(maps[:, :1])[0, :, :, 0], [[1]])
+    assert pool(maps[:, :1, :1]).shape == (2, 1, 1, 1)
+
+
+@pytest.mark.parametrize("shortcut", [True, False])
+def test_a_residual_block_adds_its_shortcut(shortcut):
+    """With a last layer that gives 0 what is left is ReLU of the shortcut, at every second position with stride 2."""
+    layers = [normed(jax.random.key(i), 3, 2 if i == 0 else 4, 4) for i in range(2)]
+    layers[1] = {**layers[1], "gain": jnp.zeros(4)}
+    maps = jax.random.normal(jax.random.key(5), (3, 6, 6, 2))
+    if shortcut:
+        across = normed(jax.random.key(3), 1, 2, 4)
+        found, added = (
+            residual({"layers": layers, "shortcut": across}, maps, stride=2),
+            apply(across, maps[:, ::2, ::2]),
+        )
+    else:
+        layers[0] = normed(jax.random.key(0), 3, 4, 4)
+        maps = jnp.concatenate([maps, -maps], axis=-1)
+        found, added = residual({"layers": layers}, maps), maps
+    np.testing.assert_allclose(found, np.maximum(added, 0), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "words"),
+    [("conv4", (3, 4), "one positive width or four"), ("conv4", (), "one positive width or four")]
+    + [(name, hidden, f"four positive widths for {name}") for name in ("resnet12", "resnet18") for hidden in ((8,), ())]
+    + [("resnet18", (8, 8, 0, 8), "four positive widths")],
+)
+def test_wrong_widths(name, hidden, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        BACKBONES[name]((8, 8), hidden, 10)
+
+
+def test_a_task_takes_them_by_name():
+    task = hyper_representation(network="resnet18", hidden=(2, 2, 2, 2), clients=2)
+    assert len(task.x0["blocks"]) == 8
+    with pytest.raises(fb.ConfigurationError, match="conv4"):
+        hyper_representation(network="conv5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["conv4", "resnet12", "resnet18"])
+def test_a_backbone_learns_the_digits(network):
+    """From chance (10 %) to above 80 % in 60 exchanges."""
+    task = hyper_representation(network=network, hidden=(8, 8, 16, 16), clients=4)
+    algorithm = fb.SimFBO(local_steps=5, batch_size=32, client_lr=0.1, server_lr=0.1, radius=10.0)
+    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=60, metrics=task.metrics)
+    assert result.history["test_accuracy"][-1] > 0.8
