@@ -74,6 +74,20 @@ def flops_of_calls(
     return costs
 
 
+def known_flops(
+    algorithm: Any, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
+) -> dict[book.Call, int] | None:
+    """`flops_of_calls` where all of them are known; else, and of clients whose samples are not here, None."""
+    if not isinstance(clients, Clients):
+        return None
+    try:
+        costs = flops_of_calls(algorithm, problem, clients, x, y, cut)
+    except jax.errors.JAXTypeError:  # it branches on values: for the engine that plays round by round, uncompiled
+        return None
+    known = {call: cost for call, cost in costs.items() if cost is not None}
+    return known if len(known) == len(costs) else None
+
+
 class Counter(Recorder):
     """A `Fed` for tracing that enters what exchanges cost in a table."""
 

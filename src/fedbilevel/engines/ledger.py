@@ -1,11 +1,12 @@
 """What a run has cost so far, in exact integers on the host."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
-from fedbilevel.engines.book import PART, Book
+from fedbilevel.engines.book import PART, Book, Call
 from fedbilevel.engines.clock import TICK
 
 
@@ -14,10 +15,12 @@ class Ledger:
     """Totals since round 0; resuming continues them.
 
     An exchange is one message down to the cohort and one reply up. Bytes are those of the arrays, down to all who were
-    asked, up from those whose replies counted; gradients and products count batch evaluations, summed over clients.
+    asked, up from those whose replies counted; gradients and products count batch evaluations, summed over clients,
+    one of a head as much as one of a whole network. Flops are the floating-point operations (see flops.count) that
+    those spent whose replies counted; None where they are not known.
     """
 
-    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "time")
+    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "flops", "time")
 
     rounds: int = 0
     exchanges: int = 0
@@ -30,9 +33,10 @@ class Ledger:
     epsilon: float = 0.0  # the most that a client says to have spent of its differential privacy, at `delta`
     delta: float = 0.0
     ticks: int = 0  # that exchanges took, by the engine's clock
+    flops: int | None = None  # 0 where a count begins
 
-    def add(self, book: Book, rounds: int) -> None:
-        """Add a book whose leaves are (rounds,) arrays or scalars."""
+    def add(self, book: Book, rounds: int, costs: Mapping[Call, int | None] | None = None) -> None:
+        """Add a book whose leaves are (rounds,) arrays or scalars; `costs`: what a client's answer costs, in flops."""
         self.rounds += rounds
         for (phase, down, up), calls in book.calls.items():
             count, asked, answered = (_total(number) for number in calls)
@@ -40,6 +44,8 @@ class Ledger:
             self.bytes_down += asked * down
             self.bytes_up += answered * up
             self.replies += answered
+            cost = (costs or {}).get((phase, down, up))
+            self.flops = None if self.flops is None or cost is None else self.flops + answered * cost
             if count:
                 self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
         if book.privacy is not None:
@@ -48,6 +54,11 @@ class Ledger:
         self.products += _total(book.products)
         whole, rest = np.asarray(book.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
         self.ticks += int(whole) * PART + int(rest)
+
+    def columns(self) -> dict[str, float | int]:
+        """Of a row of the history; what is not known is left out."""
+        values = {name: getattr(self, name) for name in self.COLUMNS}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def time(self) -> float:

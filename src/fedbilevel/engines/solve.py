@@ -38,9 +38,11 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import hosts
+from fedbilevel.engines.book import Call
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Carry, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Metric
+from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.leaving import LostProcess
 from fedbilevel.engines.ledger import Ledger
@@ -145,6 +147,8 @@ def solve(
     loop = Loop(
         plan, Evaluation(metrics or {}, x_fixed, y_fixed), callbacks, algorithm, here=isinstance(clients, Clients)
     )
+    loop.costs = known_flops(algorithm, problem, clients, x, y)
+    loop.ledger.flops = None if loop.costs is None else 0
     if resume:
         carry = loop.restore(carry)
     run = chosen.start(algorithm, problem, clients, cohort, key, carry)
@@ -190,6 +194,7 @@ class Loop:
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
     warned: bool = False
     here: bool = True  # whether the carry has the clients' own states
+    costs: Mapping[Call, int] | None = None  # of a client's answer, in floating-point operations, where it is known
 
     def play(self, run: Run, carry: Carry) -> Result:
         result, reason, stop = self.result(run, carry), "", False
@@ -226,7 +231,7 @@ class Loop:
         self.listen(local(carry.state), int(carry.round) - done)
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
-        self.ledger.add(book, done)
+        self.ledger.add(book, done, self.costs)
         for (_, name), (total, weight) in book.metrics.items():
             means = np.asarray(total, float) / np.asarray(weight, float)
             self.losses.setdefault(name, []).extend(means.tolist())
@@ -263,8 +268,7 @@ class Loop:
 
     def add_row(self, result: Result) -> Row:
         """Evaluate and append to the history. Means are of exactly rounded sums: no partition of rounds shows."""
-        costs = {name: getattr(self.ledger, name) for name in Ledger.COLUMNS}
-        row: Row = {"round": result.round, **costs, "seconds": self.seconds}
+        row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds}
         for name, values in self.losses.items():
             row[name] = math.fsum(values) / len(values)
         if hasattr(self.algorithm, "columns"):
