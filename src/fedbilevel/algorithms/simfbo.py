@@ -31,6 +31,7 @@ Departures from the paper:
    that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
 3. The server's step is an optax transformation of q, scaled by γ; the paper's is the default, plain descent.
 4. The paper waits for its cohort; `first` does not.
+5. Clients of limited capacity step on submodels; every entry of q is then the mean over those who hold it.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_simfbo_async.py, test_own_x.py and
 tests/engines/test_agreement.py.
@@ -47,13 +48,17 @@ from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.algorithms.local_directions import LocalDirections, descend
 from fedbilevel.algorithms.memory import FirstAnswers, Kept, Memory
 from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
+from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import config, positive, static, steps
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import WHOLE
 from fedbilevel.core.tree import XYV, PyTree
+
+LIKE = XYV("x", "y", "y")
 
 
 class State(NamedTuple):
@@ -80,10 +85,10 @@ class ClientState(NamedTuple):
 
 
 @config
-class SingleLoop(LocalDirections, FirstAnswers):
+class SingleLoop(Submodels, LocalDirections, FirstAnswers):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
-    Args: those of `LocalDirections`, where `client_lr` is η, those of `FirstAnswers`, and
+    Args: those of `LocalDirections`, where `client_lr` is η, those of `FirstAnswers`, those of `Submodels`, and
         server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
         coefficients: a_k, which make the local steps plain, momentum or proximal ones.
@@ -125,7 +130,7 @@ class SingleLoop(LocalDirections, FirstAnswers):
         """What of x, y, v goes to and fro."""
         return iterate._replace(x=None) if self.own_x else iterate
 
-    @phase
+    @phase(takes=LIKE, gives=LIKE)
     def local_updates(self, client: Client, message: PyTree, key: Array) -> Reply:
         """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
         start, number = self.opened(message)
@@ -217,7 +222,7 @@ class ShroFBO(SingleLoop):
     def answer(self, x: PyTree, y: PyTree) -> PyTree:
         return super().answer(x, y), jnp.zeros(()), jnp.zeros(())
 
-    @phase
+    @phase(takes=LIKE, gives=(LIKE, WHOLE, WHOLE))
     def normalised_updates(self, client: Client, message: PyTree, key: Array) -> Reply:
         """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights."""
         start, number = self.opened(message)

@@ -26,6 +26,7 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.local_descent import Gradient, corrected_drift, local_descent
+from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
@@ -36,10 +37,10 @@ from fedbilevel.core.tree import XY, PyTree, move
 
 
 @config
-class LocalDescent:
+class LocalDescent(Submodels):
     """What the two share: the fields and the start.
 
-    Args:
+    Args: those of `Submodels`, and
         local_steps: τ_i, where the population does not give each client its own.
         outer_lr: α; a client's step is α/τ_i.
         batch_size: samples per draw; None takes all samples.
@@ -52,6 +53,7 @@ class LocalDescent:
     batch_size: int | None = static(32)
 
     def validate(self) -> None:
+        super().validate()
         name = type(self).__name__
         require_count(f"{name}.local_steps", self.local_steps)
         require_count(f"{name}.batch_size", self.batch_size, optional=True)
@@ -83,14 +85,14 @@ class FedLin(LocalDescent):
     Cost per local step: two gradients of f.
     """
 
-    @phase
+    @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
         """∇f_i, to be averaged into q."""
         batch = client.outer_batch(key, self.batch_size)
         loss, gradient = jax.value_and_grad(client.problem.outer)(x, None, batch)
         return Reply(gradient, metrics={"outer_loss": loss}, gradients=1)
 
-    @phase
+    @phase(takes=("x", "x"), gives="x")
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """τ_i corrected steps on x, less what all have in common."""
         x, q = at
@@ -119,7 +121,7 @@ class FedAvg(LocalDescent):
     Cost per local step: a gradient of f.
     """
 
-    @phase
+    @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
         """τ_i plain steps on x."""
         tau = client.local_steps(self.local_steps)

@@ -13,7 +13,7 @@ covered      the units in segments of as many as a client holds, dealt out to th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,9 @@ from jax import Array
 
 from fedbilevel.core.config import config, static
 from fedbilevel.core.errors import require, require_count, unknown
-from fedbilevel.core.submodel import Anatomy, Pruned, Units
+from fedbilevel.core.submodel import Anatomy, Holder, Pruned, Units
 
 Policy = Literal["importance", "static", "rolling", "random", "covered"]
-
-
-class Holder(NamedTuple):
-    """Who asks for units, and when."""
-
-    round: Array | int
-    key: Array  # of the run
-    id: Array | int  # of the client
-    rank: Array | int  # its number among the clients of its capacity
-    peers: int  # how many these are
 
 
 @config

@@ -22,7 +22,8 @@ with_own(state, clients) -> state     the server's state with what clients keep 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, overload
 
 from jax import Array
 
@@ -33,6 +34,7 @@ from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.tree import PyTree
 
 T = TypeVar("T", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 CLASSES: list[type] = []
 """Every algorithm class that was defined, for errors that say which one would do."""
 
@@ -54,6 +56,14 @@ def algorithm(cls: T) -> T:
     made.phases = frozenset(name for name in dir(made) if hasattr(getattr(made, name), "__phase__"))
     CLASSES.append(made)
     return made
+
+
+@overload
+def phase(function: F) -> F: ...
+
+
+@overload
+def phase(*, takes: PyTree, gives: PyTree) -> Callable[[F], F]: ...
 
 
 def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -> Any:

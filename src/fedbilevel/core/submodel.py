@@ -43,6 +43,16 @@ class Structure:
     y: PyTree = None
 
 
+class Holder(NamedTuple):
+    """Which client asks for units, and when."""
+
+    round: Array | int
+    key: Array  # of the run
+    id: Array | int
+    rank: Array | int  # its number among the clients of its capacity
+    peers: int  # how many these are
+
+
 class Axis(NamedTuple):
     """What one axis of an array runs over: `times` runs of all units of `group`; no group: never cut."""
 

@@ -63,17 +63,27 @@ def stack(books: Sequence[Book]) -> Book:
 
 
 def entry(
-    phase: str, message: PyTree, sums: "Sums", asked: int | Array, ticks: int | Array = 0, age: Array | None = None
+    phase: str,
+    message: PyTree,
+    sums: "Sums",
+    asked: int | Array,
+    ticks: int | Array = 0,
+    age: Array | None = None,
+    *,
+    update: PyTree = None,
+    exchanges: int = 1,
 ) -> Book:
     """The book of one exchange, in which so many clients were asked, and which took so many ticks of the clock.
 
     `age`: of one that was asked by `first`, Σ p_i·(exchanges since its client was asked), for the metric `staleness`.
+    `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part of one, with
+    clients whose messages have other sizes.
     """
-    count = Count(jnp.ones((), jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
+    count = Count(jnp.asarray(exchanges, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
     metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
     if age is not None:
         metrics[phase, "staleness"] = age, sums.weight
-    call = (phase, nbytes(message), nbytes(sums.update))
+    call = (phase, nbytes(message), nbytes(sums.update if update is None else update))
     return Book({call: count}, sums.gradients, sums.products, metrics, in_parts(ticks))
 
 
@@ -91,6 +101,7 @@ class Sums(NamedTuple):
     responders: Array
     gradients: Array
     products: Array
+    held: PyTree = None  # of submodels: Σ p_i over those who hold an entry, shaped like the update
 
 
 def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
@@ -113,8 +124,16 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
 def normalise(sums: Sums, population: float, unbiased: bool) -> PyTree:
     """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who answered.
 
-    `population`: M; where some are never there, how many are, over the sum of their p_i.
+    `population`: M; where some are never there, how many are, over the sum of their p_i. Of submodels each entry has
+    the sums of those alone who hold it, and 0 where nobody does; the second mean is then (M/P) Σ p_i times the first.
     """
+    if sums.held is not None:
+        share = population / sums.responders * sums.weight if unbiased else jnp.ones(())
+
+        def mean(leaf: Array, held: Array) -> Array:
+            return leaf / jnp.where(held > 0, held, 1) * share.astype(leaf.dtype)
+
+        return jax.tree.map(mean, sums.update, sums.held)
     if unbiased:
         return jax.tree.map(lambda leaf: leaf * (population / sums.responders.astype(leaf.dtype)), sums.update)
     return jax.tree.map(lambda leaf: leaf / sums.weight.astype(leaf.dtype), sums.update)

@@ -31,6 +31,8 @@ from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Mem
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.shares import Shares
 from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, local, replicate
+from fedbilevel.engines.submodel_fed import SubmodelFed, chunk_of
+from fedbilevel.engines.submodels import Cutting, Submodels
 
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
 
@@ -91,12 +93,16 @@ class Local:
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
             inner_longest=int(clients.inner.size.max()),
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
+            distinct=clients.distinct,
+            worked=clients.local_steps is not None,
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,
             clock=self.clock,
             there=population_there(self.clock, clients),
             shares=shares,
+            cutting=Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y),
         )
+        require(not (shares and layout.cutting), "Clients.capacity", "given", "None with several processes")
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
         together = not is_asynchronous(algorithm) or not (stream or shares)
         how = "streamed samples" if stream else "several processes"
@@ -208,7 +214,9 @@ class LocalRun:
         """One round, its book, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.cohort(keys, inputs)
-        if self.asynchronous:  # everyone, in order: what clients keep is not moved about
+        if self.layout.cutting:  # whose clients keep nothing
+            underway = Underway(None, carry.now, None)
+        elif self.asynchronous:  # everyone, in order: what clients keep is not moved about
             pad = partial(padded, extra=members.id.shape[0] - len(self.clients))
             underway = Underway(pad(carry.clients), carry.now, with_tables(carry.desk, pad))
         else:
@@ -217,12 +225,16 @@ class LocalRun:
         algorithm = at(inputs.algorithm, carry.round)
 
         def play(
-            members: Members, underway: Underway, algorithm: Any, state: Any, keys: RoundKeys, inputs: Inputs
+            members: Any, underway: Underway, algorithm: Any, state: Any, now: tuple[Array, RoundKeys], inputs: Inputs
         ) -> Any:
-            draw = partial(self.fresh, keys, inputs)
-            fed = LocalFed(self.layout, algorithm, inputs.data, inputs.pace, members, underway, draw)
+            round, keys = now
+            given = self.layout, algorithm, inputs.data, inputs.pace, members, underway
+            fed = LocalFed(*given, partial(self.fresh, keys, inputs))
+            if self.layout.cutting:
+                held = Submodels(self.layout.cutting, algorithm, inputs.key, round, state.x, state.y)
+                fed = SubmodelFed(*given, partial(self.fresh, keys, inputs), held)
             state = algorithm.round(fed, state, keys.algorithm)
-            return state, fed.underway, fed.book
+            return state, fed.underway, fed.told()
 
         if self.mesh:
             spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
@@ -239,7 +251,7 @@ class LocalRun:
                 out_specs=(same, underway_is, same),
                 check_vma=False,
             )
-        state, underway, book = play(members, underway, algorithm, carry.state, keys, inputs)
+        state, underway, book = play(members, underway, algorithm, carry.state, (carry.round, keys), inputs)
         # the places that pad the cohort are dropped here
         if self.asynchronous:
             cut = partial(jax.tree.map, lambda leaf: leaf[: len(self.clients)])
@@ -256,12 +268,19 @@ class LocalRun:
         *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members
-        share = members.id.shape[0] // self.mesh.size
-        first = lax.axis_index(self.layout.axis) * share
-        return jax.tree.map(lambda column: lax.dynamic_slice_in_dim(column, first, share), members)
+        devices, mine = self.mesh.size, lax.axis_index(self.layout.axis)
 
-    def cohort(self, keys: RoundKeys, inputs: Inputs, place: Array | int = 0) -> tuple[Array, Any, Members]:
-        """The ids of a cohort, the places of these among its members, and those, padded and sorted by work."""
+        def of_this_device(column: Array) -> Array:
+            share = column.shape[0] // devices
+            return lax.dynamic_slice_in_dim(column, mine * share, share)
+
+        return jax.tree.map(of_this_device, members)
+
+    def cohort(self, keys: RoundKeys, inputs: Inputs, place: Array | int = 0) -> tuple[Array, Any, Any]:
+        """The ids of a cohort, the places of these among its members, and those, padded and sorted by work.
+
+        Where clients hold submodels, there are members of each class of capacity.
+        """
         size = self.layout.cohort
         if inputs.ids is None:
             ids = draw_cohort(keys.cohort, self.layout.population, size)
@@ -278,12 +297,25 @@ class LocalRun:
             where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))
             members = jax.tree.map(lambda column: column[member], members)
             return ids, where, members._replace(counts=members.counts * taken)
-        places = self.layout.chunk * (self.mesh.size if self.mesh else 1)
-        extra = -size % places
-        if extra:
-            members = padded(members, extra)
-            members = members._replace(counts=members.counts.at[size:].set(0))
-        return ids, slice(size), members
+        if cutting := self.layout.cutting:
+            return ids, slice(size), tuple(self.of_class(members, number) for number in range(len(cutting.peers)))
+        return ids, slice(size), self.in_chunks(members, self.layout.chunk)
+
+    def of_class(self, members: Members, number: int) -> Members:
+        """Places for as many of a cohort as that class of capacity may have there, and those who are, first."""
+        assert self.layout.cutting is not None
+        places = min(self.layout.cohort, self.layout.cutting.peers[number])
+        order = jnp.argsort(members.number != number, stable=True)[:places]
+        members = jax.tree.map(lambda column: column[order], members)
+        members = members._replace(counts=members.counts * (members.number == number))
+        return self.in_chunks(members, chunk_of(self.layout, number))
+
+    def in_chunks(self, members: Members, chunk: int) -> Members:
+        """Members and places that count for nothing, chunks of the same number for each device."""
+        size = members.id.shape[0]
+        extra = -size % (chunk * (self.mesh.size if self.mesh else 1))
+        members = padded(members, extra)
+        return members._replace(counts=members.counts.at[size:].set(0)) if extra else members
 
     def explain(self, carry: Carry, finite: np.ndarray, metrics: list[tuple[str, str]]) -> None:
         """Play the failing round again, client by client, and raise what it finds."""
@@ -296,7 +328,8 @@ class LocalRun:
         if carry.desk is not None:  # what clients kept is gone with the round; their answers are still on the desk
             bad += "".join(f"; {name}" for name in nonfinite_answers(carry.desk))
         else:
-            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, self.layout.clock)
+            clock, cutting = self.layout.clock, self.layout.cutting
+            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, cutting)
             replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
         raise NonFiniteError(f"round {round}, {bad} is not finite")
 

@@ -22,6 +22,7 @@ from fedbilevel.engines.desk import Desk
 from fedbilevel.engines.engine import check_first, check_reply
 from fedbilevel.engines.rows import Rows
 from fedbilevel.engines.shares import Shares
+from fedbilevel.engines.submodels import Cutting
 
 AXIS = "clients"
 HOST = "hosts"  # the mesh's axis over processes, where there are several
@@ -38,6 +39,8 @@ class Members(NamedTuple):
     inner_size: Any
     work: Any
     counts: Any  # 1, or 0 for a place that only pads the cohort to a multiple of the chunk
+    number: Any = None  # where clients have capacities: the class of its own, and its rank there (see Cutting)
+    rank: Any = None
 
 
 class Data(NamedTuple):
@@ -59,11 +62,14 @@ class Layout:
     outer_equal: bool
     inner_longest: int
     inner_equal: bool
+    distinct: bool  # see Clients
+    worked: bool  # whether the population says how many local steps each client makes
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
     clock: Clock
     there: float  # see `population_there`
     shares: Shares | None = None  # of several processes
+    cutting: Cutting | None = None  # where clients hold submodels
 
 
 Draw = Callable[[Array | int], Members]
@@ -98,7 +104,7 @@ class LocalFed:
         self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
         self.members, self.underway, self.draw = members, underway, draw
         self.indirect = layout.problem.indirect
-        self.worked = members.work is not None
+        self.worked = layout.worked
         self.book = book.empty()
 
     def mean(
@@ -213,7 +219,7 @@ class LocalFed:
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
         def once(i: Array | int, carry: PyTree, underway: Underway) -> tuple[PyTree, Underway, book.Book]:
-            fed = LocalFed(self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw)
+            fed = self.again(underway)
             carry = body(fed, carry, jax.random.fold_in(key, i))
             return carry, fed.underway, fed.book
 
@@ -233,6 +239,14 @@ class LocalFed:
         self.book = book.merge(self.book, total)
         return carry
 
+    def told(self) -> book.Book:
+        """The book at the end of the round."""
+        return self.book
+
+    def again(self, underway: Underway) -> LocalFed:
+        """The same round further on, with an empty book."""
+        return LocalFed(self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw)
+
     def client(self, member: Members, state: PyTree) -> Client:
         layout = self.layout
         return Client(
@@ -243,6 +257,7 @@ class LocalFed:
                 member.outer_size,
                 layout.outer_longest,
                 layout.outer_equal,
+                layout.distinct,
             ),
             inner=Samples(
                 self.data.inner,
@@ -250,6 +265,7 @@ class LocalFed:
                 member.inner_size,
                 layout.inner_longest,
                 layout.inner_equal,
+                layout.distinct,
             ),
             id=member.id,
             weight=member.weight,

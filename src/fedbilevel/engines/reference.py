@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import phase_name
+from fedbilevel.core.algorithm import parts_of, phase_name
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import NonFiniteError
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import book
 from fedbilevel.engines import desk as desks
@@ -30,6 +32,7 @@ from fedbilevel.engines.engine import (
     loop,
     population_there,
 )
+from fedbilevel.engines.submodels import Cutting, Submodels, coverage
 
 Ask = Callable[[int, Array | None], tuple[book.Sums, Reply]]
 
@@ -143,6 +146,10 @@ class ReferenceFed:
     ) -> PyTree:
         return loop(self, n, body, carry, key, until)
 
+    def told(self) -> book.Book:
+        """The book at the end of the round."""
+        return self.book
+
     def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
         """Who is asked, and how much each one works."""
         with jax.disable_jit(False):
@@ -153,13 +160,68 @@ class ReferenceFed:
         clients = self.run.clients
         return Client(
             problem=self.run.problem,
-            outer=_samples("outer", clients.outer, i),
-            inner=_samples("inner", clients.inner, i),
+            outer=_samples("outer", clients, i),
+            inner=_samples("inner", clients, i),
             id=jnp.asarray(i),
             weight=jnp.asarray(clients.weights[i], float),
             state=state,
             work=work,
         )
+
+
+class SubmodelReferenceFed(ReferenceFed):
+    """The same for clients who hold submodels: each is sent its part, and entries are averaged over those with them."""
+
+    def __init__(self, run: "ReferenceRun", algorithm: Any, keys: RoundKeys, carry: Carry, held: Submodels):
+        super().__init__(run, algorithm, keys, carry)
+        self.held, self.anatomy = held, held.anatomy
+
+    def mean(
+        self,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        unbiased: bool = False,
+        fresh: int | Array | None = None,
+    ) -> PyTree:
+        takes, gives = parts_of(phase)
+        ids, works = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
+        totals, spent, asked, exchanges = [], [], [], 1
+        for place, i in enumerate(ids.tolist()):
+            if not self.there(i):
+                continue
+            units = self.units(i)
+            part = self.anatomy.cut(takes, message, units)
+            name, ask = self.question(phase, part, key, fresh)
+            sums = self.answer(ask, name, i, None if works is None else works[place], fresh is None)
+            entry = book.entry(name, part, sums, 1, exchanges=exchanges)
+            self.book, exchanges = book.merge(self.book, entry), 0
+            spent.append(sums.gradients + sums.products)
+            asked.append(i)
+            held = self.anatomy.held(gives, sums.update, units, sums.weight)
+            totals.append(sums._replace(update=self.anatomy.put(gives, sums.update, units), held=held))
+        ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
+        self.book = self.book._replace(time=self.book.time + book.in_parts(ticks))
+        return book.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
+
+    def first(self, *_: Any, **__: Any) -> PyTree:
+        raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
+
+    def there(self, i: int) -> Array:
+        return jnp.ones(()) * self.run.pace.ever(jnp.asarray(i))
+
+    def units(self, i: int) -> Units:
+        cutting = self.held.cutting
+        return self.held.units(int(cutting.number[i]), i, int(cutting.rank[i]))
+
+    def told(self) -> book.Book:
+        ids, _ = self.own
+        holders = [
+            self.held.held(self.units(i), self.run.pace.ever(jnp.array([i])) * jnp.ones(())) for i in ids.tolist()
+        ]
+        counts = reduce(partial(jax.tree.map, jnp.add), holders)
+        return self.book._replace(metrics={**self.book.metrics, **coverage(counts)})
 
 
 @dataclass
@@ -170,6 +232,7 @@ class ReferenceRun:
     cohort: int
     key: Array
     clock: Clock
+    cutting: Cutting | None = None
     compile_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -182,8 +245,12 @@ class ReferenceRun:
             keys = round_keys(self.key, round)
             algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
             fed = ReferenceFed(self, algorithm, keys, carry)
+            if self.cutting:
+                given = self.cutting, algorithm, self.key, carry.round, carry.state.x, carry.state.y
+                fed = SubmodelReferenceFed(self, algorithm, keys, carry, Submodels(*given))
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
                 state = algorithm.round(fed, carry.state, keys.algorithm)
+                fed.book = fed.told()
             if bad := nonfinite_leaves(state):
                 raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
             carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.desk)
@@ -209,7 +276,8 @@ class Reference:
     ) -> ReferenceRun:
         check_here(clients)
         check_there(self.clock, algorithm, len(clients), cohort)
-        return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock)
+        cutting = Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y)
+        return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, cutting)
 
 
 def total_of(table: book.Sums, asked: Array, who: Array) -> tuple[book.Sums, Array]:
@@ -219,11 +287,12 @@ def total_of(table: book.Sums, asked: Array, who: Array) -> tuple[book.Sums, Arr
     return total
 
 
-def _samples(name: str, rows: Ragged, i: int) -> Samples:
+def _samples(name: str, clients: Clients, i: int) -> Samples:
     """Client i's own samples alone, unpadded."""
+    rows: Ragged = getattr(clients, name)
     size, row = int(rows.size[i]), rows.row(i)
     for path, leaf in jax.tree_util.tree_leaves_with_path(row):
         if isinstance(leaf, np.memmap):
             check_finite(f"Clients.{name}{jax.tree_util.keystr(path)} of client {i}", leaf)
     values = jax.tree.map(jnp.asarray, row)
-    return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True)
+    return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True, distinct=clients.distinct)

@@ -16,6 +16,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.cohort import draw_cohort, round_keys
 from fedbilevel.engines.local_fed import HOST, Data, Layout, Members
+from fedbilevel.engines.submodels import Cutting
 
 Round = tuple[Data, Members, Array | None]
 
@@ -30,7 +31,7 @@ class Resident:
         same = clients.inner is clients.outer
         inner, inner_start = (outer, outer_start) if same else self.hold("inner", clients.inner, layout, mesh)
         every = np.arange(len(clients), dtype=np.int32)
-        table = replicate(members(clients, every, outer_start, inner_start), mesh)
+        table = replicate(members(clients, every, outer_start, inner_start, layout.cutting), mesh)
         self.round: Round = (Data(outer, inner), table, None)
 
     def hold(self, name: str, rows: Ragged, layout: Layout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
@@ -82,7 +83,8 @@ class Streamed:
             outer = padded("outer", clients.outer, here, layout.outer_longest)
             same = clients.inner is clients.outer
             inner = outer if same else padded("inner", clients.inner, here, layout.inner_longest)
-            table = members(clients, flat, place * layout.outer_longest, place * layout.inner_longest)
+            starts = place * layout.outer_longest, place * layout.inner_longest
+            table = members(clients, flat, *starts, layout.cutting)
             table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
             table, device_ids = replicate((table, ids), self.mesh)
             data = Data(outer, inner)
@@ -111,7 +113,9 @@ class Streamed:
         self.thread.shutdown(cancel_futures=True)
 
 
-def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray) -> Members:
+def members(
+    clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray, cutting: Cutting | None
+) -> Members:
     """The table of the clients `ids`, whose windows begin at the given starts."""
     per_client = clients.local_steps if isinstance(clients.local_steps, np.ndarray) else None
     return Members(
@@ -123,6 +127,8 @@ def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_st
         inner_size=clients.inner.size[ids].astype(np.int32),
         work=None if per_client is None else per_client[ids],
         counts=np.ones(len(ids), jnp.result_type(float)),
+        number=None if cutting is None else cutting.number[ids],
+        rank=None if cutting is None else cutting.rank[ids],
     )
 
 

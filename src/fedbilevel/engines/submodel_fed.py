@@ -1,0 +1,117 @@
+"""The exchanges of a round with clients who hold submodels: one vectorised group per capacity, on smaller arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fedbilevel.core.algorithm import parts_of, phase_name
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import book
+from fedbilevel.engines.local_fed import Layout, LocalFed, Members, Underway, sum_over_clients
+from fedbilevel.engines.submodels import coverage
+
+
+class SubmodelFed(LocalFed):
+    """See `Fed`. Each class of capacity is sent its part of the message, and its sum is put back into the whole."""
+
+    members: tuple[Members, ...]  # type: ignore[assignment]
+
+    def __init__(self, *given: Any) -> None:
+        *given_, self.held = given
+        super().__init__(*given_)
+
+    def mean(
+        self,
+        phase: Callable[..., Reply],
+        message: PyTree,
+        key: Array,
+        *,
+        unbiased: bool = False,
+        fresh: int | Array | None = None,
+    ) -> PyTree:
+        groups: Any = self.members if fresh is None else self.draw(fresh)
+        sums, spent, entries = [], [], []
+        for number, members in enumerate(groups):
+            of_class, units, (down, up) = self.sums_of(phase, message, key, fresh, number, members)
+            sums.append(of_class)
+            spent.append(units)
+            name = phase_name(self.algorithm, phase)
+            entry = book.entry(name, down, of_class, of_class.responders, update=up, exchanges=int(number == 0))
+            entries.append(entry)
+        everyone = jax.tree.map(lambda *columns: jnp.concatenate(columns), *groups)
+        ticks = self.wait_for(everyone, None if self.pace.compute is None else jnp.concatenate(spent))
+        time = book.empty()._replace(time=book.in_parts(ticks))
+        self.book = reduce(book.merge, [self.book, *entries, time])
+        total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
+        return book.normalise(total, self.layout.there, unbiased)
+
+    def sums_of(
+        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, number: int, members: Members
+    ) -> tuple[book.Sums, Any, tuple[PyTree, PyTree]]:
+        """The sums of a class, what each of its members computed, and the shapes of what went down to one and up."""
+        takes, gives = parts_of(phase)
+        anatomy, alike = self.held.anatomy, self.held.alike
+        same = self.held.units(number)
+        small = anatomy.cut(takes, message, same) if alike else None
+        shapes: list[PyTree] = [None, None]
+
+        def one(member: Members, state: PyTree) -> tuple[book.Sums, tuple[PyTree, Any]]:
+            units = same if alike else self.held.units(number, member.id, member.rank)
+            part = small if alike else anatomy.cut(takes, message, units)
+            sums, kept = self.question(phase, part, key, fresh)[1](member, state)
+            shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))
+            if not alike:
+                sums = whole(sums, units)
+            return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.products)
+
+        def whole(sums: book.Sums, units: Any) -> book.Sums:
+            held = anatomy.held(gives, sums.update, units, sums.weight)
+            return sums._replace(update=anatomy.put(gives, sums.update, units), held=held)
+
+        gaps = self.layout.cohort < self.layout.population
+        sums, (_, spent) = sum_over_clients(one, members, None, chunk_of(self.layout, number), gaps)
+        if self.layout.axis:
+            sums = lax.psum(sums, self.layout.axis)
+        return (whole(sums, same) if alike else sums), spent, (shapes[0], shapes[1])
+
+    def first(self, *_: Any, **__: Any) -> PyTree:
+        raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
+
+    def again(self, underway: Underway) -> SubmodelFed:
+        given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
+        return SubmodelFed(*given, self.held)
+
+    def told(self) -> book.Book:
+        """The book at the end of the round, with how many clients of its cohort hold each entry of x and y."""
+        totals = [self.holders(number, members) for number, members in enumerate(self.members)]
+        counts = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), totals)
+        return self.book._replace(metrics={**self.book.metrics, **coverage(counts)})
+
+    def holders(self, number: int, members: Members) -> PyTree:
+        """(x, y) filled with the number of members who hold an entry."""
+
+        def one(member: Members, _: Any) -> tuple[Any, tuple[None, None]]:
+            units = self.held.units(number, member.id, member.rank)
+            return self.held.held(units, member.counts), (None, None)
+
+        if self.held.alike:
+            counts = jnp.sum(members.counts)
+            counts = lax.psum(counts, self.layout.axis) if self.layout.axis else counts
+            return self.held.held(self.held.units(number), counts)
+        total, _ = sum_over_clients(one, members, None, 1)
+        return lax.psum(total, self.layout.axis) if self.layout.axis else total
+
+
+def chunk_of(layout: Layout, number: int) -> int:
+    """How many clients of a class to vectorise together: no more than a cohort has of them on average."""
+    assert layout.cutting is not None
+    average = -(-layout.cohort * layout.cutting.peers[number] // layout.population)
+    return max(1, min(layout.chunk, average))

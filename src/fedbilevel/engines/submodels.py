@@ -1,0 +1,96 @@
+"""Who holds which submodel: clients' capacities on one side, an algorithm's choice of units on the other."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.algorithm import init_client, is_asynchronous
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import Anatomy, Holder, Units
+from fedbilevel.core.tree import PyTree
+
+STREAM = 2**32 - 1  # of the run's key: no round has this number
+
+
+@dataclass(frozen=True, eq=False)
+class Cutting:
+    """The part of it that no round changes. Clients of one capacity are a class; the largest capacity comes first."""
+
+    anatomy: Anatomy
+    kept: tuple[dict[str, int], ...]  # of each class, how many units of each group
+    peers: tuple[int, ...]  # of each class, how many clients it has
+    number: np.ndarray  # (M,) the class of each client
+    rank: np.ndarray  # (M,) its number among its peers
+
+    @classmethod
+    def of(cls, algorithm: Any, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Cutting | None:
+        """None where everyone holds the whole model: no capacities, or an algorithm that knows no submodels."""
+        if clients.capacity is None:
+            return None
+        name, weak = type(algorithm).__name__, int(np.sum(clients.capacity < 1))
+        if not hasattr(algorithm, "units"):
+            if weak:
+                text = f"{name} trains whole models, on {weak} clients of a capacity below 1 too"
+                warnings.warn(CapacityWarning(text), stacklevel=5)
+            return None
+        if problem.structure is None:
+            raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
+        alone = not is_asynchronous(algorithm) and init_client(algorithm, x, y) is None
+        require(alone, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
+        anatomy = Anatomy.of(problem.structure, x, y, algorithm.pruned)
+        capacities, number, peers = np.unique(-clients.capacity, return_inverse=True, return_counts=True)
+        rank = np.zeros(len(clients), np.int32)
+        for one in range(len(capacities)):
+            rank[number == one] = np.arange(peers[one])
+        kept = tuple(anatomy.kept(-float(capacity)) for capacity in capacities)
+        return cls(anatomy, kept, tuple(map(int, peers)), number.astype(np.int32), rank)
+
+
+class Submodels:
+    """The submodels of one round, from the x and y that it begins with."""
+
+    def __init__(self, cutting: Cutting, algorithm: Any, key: Array, round: Array | int, x: PyTree, y: PyTree) -> None:
+        self.cutting, self.anatomy, self.algorithm = cutting, cutting.anatomy, algorithm
+        self.key, self.round, self.model = jax.random.fold_in(key, STREAM), round, (x, y)
+        self.importance = cutting.anatomy.importance(x, y)
+
+    @property
+    def alike(self) -> bool:
+        """Whether clients of one class hold the same units."""
+        return bool(self.algorithm.alike)
+
+    def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
+        """The units of a client of that class; where all are alike it does not matter which."""
+        holder = Holder(self.round, self.key, id, rank, self.cutting.peers[number])
+        units: Units = self.algorithm.units(self.anatomy, self.cutting.kept[number], self.importance, holder)
+        return units
+
+    def held(self, units: Units, amount: Array) -> PyTree:
+        """(x, y) filled with `amount` where these units have an entry."""
+        return self.anatomy.held(("x", "y"), self.model, units, amount)
+
+
+def coverage(counts: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:
+    """Metrics of a round, from how many clients hold each entry of x and of y.
+
+    coverage_x is the least number of clients that hold an entry which anyone holds (C_x* of RABO), uncovered_x the
+    number of entries that nobody holds and which therefore stay.
+    """
+    metrics, one = {}, jnp.ones(())
+    for part, tree in zip("xy", counts, strict=True):
+        leaves = jax.tree.leaves(tree)
+        if leaves:
+            least = jnp.min(jnp.stack([jnp.min(jnp.where(leaf > 0, leaf, jnp.inf)).astype(float) for leaf in leaves]))
+            nobody = sum(jnp.sum(leaf == 0) for leaf in leaves)
+            metrics["submodels", f"coverage_{part}"] = least, one
+            metrics["submodels", f"uncovered_{part}"] = jnp.asarray(nobody, float), one
+    return metrics
