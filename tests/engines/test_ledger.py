@@ -1,5 +1,7 @@
 """Does the ledger add up what exchanges cost, in exact integers?"""
 
+from dataclasses import asdict
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,6 +40,30 @@ def test_one_phase_with_two_kinds_of_message_is_one_line():
     ledger.add(a_book({("ask", 8, 8): 2, ("ask", 16, 8): 1}, cohort=3), rounds=1)
     assert ledger.exchanges_by_phase == {"ask": 3}
     assert ledger.bytes_down == 3 * (2 * 8 + 16)
+
+
+def test_flops_are_those_of_answers():
+    ledger = Ledger(flops=0)
+    costs = {("ask", 100, 7): 1000, ("tell", 30, 50): 10**15}
+    ledger.add(a_book({("ask", 100, 7): np.array([1, 2]), ("tell", 30, 50): 3}, cohort=10, lost=4), 2, costs)
+    assert ledger.flops == ledger.columns()["flops"] == 6 * 3 * (1000 + 10**15)
+
+
+def test_an_exchange_of_unknown_cost_leaves_the_sum_unknown():
+    for costs in (None, {}, {("ask", 8, 8): None}, {("ask", 8, 16): 5}):
+        ledger = Ledger(flops=0)
+        ledger.add(a_book({("ask", 8, 8): 1}), 1, costs)
+        ledger.add(a_book({("ask", 8, 8): 1}), 1, {("ask", 8, 8): 5})
+        assert ledger.flops is None
+        assert "flops" not in ledger.columns()
+
+
+def test_what_was_saved_before_they_were_counted_goes_on_without():
+    saved = asdict(Ledger(rounds=3, exchanges=6))
+    del saved["flops"]
+    ledger = Ledger(**saved)
+    ledger.add(a_book({("ask", 8, 8): 1}), 1, {("ask", 8, 8): 5})
+    assert (ledger.exchanges, ledger.flops) == (7, None)
 
 
 def test_parts_of_a_run_add_up_to_the_whole():
