@@ -313,9 +313,10 @@ class LocalRun:
     def in_chunks(self, members: Members, chunk: int) -> Members:
         """Members and places that count for nothing, chunks of the same number for each device."""
         size = members.id.shape[0]
-        extra = -size % (chunk * (self.mesh.size if self.mesh else 1))
-        members = padded(members, extra)
-        return members._replace(counts=members.counts.at[size:].set(0)) if extra else members
+        places = np.arange(size + -size % (chunk * (self.mesh.size if self.mesh else 1)))
+        taken = np.minimum(places, size - 1)  # gathered: XLA's partitioner loses track of concatenations
+        members = jax.tree.map(lambda column: column[taken], members)
+        return members._replace(counts=members.counts * (places < size))
 
     def explain(self, carry: Carry, finite: np.ndarray, metrics: list[tuple[str, str]]) -> None:
         """Play the failing round again, client by client, and raise what it finds."""
