@@ -160,9 +160,9 @@ def accuracy_of_features(
         found = lax.map(lambda image: features(x, image[None])[0], images, batch_size=EVALUATION_BATCH)
 
         def one(places: tuple[Array, Array]) -> Array:
-            return jnp.mean(jnp.argmax(logits(found[places[0]], found[places[1]]), axis=-1) == labels)
+            return jnp.argmax(logits(found[places[0]], found[places[1]]), axis=-1) == labels
 
-        return jnp.mean(lax.map(one, (support, query), batch_size=EVALUATION_BATCH))
+        return jnp.mean(lax.map(one, (support, query), batch_size=EVALUATION_BATCH).astype(float))
 
     return measure
 
@@ -175,8 +175,8 @@ def accuracy_after_adaptation(features: Features, episodes: Episodes, adapt: Ada
     def measure(x: PyTree) -> Array:
         def one(places: tuple[Array, Array]) -> Array:
             own = adapt(x, images[places[0]])
-            return jnp.mean(jnp.argmax(plain_logits(features, own, images[places[1]]), axis=-1) == labels)
+            return jnp.argmax(plain_logits(features, own, images[places[1]]), axis=-1) == labels
 
-        return jnp.mean(lax.map(one, (support, query), batch_size=EPISODES_AT_A_TIME))
+        return jnp.mean(lax.map(one, (support, query), batch_size=EPISODES_AT_A_TIME).astype(float))
 
     return measure

@@ -230,7 +230,7 @@ def _counted(loss: Callable[..., Array]) -> Callable[..., Array]:
 def _standardising(net: networks.Network, found: Characters) -> losses.Features:
     def features(x: PyTree, images: Array) -> Array:
         flat = images.reshape(-1, *images.shape[-2:])
-        pixels = (flat / 255 - found.mean) / found.std
+        pixels = (flat.astype(float) / 255 - found.mean) / found.std
         return net.features(x, net.prepare(pixels)).reshape(*images.shape[:-2], -1)  # type: ignore[arg-type]
 
     return features

@@ -1,0 +1,289 @@
+"""Are the few-shot objectives what their papers say, by plain NumPy, differences and their own fixed points?"""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.data import DataError, load_characters
+from fedbilevel.data.characters import strokes
+from fedbilevel.tasks import episodes, few_shot
+
+SMALL = {"network": "mlp", "hidden": (4,), "clients": 5, "way": 3, "shot": 2, "queries": 4, "test_episodes": 12}
+LR, STEPS = 0.3, 2
+MAML = {"adaptation_lr": LR, "adaptation_steps": STEPS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def characters():
+    """Fewer than the default ones, and in their place: 50 of 5 alphabets, and 40 of 4 to test with."""
+    few = strokes(alphabets=(5, 4), characters=10, drawings=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            importlib.import_module("fedbilevel.tasks.few_shot"),
+            "load_characters",
+            lambda name: few if name == "strokes" else load_characters(name),
+        )
+        yield few
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return {
+        name: few_shot(objective=name, **SMALL, **MAML) for name in ("bilevel", "joint", "protonet", "maml", "fomaml")
+    }
+
+
+def rows(task, client: int, count: int):
+    """The first samples of a client's outer and inner sets."""
+    return tuple(
+        jax.tree.map(lambda leaf: leaf[:count], part.row(client)) for part in (task.clients.outer, task.clients.inner)
+    )
+
+
+def head_of(width: int, columns: int):
+    rng = np.random.default_rng(5)
+    return {"weight": rng.normal(size=(width, columns)), "bias": rng.normal(size=columns)}
+
+
+def features(x, characters, images) -> np.ndarray:
+    """(..., 28, 28) uint8 -> (..., 4): standardise, one dense layer, ReLU."""
+    pixels = (images.reshape(*images.shape[:-2], -1) / 255 - characters.mean) / characters.std
+    return np.maximum(pixels @ np.asarray(x[0]["weight"]) + np.asarray(x[0]["bias"]), 0)
+
+
+def cross_entropy(logits: np.ndarray, label: int) -> float:
+    return float(np.log(np.sum(np.exp(logits))) - logits[label])
+
+
+def test_samples_are_bytes_and_of_the_same_characters_in_the_same_order(tasks, characters) -> None:
+    clients = tasks["bilevel"].clients
+    assert clients.distinct
+    assert clients.outer.values["image"].shape == (50, 4, 28, 28)
+    assert clients.inner.values["image"].shape == (50, 2, 28, 28)
+    assert clients.inner.values["image"].dtype == np.uint8
+    np.testing.assert_array_equal(clients.outer.values["character"], clients.inner.values["character"])
+    np.testing.assert_array_equal(np.sort(clients.inner.values["character"]), np.arange(50))
+    for i in (0, 37):
+        number = clients.inner.values["character"][i]
+        both = np.concatenate([clients.inner.values["image"][i], clients.outer.values["image"][i]])
+        known = {drawing.tobytes() for drawing in characters.train.images[number]}
+        found = {drawing.tobytes() for drawing in both}
+        assert len(found) == 6  # support and query images are different ones
+        assert found <= known
+    joint = tasks["joint"].clients.outer.values
+    np.testing.assert_array_equal(joint["support"], clients.inner.values["image"])
+    np.testing.assert_array_equal(joint["query"], clients.outer.values["image"])
+
+
+def test_alphabets_stay_whole(characters) -> None:
+    clients = few_shot(**SMALL | {"partition_by": "alphabets", "clients": 3}).clients
+    owners = [set(characters.train.alphabet[clients.outer.row(i)["character"]]) for i in range(3)]
+    assert sorted(map(len, owners)) == [1, 2, 2]
+    assert set.union(*owners) == set(range(5))
+    assert sum(map(len, owners)) == 5
+
+
+def test_capacities_are_dealt_out_in_turn() -> None:
+    clients = few_shot(**SMALL, capacities=(1.0, 0.5, 0.25)).clients
+    np.testing.assert_array_equal(clients.capacity, [1, 0.5, 0.25, 1, 0.5])
+    assert few_shot(**SMALL).clients.capacity is None
+
+
+def test_the_bilevel_losses_are_those_of_two_episodes_by_hand(tasks, characters) -> None:
+    task = tasks["bilevel"]
+    x, y = task.x0, head_of(4, 50)
+    outer, inner = rows(task, 3, 6)
+    expected = {}
+    for name, batch in (("outer", outer), ("inner", inner)):
+        values = []
+        for first in (0, 3):
+            chosen = batch["character"][first : first + 3]
+            for label in range(3):
+                for z in features(x, characters, batch["image"][first + label]):
+                    values.append(cross_entropy(z @ y["weight"][:, chosen] + y["bias"][chosen], label))
+        expected[name] = np.mean(values)
+    squares = np.sum(y["weight"] ** 2) + np.sum(y["bias"] ** 2)
+    expected["inner"] += 0.01 * (3 / 50) * squares  # ridge·(way/characters)·‖y‖²
+    found = {"outer": task.problem.outer(x, y, outer), "inner": task.problem.inner(x, y, inner)}
+    for name, value in found.items():
+        assert abs(value - expected[name]) < 1e-12 * expected[name], name
+    joint, _ = rows(tasks["joint"], 3, 6)
+    mean = (expected["outer"] + expected["inner"]) / 2
+    assert abs(tasks["joint"].problem.outer((x, y), None, joint) - mean) < 1e-12 * mean
+
+
+def test_protonet_is_the_softmax_of_squared_distances_to_means(tasks, characters) -> None:
+    task = tasks["protonet"]
+    batch, _ = rows(task, 0, 6)
+    values = []
+    for first in (0, 3):
+        part = slice(first, first + 3)
+        prototypes = features(task.x0, characters, batch["support"][part]).mean(axis=1)
+        for label, drawings in enumerate(features(task.x0, characters, batch["query"][part])):
+            values += [cross_entropy(-np.sum((z - prototypes) ** 2, axis=1), label) for z in drawings]
+    assert abs(task.problem.outer(task.x0, None, batch) - np.mean(values)) < 1e-12 * np.mean(values)
+
+
+@pytest.fixture(scope="module")
+def maml_point(tasks):
+    """Where MAML's objectives are looked at: x, and a batch of one episode."""
+    backbone, _ = tasks["maml"].x0
+    batch, _ = rows(tasks["maml"], 0, 3)
+    return (backbone, head_of(4, 3)), batch
+
+
+@jax.jit
+@jax.value_and_grad
+def of_pixels(x, pixels, label):
+    (layer,), head = x
+    z = jax.nn.relu(pixels @ layer["weight"] + layer["bias"]) @ head["weight"] + head["bias"]
+    return jnp.mean(jax.nn.logsumexp(z, axis=1) - z[np.arange(len(label)), label])
+
+
+def plain(x, characters, images):
+    """Cross entropy of one episode and its gradient with respect to (weight, bias) of the layer and of the head."""
+    pixels = (images.reshape(-1, 784) / 255 - characters.mean) / characters.std
+    return of_pixels(x, pixels, np.repeat(np.arange(3), images.shape[1]))
+
+
+def test_first_order_maml_has_the_gradient_of_the_query_loss_where_the_steps_end(tasks, maml_point, characters) -> None:
+    x, batch = maml_point
+    there = x
+    for _ in range(STEPS):
+        _, gradient = plain(there, characters, batch["support"])
+        there = optax.tree.add_scale(there, -LR, gradient)
+    value, expected = plain(there, characters, batch["query"])
+    reached, found = jax.jit(jax.value_and_grad(tasks["fomaml"].problem.outer))(x, None, batch)
+    assert abs(reached - value) < 1e-12 * value
+    assert optax.tree.norm(optax.tree.sub(found, expected)) < 1e-12 * optax.tree.norm(expected)
+
+
+def test_second_order_maml_has_the_gradient_of_its_objective(tasks, maml_point) -> None:
+    """Central differences along a direction: with h = 1e-5 their error is about h² + 1e-16/h = 1e-10, times the third
+    derivative; the first-order gradient is off by far more."""
+    x, batch = maml_point
+    rng = np.random.default_rng(2)
+    direction = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) / 30, x)
+    objective = {name: jax.jit(jax.value_and_grad(tasks[name].problem.outer)) for name in ("maml", "fomaml")}
+    h = 1e-5
+    ahead, behind = (objective["maml"](optax.tree.add_scale(x, step, direction), None, batch)[0] for step in (h, -h))
+    slope = (ahead - behind) / (2 * h)
+    second, first = (optax.tree.vdot(loss(x, None, batch)[1], direction) for loss in objective.values())
+    assert abs(second - slope) < 1e-7 * abs(slope)
+    assert abs(first - slope) > 1e-3 * abs(slope)
+
+
+def test_a_new_head_is_the_minimiser(tasks) -> None:
+    """Its gradient has fallen to 1e-3 of that at 0, also for features that are far from centred: ‖φ‖² = 25, as of a
+    normalised backbone with ReLU."""
+    rng = np.random.default_rng(1)
+    support = np.abs(rng.normal(size=(5, 1, 25)))
+    ridge = 0.01
+
+    def gradient(head):
+        logits = support[:, 0] @ head["weight"] + head["bias"]
+        off = np.exp(logits - logits.max(1, keepdims=True))
+        off = off / off.sum(1, keepdims=True) - np.eye(5)
+        return support[:, 0].T @ off / 5 + 2 * ridge * head["weight"], off.mean(0) + 2 * ridge * head["bias"]
+
+    head = jax.tree.map(np.asarray, episodes.fitted_head(jnp.asarray(support), ridge))
+    zero = jax.tree.map(np.zeros_like, head)
+    norms = [np.sqrt(sum(np.sum(part**2) for part in gradient(at))) for at in (head, zero)]
+    assert norms[0] < 1e-3 * norms[1]
+
+
+def test_test_episodes_are_of_different_characters_and_drawings() -> None:
+    images = np.arange(7 * 6, dtype=np.uint8).reshape(7, 6, 1, 1)  # which is which
+    drawn = episodes.draw_episodes(images, 50, way=4, shot=2, queries=3, seed=0)
+    support, query = (drawn.images[part][..., 0, 0] for part in (drawn.support, drawn.query))
+    assert support.shape == (50, 4, 2)
+    assert query.shape == (50, 4, 3)
+    both = np.concatenate([support, query], axis=2)
+    assert all(len(np.unique(episode)) == 20 for episode in both)
+    assert np.all(both // 6 == both[..., :1] // 6)  # an image's character
+    assert len(np.unique(both)) == 42  # all are used
+
+
+def test_accuracy_is_measured_on_prototypes_as_by_hand(tasks, characters) -> None:
+    task = tasks["protonet"]
+    drawn = episodes.draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
+    found = features(task.x0, characters, drawn.images)
+    right = []
+    for support, query in zip(found[drawn.support], found[drawn.query], strict=True):
+        gaps = np.sum((query[:, :, None] - support.mean(axis=1)) ** 2, axis=-1)
+        right.append(gaps.argmin(axis=-1) == np.arange(3)[:, None])
+    measured = task.metrics["test_accuracy"](task.x0, None)
+    assert abs(measured - np.mean(right)) < 1e-12
+    again = few_shot(objective="protonet", **SMALL)
+    assert again.metrics["test_accuracy"](again.x0, None) == measured
+
+
+def test_an_adapted_accuracy_is_that_of_the_adapted_network(tasks, characters) -> None:
+    task = tasks["maml"]
+    x = (task.x0[0], head_of(4, 3))
+    drawn = episodes.draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
+    right = []
+    for support, query in zip(drawn.images[drawn.support], drawn.images[drawn.query], strict=True):
+        there = x
+        for _ in range(STEPS):
+            there = optax.tree.add_scale(there, -LR, plain(there, characters, support)[1])
+        logits = features(there[0], characters, query) @ np.asarray(there[1]["weight"]) + np.asarray(there[1]["bias"])
+        right.append(logits.argmax(axis=-1) == np.arange(3)[:, None])
+    assert abs(task.metrics["test_accuracy"](x, None) - np.mean(right)) < 1e-12
+
+
+def test_batches_are_whole_episodes(tasks) -> None:
+    task = tasks["bilevel"]
+    outer, inner = rows(task, 0, 4)
+    for loss, batch in ((task.problem.outer, outer), (task.problem.inner, inner)):
+        with pytest.raises(ConfigurationError, match=r"batch of 4 characters.*batch_size must be a multiple of way = 3"):
+            jax.eval_shape(loss, task.x0, task.y0, batch)
+    single, _ = rows(task, 0, 1)
+    assert np.isnan(task.problem.outer(task.x0, task.y0, single))  # no number may pass for the loss of no episode
+
+
+def test_a_round_of_simfbo_moves_x_and_y_by_finite_steps(tasks) -> None:
+    task = tasks["bilevel"]
+    method = fb.SimFBO(local_steps=2, batch_size=6, client_lr=fb.XYV(x=0.1, y=0.1, v=0.1))
+    result = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
+    for now, before in ((result.x, task.x0), (result.y, task.y0)):
+        assert 0 < optax.tree.norm(optax.tree.sub(now, before)) < np.inf
+
+
+def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
+    task = few_shot(hidden=(2,), clients=2, way=2, queries=2, test_episodes=1)
+    assert task.problem.structure.x[0] == {"weight": "_ _ _ block1", "gain": "block1", "bias": "block1"}
+    assert task.problem.structure.y == {"weight": "1*block4 _", "bias": "_"}
+    assert task.y0["weight"].shape == (2, 50)
+    joint = few_shot(hidden=(2,), objective="joint", clients=2, way=2, queries=2, test_episodes=1).problem.structure
+    assert joint.x == (task.problem.structure.x, task.problem.structure.y)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"way": 11}, "way = 11 .* at most 10, the characters of the client"),
+        ({"way": 1}, "way = 1 .* at least 2"),
+        ({"shot": 8}, "shot = 8 .* at most 7"),
+        ({"queries": 7}, "queries = 7 .* at most 6"),
+        ({"objective": "protonets"}, "unknown objective 'protonets'; did you mean 'protonet'"),
+        ({"network": "conv5"}, "unknown network 'conv5'; did you mean 'conv4'"),
+        ({"partition_by": "alphabet"}, "unknown partition_by 'alphabet'; did you mean 'alphabets'"),
+        ({"partition_by": "alphabets", "clients": 6}, "clients = 6 .* at most 5, the training alphabets"),
+        ({"ridge": 0.0}, "ridge = 0.0 .* positive"),
+    ],
+)
+def test_wrong_input_is_refused_by_field(options, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        few_shot(**SMALL | options)
+
+
+def test_missing_data_is_refused() -> None:
+    with pytest.raises(DataError, match=r"'omniglott' is unknown. Did you mean 'omniglot'"):
+        few_shot(**SMALL | {"data": "omniglott"})
