@@ -1,6 +1,15 @@
 """Step sizes for hyper_cleaning. A weight's slope is a mean's share, and steps on x grow with the number of samples."""
 
-from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
+from fedbilevel.experiments.presets.table import (
+    FEDBIO,
+    HESSIAN_INVERTING,
+    OWN_HYPERGRADIENTS,
+    SINGLE_LOOP,
+    Fields,
+    Preset,
+    each,
+    xyv,
+)
 
 CUTTING: Fields = {
     "iterations": 20,
@@ -15,7 +24,7 @@ DIGITS: dict[str, Fields] = {
     "sdbo": CUTTING,
     **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(100.0, 0.1, 0.1), "radius": 10.0}),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 1000.0, "neumann_step": 0.1}),
-    "lfednest": {"inner_lr": 0.3, "outer_lr": 30.0, "neumann_step": 0.1},
+    **each(OWN_HYPERGRADIENTS, {"inner_lr": 0.3, "outer_lr": 30.0, "neumann_step": 0.1}),
     "aggitd": {"inner_rounds": 5, "inner_lr": 0.3, "outer_lr": 1000.0, "inverse": "series"},
     **each(FEDBIO, {"client_lr": xyv(10.0, 0.05, 0.05)}),
     "afbo": {**AFBO, "client_lr": 0.05, "inner_lr": 0.3, "outer_lr": 300.0, "system_lr": 0.05},
@@ -33,7 +42,7 @@ MNIST: dict[str, Fields] = {
     **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(500.0, 0.1, 0.1), "radius": 10.0}),
     **each(HESSIAN_INVERTING, NESTED),
     "fednest": {**NESTED, "inner_rounds": 3, "outer_lr": 30_000.0, "neumann_terms": 10},
-    "lfednest": {"inner_lr": 1.0, "outer_lr": 1000.0, "neumann_step": 0.1, "batch_size": 512},
+    **each(OWN_HYPERGRADIENTS, {"inner_lr": 1.0, "outer_lr": 1000.0, "neumann_step": 0.1, "batch_size": 512}),
     "adbo": {**CUTTING_MNIST, "iterations": 20, "first": 9, "max_staleness": 15},
     "sdbo": {**CUTTING_MNIST, "iterations": 10},
     "afbo": {**AFBO, "client_lr": 0.1, "inner_lr": 1.0, "outer_lr": 3000.0, "system_lr": 0.1, "batch_size": 128},

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Fields = Mapping[str, Any]
-HESSIAN_INVERTING = ("fednest", "fednest-sgd", "lfednest", "fedmbo")
+HESSIAN_INVERTING = ("fednest", "fednest-sgd", "lfednest", "fedmbo", "rabo", "rafbo")
+OWN_HYPERGRADIENTS = ("lfednest", "rabo", "rafbo")
 SINGLE_LOOP = ("simfbo", "shrofbo")
 FEDBIO = ("fedbio", "fedbioacc")
 """Methods with the same fields."""
