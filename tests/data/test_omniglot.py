@@ -110,6 +110,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tiny, monk
         data.load_characters("omniglot")
 
 
+@pytest.mark.slow  # 32,460 images are decoded
 @real_files
 def test_the_real_set_is_the_published_one(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

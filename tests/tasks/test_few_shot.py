@@ -242,7 +242,7 @@ def test_batches_are_whole_episodes(tasks) -> None:
     task = tasks["bilevel"]
     outer, inner = rows(task, 0, 4)
     for loss, batch in ((task.problem.outer, outer), (task.problem.inner, inner)):
-        with pytest.raises(ConfigurationError, match=r"batch of 4 characters.*batch_size must be a multiple of way = 3"):
+        with pytest.raises(ConfigurationError, match=r"4 characters.*batch_size must be a multiple of way = 3"):
             jax.eval_shape(loss, task.x0, task.y0, batch)
     single, _ = rows(task, 0, 1)
     assert np.isnan(task.problem.outer(task.x0, task.y0, single))  # no number may pass for the loss of no episode

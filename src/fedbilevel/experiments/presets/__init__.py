@@ -6,6 +6,7 @@ One module per task; in it, one table of algorithms per data set.
 
 from fedbilevel.experiments.presets import (
     closed_forms,
+    few_shot,
     hyper_cleaning,
     hyper_representation,
     images,
@@ -15,6 +16,7 @@ from fedbilevel.experiments.presets import (
 from fedbilevel.experiments.presets.table import Preset
 
 TASKS: dict[str, dict[str | None, Preset]] = {
+    "few_shot": few_shot.PRESETS,
     "hyper_cleaning": hyper_cleaning.PRESETS,
     "hyper_representation": hyper_representation.PRESETS,
     "quadratic": quadratic.PRESETS,
