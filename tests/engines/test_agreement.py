@@ -51,6 +51,16 @@ CASES = {
     "AFBO, waiting for all": (fb.AFBO(batch_size=4, local_steps=2, inverse="series", neumann_terms=2), None),
     "asynchronous SimFBO": (fb.SimFBO(first=1, batch_size=4, local_steps=2), None),
     "asynchronous ShroFBO, one never there": (fb.ShroFBO(first=3, batch_size=4), (1, 2)),
+    "RABO": (fb.RABO(batch_size=4, inner_rounds=2, inverse="random", neumann_terms=3), (1, 4)),
+    # on quadratics differences are exact for steps of any length, and long ones do not magnify rounding
+    "RAFBO, global": (
+        fb.RAFBO(hypergradient="global", batch_size=4, neumann_terms=2, inverse="random", perturbation=1e5),
+        None,
+    ),
+    "RAFBO, drawn coordinates": (
+        fb.RAFBO(estimator="coordinate", coordinates=2, batch_size=4, neumann_terms=2, perturbation=1e8),
+        WORK,
+    ),
     "ADBO": (
         fb.ADBO(batch_size=4, consensus_steps=2, iterations=4, planes=2, first=2, max_staleness=3),
         None,
@@ -84,7 +94,13 @@ ENGINES = {
 EVERY_ENGINE = {"SimFBO", "ShroFBO", "two phases"}  # for these cases; the one below, which has it all, for every case
 SOME = ("two devices, chunks, streamed",)
 ASYNCHRONOUS = ("two devices, chunks",)  # streamed samples are not for them
-SLOW = {"AFBO, local", "AFBO, waiting for all", "asynchronous SimFBO", "asynchronous ShroFBO, one never there"}
+SLOW = {
+    "AFBO, local",
+    "AFBO, waiting for all",
+    "asynchronous SimFBO",
+    "asynchronous ShroFBO, one never there",
+    "RAFBO, global",
+}
 PAIRS = [pytest.param(case, engine, marks=[pytest.mark.slow] if case in SLOW else [])
          for case in sorted(CASES) for engine in sorted(ENGINES)
          if engine in (ASYNCHRONOUS if is_asynchronous(CASES[case][0]) else SOME)
