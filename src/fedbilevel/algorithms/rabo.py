@@ -30,8 +30,8 @@ Departures from the paper:
    product is a mean over clients. Entry by entry over other holders each, such a mean of products is no symmetric
    operator, which conjugate gradient needs: it is for "local" alone.
 
-Checked in tests/algorithms/test_rabo.py (closed forms, dense hypergradients, all draws of a coordinate),
-tests/oracles/test_differences.py and tests/engines/test_agreement.py.
+Checked in tests/algorithms/test_rabo.py (closed forms, dense hypergradients, drawn coordinates), test_rabo_submodels.py
+(sliced problems), tests/oracles/test_differences.py, tests/engines/test_agreement.py and test_submodels.py.
 """
 
 from collections.abc import Callable

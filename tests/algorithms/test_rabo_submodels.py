@@ -1,0 +1,83 @@
+"""Are RABO's and RAFBO's hypergradients those of each client's submodel, averaged over the holders of each entry?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import fedbilevel as fb
+
+INPUTS, HIDDEN = 2, 4
+CAPACITY, WEIGHTS = np.array([1.0, 0.5, 0.25]), np.array([0.5, 0.2, 0.3])
+KEPT = (CAPACITY * HIDDEN).astype(int)
+EXACT = {"inverse": "cg", "cg_tolerance": 1e-12}
+COMMON = {"policy": "static", "batch_size": None, "local_steps": 1, "inner_lr": 0.3, "outer_lr": 1.0}
+SERIES = {"inverse": "series", "neumann_terms": 300, "neumann_step": 0.8}
+METHODS = {
+    "RABO": fb.RABO(**COMMON, **EXACT),
+    "coordinate": fb.RAFBO(estimator="coordinate", **COMMON, **SERIES),
+}
+
+
+def outer(x, y, batch):
+    return jnp.mean((jnp.tanh(batch["input"] @ x) @ y - batch["target"]) ** 2)
+
+
+def inner(x, y, batch):
+    return outer(x, y, batch) / 2 + 0.1 * jnp.sum(y**2)
+
+
+@pytest.fixture(scope="module")
+def rounds():
+    """One round of each method, and what each client held and has."""
+    rng = np.random.default_rng(0)
+    rows = [
+        [{"input": rng.normal(size=(n, INPUTS)), "target": rng.normal(size=n)} for n in sizes]
+        for sizes in ([3, 5, 4], [6, 4, 5])
+    ]
+    clients = fb.Clients(*rows, weights=WEIGHTS, capacity=CAPACITY)
+    problem = fb.Bilevel(outer, inner, structure=fb.Structure(x="_ hidden", y="hidden"))
+    x, y = jnp.asarray(rng.normal(size=(INPUTS, HIDDEN))), jnp.asarray(rng.normal(size=HIDDEN))
+    found = {name: fb.solve(method, problem, clients, x, y, rounds=1) for name, method in METHODS.items()}
+    return x, y, rows, found
+
+
+def dense(x, y, outer_batch, inner_batch, settled):
+    """∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f with matrices, ∇²xy g at y or, `settled`, at the client's own y*(x); g is quadratic
+    in y."""
+    flat, back = ravel_pytree(x)
+    f_x, f_y = jax.grad(outer, (0, 1))(x, y, outer_batch)
+    hessian = jax.hessian(inner, 1)(x, y, inner_batch)
+    where = y - jnp.linalg.solve(hessian, jax.grad(inner, 1)(x, y, inner_batch)) if settled else y
+    cross = jax.jacobian(jax.grad(lambda x, y: inner(back(x), y, inner_batch), 0), 1)(flat, where)
+    return f_x - back(cross @ jnp.linalg.solve(hessian, f_y))
+
+
+def mean_over_holders(parts, shape):
+    """Σ p_i u_i / Σ p_i over those who hold the entry: the first units, along the last axis."""
+    total, held = np.zeros(shape), np.zeros(shape)
+    for weight, kept, part in zip(WEIGHTS, KEPT, parts, strict=True):
+        total[..., :kept] += weight * np.asarray(part)
+        held[..., :kept] += weight
+    return total / held
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("RABO", 1e-9), ("coordinate", 1e-6)])
+def test_a_round_is_that_of_the_sliced_problems(name, tolerance, rounds):
+    """Conjugate gradient leaves 1e-12; forward differences ε^½ times κ < 13, the series less: (1 − 0.8·0.2)^300.
+
+    "coordinate" follows y_N(x), which has by then reached the client's own y*(x): its derivative is taken there."""
+    x, y, (outer_rows, inner_rows), found = rounds
+    steps = [-0.3 * jax.grad(inner, 1)(x[:, :k], y[:k], row) for k, row in zip(KEPT, inner_rows, strict=True)]
+    y = y + mean_over_holders(steps, y.shape)
+    np.testing.assert_allclose(found[name].y, y, rtol=1e-12)
+    own = name == "coordinate"
+    each = [dense(x[:, :k], y[:k], *rows, own) for k, *rows in zip(KEPT, outer_rows, inner_rows, strict=True)]
+    np.testing.assert_allclose(found[name].x, x - mean_over_holders(each, x.shape), atol=tolerance)
+
+
+def test_coordinates_are_the_submodels(rounds):
+    """Per client: a step on y, ∇f, and N steps from x and from each of its 2·(units held) neighbours."""
+    gradients = rounds[3]["coordinate"].ledger.gradients
+    assert gradients == sum(1 + 1 + 300 * (1 + INPUTS * kept) for kept in KEPT)
