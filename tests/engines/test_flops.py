@@ -228,7 +228,9 @@ def test_a_phase_that_branches_on_values_runs_on_the_reference_all_the_same():
             assert float(state.y[0, 0]) > 0
             return super().round(fed, state, key)
 
-    result = fb.solve(Debugged(), PROBLEM, clients([2, 2]), X / 100, Y / 100, rounds=1, engine=fb.Reference())
+    result = fb.solve(
+        Debugged(), PROBLEM, clients([2, 2]), X / 100, Y / 100, rounds=1, engine=fb.Reference(), count_flops=True
+    )
     assert result.ledger.flops is None
 
 
@@ -236,15 +238,17 @@ def test_a_run_counts_them(tmp_path):
     """Two rounds of a cohort of 2: one exchange that sees samples and 5 of steps; and the same after resuming."""
     path = tmp_path / "run"
     given = Twice(), PROBLEM, clients([6, 6, 6]), X / 100, Y / 100
-    first = fb.solve(*given, rounds=1, cohort=2, checkpoint=path)
-    result = fb.solve(*given, rounds=2, cohort=2, checkpoint=path, resume=True)
+    first = fb.solve(*given, rounds=1, cohort=2, checkpoint=path, count_flops=True)
+    result = fb.solve(*given, rounds=2, cohort=2, checkpoint=path, resume=True, count_flops=True)
     assert result.ledger.flops == 2 * 2 * (seen(6) + 5 * 4 * STEP) == 2 * first.ledger.flops
     assert result.history["flops"].tolist() == [0, first.ledger.flops, result.ledger.flops]
-    reference = fb.solve(*given, rounds=2, cohort=2, engine=fb.Reference())
+    reference = fb.solve(*given, rounds=2, cohort=2, engine=fb.Reference(), count_flops=True)
     assert reference.ledger.flops == result.ledger.flops
 
 
 def test_where_they_are_not_known_the_history_has_no_column():
-    result = fb.solve(Twice(), PROBLEM, clients([2, 2], local_steps=[1, 2]), X / 100, Y / 100, rounds=1)
+    result = fb.solve(
+        Twice(), PROBLEM, clients([2, 2], local_steps=[1, 2]), X / 100, Y / 100, rounds=1, count_flops=True
+    )
     assert result.ledger.flops is None
     assert "flops" not in result.history.columns

@@ -87,7 +87,7 @@ class Submodels:
         """One of ⌈size/count⌉ windows of `count` units, the last of which may overlap the one before."""
         segments = -(-size // count)
         dealt = holder.rank % segments
-        if self.min_coverage is not None:
+        if self.min_coverage is not None and segments > 1:
             enough = self.min_coverage * segments <= holder.peers
             allowed = f"at most {holder.peers // segments}: {holder.peers} clients share {segments} segments"
             require(enough, f"{type(self).__name__}.min_coverage", self.min_coverage, allowed)

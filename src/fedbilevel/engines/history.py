@@ -16,8 +16,9 @@ class History:
     """Rows of numbers, one per evaluation; the columns of a row are its keys.
 
     Always there: round, exchanges, bytes_down, bytes_up, gradients, products, time (totals so far, see Ledger), seconds
-    (that this machine spent in rounds: no compilation, no evaluation). From the algorithm's phases: e.g. outer_loss and
-    inner_loss, means over the rounds since the row before. From the user's metrics: each by its name.
+    (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
+    hold submodels: coverage_x, uncovered_x and the same of y. From the algorithm's phases: e.g. outer_loss and
+    inner_loss. These are means over the rounds since the row before. From the user's metrics: each by its name.
     """
 
     rows: list[Row] = field(default_factory=list)

@@ -14,7 +14,7 @@ from jax import Array
 from fedbilevel.core.algorithm import init_client, is_asynchronous
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
-from fedbilevel.core.problem import Problem
+from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.submodel import Anatomy, Holder, Units
 from fedbilevel.core.tree import PyTree
 
@@ -52,7 +52,34 @@ class Cutting:
         for one in range(len(capacities)):
             rank[number == one] = np.arange(peers[one])
         kept = tuple(anatomy.kept(-float(capacity)) for capacity in capacities)
+        for capacity, of_class in zip(-capacities, kept, strict=True):
+            _check_cut(anatomy, of_class, float(capacity), problem, clients, x, y)
         return cls(anatomy, kept, tuple(map(int, peers)), number.astype(np.int32), rank)
+
+
+def _check_cut(
+    anatomy: Anatomy, kept: dict[str, int], capacity: float, problem: Problem, clients: Clients, x: PyTree, y: PyTree
+) -> None:
+    """Trace both losses on a submodel: a structure that says too little leaves arrays that do not fit together."""
+    units = {group: jnp.arange(count, dtype=jnp.int32) for group, count in kept.items()}
+    small_x, small_y = jax.eval_shape(lambda x, y: anatomy.cut(("x", "y"), (x, y), units), x, y)
+    try:
+        check_losses(problem, small_x, small_y, *clients.examples())
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the losses do not take the submodel of capacity {capacity:g} that the structure cuts: {error}; "
+            "check_structure says which groups of units are not told completely"
+        ) from error
+
+
+def classes(
+    algorithm: Any, problem: Problem, clients: Any, x: PyTree, y: PyTree
+) -> list[tuple[Anatomy, dict[str, int]]]:
+    """The anatomy and the units kept by each class of capacity; none where everyone holds the whole model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CapacityWarning)  # the engine says it
+        cutting = Cutting.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None
+    return [] if cutting is None else [(cutting.anatomy, kept) for kept in cutting.kept]
 
 
 class Submodels:

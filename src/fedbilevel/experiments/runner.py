@@ -143,6 +143,7 @@ def _play(
             checkpoint=place.checkpoint,
             checkpoint_every=spec.run.checkpoint_every,
             resume=resume,
+            count_flops=True,
         )
     hosts.decide(lambda: finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot))
     return result

@@ -1,0 +1,272 @@
+"""Clients who hold submodels: the same on every engine, the mean over those who hold an entry, smaller messages."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.algorithms.submodels import Submodels
+from fedbilevel.core.submodel import Anatomy, Holder
+
+CLIENTS, INPUTS, HIDDEN, OUTPUTS = 7, 5, 8, 2
+CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
+KEPT = (CAPACITY * HIDDEN).astype(int)
+STRUCTURE = fb.Structure(x={"weight": "_ hidden", "bias": "hidden"}, y={"weight": "hidden _"})
+
+
+def outer(x, y, batch):
+    hidden = jnp.tanh(batch["input"] @ x["weight"] + x["bias"])
+    return jnp.mean((hidden @ y["weight"] - batch["target"]) ** 2)
+
+
+def inner(x, y, batch):
+    return outer(x, y, batch) + 0.1 * jnp.sum(y["weight"] ** 2)
+
+
+BILEVEL = fb.Bilevel(outer, inner, structure=STRUCTURE)
+SINGLE = fb.SingleLevel(lambda x, batch: outer(x[0], x[1], batch), structure=fb.Structure(x=(STRUCTURE.x, STRUCTURE.y)))
+
+
+def population(capacity=CAPACITY, **fields):
+    """Ragged samples and unequal weights."""
+    rng = np.random.default_rng(0)
+
+    def rows(least):
+        sizes = [least + i % 3 for i in range(CLIENTS)]
+        return [{"input": rng.normal(size=(n, INPUTS)), "target": rng.normal(size=(n, OUTPUTS))} for n in sizes]
+
+    return fb.Clients(rows(4), rows(5), weights=np.arange(1, CLIENTS + 1), capacity=capacity, **fields)
+
+
+def start():
+    rng = np.random.default_rng(1)
+    x = {"weight": jnp.asarray(rng.normal(size=(INPUTS, HIDDEN))), "bias": jnp.asarray(rng.normal(size=HIDDEN))}
+    return x, {"weight": jnp.asarray(rng.normal(size=(HIDDEN, OUTPUTS)))}
+
+
+def solved(algorithm, *, clients=None, engine=None, problem=BILEVEL, rounds=2, cohort=None):
+    x, y = start()
+    single = isinstance(problem, fb.SingleLevel)
+    return fb.solve(
+        algorithm,
+        problem,
+        population() if clients is None else clients,
+        (x, y) if single else x,
+        None if single else y,
+        rounds=rounds,
+        cohort=cohort,
+        key=3,
+        engine=engine or fb.Local(),
+        eval_every=1,
+    )
+
+
+def everything(result):
+    return jax.tree.leaves((result.x, result.y))
+
+
+CASES = {
+    "SimFBO, importance": (fb.SimFBO(local_steps=2, batch_size=3), BILEVEL, {}, None),
+    "RABO, random units, work": (fb.RABO(policy="random", batch_size=3), BILEVEL, {"local_steps": (1, 3)}, 4),
+    "RABO, global, fresh cohorts": (
+        fb.RABO(policy="covered", batch_size=3, hypergradient="global", inverse="random", neumann_terms=3),
+        BILEVEL,
+        {},
+        4,
+    ),
+    "ShroFBO, x alone": (fb.ShroFBO(policy="static", pruned="x", batch_size=None), BILEVEL, {"distinct": True}, 5),
+    "FedAvg, rolling": (fb.FedAvg(policy="rolling", batch_size=3, local_steps=2), SINGLE, {}, 4),
+}
+SLOW = {"ShroFBO, x alone", "RABO, global, fresh cohorts"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])
+def test_engines_agree(case):
+    """Sums of a few dozen terms of size about 1 in another order differ by 1e-15 or so; 1e-12 leaves room."""
+    algorithm, problem, fields, cohort = CASES[case]
+    clients = population(**fields)
+    want = solved(algorithm, clients=clients, engine=fb.Reference(), problem=problem, cohort=cohort)
+    engine = fb.Local(devices=2, chunk=2, stream=True)
+    have = solved(algorithm, clients=clients, engine=engine, problem=problem, cohort=cohort)
+    for a, b in zip(everything(have), everything(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert replace(have.ledger, flops=want.ledger.flops) == want.ledger
+    columns = [name for name in want.history.columns if name != "seconds"]
+    assert {"coverage_x", "uncovered_x"} <= set(columns)
+    for name in columns:
+        np.testing.assert_allclose(have.history[name], want.history[name], rtol=1e-12, err_msg=name)
+    moved = [float(jnp.max(jnp.abs(a - b))) for a, b in zip(everything(want), jax.tree.leaves(start()), strict=True)]
+    assert min(moved) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def one_round():
+    """SimFBO on the first units, full batches, one local step: a round that can be done by hand."""
+    return solved(fb.SimFBO(policy="static", local_steps=1, batch_size=None), rounds=1)
+
+
+def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
+    """Σ p_i u_i over the holders / Σ p_i over the holders, each u_i computed on sliced arrays, entry by entry."""
+    clients, (x, y), algorithm = population(), start(), fb.SimFBO()
+    total = {"weight": np.zeros((INPUTS, HIDDEN)), "bias": np.zeros(HIDDEN)}, {"weight": np.zeros((HIDDEN, OUTPUTS))}
+    held = jax.tree.map(np.zeros_like, total)
+    for i, kept in enumerate(KEPT):
+        mine = {"weight": x["weight"][:, :kept], "bias": x["bias"][:kept]}, {"weight": y["weight"][:kept]}
+        d_x = jax.grad(outer, 0)(*mine, clients.outer.row(i))  # v = 0 at the start
+        d_y = jax.grad(inner, 1)(*mine, clients.inner.row(i))
+        places = {"weight": np.s_[:, :kept], "bias": np.s_[:kept]}, {"weight": np.s_[:kept]}
+        for into, count, place, d in zip(total, held, places, (d_x, d_y), strict=True):
+            for name in into:
+                into[name][place[name]] += clients.weights[i] * d[name]
+                count[name][place[name]] += clients.weights[i]
+    for got, before, lr, into, count in zip(
+        (one_round.x, one_round.y), (x, y), (algorithm.server_lr.x, algorithm.server_lr.y), total, held, strict=True
+    ):
+        for name in into:
+            np.testing.assert_allclose(got[name], before[name] - lr * into[name] / count[name], rtol=1e-12)
+
+
+def test_operations_fall_with_the_submodels():
+    """A client of k units costs k times one of one unit, but for what is done to targets and single numbers."""
+
+    def spent(capacity):
+        algorithm, clients = fb.SimFBO(policy="static", local_steps=1, batch_size=None), population(capacity)
+        x, y = start()
+        found = fb.solve(algorithm, BILEVEL, clients, x, y, rounds=1, count_flops=True).ledger.flops
+        return found / CLIENTS
+
+    whole, half = spent(np.full(CLIENTS, 1.0)), spent(np.full(CLIENTS, 0.5))
+    assert 0.5 < half / whole < 0.6
+    assert spent(np.where(np.arange(CLIENTS) < 3, 1.0, 0.5)) == pytest.approx((3 * whole + 4 * half) / 7, rel=1e-12)
+
+
+def test_messages_are_as_small_as_the_submodels(one_round):
+    """Of k units a client holds k (5 + 1) numbers of x and 2 k of y and of v, 8 bytes each."""
+    numbers = int(np.sum(KEPT * (INPUTS + 1 + 2 * OUTPUTS)))
+    assert one_round.ledger.bytes_down == one_round.ledger.bytes_up == 8 * numbers
+    assert (one_round.ledger.exchanges, one_round.ledger.replies) == (1, CLIENTS)
+
+
+def test_coverage_is_in_the_history(one_round):
+    """All hold units 0 and 1, four clients 2 and 3, one of them 4 to 7."""
+    last = one_round.history.rows[-1]
+    assert (last["coverage_x"], last["coverage_y"], last["uncovered_x"], last["uncovered_y"]) == (1, 1, 0, 0)
+
+
+def test_what_nobody_holds_stays_and_is_counted():
+    x, y = start()
+    result = solved(
+        fb.SimFBO(policy="static", local_steps=1, batch_size=None), clients=population(np.full(CLIENTS, 0.25)), rounds=1
+    )
+    np.testing.assert_array_equal(result.x["weight"][:, 2:], x["weight"][:, 2:])
+    np.testing.assert_array_equal(result.y["weight"][2:], y["weight"][2:])
+    assert float(jnp.min(jnp.abs(result.x["weight"][:, :2] - x["weight"][:, :2]))) > 0
+    last = result.history.rows[-1]
+    assert (last["uncovered_x"], last["uncovered_y"]) == (6 * (INPUTS + 1), 6 * OUTPUTS)
+    assert (last["coverage_x"], last["coverage_y"]) == (CLIENTS, CLIENTS)
+
+
+def test_with_all_capacities_1_it_is_the_method_itself():
+    """The same sums, but each divided by what they are multiplied with again."""
+    algorithm = fb.RABO(batch_size=3)
+    whole, full = solved(algorithm, clients=population(None)), solved(algorithm, clients=population(np.ones(CLIENTS)))
+    for a, b in zip(everything(whole), everything(full), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    assert whole.ledger.bytes_up == full.ledger.bytes_up
+    assert "coverage_x" not in whole.history.columns
+
+
+def test_a_method_without_submodels_says_that_it_trains_whole_models():
+    with pytest.warns(fb.CapacityWarning, match="FedNest trains whole models, on 6 clients of a capacity below 1"):
+        solved(fb.FedNest(batch_size=3), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("clients", "algorithm", "problem", "said"),
+    [
+        (population(np.full(CLIENTS, 0.01)), fb.RABO(), BILEVEL, "0.01 leaves group 'hidden' with none of its 8 units"),
+        (population(), fb.RABO(), fb.Bilevel(outer, inner), "the problem has no structure"),
+        (population(), fb.SimFBO(first=2), BILEVEL, "keeps whole models on clients"),
+        (
+            population(),
+            fb.RABO(policy="covered", min_coverage=2),
+            BILEVEL,
+            "min_coverage = 2 is not allowed: it must be at most 1: 3 clients share 2 segments",
+        ),
+        (
+            population(),
+            fb.RABO(),
+            fb.Bilevel(outer, inner, structure=fb.Structure(x={"weight": "_ hidden", "bias": "_"})),
+            "the losses do not take the submodel of capacity 0.5",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(clients, algorithm, problem, said):
+    with pytest.raises(fb.ConfigurationError, match=said):
+        solved(algorithm, clients=clients, problem=problem, rounds=1)
+
+
+@pytest.mark.parametrize("capacity", [[1.0, 0.5], np.zeros(CLIENTS), np.full(CLIENTS, 1.5), "half", [np.nan] * CLIENTS])
+def test_capacities_are_shares_of_one_each(capacity):
+    with pytest.raises(fb.ConfigurationError, match=r"Clients\.capacity"):
+        population(capacity)
+
+
+class TestPolicies:
+    """Which units a client holds: 3 of 8."""
+
+    anatomy = Anatomy.of(STRUCTURE, *start())
+
+    def units(self, round=0, id=0, rank=0, kept=3, peers=6, **fields):
+        holder = Holder(round, jax.random.key(0), id, rank, peers)
+        importance = self.anatomy.importance(*start())
+        return Submodels(**fields).units(self.anatomy, {"hidden": kept}, importance, holder)["hidden"].tolist()
+
+    def test_importance_takes_the_largest_sums_of_squares(self):
+        x, y = start()
+        squares = np.sum(x["weight"] ** 2, 0) + x["bias"] ** 2 + np.sum(y["weight"] ** 2, 1)
+        assert self.units() == sorted(np.argsort(-squares)[:3].tolist())
+
+    def test_static_takes_the_first_and_rolling_moves_on(self):
+        assert self.units(policy="static", round=5) == [0, 1, 2]
+        assert self.units(policy="rolling", round=5) == [5, 6, 7]
+        assert self.units(policy="rolling", round=6) == [0, 6, 7]
+
+    def test_random_units_are_each_clients_own_and_of_each_round(self):
+        drawn = [self.units(policy="random", id=i, round=r) for i in range(4) for r in range(4)]
+        assert all(len(set(units)) == 3 for units in drawn)
+        assert len({tuple(units) for units in drawn}) > 8
+        fixed = {tuple(self.units(policy="random", fixed=True, id=1, round=r)) for r in range(4)}
+        assert len(fixed) == 1
+
+    def test_segments_cover_all_units_as_evenly_as_can_be(self):
+        """⌈8/3⌉ = 3 segments among 6 clients: each twice; the last overlaps the second by a unit, which counts 4."""
+        for round in range(3):
+            held = np.bincount([unit for j in range(6) for unit in self.units(policy="covered", rank=j, round=round)])
+            assert sorted(held) == [2] * 7 + [4]
+        rounds = {tuple(self.units(policy="covered", round=r)) for r in range(12)}
+        assert len(rounds) == 3
+        assert len({tuple(self.units(policy="covered", fixed=True, round=r)) for r in range(9)}) == 1
+
+    @pytest.mark.parametrize("least", [1, 2])
+    def test_a_coverage_can_be_asked_for(self, least):
+        """4 segments of 2 among 10 clients: three with exactly `least`, one with all others."""
+        dealt = [self.units(policy="covered", min_coverage=least, kept=2, rank=j, peers=10) for j in range(10)]
+        assert sorted(np.bincount(np.concatenate(dealt))) == [least] * 6 + [10 - 3 * least] * 2
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"policy": "importence"}, "did you mean 'importance'"),
+            ({"pruned": "z"}, "unknown"),
+            ({"policy": "static", "fixed": True}, "False with policy = 'static'"),
+            ({"policy": "random", "min_coverage": 2}, "for 'covered' alone"),
+            ({"policy": "covered", "min_coverage": 0}, "positive integer"),
+        ],
+    )
+    def test_misspelt_or_meaningless_fields_are_refused(self, fields, said):
+        with pytest.raises(fb.ConfigurationError, match=said):
+            Submodels(**fields)
