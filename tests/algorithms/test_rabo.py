@@ -3,6 +3,8 @@
 The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (tests/conftest.py).
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,3 +213,41 @@ def test_wrong_fields(cls, fields, words):
     with pytest.raises(fb.ConfigurationError) as error:
         cls(**fields)
     assert words in str(error.value)
+
+
+def test_paired_draws_give_the_hypergradient_of_the_drawn_samples_own_problem():
+    """Of 4 samples 2 are drawn: g = mean ½(y − A x)ᵀD(y − A x), f = mean ½‖y − b‖² + cᵀx over these give, at y,
+    h = mean c + (mean AᵀD)(mean D)⁻¹(y − mean b): one of six vectors. Independent draws give one of 6·6·6 others."""
+    rng = np.random.default_rng(0)
+    a, b, c = rng.normal(size=(4, 2, 2)), rng.normal(size=(4, 2)), rng.normal(size=(4, 2))
+    d = np.stack([np.diag(row) for row in rng.uniform(1, 5, size=(4, 2))])
+
+    def inner(x, y, batch):
+        gap = y - batch["a"] @ x
+        return jnp.mean(jnp.einsum("si,sij,sj->s", gap, batch["d"], gap)) / 2
+
+    def outer(x, y, batch):
+        return jnp.mean(jnp.sum((y - batch["b"]) ** 2, axis=1) / 2 + batch["c"] @ x)
+
+    x0, y0 = jnp.ones(2), jnp.array([0.3, -0.7])
+    clients = fb.Clients([{"b": b, "c": c}], [{"a": a, "d": d}], distinct=True)
+    fields = {"inverse": "cg", "cg_iterations": 5, "cg_tolerance": 1e-12, "batch_size": 2}
+    algorithm = fb.RABO(paired=True, inner_lr=1e-300, outer_lr=1.0, **fields)
+    found = x0 - fb.solve(algorithm, fb.Bilevel(outer, inner), clients, x0, y0, rounds=1).x
+    expected = []
+    for pair in itertools.combinations(range(4), 2):
+        s = list(pair)
+        cross = np.mean(np.einsum("sji,sjk->sik", a[s], d[s]), axis=0)
+        expected.append(c[s].mean(0) + cross @ np.linalg.solve(d[s].mean(0), y0 - b[s].mean(0)))
+    assert min(np.max(np.abs(found - h)) for h in expected) < 1e-10
+
+
+def test_pairs_need_a_partner_each_and_the_local_hypergradient():
+    clients = fb.Clients([np.ones((3, 1))], [np.ones((2, 1))])
+    problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: jnp.sum((x - y) ** 2))
+    with pytest.raises(fb.ConfigurationError, match=r"paired = True .* differ, \[\(3, 2\)\]"):
+        fb.solve(fb.RABO(paired=True, neumann_step=0.1), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
+    with pytest.raises(fb.ConfigurationError, match="paired"):
+        fb.RABO(paired=True, hypergradient="global")
+    with pytest.raises(fb.ConfigurationError, match="paired"):
+        fb.RAFBO(paired=True, estimator="printed")

@@ -138,6 +138,9 @@ class Hypergradient(OuterGradients):
         merged: as few exchanges as give the same numbers, with full batches (drawn samples: the same expectation):
             what can rides with another reply, and what the server knows to be zero is not asked for. Conjugate gradient
             then costs a client a cross product with each H p. Refused where it would leave out nothing.
+        paired: of "local": one draw serves all of a hypergradient, of samples whose rows belong together, as an
+            episode's support and query images do: it is then that of the drawn episodes' own problem. Independent draws
+            rarely meet in the inner unknowns that each sample has for itself.
     """
 
     hypergradient: Literal["global", "local"] = static("global")
@@ -148,6 +151,7 @@ class Hypergradient(OuterGradients):
     cg_tolerance: float = positive(1e-3)
     fresh_cohorts: bool = static(True)
     merged: bool = static(False)
+    paired: bool = static(False)
 
     def validate(self) -> None:
         super().validate()
@@ -159,11 +163,18 @@ class Hypergradient(OuterGradients):
             require_count(f"{name}.{field}", getattr(self, field))
         both = self.hypergradient == "local" and self.inverse == "parallel"
         require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
+        alone = self.hypergradient == "local" or not self.paired
+        require(alone, f"{name}.paired", True, "False where hypergradient = 'global': clients draw at different times")
         fits = not self.merged or self.mergeable
         require(fits, f"{name}.merged", True, "False: with the other fields as they are it leaves out no exchange")
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-        """Refuse a Neumann step at which the products grow."""
+        """Refuse a Neumann step at which the products grow, and pairs of which one is missing."""
+        if self.paired:
+            sizes = [(int(a), int(b)) for a, b in zip(clients.outer.size, clients.inner.size, strict=True) if a != b]
+            require(
+                not sizes, f"{type(self).__name__}.paired", True, f"False: outer and inner samples differ, {sizes[:3]}"
+            )
         if self.inverse != "cg" and problem.indirect == "inverse":
             name = f"{type(self).__name__}.neumann_step"
             check_neumann_step(name, at(self, 0).neumann_step, problem, clients, x, y, self.hypergradient == "local")
@@ -313,6 +324,7 @@ class Hypergradient(OuterGradients):
     def own_hypergradient(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
         problem, size = client.problem, self.batch_size
         outer_key, system_key, last_key = jax.random.split(key, 3)
+        last_key = outer_key if self.paired else last_key
         outer_batch, inner_batch = client.outer_batch(outer_key, size), client.inner_batch(last_key, size)
         v, spent, quality = None, jnp.asarray(0), Quality.unknown()
         if problem.indirect != "none":
@@ -320,7 +332,8 @@ class Hypergradient(OuterGradients):
         if problem.indirect == "inverse":
 
             def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
-                return self.second_order.hess_v(problem, x, y, v, client.inner_batch(key, size))
+                batch = inner_batch if self.paired else client.inner_batch(key, size)
+                return self.second_order.hess_v(problem, x, y, v, batch)
 
             v, spent, quality = self.solve_system(Alone, product, v, system_key)
         loss, h = self.second_order.hypergradient(problem, x, y, v, outer_batch, inner_batch)

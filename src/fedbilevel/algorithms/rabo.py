@@ -123,6 +123,7 @@ class RAFBO(Adaptive):
         require_count("RAFBO.coordinates", self.coordinates, optional=True)
         along_v = self.estimator == "adjoint"
         allowed = f"{{}} where estimator = {self.estimator!r}"
+        require(along_v or not self.paired, "RAFBO.paired", True, allowed.format("False"))
         none = self.coordinates is None
         require(not along_v or none, "RAFBO.coordinates", self.coordinates, allowed.format("None"))
         own = along_v or self.hypergradient == "local"

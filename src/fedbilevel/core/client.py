@@ -278,7 +278,7 @@ class Samples:
         if not self.distinct:
             return uniform_below(key, self.size, (batch_size,))
         drawn = jax.random.bits(key, (self.longest,), jnp.uint32)
-        last = jnp.where(jnp.arange(self.longest) < self.size, drawn, jnp.iinfo(jnp.uint32).max)
+        last = jnp.where(jnp.arange(self.longest) < self.size, drawn, jnp.uint32(2**32 - 1))
         return jnp.argsort(last)[jnp.arange(batch_size) % self.size].astype(jnp.int32)
 
     def everything(self) -> Padded:
