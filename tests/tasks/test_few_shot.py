@@ -245,7 +245,9 @@ def test_batches_are_whole_episodes(tasks) -> None:
         with pytest.raises(ConfigurationError, match=r"4 characters.*batch_size must be a multiple of way = 3"):
             jax.eval_shape(loss, task.x0, task.y0, batch)
     single, _ = rows(task, 0, 1)
-    assert np.isnan(task.problem.outer(task.x0, task.y0, single))  # no number may pass for the loss of no episode
+    loss, gradient = jax.value_and_grad(task.problem.outer, 1)(task.x0, task.y0, single)
+    assert np.isnan(loss)  # no number may pass for the loss of no episode
+    assert np.all(np.isnan(gradient["weight"]))
 
 
 def test_a_round_of_simfbo_moves_x_and_y_by_finite_steps(tasks) -> None:

@@ -221,8 +221,9 @@ def _counted(loss: Callable[..., Array]) -> Callable[..., Array]:
     """The loss, which of a single character, as shapes are checked with, is no number: it is no episode."""
 
     def counted(*arguments: PyTree) -> Array:
-        single = len(arguments[-1]["character"]) == 1
-        return jnp.asarray(jnp.nan) if single else loss(*arguments)
+        if len(arguments[-1]["character"]) == 1:
+            return jnp.nan * sum(map(jnp.sum, jax.tree.leaves(arguments[:-1])))  # nor is its gradient
+        return loss(*arguments)
 
     return counted
 

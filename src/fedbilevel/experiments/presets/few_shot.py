@@ -9,7 +9,7 @@ from fedbilevel.experiments.presets.table import SINGLE_LOOP, Fields, Preset, ea
 ALGORITHMS: dict[str, Fields] = {
     **each(
         SINGLE_LOOP,
-        {"client_lr": xyv(0.2, 0.1, 0.1), "server_lr": xyv(0.2, 1.0, 1.0), "radius": 10.0},
+        {"client_lr": xyv(0.2, 0.05, 0.05), "server_lr": xyv(0.2, 0.5, 0.5), "radius": 10.0},
     ),
     "fedavg": {"outer_lr": 0.4, "local_steps": 4},
 }
@@ -20,4 +20,18 @@ SMALL = Preset(
     run={"rounds": 100, "cohort": 10, "eval_every": 10},
 )
 
-PRESETS: dict[str | None, Preset] = {None: SMALL}
+OMNIGLOT = Preset(
+    task={"hidden": [16]},
+    shared={"local_steps": 2, "batch_size": 20},
+    algorithms={
+        **ALGORITHMS,
+        **each(
+            SINGLE_LOOP,
+            {"client_lr": xyv(0.5, 0.1, 0.1), "server_lr": xyv(0.5, 1.0, 1.0), "radius": 10.0},
+        ),
+        "fedavg": {"outer_lr": 0.4, "local_steps": 4, "batch_size": 10},
+    },
+    run=SMALL.run,
+)
+
+PRESETS: dict[str | None, Preset] = {None: SMALL, "omniglot": OMNIGLOT}
