@@ -222,7 +222,7 @@ def _counted(loss: Callable[..., Array]) -> Callable[..., Array]:
 
     def counted(*arguments: PyTree) -> Array:
         if len(arguments[-1]["character"]) == 1:
-            return jnp.nan * sum(map(jnp.sum, jax.tree.leaves(arguments[:-1])))  # nor is its gradient
+            return jnp.nan * optax.tree.sum(arguments[:-1])  # nor is its gradient
         return loss(*arguments)
 
     return counted
