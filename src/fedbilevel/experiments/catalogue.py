@@ -27,6 +27,7 @@ class AlgorithmFacts:
     good_for: str
     client_state: str
     cost: str
+    submodels: str
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def _algorithm(name: str, cls: Any) -> AlgorithmFacts:
         good_for=fact(lambda text: _entry(text, "Good for")),
         client_state=fact(lambda text: _entry(text, "Client state")),
         cost=fact(lambda text: _entry(text, "Cost per local step")),
+        submodels="yes" if hasattr(cls, "units") else "no",
     )
 
 

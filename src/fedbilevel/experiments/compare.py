@@ -22,7 +22,8 @@ from fedbilevel.experiments.own_task import label
 TARGETS = 3
 READABLE = 20  # characters of a text before it is broken
 TEXTS = ("run", "algorithm", "task")
-DROPPED_FIRST = ("products", "gradients", "seconds", "exchanges", "time", "best")  # where the terminal is narrow
+# Where the terminal is narrow:
+DROPPED_FIRST = ("products", "gradients", "seconds", "GFLOP", "exchanges", "time", "best")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Group:
     def pooled(self) -> bool:
         """Whether a single client held every sample."""
         return self.runs[0].spec.run.pooled
+
+    @property
+    def counted(self) -> bool:
+        """Whether the floating-point operations of all of them are known."""
+        return all("flops" in run.summary["last_row"] for run in self.runs)
 
     def values(self, name: str) -> list[Any]:
         return [run.summary[name] for run in self.runs]
@@ -137,6 +143,10 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
         "MB": [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups],
         "gradients": [f"{group.costs('gradients'):,.0f}" for group in groups],
         "products": [f"{group.costs('products'):,.0f}" for group in groups],
+    }
+    if all(group.counted for group in groups):  # a gap in the column would look like no cost
+        columns["GFLOP"] = [measure.gflop(group.costs("flops")) for group in groups]
+    columns |= {
         "final": [measure.mean_and_spread(metric, group.values("final")) for group in groups],
         "best": [measure.mean_and_spread(metric, group.values("best")) for group in groups],
         "seconds": [f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}" for group in groups],

@@ -137,6 +137,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         **({"time": f"{passed:,.1f} s"} if (passed := measure.time_of(row)) != row["exchanges"] else {}),
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
         "gradients / products": f"{row['gradients']:,} / {row['products']:,}",
+        **({"GFLOP": measure.gflop(row["flops"])} if "flops" in row else {}),
+        **_holders(row),
         "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",
         "this time": f"{summary['seconds_compiling']:.1f} s compiling, {summary['seconds_in_all']:.1f} s in all",
     }
@@ -145,6 +147,19 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if summary["stopped"]:
         table.add_row("stopped", summary["stopped"])
     return table
+
+
+def _holders(row: Row) -> dict[str, str]:
+    """Where clients hold submodels: by how many an entry was held, at least, and how many entries nobody held; means
+    over the rounds that the row is of."""
+    lines = {}
+    if parts := [part for part in "xy" if f"coverage_{part}" in row]:
+        least = (f"{row[f'coverage_{part}']:.3g} ({part})" for part in parts)
+        lines["clients per entry"] = f"at least {', '.join(least)}"
+    if idle := [part for part in "xy" if row.get(f"uncovered_{part}", 0) > 0]:
+        entries = " and ".join(f"{row[f'uncovered_{part}']:,.6g} entries of {part}" for part in idle)
+        lines["held by nobody"] = f"[bold]{entries}[/bold]"
+    return lines
 
 
 def summary_line(name: Path, summary: dict[str, Any]) -> str:

@@ -21,9 +21,10 @@ HEADINGS = {
     "good_for": "good for",
     "client_state": "client state",
     "cost": "cost per local step",
+    "submodels": "submodels",
 }
 SHARES = {"exchanges": 3, "needs": 4, "good_for": 4, "client_state": 2, "cost": 4}  # of the width that is left
-PAPER = 20  # wide: "Author et al. 2023," and the number of the paper below it
+WIDTHS = {"paper": 20, "submodels": 9}  # "Author et al. 2023," and the number of the paper below it; the heading
 STACKED_BELOW, ALL_FROM = 110, 150  # columns of the terminal
 
 
@@ -35,11 +36,9 @@ def algorithms_table(width: int) -> Table:
 def _facts_in_columns(everything: bool) -> Table:
     table = _table("algorithms")
     table.add_column("name", no_wrap=True, style="bold")
-    shown = [name for name in HEADINGS if everything or name not in ("client_state", "cost")]
+    shown = [name for name in HEADINGS if everything or name not in ("client_state", "cost", "submodels")]
     for name in shown:
-        table.add_column(
-            HEADINGS[name], ratio=SHARES.get(name), width=None if name in SHARES else PAPER, overflow="fold"
-        )
+        table.add_column(HEADINGS[name], ratio=SHARES.get(name), width=WIDTHS.get(name), overflow="fold")
     for one in catalogue.algorithms():
         table.add_row(one.name, *(escape(getattr(one, name)) for name in shown))
     table.expand = True

@@ -44,6 +44,11 @@ def time_of(row: Row) -> float:
     return row.get("time", row["exchanges"])
 
 
+def gflop(flops: float) -> str:
+    """Floating-point operations in thousand millions, for people, in three digits or more."""
+    return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:.3g}"
+
+
 def mean_and_spread(metric: str, values: Sequence[float]) -> str:
     """Mean ± sample standard deviation, for people."""
     mean = math.fsum(values) / len(values)

@@ -22,6 +22,7 @@ AXES = {
     "exchanges": "exchanges",
     "megabytes": "traffic (MB, down + up, whole cohort)",
     "evaluations": "gradients + Hessian products (all clients)",
+    "gflop": "GFLOP (all clients)",
     "seconds": "seconds in rounds",
     "time": "time (seconds, in simulations virtual)",
 }
@@ -34,7 +35,7 @@ class Curve:
 
     label: str
     rounds: np.ndarray
-    costs: dict[str, np.ndarray]  # by the names of AXES
+    costs: dict[str, np.ndarray]  # by the names of AXES; "gflop" where it is known
     value: np.ndarray
     spread: np.ndarray | None = None
     least: np.ndarray | None = None  # the smallest of the runs' values, if there are several
@@ -57,6 +58,8 @@ def curve(label: str, histories: Sequence[History], metric: str, level: bool = F
         "seconds": mean("seconds"),
         "time": np.mean([[measure.time_of(t[round]) for round in rounds] for t in tables], axis=0),
     }
+    if all("flops" in table[round] for table in tables for round in rounds):
+        costs["gflop"] = mean("flops") / 1e9
     several = len(tables) > 1
     spread, least = (values.std(axis=0, ddof=1), values.min(axis=0)) if several else (None, None)
     return Curve(label, np.array(rounds), costs, values.mean(axis=0), spread, least, level)
@@ -110,7 +113,7 @@ def _figure(rows: int, columns: int, *, height: float, sharey: Any) -> tuple[Any
 def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str) -> None:
     percent = measure.larger_is_better(metric)
     log = not percent and _spans_decades(np.concatenate([line.value for line in curves]))
-    for panel, (cost, label) in zip(axes, AXES.items(), strict=False):  # without a panel for time where there is none
+    for panel, (cost, label) in zip(axes, _axes(curves).items(), strict=False):  # time has no panel where there is none
         for i, line in enumerate(curves):
             _draw_curve(panel, line, cost, metric, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], log)
         panel.set_xlabel(label)
@@ -126,6 +129,13 @@ def _draw_panels(axes: Sequence[Any], curves: Sequence[Curve], metric: str) -> N
         axes[0].set_yscale("log")
     if percent and (learnt := _range_after_start(curves)):
         axes[0].set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
+
+
+def _axes(curves: Sequence[Curve]) -> dict[str, str]:
+    """What the panels run over: operations in place of evaluations, where all curves know them."""
+    counted = all("gflop" in line.costs for line in curves if not line.level)
+    hidden = "evaluations" if counted else "gflop"
+    return {cost: label for cost, label in AXES.items() if cost != hidden}
 
 
 def _axis_label(metric: str) -> str:

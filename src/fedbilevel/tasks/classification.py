@@ -17,7 +17,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Task, in_turn
 
 
 def classification(
@@ -31,6 +31,7 @@ def classification(
     partition_options: Mapping[str, Any] | None = None,
     holdout: float = 0.0,
     ridge: float = 0.0,
+    capacities: Sequence[float] = (),
     local_steps: Any = None,
     seed: int = 0,
 ) -> Task:
@@ -39,7 +40,7 @@ def classification(
     Args:
         ratio: below 1, the training images are thinned to a long tail, see loss_tuning.
         ridge: the loss has ridge·‖x‖² added.
-        data, network, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see
+        data, network, hidden, clients, partition_by, partition_options, holdout, capacities, local_steps, seed: see
             hyper_representation.
     """
     require(ridge >= 0, "ridge", ridge, "at least 0")
@@ -54,7 +55,7 @@ def classification(
     return Task(
         name="classification",
         problem=SingleLevel(loss, structure=Structure(x=images.whole_structure())),
-        clients=Clients(outer=samples, local_steps=local_steps),
+        clients=Clients(outer=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)),
         x0=images.model.init(jax.random.key(seed)),
         y0=None,
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*x)},

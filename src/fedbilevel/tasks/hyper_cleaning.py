@@ -30,7 +30,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import WITH_LINEAR, load_images
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Task, in_turn
 
 
 def hyper_cleaning(
@@ -45,6 +45,7 @@ def hyper_cleaning(
     validation: float = 0.5,
     holdout: float = 0.0,
     ridge: float = 1e-3,
+    capacities: Sequence[float] = (),
     local_steps: Any = None,
     seed: int = 0,
 ) -> Task:
@@ -57,6 +58,7 @@ def hyper_cleaning(
         network: "linear" (no hidden layers), or one of those of hyper_representation; y is all of it.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
+        capacities: of clients, as in hyper_representation; not with network = "linear", which has no units.
         data, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
 
     Measured: accuracy; `auc`, the probability that a clean training sample has a larger weight than a corrupted one,
@@ -65,6 +67,8 @@ def hyper_cleaning(
     require(0 <= corruption < 1, "corruption", corruption, "at least 0 and below 1")
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(0 <= ridge < np.inf, "ridge", ridge, "at least 0 and finite")
+    none = "empty with network = 'linear', of which no unit can be left out"
+    require(network != "linear" or not len(capacities), "capacities", capacities, none)
     images = load_images(data, network, hidden, holdout=holdout, seed=seed, known=WITH_LINEAR)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
@@ -82,7 +86,9 @@ def hyper_cleaning(
     return Task(
         name="hyper_cleaning",
         problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure())),
-        clients=Clients(outer=images.rows(valid), inner=samples, local_steps=local_steps),
+        clients=Clients(
+            outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
+        ),
         x0=jnp.zeros((clients, int(samples.size.max()))),
         y0=images.model.init(jax.random.key(seed)),
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},

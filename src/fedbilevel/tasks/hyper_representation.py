@@ -18,7 +18,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Task, in_turn
 
 
 def hyper_representation(
@@ -32,6 +32,7 @@ def hyper_representation(
     validation: float = 0.5,
     holdout: float = 0.0,
     ridge: float = 5e-4,
+    capacities: Sequence[float] = (),
     local_steps: Any = None,
     seed: int = 0,
 ) -> Task:
@@ -50,6 +51,7 @@ def hyper_representation(
         holdout: the share of the training images taken away before, and measured in place of the test images: for
             choosing hyperparameters without looking at the test set.
         ridge: the inner loss has ridge·‖y‖² added.
+        capacities: the shares of the network that clients can hold, dealt out to them in turn; empty: all hold all.
         local_steps: see Clients.
         seed: of the partition, the splits and the starting point.
     """
@@ -68,7 +70,12 @@ def hyper_representation(
     return Task(
         name="hyper_representation",
         problem=Bilevel(outer=outer, inner=inner, structure=images.model.structure),
-        clients=Clients(outer=images.rows(valid), inner=images.rows(train), local_steps=local_steps),
+        clients=Clients(
+            outer=images.rows(valid),
+            inner=images.rows(train),
+            local_steps=local_steps,
+            capacity=in_turn(capacities, clients),
+        ),
         x0=x0,
         y0=y0,
         metrics={f"{images.part}_accuracy": images.accuracy()},

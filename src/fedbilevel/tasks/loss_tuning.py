@@ -28,7 +28,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import Indices, load_images
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Task, in_turn
 
 ATTEMPTS = 100  # draws of the halves before a class counts as too small for them
 
@@ -45,6 +45,7 @@ def loss_tuning(
     validation: float = 0.2,
     holdout: float = 0.0,
     ridge: float = 5e-4,
+    capacities: Sequence[float] = (),
     local_steps: Any = None,
     seed: int = 0,
 ) -> Task:
@@ -55,7 +56,7 @@ def loss_tuning(
             has 0.01. Test images, and images held out, are not thinned.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
-        data, network, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see
+        data, network, hidden, clients, partition_by, partition_options, holdout, capacities, local_steps, seed: see
             hyper_representation.
 
     Raises:
@@ -66,7 +67,12 @@ def loss_tuning(
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
     parts = images.dealt(clients, partition_by, partition_options, seed)
     train, valid = complete_halves(parts, images.data.train_labels, images.data.classes, validation, seed)
-    population = Clients(outer=images.rows(valid), inner=images.rows(train), local_steps=local_steps)
+    population = Clients(
+        outer=images.rows(valid),
+        inner=images.rows(train),
+        local_steps=local_steps,
+        capacity=in_turn(capacities, clients),
+    )
     balance = jnp.asarray(balancing_weights(population, images.data.classes))
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:

@@ -1,11 +1,11 @@
 """What every task provides."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
@@ -36,3 +36,12 @@ class Task:
                 f"the samples of task {self.name}'s clients are elsewhere, and cannot be looked at"
             )
         return self.clients
+
+
+def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
+    """Each client's capacity for `Clients`: those given, dealt out in turn; None, all of the model, where none are."""
+    if not len(capacities):
+        return None
+    require(all(0 < one <= 1 for one in capacities), "capacities", capacities, "above 0 and at most 1, each")
+    require(len(capacities) <= clients, "capacities", capacities, f"at most {clients}, the number of clients")
+    return [capacities[i % len(capacities)] for i in range(clients)]
