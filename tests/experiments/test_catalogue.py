@@ -42,6 +42,11 @@ def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
     assert mine.good_for == catalogue.MISSING
 
 
+def test_who_trains_submodels_is_said() -> None:
+    able = {facts.name for facts in catalogue.algorithms() if facts.submodels == "yes"}
+    assert able == {"fedavg", "fedlin", "rabo", "rafbo", "shrofbo", "simfbo"}
+
+
 def test_algorithms_with_the_same_fields_stand_together() -> None:
     rows = catalogue.algorithm_fields()
     (names, fields) = next(row for row in rows if "simfbo" in row[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 
 import numpy as np
@@ -13,7 +14,7 @@ from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import measure, plots
-from fedbilevel.experiments.compare import common_targets, comparison_table, load_groups
+from fedbilevel.experiments.compare import common_targets, comparison_table, draw, load_groups
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,41 @@ def test_a_narrow_table_keeps_what_matters(runs) -> None:
     assert len(wide.columns) > len(comparison_table(groups, 80).columns)
 
 
+def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path, monkeypatch) -> None:
+    for name, new in (("sim", "sim"), ("shro", "older")):
+        shutil.copytree(runs / name / "seed-0", tmp_path / new)
+    known, labels = load_groups([tmp_path / "sim", runs / "shro"]), []
+    for name in ("summary.json", "history.jsonl"):  # as runs had them before operations were counted
+        file = tmp_path / "older" / name
+        file.write_text(re.sub(r'"flops": \d+,\s*', "", file.read_text()))
+    monkeypatch.setattr(plots, "_finish", lambda figure, *_: labels.append([a.get_xlabel() for a in figure.axes]))
+    for groups in (known, load_groups([tmp_path / "sim", tmp_path / "older"])):
+        draw(groups, tmp_path / "c.png")
+        counted = groups is known
+        assert ("GFLOP" in [column.header for column in comparison_table(groups).columns]) == counted
+        assert labels[-1][2] == ("GFLOP (all clients)" if counted else "gradients + Hessian products (all clients)")
+
+
+def test_operations_in_three_digits_or_more() -> None:
+    assert [measure.gflop(flops) for flops in (0, 737_000, 911_428_080, 123_456_789_000_000)] == [
+        "0",
+        "0.000737",
+        "0.911",
+        "123,457",
+    ]
+
+
+def test_runs_that_differ_in_a_field_of_the_task_stand_side_by_side(runs, tmp_path) -> None:
+    """So rivals are compared that train another objective of the task by the same method."""
+    shutil.copytree(runs / "shro" / "seed-0", tmp_path / "rival")
+    spec = tmp_path / "rival" / "spec.toml"
+    spec.write_text(re.sub(r"condition = \S+", "condition = 2.0", spec.read_text()))
+    groups = load_groups([runs / "shro" / "seed-0", tmp_path / "rival"])
+    assert [group.label for group in groups] == ["shro", "rival"]
+    table = comparison_table(groups)
+    assert list(table.columns[0].cells) == ["shro", "rival"]
+
+
 def test_the_mean_and_the_spread_of_a_curve() -> None:
     cost = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "products": 4, "seconds": 0.5}
     one = History([{"round": 0, **cost, "e": 1.0}, {"round": 5, **cost, "e": 0.2}, {"round": 7, **cost, "e": 9.0}])
@@ -71,6 +107,9 @@ def test_the_mean_and_the_spread_of_a_curve() -> None:
     np.testing.assert_array_equal(curve.least, [1.0, 0.2])
     np.testing.assert_allclose(curve.costs["megabytes"], [30e-6, 30e-6])
     np.testing.assert_array_equal(curve.costs["evaluations"], [7, 7])
+    assert "gflop" not in curve.costs
+    counted = History([{"round": 0, **cost, "e": 1.0, "flops": 0}, {"round": 5, **cost, "e": 1.0, "flops": 3e9}])
+    np.testing.assert_array_equal(plots.curve("x", [counted], "e").costs["gflop"], [0, 3])
 
 
 @pytest.mark.parametrize("end", [0.01, 1.9])  # with means that span decades the axis is logarithmic

@@ -138,7 +138,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
         "gradients / products": f"{row['gradients']:,} / {row['products']:,}",
         **({"GFLOP": measure.gflop(row["flops"])} if "flops" in row else {}),
-        **_holders(row),
+        **holders(row),
         "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",
         "this time": f"{summary['seconds_compiling']:.1f} s compiling, {summary['seconds_in_all']:.1f} s in all",
     }
@@ -149,7 +149,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _holders(row: Row) -> dict[str, str]:
+def holders(row: Row) -> dict[str, str]:
     """Where clients hold submodels: by how many an entry was held, at least, and how many entries nobody held; means
     over the rounds that the row is of."""
     lines = {}
@@ -158,7 +158,7 @@ def _holders(row: Row) -> dict[str, str]:
         lines["clients per entry"] = f"at least {', '.join(least)}"
     if idle := [part for part in "xy" if row.get(f"uncovered_{part}", 0) > 0]:
         entries = " and ".join(f"{row[f'uncovered_{part}']:,.6g} entries of {part}" for part in idle)
-        lines["held by nobody"] = f"[bold]{entries}[/bold]"
+        lines["held by nobody"] = entries
     return lines
 
 

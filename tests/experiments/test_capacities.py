@@ -1,0 +1,65 @@
+"""Clients of limited capacity: the option of the tasks, and what a run of them shows."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedbilevel as fb
+from fedbilevel import tasks
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines import submodels
+from fedbilevel.experiments import display
+from fedbilevel.tasks.task import in_turn
+
+TASKS = {
+    "hyper_representation": fb.RABO(),
+    "loss_tuning": fb.SimFBO(),
+    "hyper_cleaning": fb.SimFBO(),
+    "classification": fb.FedAvg(),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_deals_capacities_out_and_its_losses_take_the_submodels(name) -> None:
+    sizes = {"network": "mlp", "hidden": (8,), "clients": 5}
+    task = tasks.TASKS[name](**sizes, capacities=(1, 0.5, 0.25))
+    assert task.clients.capacity.tolist() == [1, 0.5, 0.25, 1, 0.5]
+    cut = submodels.classes(TASKS[name], task.problem, task.clients, task.x0, task.y0)
+    assert [list(kept.values()) for _, kept in cut] == [[8], [4], [2]]
+    assert tasks.TASKS[name](**sizes).clients.capacity is None
+
+
+def test_capacities_that_cannot_be_dealt_out_are_refused() -> None:
+    assert in_turn([1, 0.5, 0.25, 0.125, 0.0625], 10)[5:] == [1, 0.5, 0.25, 0.125, 0.0625]
+    with pytest.raises(ConfigurationError, match=r"capacities = \[1, 0\] is not allowed: it must be above 0"):
+        in_turn([1, 0], 2)
+    with pytest.raises(ConfigurationError, match="at most 2, the number of clients"):
+        in_turn([1, 0.5, 0.25], 2)
+    with pytest.raises(ConfigurationError, match="empty with network = 'linear'"):
+        tasks.hyper_cleaning(capacities=[0.5])
+
+
+SMALL = ["--rounds", 1, "--set", "clients=3", "--cohort", 3, "--set", "hidden=[4]", "--set", "algorithm.local_steps=1"]
+
+
+def test_a_run_says_who_held_what_and_a_method_without_submodels_warns_once(run, tmp_path) -> None:
+    capacities = ["--set", "capacities=[1, 0.5, 0.5]"]
+    code, shown, error = run(
+        "run", "classification", "--algorithm", "fedavg", *SMALL, *capacities, "--out", tmp_path / "a"
+    )
+    assert (code, error) == (0, "")
+    lines = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in shown.splitlines() if "│" in line}
+    assert lines["clients per entry"] == "at least 1 (x)"  # two of four units are with the first client alone
+    assert float(lines["GFLOP"]) > 0
+    code, _, error = run("run", "--algorithm", "fedbio", *SMALL, *capacities, "--quiet", "--out", tmp_path / "b")
+    assert code == 0
+    assert error == "fedbilevel: warning: FedBiO trains whole models, on 2 clients of a capacity below 1 too\n"
+
+
+def test_entries_that_nobody_held_are_counted() -> None:
+    row = {"coverage_x": 2.5, "coverage_y": 3.0, "uncovered_x": 1234.5, "uncovered_y": 0.0}
+    assert display.holders(row) == {
+        "clients per entry": "at least 2.5 (x), 3 (y)",
+        "held by nobody": "1,234.5 entries of x",
+    }
+    assert display.holders({"outer_loss": 1.0}) == {}
