@@ -253,17 +253,18 @@ class Hypergradient(OuterGradients):
 
         one = jnp.asarray(1)
         if self.inverse == "random":
-            count, addition = uniform_below(draw_key, terms), nothing
+            count: Any = uniform_below(draw_key, terms)
+            addition = nothing
             first = scaled(terms * step, b)
         elif self.inverse == "parallel":  # b holds, for each length, the mean over the clients that drew it
-            count = longest(b) if self.merged else jnp.asarray(terms - 1)
+            count = longest(b) if self.merged else terms - 1
             addition = lambda n: jax.tree.map(lambda leaf: leaf[count - n], b)  # noqa: E731
             first = addition(jnp.asarray(0))
         else:
-            count, addition = jnp.asarray(terms - 1), lambda n: scaled(step, b)
+            count, addition = terms - 1, lambda n: scaled(step, b)
             first = scaled(step, b)
         v, _, negative = loop.repeat(count, shrink, (first, one, jnp.asarray(-1)), loop_key)
-        return Solved(v, count, Quality(negative, jnp.zeros(())))
+        return Solved(v, jnp.asarray(count), Quality(negative, jnp.zeros(())))
 
     def conjugate_gradient(
         self,
@@ -359,8 +360,11 @@ class Alone:
 
     @staticmethod
     def repeat(n: Any, body: Callable[..., Any], carry: PyTree, key: Array, *, until: Any = None) -> PyTree:
+        if until is None:  # a loop of known length, if n is one
+            return jax.lax.fori_loop(0, n, lambda i, carry: body(Alone, carry, jax.random.fold_in(key, i)), carry)
+
         def unfinished(loop: tuple[Array, PyTree]) -> Array:
-            return loop[0] < n if until is None else (loop[0] < n) & ~until(loop[1])
+            return (loop[0] < n) & ~until(loop[1])
 
         def step(loop: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
             return loop[0] + 1, body(Alone, loop[1], jax.random.fold_in(key, loop[0]))

@@ -116,7 +116,8 @@ class Clients:
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
             client, or (low, high): drawn uniformly, both included, for each client and round.
         capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
-        distinct: batches of different samples, where a client has enough; otherwise drawn with replacement.
+        distinct: batches of different samples, where a client has enough; otherwise drawn with replacement. Losses may
+            then depend on a batch as a whole, as those of episodes do.
 
     Raises:
         ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree.
