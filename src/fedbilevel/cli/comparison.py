@@ -29,6 +29,9 @@ two ways:
   fedbilevel compare RUN RUN …                    finished runs: a table and a picture
   fedbilevel compare TASK --algorithms A,B,C      run A, B and C on the same task and seeds, then the same
 
+Runs that differ in more than the method, such as in the task's objective, are for the first: make each with
+`fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER/*`. GFLOP are shown where all runs know theirs.
+
 settings of the second:
   --set algorithm.local_steps=10    every algorithm that has such a field
   --set fednest.inner_lr=0.1        that algorithm alone

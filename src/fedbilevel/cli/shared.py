@@ -29,6 +29,7 @@ fields for --set:
     coefficients='{name = "momentum", decay = 0.9}'       plain, momentum, proximal
     server_optimizer='{name = "adam", b1 = 0.9}'          sgd, momentum, adam, amsgrad, adagrad, yogi
     task.local_steps='{low = 1, high = 10}'               drawn for each client and round
+    capacities='[1, 0.5, 0.25]'                           the shares of the model that clients hold, dealt out in turn
     run.exchanges=500                                     a budget of messages, in place of run.rounds
     run.time=200                                          a budget of virtual seconds, likewise
     clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
