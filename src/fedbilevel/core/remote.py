@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedbilevel.core.client import Clients, checked_local_steps, checked_weights
+from fedbilevel.core.client import Clients, checked_capacity, checked_local_steps, checked_weights
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.tree import PyTree
 
@@ -23,16 +23,24 @@ class RemoteClients:
             only shapes and dtypes are looked at.
         inner: likewise; None where both losses read the same samples.
         weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
-        local_steps: as in `Clients`.
+        local_steps, capacity: as in `Clients`.
     """
 
     outer: PyTree
     inner: PyTree
     weights: np.ndarray = field(repr=False)
     local_steps: np.ndarray | tuple[int, int] | None
+    capacity: np.ndarray | None
 
     def __init__(
-        self, count: int, outer: PyTree, inner: PyTree = None, *, weights: Any = None, local_steps: Any = None
+        self,
+        count: int,
+        outer: PyTree,
+        inner: PyTree = None,
+        *,
+        weights: Any = None,
+        local_steps: Any = None,
+        capacity: Any = None,
     ) -> None:
         require_count("RemoteClients.count", count)
         example = jax.tree.map(_one_sample, outer)
@@ -40,14 +48,15 @@ class RemoteClients:
         object.__setattr__(self, "inner", example if inner is None else jax.tree.map(_one_sample, inner))
         object.__setattr__(self, "weights", checked_weights("RemoteClients.weights", weights, count))
         object.__setattr__(self, "local_steps", checked_local_steps("RemoteClients.local_steps", local_steps, count))
+        object.__setattr__(self, "capacity", checked_capacity("RemoteClients.capacity", capacity, count))
 
     @classmethod
     def of(cls, clients: Clients) -> RemoteClients:
         """What a server would know of these clients."""
         outer, inner = clients.examples()
         one = clients.inner is clients.outer
-        steps = clients.local_steps
-        made = cls(len(clients), outer, None if one else inner, local_steps=steps)
+        known = {"local_steps": clients.local_steps, "capacity": clients.capacity}
+        made = cls(len(clients), outer, None if one else inner, **known)
         object.__setattr__(made, "weights", clients.weights)  # to the last bit
         return made
 

@@ -133,7 +133,7 @@ def solve(
         "key": np.asarray(jax.random.key_data(key)).tolist(),
         **hyperparameters(algorithm),
     }
-    if isinstance(clients, Clients) and clients.capacity is not None:
+    if clients.capacity is not None:
         identity["capacity"] = hashlib.sha256(clients.capacity.tobytes()).hexdigest()
     chosen: Engine = engine or Local()
     if (clock := getattr(chosen, "clock", None)) is not None:

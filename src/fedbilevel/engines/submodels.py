@@ -15,6 +15,7 @@ from fedbilevel.core.algorithm import init_client, is_asynchronous
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
 from fedbilevel.core.problem import Problem, check_losses
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import Anatomy, Holder, Units
 from fedbilevel.core.tree import PyTree
 
@@ -32,7 +33,9 @@ class Cutting:
     rank: np.ndarray  # (M,) its number among its peers
 
     @classmethod
-    def of(cls, algorithm: Any, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Cutting | None:
+    def of(
+        cls, algorithm: Any, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
+    ) -> Cutting | None:
         """None where everyone holds the whole model: no capacities, or an algorithm that knows no submodels."""
         if clients.capacity is None:
             return None
@@ -58,7 +61,13 @@ class Cutting:
 
 
 def _check_cut(
-    anatomy: Anatomy, kept: dict[str, int], capacity: float, problem: Problem, clients: Clients, x: PyTree, y: PyTree
+    anatomy: Anatomy,
+    kept: dict[str, int],
+    capacity: float,
+    problem: Problem,
+    clients: Clients | RemoteClients,
+    x: PyTree,
+    y: PyTree,
 ) -> None:
     """Trace both losses on a submodel: a structure that says too little leaves arrays that do not fit together."""
     units = {group: jnp.arange(count, dtype=jnp.int32) for group, count in kept.items()}

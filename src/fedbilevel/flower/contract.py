@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel import __version__
-from fedbilevel.core.algorithm import init_client, is_asynchronous
+from fedbilevel.core.algorithm import init_client, is_asynchronous, parts_of
 from fedbilevel.core.config import Schedule, hyperparameters
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.submodel import Anatomy
+from fedbilevel.core.tree import PyTree, nbytes
+from fedbilevel.engines import book
 from fedbilevel.engines.recorder import record
 from fedbilevel.flower.wire import digest, layout, shapes
 
@@ -39,6 +42,11 @@ class Call(NamedTuple):
         """The phase and a digest of the message's layout."""
         return f"{self.phase}:{digest('|'.join(layout(self.message)))[:12]}"
 
+    @property
+    def size(self) -> book.Call:
+        """As the ledger knows it."""
+        return self.phase, nbytes(self.message), nbytes(self.update)
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -52,6 +60,7 @@ class Contract:
     calls: dict[str, Call]
     state: PyTree  # shapes of what a client keeps between rounds, or None
     worked: bool  # whether the server says how many local steps a client makes
+    units: Mapping[str, int] | None = None  # of a client who holds a submodel: how many of each group
 
     @cached_property
     def text(self) -> str:
@@ -67,11 +76,29 @@ class Contract:
             "calls": calls,
             "state": layout(self.state),
         }
+        if self.units is not None:
+            terms["units"] = dict(self.units)
         return json.dumps(terms, sort_keys=True)
 
     @cached_property
     def digest(self) -> str:
         return digest(self.text)
+
+    def cut(self, anatomy: Anatomy, kept: Mapping[str, int]) -> Contract:
+        """The contract with a client who holds so many units of each group: its calls are that much smaller."""
+        if kept == anatomy.sizes:
+            return self
+        units = {group: jnp.arange(count, dtype=jnp.int32) for group, count in kept.items()}
+
+        def small(kinds: PyTree, tree: PyTree) -> PyTree:
+            return shapes(jax.eval_shape(lambda tree: anatomy.cut(kinds, tree, units), tree))
+
+        calls: dict[str, Call] = {}
+        for call in self.calls.values():
+            takes, gives = parts_of(getattr(self.algorithm, call.phase))
+            call = call._replace(message=small(takes, call.message), update=small(gives, call.update))
+            calls[call.name] = call
+        return replace(self, calls=calls, units=kept)
 
     def schedules(self) -> dict[str, list[str]]:
         """What each schedule says at some rounds, to five digits: two machines may round differently."""
@@ -124,12 +151,12 @@ def difference(mine: str, theirs: str) -> str:
     """In words, where two contracts differ first."""
     try:
         a, b = json.loads(mine), json.loads(theirs)
-        for term in a:
-            if a[term] != b.get(term, MISSING):
-                return _first(term, a[term], b.get(term, MISSING))
-    except (ValueError, AttributeError, RecursionError):
+        for term in sorted({**a, **b}, key=lambda term: (term == "calls", term)):  # they follow from the others
+            if a.get(term, MISSING) != b.get(term, MISSING):
+                return _first(term, a.get(term, MISSING), b.get(term, MISSING))
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return "it cannot be read"
-    return "it has further terms"
+    return "it is written otherwise"
 
 
 def _first(term: str, mine: Any, theirs: Any) -> str:

@@ -21,6 +21,7 @@ class Counted:
     """An answer that counts."""
 
     answer: Answer
+    call: Call
     update: PyTree
     metrics: dict[str, float]
 
@@ -53,7 +54,7 @@ def accepted(outcome: Answer | Refusal, ask: Ask, call: Call, client: int, terms
         raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
     if not 0 <= outcome.delta < 1:
         raise Refusal(f"it cannot have spent δ = {outcome.delta}")
-    return Counted(outcome, update, metrics)
+    return Counted(outcome, call, update, metrics)
 
 
 def euclidean(tree: PyTree) -> float:

@@ -21,9 +21,10 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import nonfinite_leaves
 from fedbilevel.engines import book
 from fedbilevel.engines.clock import TICK
-from fedbilevel.engines.cohort import round_keys
+from fedbilevel.engines.cohort import RoundKeys, round_keys
 from fedbilevel.engines.desk import Desk, Lane
 from fedbilevel.engines.engine import Carry, Progress
+from fedbilevel.engines.submodels import Cutting, Submodels
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
 from fedbilevel.flower.courier import Courier
@@ -32,6 +33,7 @@ from fedbilevel.flower.fed import FlowerFed
 from fedbilevel.flower.lanes import Lanes
 from fedbilevel.flower.records import Post
 from fedbilevel.flower.roster import Roster
+from fedbilevel.flower.submodels import SubmodelFlowerFed, contracts
 from fedbilevel.flower.terms import Rests, Terms
 from fedbilevel.flower.versions import require_flower, tested
 from fedbilevel.flower.wire import is_run
@@ -87,13 +89,15 @@ class FlowerRun:
         self.algorithm, self.problem, self.clients, self.cohort, self.key = algorithm, problem, clients, cohort, key
         self.name, self.terms, self.weights = engine.name, engine.terms, clients.weights
         worked = clients.local_steps is not None
-        state = carry.state
-        self.contract = draw_up(algorithm, problem, state.x, getattr(state, "y", None), clients.examples(), worked)
+        start = carry.state.x, getattr(carry.state, "y", None)
+        self.contract = draw_up(algorithm, problem, *start, clients.examples(), worked)
+        self.cutting = Cutting.of(algorithm, problem, clients, *start)
         self.clock: Clock = getattr(engine.grid, "clock", None) or WallClock()
         if isinstance(self.clock, WallClock):
             pull_quickly(self.terms.deadline)
         post = Post(engine.grid)
-        self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock)
+        own = {} if self.cutting is None else contracts(self.contract, self.cutting)
+        self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock, own)
         self.courier = Courier(post, self.roster, self.terms, self.clock)
         self.rests = Rests()
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
@@ -118,15 +122,23 @@ class FlowerRun:
         round = int(carry.round)
         keys, self.settled = round_keys(self.key, round), self.counted.copy()
         began = self.clock.time()
-        fed = FlowerFed(self, at(self.algorithm, carry.round), round, keys)
+        fed = self.fed(at(self.algorithm, carry.round), keys, carry)
         state = fed.algorithm.round(fed, carry.state, keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
         before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
-        costs = book.stack([fed.book])._replace(privacy=fed.privacy, time=book.in_parts(ticks)[None])
+        costs = book.stack([fed.told()])._replace(privacy=fed.privacy, time=book.in_parts(ticks)[None])
         carry = Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
         return Progress(carry, 1, costs)
+
+    def fed(self, algorithm: Any, keys: RoundKeys, carry: Carry) -> FlowerFed:
+        """The exchanges of the round that the carry begins."""
+        given = self, algorithm, int(carry.round), keys
+        if self.cutting is None:
+            return FlowerFed(*given)
+        start = carry.state.x, getattr(carry.state, "y", None)
+        return SubmodelFlowerFed(*given, Submodels(self.cutting, algorithm, self.key, carry.round, *start))
 
     def desk(self, fed: FlowerFed, desk: Desk | None) -> Desk | None:
         """What a checkpoint keeps of the lanes: what has come in early counts, and clients go by that it does."""

@@ -18,8 +18,8 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
 from fedbilevel.engines.engine import loop
-from fedbilevel.flower.contract import Call
-from fedbilevel.flower.gathering import Gathering, Question
+from fedbilevel.flower.contract import Call, Contract
+from fedbilevel.flower.gathering import Gathering, Question, Wording
 from fedbilevel.flower.lanes import Arrival
 from fedbilevel.flower.wire import layout, shapes, to_bytes
 
@@ -56,8 +56,8 @@ class FlowerFed:
         cohort = self.own if fresh is None else self.cohort(self.keys.of_fresh(int(fresh)))
         gathering = Gathering(self.run, question, cohort, self.run.terms.needed(len(cohort)), set())
         answers = gathering.gather()
-        sums = self.total(answers)
-        self.enter(question, gathering.asked, sums, self.measured(answers))
+        sums = self.total(question.phase, answers)
+        self.enter(question, gathering, sums, self.measured(answers))
         mean = book.normalise(sums, len(self.run.clients), unbiased)
         return jax.tree.map(jnp.asarray, mean)
 
@@ -79,7 +79,7 @@ class FlowerFed:
         require(1 <= n <= count, "fed.first: n", n, f"1 to {count} (all clients)")
         require_count("fed.first: max_staleness", max_staleness, optional=True)
         question = self.question(phase, message, key, fresh=False, first=True)
-        name, lanes = question.call.phase, run.lanes
+        name, lanes = question.phase, run.lanes
         now = lanes.exchanges[name]
         working = {client for client, ask in run.courier.unsettled() if question.concerns(ask)}
         overdue = set() if max_staleness is None else lanes.overdue(name, self.own, working, max_staleness)
@@ -92,13 +92,13 @@ class FlowerFed:
         lanes.exchanges[name] += 1
         lanes.resumed.pop(name, None)
         metrics = {**self.measured(answers), "staleness": (np.asarray(stale), sums.weight)}
-        self.enter(question, gathering.asked, sums, metrics)
+        self.enter(question, gathering, sums, metrics)
         return jax.tree.map(jnp.asarray, sums.update)
 
     def early(self, phase: str, answers: list[Arrival]) -> tuple[book.Sums, float]:
         """The sum of these and of what is left from before a stop, and Σ p_i·asked."""
         sums, asked = self.run.lanes.resumed.get(phase, (None, 0.0))
-        new = [self.total(answers)] if answers else []
+        new = [self.total(phase, answers)] if answers else []
         parts = new if sums is None else [sums._replace(metrics={}), *new]
         return reduce(lambda a, b: jax.tree.map(np.add, a, b), parts), asked + sum(
             self.run.weights[one.client] * one.asked for one in answers
@@ -125,19 +125,28 @@ class FlowerFed:
     def question(
         self, phase: Callable[..., Reply], message: PyTree, key: Array, *, fresh: bool, first: bool
     ) -> Question:
-        """What this exchange asks everyone."""
+        """What this exchange asks."""
         name = phase_name(self.algorithm, phase)
-        message = jax.tree.map(np.asarray, message)
-        made = Call(name, shapes(message), None, ()).name
-        if made not in self.run.contract.calls:
-            raise ConfigurationError(
-                f"round {self.round} asks phase {name} with {', '.join(layout(message)) or 'nothing'}, which tracing a "
-                "round did not find: the shapes and dtypes of messages must be the same in every round"
-            )
         number, self.exchanges = self.exchanges, self.exchanges + 1
-        return Question(self.run.contract.calls[made], self.round, number, to_bytes(message), key, fresh, first)
+        return Question(name, self.round, number, self.wording(name, message), key, fresh, first)
 
-    def total(self, answers: list[Arrival]) -> book.Sums:
+    def wording(self, phase: str, message: PyTree) -> Callable[[int], Wording]:
+        """What it asks each client: the same."""
+        same = self.worded(self.run.contract, phase, message)
+        return lambda client: same
+
+    def worded(self, contract: Contract, phase: str, message: PyTree) -> Wording:
+        """The message as one of the contract's calls."""
+        message = jax.tree.map(np.asarray, message)
+        name = Call(phase, shapes(message), None, ()).name
+        if name not in contract.calls:
+            raise ConfigurationError(
+                f"round {self.round} asks phase {phase} with {', '.join(layout(message)) or 'nothing'}, which tracing "
+                "a round did not find: the shapes and dtypes of messages must be the same in every round"
+            )
+        return Wording(contract, contract.calls[name], to_bytes(message))
+
+    def total(self, phase: str, answers: list[Arrival]) -> book.Sums:
         """The weighted sums: all that the algorithm sees. A protocol that reveals sums alone would stand here.
 
         In NumPy, which adds bytes that came over a network in a tenth of the time that single JAX operations take.
@@ -168,8 +177,21 @@ class FlowerFed:
             name: (np.asarray(values, real), np.asarray(weights, real)) for name, (values, weights) in found.items()
         }
 
-    def enter(self, question: Question, asked: int, sums: book.Sums, metrics: Metrics) -> None:
-        phase = question.call.phase
-        entry = book.entry(phase, question.call.message, sums, asked)
-        entry = entry._replace(metrics={(phase, name): pair for name, pair in metrics.items()})
+    def enter(self, question: Question, gathering: Gathering, sums: book.Sums, metrics: Metrics) -> None:
+        """Note what an exchange cost and measured."""
+        entry = book.empty()._replace(
+            calls=self.costs(question, gathering, sums),
+            gradients=sums.gradients,
+            products=sums.products,
+            metrics={(question.phase, name): pair for name, pair in metrics.items()},
+        )
         self.book = book.merge(self.book, entry)
+
+    def costs(self, question: Question, gathering: Gathering, sums: book.Sums) -> dict[book.Call, book.Count]:
+        """How often messages of each size were sent and answered."""
+        size = question.wording(0).call.size  # the same for all
+        return {size: book.Count(*np.array([1, len(gathering.asked), sums.responders], np.int32))}
+
+    def told(self) -> book.Book:
+        """The book at the end of the round."""
+        return self.book

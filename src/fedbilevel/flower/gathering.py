@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.flower.contract import Call
+from fedbilevel.flower.contract import Call, Contract
 from fedbilevel.flower.counting import accepted
 from fedbilevel.flower.courier import Letter
 from fedbilevel.flower.exchange_log import Exchange
@@ -22,21 +23,29 @@ if TYPE_CHECKING:
     from fedbilevel.flower.engine import FlowerRun
 
 
+class Wording(NamedTuple):
+    """What one client is asked."""
+
+    contract: Contract
+    call: Call
+    payload: bytes
+
+
 @dataclass(frozen=True)
 class Question:
-    """What an exchange asks everyone."""
+    """What an exchange asks."""
 
-    call: Call
+    phase: str
     round: int
     number: int  # of the exchange, within its round
-    payload: bytes
+    wording: Callable[[int], Wording]  # for each client
     key: Array
     fresh: bool
     first: bool  # it ends with the first answers, to earlier questions of the phase too
 
     def concerns(self, ask: Ask) -> bool:
         """Whether an answer to `ask` is one that this exchange waits for."""
-        return ask.phase == self.call.phase if self.first else (ask.round, ask.exchange) == (self.round, self.number)
+        return ask.phase == self.phase if self.first else (ask.round, ask.exchange) == (self.round, self.number)
 
 
 class Gathering:
@@ -55,9 +64,9 @@ class Gathering:
         self, run: FlowerRun, question: Question, works: dict[int, int | None], needed: int, overdue: set[int]
     ) -> None:
         self.run, self.question, self.works, self.needed, self.overdue = run, question, works, needed, overdue
-        self.answers: list[Arrival] = run.lanes.kept.pop(question.call.phase, []) if question.first else []
+        self.answers: list[Arrival] = run.lanes.kept.pop(question.phase, []) if question.first else []
         self.done: set[int] = set()  # clients that have answered since the exchange began
-        self.asked = 0  # messages sent
+        self.asked: list[int] = []  # the client of each message sent
         self.failed: dict[int, str] = {}  # client -> why, in this attempt
 
     def gather(self) -> list[Arrival]:
@@ -74,12 +83,12 @@ class Gathering:
             left = [client for client in rested if client not in self.done]
             if attempt:
                 run.roster.wait(left, missing := self.needed - len(self.answers), missing)
-            exchange = Exchange(run.clock, self.question.round, self.question.number, self.question.call.phase, attempt)
+            exchange = Exchange(run.clock, self.question.round, self.question.number, self.question.phase, attempt)
             sent = self.attempt(left)
             exchange.done(sent, [one.counted.answer for one in self.answers[logged:]], self.failed)
             run.exchange_log(exchange)
             reasons |= self.failed
-            self.asked, logged = self.asked + len(sent), len(self.answers)
+            logged = len(self.answers)
             if len(self.answers) >= self.needed:
                 return sorted(self.answers, key=lambda one: places[one.client])
         raise ExchangeError(self.complaint(reasons))
@@ -114,11 +123,12 @@ class Gathering:
         busy = {client for client, _ in run.courier.unsettled()}
         asks = {c: self.ask(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
         failed = run.courier.send(asks)
+        self.asked += [client for client in asks if client not in failed]
         self.failed |= failed
         self.overdue -= failed.keys()
         if self.question.first:
-            now = run.lanes.exchanges[self.question.call.phase]
-            run.lanes.since[self.question.call.phase] |= {client: now for client in asks if client not in failed}
+            now = run.lanes.exchanges[self.question.phase]
+            run.lanes.since[self.question.phase] |= {client: now for client in asks if client not in failed}
         return [ask for client, ask in asks.items() if client not in failed]
 
     def count(self) -> None:
@@ -126,7 +136,7 @@ class Gathering:
 
         Where one of those came whom the exchange waits for in any case, all count that came with it.
         """
-        asked = self.run.lanes.since[self.question.call.phase]
+        asked = self.run.lanes.since[self.question.phase]
 
         def turn(letter: Letter) -> tuple[bool, int, int]:
             return letter.client in self.overdue, asked[letter.client], letter.client
@@ -148,7 +158,7 @@ class Gathering:
         run.courier.ready.remove(letter)
         try:
             with reading():
-                call = run.contract.calls[ask.call]
+                call = run.roster.contract_of(client).calls[ask.call]
                 counted = accepted(outcome, ask, call, client, run.terms, len(run.clients))
         except Refusal as refusal:
             other = "" if self.question.concerns(ask) else f"round {ask.round}, phase {ask.phase}: "
@@ -165,13 +175,14 @@ class Gathering:
     def ask(self, client: int) -> Ask:
         """The question as one client gets it."""
         run, question, work = self.run, self.question, self.works[client]
+        contract, call, payload = question.wording(client)
         return Ask(
             run=run.name,
-            contract=run.contract.digest,
+            contract=contract.digest,
             round=question.round,
             exchange=question.number,
-            phase=question.call.phase,
-            call=question.call.name,
+            phase=question.phase,
+            call=call.name,
             key=np.asarray(jax.random.key_data(question.key)).tobytes(),
             key_kind=str(jax.random.key_impl(question.key)),
             weight=float(run.weights[client]),
@@ -181,7 +192,7 @@ class Gathering:
             counted_exchange=int(run.counted[client, 1]),
             settled_round=int(run.settled[client, 0]),
             settled_exchange=int(run.settled[client, 1]),
-            payload=question.payload,
+            payload=payload,
         )
 
     def complaint(self, reasons: dict[int, str]) -> str:
@@ -190,6 +201,6 @@ class Gathering:
         attempts = self.run.terms.attempts
         times = "" if attempts == 1 else f" after {attempts} attempts"
         return (
-            f"round {self.question.round}, phase {self.question.call.phase}: {len(self.answers)} clients answered "
+            f"round {self.question.round}, phase {self.question.phase}: {len(self.answers)} clients answered "
             f"where {self.needed} are needed{times} ({'; '.join(said[:5] + left_out)})"
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from fedbilevel.flower.clock import Clock
 from fedbilevel.flower.contract import Contract, difference
@@ -21,13 +22,26 @@ class Roster:
     One that does not is greeted again after `terms.deadline` seconds, and when a client has gone whom it may be now.
     """
 
-    def __init__(self, post: Post, contract: Contract, run: str, population: int, terms: Terms, clock: Clock) -> None:
+    def __init__(
+        self,
+        post: Post,
+        contract: Contract,
+        run: str,
+        population: int,
+        terms: Terms,
+        clock: Clock,
+        own: Mapping[int, Contract] = MappingProxyType({}),
+    ) -> None:
         self.post, self.contract, self.run, self.population = post, contract, run, population
-        self.terms, self.clock = terms, clock
+        self.terms, self.clock, self.own = terms, clock, own
         self.nodes: dict[int, int] = {}  # client -> node, of those that count
         self.greeted: dict[int, float] = {}  # node -> when
         self.greetings: dict[str, int] = {}  # message -> node, not answered yet
         self.refusals: dict[int, str] = {}  # node -> why it does not count
+
+    def contract_of(self, client: int) -> Contract:
+        """What is agreed with a client: of one who holds a submodel, its own version."""
+        return self.own.get(client, self.contract)
 
     def refresh(self) -> None:
         """See who has come and gone."""
@@ -69,11 +83,11 @@ class Roster:
         """Note which client a node is."""
         if answer.refused:
             raise Refusal(answer.refused)
-        if answer.contract != self.contract.text:
-            raise Refusal(f"we do not agree: {difference(self.contract.text, answer.contract)}")
         client = answer.client
         if not 0 <= client < self.population:
             raise Refusal(f"it calls itself client {client}, of a population of {self.population}")
+        if answer.contract != (expected := self.contract_of(client).text):
+            raise Refusal(f"we do not agree: {difference(expected, answer.contract)}")
         if (holder := self.nodes.get(client, node)) != node:
             raise Refusal(f"it calls itself client {client}, which node {holder} is already")
         log.info("client %d is here (node %d)", client, node)

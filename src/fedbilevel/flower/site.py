@@ -20,7 +20,9 @@ from fedbilevel.core.config import at
 from fedbilevel.core.errors import FedbilevelError, require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem, check_losses
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.engines.submodels import Cutting
 from fedbilevel.flower.accounting import BudgetSpentError
 from fedbilevel.flower.client_state import Kept, states_for
 from fedbilevel.flower.contract import Call, Contract, difference, draw_up
@@ -45,6 +47,8 @@ class Site:
         outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
         inner: likewise; None where both losses read the same samples.
         works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
+        capacity: the share of the model's units that it can hold, as the server has it (`RemoteClients.capacity`). It
+            then serves messages of that size alone; None: of the whole model.
         limits: what it lets a server ask.
         privacy: how its replies are clipped and noised; None sends them as they are.
         folder: where it keeps what outlives a process: its state of a run, where the algorithm has clients keep any,
@@ -60,6 +64,7 @@ class Site:
     outer: PyTree
     inner: PyTree = None
     works: bool = False
+    capacity: float | None = None
     limits: Limits = field(default_factory=Limits)
     privacy: Privacy | None = None
     folder: Path | None = None
@@ -68,6 +73,8 @@ class Site:
         check_algorithm(self.algorithm)
         check_solves(self.algorithm, self.problem)
         require(self.id >= 0, "Site.id", self.id, "0 or more")
+        share = self.capacity is None or 0 < self.capacity <= 1
+        require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
         kept = self.privacy is None or self.folder is not None
         require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
 
@@ -83,7 +90,8 @@ class Desk:
         inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
         examples = outer.example(), inner.example()
         check_losses(self.problem, self.x, self.y, *examples)
-        self.contract: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
+        self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
+        self.contract = self.cut(examples)  # the general one, as it is for this client
         self.outer = _samples(outer)
         self.inner = self.outer if inner is outer else _samples(inner)
         self.patience = Patience(site.limits.seconds)
@@ -91,6 +99,13 @@ class Desk:
         self.guard = None
         if site.privacy is not None and site.folder is not None:
             self.guard = Guard(site.privacy, site.folder, site.id)
+
+    def cut(self, examples: tuple[PyTree, PyTree]) -> Contract:
+        """The contract for this client's capacity."""
+        capacity = None if self.site.capacity is None else [self.site.capacity]
+        alone = RemoteClients(1, *examples, capacity=capacity)
+        cutting = Cutting.of(self.site.algorithm, self.problem, alone, self.x, self.y)
+        return self.general if cutting is None else self.general.cut(cutting.anatomy, cutting.kept[0])
 
     def answer(self, ask: Ask, memory: Store) -> Answer:
         """The answer to a question; what is wrong with the question is said in it, and logged. Never raises.
@@ -112,8 +127,8 @@ class Desk:
         return answer
 
     def greet(self, ask: Ask, blank: Answer) -> Answer:
-        if ask.contract != self.contract.text:
-            raise Refusal(f"we do not agree: {difference(self.contract.text, ask.contract)}")
+        if ask.contract != self.general.text:
+            raise Refusal(f"we do not agree: {difference(self.general.text, ask.contract)}")
         return replace(blank, contract=self.contract.text)
 
     def reply(self, ask: Ask, store: Store, blank: Answer) -> Answer:

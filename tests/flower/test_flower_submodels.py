@@ -1,0 +1,171 @@
+"""Clients who hold submodels, over Flower: the numbers of `Local`, small messages, answers of the wrong size."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.tree import nbytes
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.engine import Flower
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.privacy import Privacy
+from fedbilevel.flower.records import said_in
+from fedbilevel.flower.site import Desk, Site
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Ask, layout
+
+INPUTS, HIDDEN, OUTPUTS = 3, 8, 2
+CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
+UNITS = [int(share * HIDDEN) for share in CAPACITY]
+ROUNDS = 2
+IMPORTANCE = fb.SimFBO(local_steps=2, batch_size=3)
+RANDOM = fb.RABO(policy="random", local_steps=2, inner_rounds=1, batch_size=3, neumann_terms=2)
+STRUCTURE = fb.Structure(x={"weight": "_ hidden", "bias": "hidden"}, y={"weight": "hidden _"})
+
+
+def outer(x, y, batch):
+    hidden = jnp.tanh(batch["input"] @ x["weight"] + x["bias"])
+    return jnp.mean((hidden @ y["weight"] - batch["target"]) ** 2)
+
+
+def inner(x, y, batch):
+    return outer(x, y, batch) + 0.1 * jnp.sum(y["weight"] ** 2)
+
+
+PROBLEM = fb.Bilevel(outer, inner, structure=STRUCTURE)
+
+
+@cache
+def population(capacity=CAPACITY):
+    """Five clients of unequal weight with six samples of each loss."""
+    rng = np.random.default_rng(0)
+    rows = [
+        [{"input": rng.normal(size=(6, INPUTS)), "target": rng.normal(size=(6, OUTPUTS))} for _ in CAPACITY]
+        for _ in range(2)
+    ]
+    return fb.Clients(*rows, weights=np.arange(1, 6), capacity=capacity)
+
+
+def start():
+    rng = np.random.default_rng(1)
+    x = {"weight": jnp.asarray(rng.normal(size=(INPUTS, HIDDEN))), "bias": jnp.asarray(rng.normal(size=HIDDEN))}
+    return x, {"weight": jnp.asarray(rng.normal(size=(HIDDEN, OUTPUTS)))}
+
+
+def numbers_of(units):
+    """Of so many units: what a message of SimFBO has of x, y and v, and a reply too."""
+    return units * (INPUTS + 1 + 2 * OUTPUTS)
+
+
+def site(algorithm, k, capacity, problem=PROBLEM, **more):
+    (x, y), clients = start(), population()
+    samples = {"outer": clients.outer.row(k), "inner": clients.inner.row(k)}
+    return Site(id=k, algorithm=algorithm, problem=problem, x0=x, y0=y, capacity=capacity, **samples, **more)
+
+
+def app(algorithm, capacity=CAPACITY):
+    return client_app(lambda run, node: site(algorithm, node["partition-id"], capacity[node["partition-id"]]))
+
+
+def solved(algorithm, clients, *, problem=PROBLEM, rounds=ROUNDS, **more):
+    return fb.solve(algorithm, problem, clients, *start(), rounds=rounds, key=3, eval_every=1, **more)
+
+
+def over(answer, log=None, **terms):
+    second = lambda client, message: float(bool(said_in(Ask, message).phase))  # noqa: E731  as Local's clock has it
+    return Flower(grid=InProcess(answer, len(CAPACITY), delay=second), log=log, terms=Terms(**terms))
+
+
+@pytest.mark.parametrize(("algorithm", "cohort"), [(IMPORTANCE, None), (RANDOM, 4)], ids=["importance", "random units"])
+def test_agrees_with_local(algorithm, cohort, tmp_path):
+    """In float64, 1e-12: see tests/engines/test_agreement.py. Coverage and bytes are columns of the history."""
+    log = tmp_path / "exchanges.jsonl"
+    here = solved(algorithm, population(), cohort=cohort)
+    there = solved(algorithm, fb.RemoteClients.of(population()), cohort=cohort, engine=over(app(algorithm), log))
+    federations.same(here, there)
+    assert replace(here.ledger, flops=None) == there.ledger
+    assert {"coverage_x", "coverage_y", "uncovered_x"} <= set(there.history.columns)
+    np.testing.assert_array_equal(here.history["bytes_down"], there.history["bytes_down"])
+    for a, b in zip(jax.tree.leaves((here.x, here.y)), jax.tree.leaves(start()), strict=True):
+        assert float(jnp.max(jnp.abs(a - b))) > 1e-4  # agreement on a state that stood still would prove nothing
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sum(line["bytes_down"] for line in lines) == there.ledger.bytes_down
+    assert sum(line["bytes_up"] for line in lines) == there.ledger.bytes_up
+    if algorithm is IMPORTANCE:
+        assert there.ledger.bytes_down == there.ledger.bytes_up == ROUNDS * 8 * sum(map(numbers_of, UNITS))
+
+
+def test_an_answer_of_the_size_of_the_whole_does_not_count(tmp_path):
+    """Client 1 is as if absent, but what was sent to it was sent."""
+
+    def enlarged(answer, message):
+        (call,) = Desk(site(IMPORTANCE, 1, None)).contract.calls.values()
+        return replace(answer, layout=layout(call.update), payload=bytes(nbytes(call.update)))
+
+    liar = federations.misbehaving(app(IMPORTANCE), {(1, 0, 0): enlarged})
+    log = tmp_path / "exchanges.jsonl"
+    result = solved(IMPORTANCE, fb.RemoteClients.of(population()), engine=over(liar, log), rounds=1)
+    line = json.loads(log.read_text())
+    assert line["answered"] == [0, 2, 3, 4]
+    assert "float64[8] came where" in line["refused"]["1"]
+    sizes = [8 * numbers_of(k) for k in UNITS]
+    assert result.ledger.bytes_down == sum(sizes)
+    assert result.ledger.bytes_up == sum(sizes) - sizes[1]
+    assert (result.ledger.exchanges, result.ledger.replies) == (1, 4)
+
+
+def test_a_client_of_another_capacity_is_not_admitted():
+    """Client 1 believes that it holds a quarter of the units, or all; the server, half of them."""
+    for capacity, said in {0.25: "units.hidden is 2 there and 4 here", None: "units is missing there"}.items():
+        wrong = app(IMPORTANCE, (1.0, capacity, 0.25, 0.5, 0.25))
+        engine = over(wrong, quorum=1.0, join=1.0, deadline=1.0)
+        with pytest.raises(fb.ExchangeError, match=f"4 clients are here .*{said}"):
+            solved(IMPORTANCE, fb.RemoteClients.of(population()), engine=engine)
+
+
+def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
+    """Not the whole model's; and what privacy clips and noises is the small update."""
+    privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    desk = Desk(site(IMPORTANCE, 2, 0.25, privacy=privacy, folder=tmp_path))
+    (call,), (whole,) = desk.contract.calls.values(), desk.general.calls.values()
+    assert (nbytes(call.message), nbytes(whole.message)) == (8 * numbers_of(2), 8 * numbers_of(HIDDEN))
+    key = jax.random.key(0)
+    asked = Ask(
+        run=federations.NAME, contract=desk.contract.digest, phase=call.phase, call=call.name,
+        key=np.asarray(jax.random.key_data(key)).tobytes(), key_kind=str(jax.random.key_impl(key)),
+        payload=bytes(nbytes(call.message)),
+    )  # fmt: skip
+    for other in ({"call": whole.name}, {"contract": desk.general.digest}, {"payload": bytes(nbytes(whole.message))}):
+        assert desk.answer(replace(asked, **other), None).refused
+    answer = desk.answer(asked, None)
+    assert (answer.refused, answer.layout, len(answer.payload)) == ("", layout(call.update), nbytes(call.update))
+    assert np.all(np.frombuffer(answer.payload) != 0)  # noise in every entry
+    assert answer.epsilon > 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem", "said"),
+    [
+        (fb.SimFBO(first=2), PROBLEM, "keeps whole models on clients"),
+        (IMPORTANCE, fb.Bilevel(outer, inner), "the problem has no structure"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, said):
+    with pytest.raises(fb.ConfigurationError, match=said):
+        Desk(site(algorithm, 1, 0.5, problem=problem))
+    with pytest.raises(fb.ConfigurationError, match=said):
+        solved(algorithm, fb.RemoteClients.of(population()), engine=over(app(IMPORTANCE)), problem=problem)
+
+
+def test_capacities_are_shares():
+    with pytest.raises(fb.ConfigurationError, match=r"Site\.capacity = 2"):
+        site(IMPORTANCE, 0, 2)
+    with pytest.raises(fb.ConfigurationError, match=r"RemoteClients\.capacity"):
+        fb.RemoteClients(2, np.ones((1, 3)), capacity=[1.0])
