@@ -48,7 +48,9 @@ def parse_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         if text and set(text) <= WORD:
             return text
-        raise ConfigurationError(f"{text!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)") from None
+        raise ConfigurationError(
+            f"{text!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)"
+        ) from None
     if list(document) != ["value"]:
         raise ConfigurationError(f"{text!r} is not a single TOML value")
     return document["value"]
