@@ -4,9 +4,8 @@ from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SING
 
 SADDLE_STEPS: Fields = {"inner_lr": 0.5, "outer_lr": 0.05}
 SADDLE: dict[str, Fields] = {
-    **each(HESSIAN_INVERTING, {**SADDLE_STEPS, "outer_steps": 5}),
-    "fedmbo": SADDLE_STEPS,
-    "fedavg-s": SADDLE_STEPS,
+    **each((*HESSIAN_INVERTING, "fedavg-s"), SADDLE_STEPS),
+    **each(("fednest", "fednest-sgd", "lfednest"), {**SADDLE_STEPS, "outer_steps": 5}),
     **each(SINGLE_LOOP, {"client_lr": xyv(1e-4, 1e-3, 1e-3), "server_lr": xyv(0.01, 0.1, 0.1)}),
     "aggitd": {"inner_lr": 0.5, "outer_lr": 0.05, "inverse": "series"},
     **each(FEDBIO, {"client_lr": xyv(0.005, 0.05, 0.05)}),
