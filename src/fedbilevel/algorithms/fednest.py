@@ -50,7 +50,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.tree import PyTree, move
+from fedbilevel.core.tree import PyTree, move, scaled
 
 
 class State(NamedTuple):
@@ -67,12 +67,19 @@ class Alternating(InnerDescent, Hypergradient):
 
     Args: those of `InnerDescent`, where `inner_rounds` is T, those of `Hypergradient`, and
         outer_lr: α.
+        inner_server_lr: the server takes so many times the mean change of y: 1 in the papers, up to M where each client
+            has inner unknowns of its own, which all others leave as they are.
     """
 
     outer_lr: float = positive(0.1)
+    inner_server_lr: float = positive(1.0)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(x, y, Quality.unknown())
+
+    def inner_rounds_of_fedavg(self, fed: Fed, state: State, key: Array) -> PyTree:
+        """y after `inner_rounds` of FedAvg."""
+        return self.plain_inner(fed, state.x, state.y, key, self.inner_rounds, self.inner_server_lr)
 
     def complaint(self, state: State) -> str:
         return self._negative_curvature(state) if self.inverse == "cg" else ""
@@ -176,10 +183,12 @@ class FedNest(GlobalOuter):
     def fed_inn(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
         q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
-        common = move(y, -self.inner_lr, q)
-        if self.merged and self.local_steps == 1 and not fed.worked:  # the one step is along q, for everyone
-            return common
-        return optax.tree.add(common, fed.mean(self.corrected_inner_descent, (x, y, q), second))
+        change = scaled(-self.inner_lr, q)
+        if not (
+            self.merged and self.local_steps == 1 and not fed.worked
+        ):  # where the one step is along q, for everyone
+            change = optax.tree.add(change, fed.mean(self.corrected_inner_descent, (x, y, q), second))
+        return move(y, self.inner_server_lr, change)
 
     @phase
     def inner_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -210,7 +219,7 @@ class FedNestSGD(GlobalOuter):
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        y = self.plain_inner(fed, state.x, state.y, inner_key, self.inner_rounds)
+        y = self.inner_rounds_of_fedavg(fed, state, inner_key)
         return self.fed_out(fed, state, y, outer_key)
 
 
@@ -255,6 +264,6 @@ class LFedNest(Nested):
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        y = self.plain_inner(fed, state.x, state.y, inner_key, self.inner_rounds)
+        y = self.inner_rounds_of_fedavg(fed, state, inner_key)
         change, means = fed.mean(self.own_outer_descent, (state.x, y), outer_key, unbiased=True)
         return self.moved(state, change, y, Quality.of_clients(means))

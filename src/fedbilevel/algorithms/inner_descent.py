@@ -1,6 +1,7 @@
 """FedAvg on the inner variable: what methods share that first bring y near y*(x), by exchanges of its own."""
 
-import optax
+from typing import Any
+
 from jax import Array
 
 from fedbilevel.algorithms.batches import Batches
@@ -10,7 +11,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, move
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
@@ -46,10 +47,12 @@ class InnerDescent(Batches):
         """(y, key) -> ∇y g_i(x, y) on drawn samples."""
         return inner_loss_at(client, x, y, self.batch_size, self.local_steps).gradient
 
-    def plain_inner(self, fed: Fed, x: PyTree, y: PyTree, key: Array, rounds: int | Array) -> PyTree:
-        """That many rounds of FedAvg on y, one exchange each."""
+    def plain_inner(
+        self, fed: Fed, x: PyTree, y: PyTree, key: Array, rounds: int | Array, server_lr: Any = 1.0
+    ) -> PyTree:
+        """That many rounds of FedAvg on y, one exchange each; the server goes `server_lr` times the mean change."""
 
         def once(fed: Fed, y: PyTree, key: Array) -> PyTree:
-            return optax.tree.add(y, fed.mean(self.inner_descent, (x, y), key, unbiased=True))
+            return move(y, server_lr, fed.mean(self.inner_descent, (x, y), key, unbiased=True))
 
         return fed.repeat(rounds, once, y, key)

@@ -76,7 +76,7 @@ class Adaptive(Submodels, Alternating):
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        y = self.plain_inner(fed, state.x, state.y, inner_key, self.inner_rounds)
+        y = self.inner_rounds_of_fedavg(fed, state, inner_key)
         h, quality = self.estimate(fed, state.x, y, outer_key)
         return self.moved(state, scaled(-self.outer_lr, h), y, quality)
 

@@ -284,6 +284,8 @@ class Samples:
 
     def everything(self) -> Padded:
         """Every sample, padded to the longest client."""
+        if self.distinct:
+            raise ConfigurationError("batch_size = None: with Clients(distinct=True) a loss is of drawn batches alone")
         offset = jnp.arange(self.longest)
         if self.equal:
             window = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)
