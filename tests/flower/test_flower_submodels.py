@@ -12,6 +12,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.tree import nbytes
+from fedbilevel.experiments import configure, federation, load_run, run
 from fedbilevel.flower.apps import client_app
 from fedbilevel.flower.engine import Flower
 from fedbilevel.flower.in_process import InProcess
@@ -162,6 +163,29 @@ def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, said):
         Desk(site(algorithm, 1, 0.5, problem=problem))
     with pytest.raises(fb.ConfigurationError, match=said):
         solved(algorithm, fb.RemoteClients.of(population()), engine=over(app(IMPORTANCE)), problem=problem)
+
+
+@pytest.mark.slow
+def test_capacities_of_a_spec_reach_both_sides(tmp_path):
+    """A single-level problem, in float32: numbers of size 1 and fewer, some hundred terms, one round."""
+    settings = [
+        "clients=3",
+        "cohort=3",
+        "hidden=[4]",
+        "capacities=[1, 0.5, 0.25]",
+        "rounds=1",
+        "algorithm.local_steps=1",
+    ]
+    spec = configure(task="classification", algorithm="fedavg", settings=settings)
+    assert federation.site(spec, {}, {"partition-id": 2}).capacity == 0.25
+    federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(tmp_path / "a")})
+    run(spec, tmp_path / "b")
+    there, here = (load_run(tmp_path / name) for name in "ab")
+    assert there.ledger["bytes_up"] == here.ledger["bytes_up"]
+    mine, theirs = there.history.rows[-1], here.history.rows[-1]
+    for name in mine.keys() - {"seconds", "time"}:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, err_msg=name)
+    assert mine["coverage_x"] == 1
 
 
 def test_capacities_are_shares():
