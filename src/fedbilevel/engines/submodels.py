@@ -42,7 +42,8 @@ class Cutting:
         name, weak = type(algorithm).__name__, int(np.sum(clients.capacity < 1))
         if not hasattr(algorithm, "units"):
             if weak:
-                text = f"{name} trains whole models, on {weak} clients of a capacity below 1 too"
+                clients_are = "1 client" if weak == 1 else f"{weak} clients"
+                text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too"
                 warnings.warn(CapacityWarning(text), stacklevel=5)
             return None
         if problem.structure is None:

@@ -28,7 +28,7 @@ from fedbilevel.tasks import episodes as losses
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.backbones import BACKBONES
 from fedbilevel.tasks.images import NETWORKS
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Task, in_turn
 
 Objective = Literal["bilevel", "joint", "protonet", "maml", "fomaml"]
 KNOWN = {**NETWORKS, **BACKBONES}
@@ -119,7 +119,7 @@ def few_shot(
             outer=outer,
             inner=inner,
             local_steps=local_steps,
-            capacity=[capacities[i % len(capacities)] for i in range(clients)] if len(capacities) else None,
+            capacity=in_turn(capacities, clients),
             distinct=True,
         ),
         x0=x0,

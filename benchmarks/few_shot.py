@@ -1,0 +1,186 @@
+"""Few-shot learning with weak clients: accuracy, operations and bytes of bilevel, single-level and full-model methods.
+
+    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/few_shot.py [--data omniglot] [--ways 5] [--shots 1,5]
+        [--seeds 0,1,2] [--rounds 100] [--methods rabo,simfbo] [--out runs/few-shot]
+
+Ten clients, two of each capacity 1, 1/2, 1/4, 1/8, 1/16; Conv-4; the same number of rounds for everyone. ProtoNet, MAML
+and FedMBO train the whole model on all of them. Static, OAP, FedRolex and FIARSE are FedAvg on submodels (first units,
+segments, rolling, important units), on the single-level objective "joint". A run that is in --out is not run again.
+Prints accuracies after the last round beside those of Table II of RABO's paper, and draws accuracy against operations
+and bytes (few-shot.png in --out).
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel.core.tree import XYV
+from fedbilevel.tasks import few_shot
+
+CAPACITIES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+NESTED = {  # a client moves its own characters' columns alone: the server takes ten times the mean over ten clients
+    "local_steps": 5,
+    "inner_lr": 1.0,
+    "inner_server_lr": 10.0,
+    "outer_lr": 0.1,
+    "neumann_terms": 5,
+    "neumann_step": 0.1,
+}
+PAIRED = {**NESTED, "paired": True}
+SIMFBO = {"local_steps": 2, "client_lr": XYV(0.5, 0.05, 0.05), "server_lr": XYV(0.5, 0.5, 0.5), "radius": 10.0}
+META, JOINT = {"local_steps": 5, "outer_lr": 0.5}, {"local_steps": 5, "outer_lr": 1.0}
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm, the objective that it is given, and whether clients hold submodels."""
+
+    make: Any
+    fields: dict[str, Any]
+    objective: str = "bilevel"
+    cut: bool = True
+    paper: dict[tuple[int, int], float] = field(default_factory=dict)  # (way, shot) -> %, ResNet-12
+
+
+def paper(*percents: float) -> dict[tuple[int, int], float]:
+    return dict(zip([(5, 1), (5, 5), (20, 1), (20, 5)], percents, strict=True))
+
+
+METHODS = {
+    "ProtoNet": Method(fb.FedAvg, META, "protonet", False, paper(80.76, 89.33, 60.05, 78.01)),
+    "MAML": Method(fb.FedAvg, META, "maml", False, paper(81.46, 92.01, 61.36, 78.35)),
+    "FedMBO": Method(fb.FedMBO, NESTED, "bilevel", False, paper(82.66, 93.69, 63.18, 81.64)),
+    "Static": Method(fb.FedAvg, {**JOINT, "policy": "static"}, "joint", True, paper(72.34, 85.09, 42.99, 51.01)),
+    "OAP": Method(fb.FedAvg, {**JOINT, "policy": "covered"}, "joint", True, paper(73.58, 86.16, 45.45, 51.92)),
+    "FedRolex": Method(fb.FedAvg, {**JOINT, "policy": "rolling"}, "joint", True, paper(73.74, 86.95, 47.25, 55.29)),
+    "FIARSE": Method(fb.FedAvg, JOINT, "joint", True, paper(74.33, 87.78, 49.52, 55.87)),
+    "RABO": Method(fb.RABO, PAIRED, "bilevel", True, paper(76.05, 89.12, 54.97, 77.41)),
+    "RAFBO": Method(fb.RAFBO, PAIRED, "bilevel", True, paper(75.09, 88.57, 51.37, 71.16)),
+    "SimFBO": Method(fb.SimFBO, SIMFBO),
+}
+
+
+def play(name: str, options: argparse.Namespace, way: int, shot: int, seed: int) -> dict[str, Any]:
+    """One run: its rows and the seconds that it took."""
+    method = METHODS[name]
+    task = few_shot(
+        data=options.data,
+        hidden=(options.channels,),
+        way=way,
+        shot=shot,
+        objective=method.objective,
+        capacities=CAPACITIES if method.cut else (),
+        test_episodes=options.episodes,
+        seed=seed,
+    )
+    algorithm = method.make(batch_size=options.batch_episodes * way, **{**method.fields, **options.fields})
+    began = time.perf_counter()
+    result = fb.solve(
+        algorithm,
+        task.problem,
+        task.clients,
+        task.x0,
+        task.y0,
+        rounds=options.rounds,
+        key=seed,
+        eval_every=options.rounds // 10,
+        metrics=task.metrics,
+        count_flops=True,
+    )
+    seconds = time.perf_counter() - began
+    return {"rows": result.history.rows, "seconds": seconds, "compiling": result.compile_seconds}
+
+
+def kept(file: Path, make: Any) -> dict[str, Any]:
+    """What the file has, or what `make` gives, then written there at once."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = make()
+        draft = file.with_suffix(".new")
+        draft.write_text(json.dumps(made))
+        draft.replace(file)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def row(runs: list[dict[str, Any]], name: str, setting: tuple[int, int]) -> str:
+    last = [run["rows"][-1] for run in runs]
+    accuracy = 100 * np.array([one["test_accuracy"] for one in last])
+    spread = f"± {accuracy.std(ddof=1):4.2f}" if len(runs) > 1 else ""
+    megabytes = np.mean([one["bytes_down"] + one["bytes_up"] for one in last]) / 1e6
+    gflop = np.mean([one["flops"] for one in last]) / 1e9 if all("flops" in one for one in last) else np.nan
+    seconds = np.mean([one["seconds"] for one in last])
+    theirs = METHODS[name].paper.get(setting)
+    return (
+        f"| {name} | {accuracy.mean():.2f} {spread} | {theirs or '–'} | {gflop:,.0f} | {megabytes:,.1f} "
+        f"| {seconds:.0f} | {np.mean([run['compiling'] for run in runs]):.0f} |"
+    )
+
+
+def draw(found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]], file: Path) -> None:
+    """Accuracy against operations and against bytes, a row of panels for each setting."""
+    figure, panels = plt.subplots(len(found), 2, figsize=(10, 3.6 * len(found)), squeeze=False, layout="constrained")
+    for (left, right), ((way, shot), methods) in zip(panels, found.items(), strict=True):
+        for number, (name, runs) in enumerate(methods.items()):
+            accuracy = np.mean([[100 * one["test_accuracy"] for one in run["rows"]] for run in runs], axis=0)
+            style = {"color": plt.get_cmap("tab10")(number), "linestyle": "-" if METHODS[name].cut else "--"}
+            for panel, of in ((left, lambda r: r.get("flops", np.nan) / 1e9), (right, traffic)):
+                cost = np.mean([[of(one) for one in run["rows"]] for run in runs], axis=0)
+                panel.plot(cost[1:], accuracy[1:], label=name, marker=".", **style)
+        for panel, label in ((left, "GFLOP (all clients)"), (right, "traffic (MB, down + up)")):
+            panel.set(xscale="log", xlabel=label, ylabel=f"test accuracy (%), {way}-way {shot}-shot")
+            panel.grid(alpha=0.3)
+    panels[0, 1].legend(fontsize=8, ncols=2, title="dashed: whole models")
+    figure.savefig(file, dpi=110)
+
+
+def traffic(one: dict[str, float]) -> float:
+    return (one["bytes_down"] + one["bytes_up"]) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="omniglot")
+    parser.add_argument("--ways", default="5")
+    parser.add_argument("--shots", default="1,5")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--channels", type=int, default=16)
+    parser.add_argument("--episodes", type=int, default=200, help="test episodes")
+    parser.add_argument("--batch-episodes", type=int, default=2)
+    parser.add_argument("--fields", type=json.loads, default={}, help="of the algorithm, as JSON: for choosing steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/few-shot"))
+    options = parser.parse_args()
+    names = {name.lower(): name for name in METHODS}
+    chosen = [names[name.strip().lower()] for name in options.methods.split(",")]
+    jax.config.update("jax_compilation_cache_dir", str(options.out.absolute() / "compiled"))
+    found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]] = {}
+    for way in map(int, options.ways.split(",")):
+        for shot in map(int, options.shots.split(",")):
+            print(f"\n{way}-way {shot}-shot, {options.rounds} rounds\n")
+            print("| method | accuracy % | paper % | GFLOP | MB | s in rounds | s compiling |")
+            print("|---|---|---|---:|---:|---:|---:|")
+            for name in chosen:
+                files = [options.out / f"{way}-{shot}" / f"{name}-{seed}.json" for seed in options.seeds.split(",")]
+                seeds = map(int, options.seeds.split(","))
+                runs = [
+                    kept(file, partial(play, name, options, way, shot, seed))
+                    for file, seed in zip(files, seeds, strict=True)
+                ]
+                found.setdefault((way, shot), {})[name] = runs
+                print(row(runs, name, (way, shot)), flush=True)
+    draw(found, options.out / "few-shot.png")
+
+
+if __name__ == "__main__":
+    main()
