@@ -100,6 +100,7 @@ SLOW = {
     "asynchronous SimFBO",
     "asynchronous ShroFBO, one never there",
     "RAFBO, global",
+    "RAFBO, drawn coordinates",
 }
 PAIRS = [pytest.param(case, engine, marks=[pytest.mark.slow] if case in SLOW else [])
          for case in sorted(CASES) for engine in sorted(ENGINES)
