@@ -1,0 +1,246 @@
+"""What submodels save and cost: RABO and RAFBO on clients of limited capacity, beside whole models and FedMBO.
+
+    .venv/bin/python benchmarks/submodels.py [cost] [conv4] [time] [coverage] [policies]
+        [--seeds 3] [--figure FILE.png]
+
+Ten clients, two of each capacity 1, 1/2, 1/4, 1/8, 1/16, unless said otherwise.
+
+cost       operations and bytes of a round, as the ledger has them, and the share of each array that is held on average;
+           an MLP 64-512-512-10 on digits. Aim: at most 27 % of FedMBO's on whole models, of both.
+conv4      the same with Conv-4 on generated characters
+time       seconds per round with capacities and with whole models, in turn, MLP 64-1024-1024-10
+coverage   all ten of capacity 1/4, segments dealt so that each unit is held by at least 1 or 2 clients: rounds to 90 %
+           and 95 % of the accuracy that whole models end with
+policies   accuracy of each choice of units
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedbilevel as fb
+import machine
+from fedbilevel.core.submodel import Anatomy
+from fedbilevel.tasks import Task, few_shot, hyper_representation
+
+SPREAD = (1.0, 0.5, 0.25, 0.125, 0.0625)
+ROUNDS, TERMS = 200, 5
+DIGITS = {"local_steps": 5, "batch_size": 32, "inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}
+WIDE = {**DIGITS, "inner_lr": 0.01, "outer_lr": 0.01, "neumann_step": 0.005, "neumann_terms": TERMS}
+EPISODES = {"local_steps": 5, "batch_size": 10, "inner_lr": 20.0, "neumann_step": 2.0, "neumann_terms": TERMS}
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "RABO, local": (fb.RABO, {}),
+    "RABO, global": (fb.RABO, {"hypergradient": "global"}),
+    "RAFBO, local": (fb.RAFBO, {}),
+    "RAFBO, global": (fb.RAFBO, {"hypergradient": "global"}),
+    "RAFBO, one coordinate": (fb.RAFBO, {"estimator": "coordinate", "coordinates": 1}),
+}
+COLOURS = {"whole": "#000000", 1: "#D55E00", 2: "#0072B2"}  # M. Okabe, K. Ito, 2008
+
+
+def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...] = (64,)) -> Task:
+    return hyper_representation(data="digits", hidden=hidden, clients=10, capacities=capacities, seed=seed)
+
+
+def strokes(capacities: tuple[float, ...]) -> Task:
+    return few_shot(data="strokes", network="conv4", hidden=(16,), clients=10, capacities=capacities, test_episodes=1)
+
+
+def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key: int = 0) -> fb.Result:
+    """All clients in each round; a row of the history for every round."""
+    given = task.problem, task.clients, task.x0, task.y0
+    metrics = task.metrics if measured else None
+    return fb.solve(algorithm, *given, rounds=rounds, key=key, eval_every=1, metrics=metrics, count_flops=not measured)
+
+
+def arrays(task: Task) -> None:
+    """Of each array, the share of all entries that it is, and the share of it that clients hold on average."""
+    model = (task.x0, task.y0)
+    anatomy = Anatomy.of(task.problem.structure, *model)
+
+    def sizes(capacity: float) -> np.ndarray:
+        units = {group: np.arange(count) for group, count in anatomy.kept(capacity).items()}
+        small = jax.eval_shape(lambda model: anatomy.cut(("x", "y"), model, units), model)
+        return np.array([leaf.size for leaf in jax.tree.leaves(small)])
+
+    whole, held = sizes(1.0), np.mean([sizes(one) for one in SPREAD], axis=0)
+    print("| array | shape | of all entries, % | held on average, % |\n|---|---|---:|---:|")
+    for (path, leaf), size, part in zip(jax.tree_util.tree_leaves_with_path(model), whole, held, strict=True):
+        name = "xy"[path[0].idx] + jax.tree_util.keystr(path[1:])
+        print(f"| {name} | {leaf.shape} | {100 * size / whole.sum():.1f} | {100 * part / size:.1f} |")
+    print(f"| all | | 100 | {100 * held.sum() / whole.sum():.1f} |")
+    print(f"mean of c: {100 * np.mean(SPREAD):.2f} %, of c²: {100 * np.mean(np.square(SPREAD)):.2f} %\n")
+
+
+def cost(make: Any, fields: dict[str, Any]) -> None:
+    """A round of each method on whole models and on submodels, beside FedMBO's on whole models."""
+    whole, cut = make(()), make(SPREAD)
+    arrays(cut)
+    print(
+        "| method | models | exchanges | GFLOP | of FedMBO, % | of itself, % | MB | of FedMBO, % | of itself, % ",
+        end="",
+    )
+    print("| per exchange: GFLOP of FedMBO, % | MB of FedMBO, % |\n|---|---|" + 9 * "---:|")
+    first = costs = spent(whole, fb.FedMBO(**fields))
+    print(f"| FedMBO | whole | {row(first, first, first)}", flush=True)
+    for name, (algorithm, more) in METHODS.items():
+        for models, task in (("whole", whole), ("cut", cut)):
+            now = spent(task, algorithm(**fields, **more))
+            costs = now if models == "whole" else costs
+            print(f"| {name} | {models} | {row(now, costs, first)}", flush=True)
+
+
+def spent(task: Task, algorithm: Any) -> tuple[int, float, float]:
+    """Exchanges, GFLOP and MB of a round."""
+    ledger = play(task, algorithm, 1).ledger
+    return ledger.exchanges, ledger.flops / 1e9, (ledger.bytes_down + ledger.bytes_up) / 1e6
+
+
+def row(now: tuple[int, float, float], itself: tuple[int, float, float], first: tuple[int, float, float]) -> str:
+    cells = [f"{now[0]}"]
+    for place in (1, 2):
+        cells += [f"{now[place]:.3f}", *(f"{100 * now[place] / of[place]:.1f}" for of in (first, itself))]
+    cells += [f"{100 * (now[place] / now[0]) / (first[place] / first[0]):.1f}" for place in (1, 2)]
+    return " | ".join(cells) + " |"
+
+
+def seconds(passes: int, rounds: int) -> None:
+    """Median seconds of a round, of whole models and of submodels in turn, beside the operations of a round."""
+    tasks = {"whole": digits((), hidden=(1024, 1024)), "cut": digits(SPREAD, hidden=(1024, 1024))}
+    print("| method | whole, ms | cut, ms | of the time, % | pass by pass | of the operations, % | load |")
+    print("|---|---:|---:|---:|---|---:|---|")
+    for name in ("RABO, local", "RAFBO, local"):
+        algorithm, more = METHODS[name]
+        times: dict[str, list[float]] = {"whole": [], "cut": []}
+        flops, loads = {}, []
+        for _ in range(passes):
+            for models, task in tasks.items():
+                result = play(task, algorithm(**WIDE, **more), rounds)
+                times[models].append(float(np.median(np.diff(result.history["seconds"])[1:])))
+                flops[models] = result.ledger.flops
+                loads.append(os.getloadavg()[0])
+        whole, cut = (1e3 * statistics.median(times[models]) for models in times)
+        each = ", ".join(f"{100 * b / a:.0f}" for a, b in zip(*times.values(), strict=True))
+        print(
+            f"| {name} | {whole:.1f} | {cut:.1f} | {100 * cut / whole:.1f} | {each} "
+            f"| {100 * flops['cut'] / flops['whole']:.1f} | {min(loads):.1f} to {max(loads):.1f} |",
+            flush=True,
+        )
+
+
+def coverage(seeds: range, figure: Path | None) -> None:
+    """Rounds to shares of what whole models reach, by how many clients hold each unit at least."""
+    curves: dict[tuple[str, Any], list[np.ndarray]] = {}
+    print(
+        "| method | units | at least | coverage_x, least and mean | rounds to 90 % | to 95 % | accuracy at the end, % |"
+    )
+    print("|---|---|---:|---|---|---|---|")
+    for name, make in (("RABO", fb.RABO), ("RAFBO", fb.RAFBO)):
+        runs = [play(digits((), seed), make(**DIGITS), ROUNDS, measured=True, key=seed) for seed in seeds]
+        ends = [run.history["test_accuracy"] for run in runs]
+        level = float(np.mean([end[-1] for end in ends]))
+        curves[name, "whole"] = ends
+        print(f"| {name} | all | 10 | | {_reached(ends, level)} | {_percent(ends)} |", flush=True)
+        for fixed in (False, True):
+            for least in (1, 2):
+                fields = {"policy": "covered", "min_coverage": least, "fixed": fixed}
+                runs = [
+                    play(digits((0.25,), seed), make(**DIGITS, **fields), ROUNDS, measured=True, key=seed)
+                    for seed in seeds
+                ]
+                ends = [run.history["test_accuracy"] for run in runs]
+                held = np.concatenate([run.history["coverage_x"][1:] for run in runs])
+                kind = "fixed" if fixed else "dealt anew"
+                curves[f"{name}, {kind}", least] = ends
+                print(
+                    f"| {name} | {kind} | {least} | {held.min():g}, {held.mean():g} | {_reached(ends, level)} "
+                    f"| {_percent(ends)} |",
+                    flush=True,
+                )
+    if figure:
+        draw(curves, figure)
+
+
+def _reached(ends: list[np.ndarray], level: float) -> str:
+    """The first rounds with at least 90 % and 95 % of the level, seed by seed; –: never."""
+
+    def first(end: np.ndarray, share: float) -> str:
+        there = np.flatnonzero(end >= share * level)
+        return str(there[0]) if len(there) else "–"
+
+    return " | ".join(", ".join(first(end, share) for end in ends) for share in (0.9, 0.95))
+
+
+def _percent(ends: list[np.ndarray]) -> str:
+    last = 100 * np.array([end[-1] for end in ends])
+    return f"{last.mean():.2f} ± {last.std(ddof=1):.2f}"
+
+
+def draw(curves: dict[tuple[str, Any], list[np.ndarray]], file: Path) -> None:
+    """Test accuracy against rounds, a panel for each method and way of dealing units out."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    titles = [name for name, least in curves if least == 1]
+    drawing, panels = plt.subplots(1, len(titles), figsize=(3.2 * len(titles), 3.2), sharey=True, layout="constrained")
+    for panel, title in zip(panels, titles, strict=True):
+        shown = {"whole": curves[title.split(",")[0], "whole"], 1: curves[title, 1], 2: curves[title, 2]}
+        for key, ends in shown.items():
+            label = "whole models" if key == "whole" else f"each unit on at least {key}"
+            for number, end in enumerate(ends):
+                own = label if number == 0 else None
+                panel.plot(100 * end, color=COLOURS[key], label=own, linewidth=0.9, alpha=0.8)
+        panel.set(title=title, xlabel="round", xscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("test accuracy (%)")
+    panels[-1].legend(fontsize=8)
+    drawing.savefig(file, dpi=110)
+
+
+def policies(seeds: range) -> None:
+    print(f"RABO, accuracy in % after {ROUNDS} rounds\n\n| units | mean ± deviation | seed by seed |\n|---|---|---|")
+    for policy in ("whole", "importance", "static", "rolling", "random", "covered"):
+        algorithm = fb.RABO(**DIGITS) if policy == "whole" else fb.RABO(**DIGITS, policy=policy)
+        capacities = () if policy == "whole" else SPREAD
+        ends = [
+            play(digits(capacities, seed), algorithm, ROUNDS, measured=True, key=seed).history["test_accuracy"]
+            for seed in seeds
+        ]
+        print(f"| {policy} | {_percent(ends)} | {', '.join(f'{100 * end[-1]:.2f}' for end in ends)} |", flush=True)
+
+
+def main() -> None:
+    parts = {
+        "cost": lambda: cost(lambda capacities: digits(capacities, hidden=(512, 512)), WIDE),
+        "conv4": lambda: cost(strokes, EPISODES),
+        "time": lambda: seconds(options.passes, options.rounds),
+        "coverage": lambda: coverage(range(options.seeds), options.figure),
+        "policies": lambda: policies(range(options.seeds)),
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *parts], help="all, where none is named")
+    parser.add_argument("--passes", type=int, default=5, help="of time, each of the two in turn")
+    parser.add_argument("--rounds", type=int, default=8, help="of a pass of time; the first is left out")
+    parser.add_argument("--seeds", type=int, default=3, help="of coverage and policies; from 0 on")
+    parser.add_argument("--figure", type=Path, help="PNG of coverage")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as compiled:  # runs that differ in their seeds alone are one program
+        jax.config.update("jax_compilation_cache_dir", compiled)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        fb.tune_cpu()
+        print(machine.describe())
+        for name in options.parts or parts:
+            print(f"\n{name} (load {os.getloadavg()[0]:.1f})\n", flush=True)
+            parts[name]()
+
+
+if __name__ == "__main__":
+    main()
