@@ -303,3 +303,17 @@ def test_a_single_level_problem_is_refused_with_the_methods_for_it():
         fb.ConfigurationError, match=r"FedNest solves Bilevel problems, not SingleLevel; methods that do"
     ):
         fb.solve(fb.FedNest(), problem, fb.Clients({"a": np.ones((2, 3))}), jnp.ones(2), rounds=1)
+
+
+@pytest.mark.parametrize("method", [fb.FedNest, fb.FedMBO])
+def test_the_servers_step_on_y_multiplies_the_mean_change(method):
+    """One full-batch local step of β/2, doubled by the server, is one of β."""
+    task = quadratic(clients=4, samples=(3, 6))
+
+    def solved(**fields):
+        algorithm = method(local_steps=1, batch_size=None, neumann_terms=2, **fields)
+        return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=2, key=1)
+
+    halved, whole = solved(inner_lr=0.05, inner_server_lr=2.0), solved(inner_lr=0.1)
+    np.testing.assert_allclose(halved.y, whole.y, rtol=1e-12)
+    np.testing.assert_allclose(halved.x, whole.x, rtol=1e-12)

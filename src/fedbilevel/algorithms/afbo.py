@@ -102,7 +102,7 @@ class AFBO(FirstAnswers, Alternating):
         delay_penalty: c: the server's steps are divided by 1 + c·(mean delay of the kind of answer).
         own_x: x is split by client (see own_x.py): each keeps its block and makes the step p_i α H_i by itself, once
             for each of its outer answers.
-        fresh_cohorts, merged: have no part in this method.
+        fresh_cohorts, merged, inner_server_lr: have no part in this method.
 
     Needs: a bilevel problem; g strongly convex in y, g_i for every client where hypergradient = "local".
     Good for: clients of very different speed, whom nobody should wait for.
