@@ -30,6 +30,13 @@ BILEVEL = fb.Bilevel(outer, inner, structure=STRUCTURE)
 SINGLE = fb.SingleLevel(lambda x, batch: outer(x[0], x[1], batch), structure=fb.Structure(x=(STRUCTURE.x, STRUCTURE.y)))
 
 
+DEEP = fb.Bilevel(  # one group within x, one that reaches into y
+    lambda x, y, batch: outer(x[1], y, {**batch, "input": jnp.tanh(batch["input"] @ x[0])}),
+    lambda x, y, batch: inner(x[1], y, {**batch, "input": jnp.tanh(batch["input"] @ x[0])}),
+    structure=fb.Structure(x=["_ first", {"weight": "first hidden", "bias": "hidden"}], y=STRUCTURE.y),
+)
+
+
 def population(capacity=CAPACITY, **fields):
     """Ragged samples and unequal weights."""
     rng = np.random.default_rng(0)
@@ -50,6 +57,8 @@ def start():
 def solved(algorithm, *, clients=None, engine=None, problem=BILEVEL, rounds=2, cohort=None):
     x, y = start()
     single = isinstance(problem, fb.SingleLevel)
+    if problem is DEEP:
+        x = [jnp.asarray(np.random.default_rng(2).normal(size=(INPUTS, INPUTS))), x]
     return fb.solve(
         algorithm,
         problem,
@@ -77,7 +86,7 @@ CASES = {
         {},
         4,
     ),
-    "ShroFBO, x alone": (fb.ShroFBO(policy="static", pruned="x", batch_size=None), BILEVEL, {"distinct": True}, 5),
+    "ShroFBO, x alone": (fb.ShroFBO(policy="static", pruned="x", batch_size=3), DEEP, {"distinct": True}, 5),
     "FedAvg, rolling": (fb.FedAvg(policy="rolling", batch_size=3, local_steps=2), SINGLE, {}, 4),
 }
 SLOW = {"ShroFBO, x alone", "RABO, global, fresh cohorts"}
@@ -98,7 +107,10 @@ def test_engines_agree(case):
     assert {"coverage_x", "uncovered_x"} <= set(columns)
     for name in columns:
         np.testing.assert_allclose(have.history[name], want.history[name], rtol=1e-12, err_msg=name)
-    moved = [float(jnp.max(jnp.abs(a - b))) for a, b in zip(everything(want), jax.tree.leaves(start()), strict=True)]
+    assert any(row["outer_loss"] > 0 for row in want.history.rows[1:])
+    moved = [
+        float(jnp.max(jnp.abs(a - b))) for a, b in zip(everything(want)[-3:], jax.tree.leaves(start()), strict=True)
+    ]
     assert min(moved) > 1e-4
 
 
@@ -127,6 +139,45 @@ def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
     ):
         for name in into:
             np.testing.assert_allclose(got[name], before[name] - lr * into[name] / count[name], rtol=1e-12)
+
+
+def test_one_variable_alone_can_be_cut():
+    """With "x" the group within x: of 5 units 5, 3 (2.5 rounded up), 1; "y" has no group of its own here."""
+    fields = {"policy": "static", "local_steps": 1, "batch_size": None}
+    bytes_up = solved(fb.SimFBO(pruned="x", **fields), problem=DEEP, rounds=1).ledger.bytes_up
+    kept = [{1: 5, 0.5: 3, 0.25: 1}[c] for c in CAPACITY]
+    assert bytes_up == 8 * sum(INPUTS * k + k * HIDDEN + HIDDEN + 2 * HIDDEN * OUTPUTS for k in kept)
+    with pytest.raises(fb.ConfigurationError, match="no group of units to cut, as pruned = 'y' leaves it"):
+        solved(fb.SimFBO(pruned="y", **fields), problem=DEEP, rounds=1)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
+def test_nothing_is_dealt_to_those_who_are_never_there():
+    """Seven clients of ½, two of them away: 2 segments among 5 clients, the second to exactly min_coverage = 2 of them.
+    A count of everyone would deal some of it to those who are away."""
+    clock = fb.Clock(availability=[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    algorithm = fb.SimFBO(policy="covered", min_coverage=2, fixed=True, local_steps=1, batch_size=None)
+    results = [
+        solved(algorithm, clients=population(np.full(CLIENTS, 0.5)), engine=engine(clock=clock))
+        for engine in (fb.Local, fb.Reference)
+    ]
+    for result in results:
+        last = result.history.rows[-1]
+        assert (last["coverage_x"], last["uncovered_x"]) == (2, 0)
+    for a, b in zip(*map(everything, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_goes_on_with_the_capacities_that_it_began_with(tmp_path):
+    x, y = start()
+
+    def go_on(capacity, rounds, resume):
+        given = fb.FedAvg(batch_size=3, policy="static"), SINGLE, population(capacity), (x, y)
+        return fb.solve(*given, rounds=rounds, checkpoint=tmp_path / "run", resume=resume)
+
+    go_on(CAPACITY, 1, resume=False)
+    with pytest.raises(fb.CheckpointError, match="its capacity is"):
+        go_on(None, 2, resume=True)
 
 
 def test_operations_fall_with_the_submodels():

@@ -317,7 +317,7 @@ class Client:
     work: Array | None  # this client's number of local steps in this round, if the population says one
 
     def outer_batch(self, key: Array, batch_size: int | None) -> PyTree:
-        """Samples for the outer loss: `batch_size` independent draws, or all of them when it is None."""
+        """Samples for the outer loss: `batch_size` draws, or all of them when it is None."""
         return self.outer.batch(key, batch_size)
 
     def inner_batch(self, key: Array, batch_size: int | None) -> PyTree:

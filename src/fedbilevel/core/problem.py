@@ -84,13 +84,14 @@ class Minimax(Bilevel):
 
     Args:
         loss: f(x, y, batch) -> scalar, a mean over the samples of the batch; strongly concave in y.
+        structure: as of `Bilevel`.
     """
 
     indirect: ClassVar[Indirect] = "none"
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, *, structure: Structure | None = None) -> None:
         _require_function("Minimax.loss", loss, "(x, y, batch)")
-        self._set(loss, lambda x, y, batch: -loss(x, y, batch))
+        self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure)
 
 
 @dataclass(frozen=True, init=False)
@@ -100,11 +101,18 @@ class Compositional(Bilevel):
     Args:
         outer: f(y, batch) -> scalar, a mean over the samples of the batch.
         inner: r(x, batch) -> a pytree like y, a mean over the samples of the batch.
+        structure: as of `Bilevel`.
     """
 
     indirect: ClassVar[Indirect] = "identity"
 
-    def __init__(self, outer: Callable[[PyTree, PyTree], Array], inner: Callable[[PyTree, PyTree], PyTree]) -> None:
+    def __init__(
+        self,
+        outer: Callable[[PyTree, PyTree], Array],
+        inner: Callable[[PyTree, PyTree], PyTree],
+        *,
+        structure: Structure | None = None,
+    ) -> None:
         _require_function("Compositional.outer", outer, "(y, batch)")
         _require_function("Compositional.inner", inner, "(x, batch)")
 
@@ -114,7 +122,7 @@ class Compositional(Bilevel):
             gap = optax.tree.sub(y, mean_inner(x, batch))
             return optax.tree.vdot(gap, gap) / 2
 
-        self._set(lambda x, y, batch: outer(y, batch), distance)
+        self._set(lambda x, y, batch: outer(y, batch), distance, structure)
 
     def over_batches(self) -> Self:
         changed = copy.copy(self)  # `inner` is no mean of its values on single samples, and takes padded batches itself

@@ -12,7 +12,7 @@ from jax import Array
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Anatomy, Axis
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, split
 
 MOVE = 0.1  # of an array's root mean square: how far its entries are moved at random, so that no two are equal
 # A sum of n terms in another order differs by about √n ε of what its terms are: n = 10⁴ a layer, ten layers deep.
@@ -51,6 +51,8 @@ def check_structure(
     structure = problem.structure
     if structure is None:
         raise ConfigurationError("problem.structure = None: there is nothing to check; give the problem a Structure")
+    (x, x_fixed), (y, y_fixed) = split(x), split(y)
+    problem = problem.with_fixed(x_fixed, y_fixed)
     anatomy = Anatomy.of(structure, x, y)
     rng = np.random.default_rng(key)
     moved = tuple(jax.tree.map(lambda leaf: _moved(leaf, rng), part) for part in (x, y))

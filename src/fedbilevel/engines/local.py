@@ -84,6 +84,7 @@ class Local:
         share = -(-cohort // (self.devices * processes))  # clients per device, rounded up
         lumpy = shares is not None and cohort < len(clients)
         chunk = min(self.chunk or default_chunk(carry.state, clients, share, lumpy), share)
+        away = self.clock.never_there(len(clients))
         layout = Layout(
             problem=problem.over_batches(),
             population=len(clients),
@@ -100,7 +101,7 @@ class Local:
             clock=self.clock,
             there=population_there(self.clock, clients),
             shares=shares,
-            cutting=Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y),
+            cutting=Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y, away),
         )
         require(not (shares and layout.cutting), "Clients.capacity", "given", "None with several processes")
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
@@ -298,13 +299,13 @@ class LocalRun:
             members = jax.tree.map(lambda column: column[member], members)
             return ids, where, members._replace(counts=members.counts * taken)
         if cutting := self.layout.cutting:
-            return ids, slice(size), tuple(self.of_class(members, number) for number in range(len(cutting.peers)))
+            return ids, slice(size), tuple(self.of_class(members, number) for number in range(len(cutting.places)))
         return ids, slice(size), self.in_chunks(members, self.layout.chunk)
 
     def of_class(self, members: Members, number: int) -> Members:
         """Places for as many of a cohort as that class of capacity may have there, and those who are, first."""
         assert self.layout.cutting is not None
-        places = min(self.layout.cohort, self.layout.cutting.peers[number])
+        places = min(self.layout.cohort, self.layout.cutting.places[number])
         order = jnp.argsort(members.number != number, stable=True)[:places]
         members = jax.tree.map(lambda column: column[order], members)
         members = members._replace(counts=members.counts * (members.number == number))

@@ -32,7 +32,7 @@ from fedbilevel.engines.engine import (
     loop,
     population_there,
 )
-from fedbilevel.engines.submodels import Cutting, Submodels, coverage
+from fedbilevel.engines.submodels import Cutting, Submodels, coverage, put_back
 
 Ask = Callable[[int, Array | None], tuple[book.Sums, Reply]]
 
@@ -199,8 +199,7 @@ class SubmodelReferenceFed(ReferenceFed):
             self.book, exchanges = book.merge(self.book, entry), 0
             spent.append(sums.gradients + sums.products)
             asked.append(i)
-            held = self.anatomy.held(gives, sums.update, units, sums.weight)
-            totals.append(sums._replace(update=self.anatomy.put(gives, sums.update, units), held=held))
+            totals.append(put_back(self.anatomy, gives, sums, units))
         ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
         self.book = self.book._replace(time=self.book.time + book.in_parts(ticks))
         return book.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
@@ -217,10 +216,9 @@ class SubmodelReferenceFed(ReferenceFed):
 
     def told(self) -> book.Book:
         ids, _ = self.own
-        holders = [
-            self.held.held(self.units(i), self.run.pace.ever(jnp.array([i])) * jnp.ones(())) for i in ids.tolist()
-        ]
-        counts = reduce(partial(jax.tree.map, jnp.add), holders)
+        counts = reduce(
+            partial(jax.tree.map, jnp.add), (self.held.held(self.units(i), self.there(i)) for i in ids.tolist())
+        )
         return self.book._replace(metrics={**self.book.metrics, **coverage(counts)})
 
 
@@ -276,7 +274,8 @@ class Reference:
     ) -> ReferenceRun:
         check_here(clients)
         check_there(self.clock, algorithm, len(clients), cohort)
-        cutting = Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y)
+        away = self.clock.never_there(len(clients))
+        cutting = Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y, away)
         return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, cutting)
 
 

@@ -311,8 +311,9 @@ class Loop:
         assert self.plan.path is not None
         with hosts.copy_of(self.plan.path) as path:
             carry, meta = files.load(path, carry)
-        for name, mine in self.plan.identity.items():
-            if (theirs := meta["identity"].get(name)) != mine:
+        for name in {**meta["identity"], **self.plan.identity}:
+            mine, theirs = self.plan.identity.get(name), meta["identity"].get(name)
+            if theirs != mine:
                 raise CheckpointError(f"{self.plan.path} belongs to another run: its {name} is {theirs}, not {mine}")
         done = int(carry.round)
         require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")

@@ -16,7 +16,7 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.local_fed import Layout, LocalFed, Members, Underway, sum_over_clients
-from fedbilevel.engines.submodels import coverage
+from fedbilevel.engines.submodels import coverage, put_back
 
 
 class SubmodelFed(LocalFed):
@@ -69,18 +69,14 @@ class SubmodelFed(LocalFed):
             sums, kept = self.question(phase, part, key, fresh)[1](member, state)
             shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))
             if not alike:
-                sums = whole(sums, units)
+                sums = put_back(anatomy, gives, sums, units)
             return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.products)
-
-        def whole(sums: book.Sums, units: Any) -> book.Sums:
-            held = anatomy.held(gives, sums.update, units, sums.weight)
-            return sums._replace(update=anatomy.put(gives, sums.update, units), held=held)
 
         gaps = self.layout.cohort < self.layout.population
         sums, (_, spent) = sum_over_clients(one, members, None, chunk_of(self.layout, number), gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
-        return (whole(sums, same) if alike else sums), spent, (shapes[0], shapes[1])
+        return (put_back(anatomy, gives, sums, same) if alike else sums), spent, (shapes[0], shapes[1])
 
     def first(self, *_: Any, **__: Any) -> PyTree:
         raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
@@ -113,5 +109,5 @@ class SubmodelFed(LocalFed):
 def chunk_of(layout: Layout, number: int) -> int:
     """How many clients of a class to vectorise together: no more than a cohort has of them on average."""
     assert layout.cutting is not None
-    average = -(-layout.cohort * layout.cutting.peers[number] // layout.population)
+    average = -(-layout.cohort * layout.cutting.places[number] // layout.population)
     return max(1, min(layout.chunk, average))

@@ -18,6 +18,7 @@ from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import Anatomy, Holder, Units
 from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.book import Sums
 
 STREAM = 2**32 - 1  # of the run's key: no round has this number
 
@@ -28,15 +29,25 @@ class Cutting:
 
     anatomy: Anatomy
     kept: tuple[dict[str, int], ...]  # of each class, how many units of each group
-    peers: tuple[int, ...]  # of each class, how many clients it has
+    places: tuple[int, ...]  # of each class, how many clients it has
+    peers: tuple[int, ...]  # and how many of these are ever there
     number: np.ndarray  # (M,) the class of each client
     rank: np.ndarray  # (M,) its number among its peers
 
     @classmethod
     def of(
-        cls, algorithm: Any, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
+        cls,
+        algorithm: Any,
+        problem: Problem,
+        clients: Clients | RemoteClients,
+        x: PyTree,
+        y: PyTree,
+        away: np.ndarray | tuple[()] = (),
     ) -> Cutting | None:
-        """None where everyone holds the whole model: no capacities, or an algorithm that knows no submodels."""
+        """None where everyone holds the whole model: no capacities, or an algorithm that knows no submodels.
+
+        `away`: clients who are never there, among whom nothing is dealt out.
+        """
         if clients.capacity is None:
             return None
         name, weak = type(algorithm).__name__, int(np.sum(clients.capacity < 1))
@@ -46,19 +57,28 @@ class Cutting:
                 text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too"
                 warnings.warn(CapacityWarning(text), stacklevel=5)
             return None
+        if problem.structure is None and not weak:
+            return None
         if problem.structure is None:
             raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
         alone = not is_asynchronous(algorithm) and init_client(algorithm, x, y) is None
         require(alone, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
         anatomy = Anatomy.of(problem.structure, x, y, algorithm.pruned)
-        capacities, number, peers = np.unique(-clients.capacity, return_inverse=True, return_counts=True)
+        if weak and not anatomy.sizes:
+            reach = "" if algorithm.pruned == "both" else f", as pruned = {algorithm.pruned!r} leaves it"
+            raise ConfigurationError(
+                f"Clients.capacity is given, but the structure has no group of units to cut{reach}"
+            )
+        capacities, number, places = np.unique(-clients.capacity, return_inverse=True, return_counts=True)
+        there = ~np.isin(np.arange(len(clients)), away)
+        peers = [max(1, int(np.sum(there[number == one]))) for one in range(len(capacities))]
         rank = np.zeros(len(clients), np.int32)
         for one in range(len(capacities)):
-            rank[number == one] = np.arange(peers[one])
+            rank[(number == one) & there] = np.arange(np.sum((number == one) & there))
         kept = tuple(anatomy.kept(-float(capacity)) for capacity in capacities)
         for capacity, of_class in zip(-capacities, kept, strict=True):
             _check_cut(anatomy, of_class, float(capacity), problem, clients, x, y)
-        return cls(anatomy, kept, tuple(map(int, peers)), number.astype(np.int32), rank)
+        return cls(anatomy, kept, tuple(map(int, places)), tuple(peers), number.astype(np.int32), rank)
 
 
 def _check_cut(
@@ -75,7 +95,7 @@ def _check_cut(
     small_x, small_y = jax.eval_shape(lambda x, y: anatomy.cut(("x", "y"), (x, y), units), x, y)
     try:
         check_losses(problem, small_x, small_y, *clients.examples())
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of whatever library the losses are made with
         raise ConfigurationError(
             f"the losses do not take the submodel of capacity {capacity:g} that the structure cuts: {error}; "
             "check_structure says which groups of units are not told completely"
@@ -116,6 +136,12 @@ class Submodels:
         return self.anatomy.held(("x", "y"), self.model, units, amount)
 
 
+def put_back(anatomy: Anatomy, gives: PyTree, sums: Sums, units: Units) -> Sums:
+    """Sums over clients who hold these units, in the shape of the whole, with the weight of those who hold an entry."""
+    held = anatomy.held(gives, sums.update, units, sums.weight)
+    return sums._replace(update=anatomy.put(gives, sums.update, units), held=held)
+
+
 def coverage(counts: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:
     """Metrics of a round, from how many clients hold each entry of x and of y.
 
@@ -124,7 +150,7 @@ def coverage(counts: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:
     """
     metrics, one = {}, jnp.ones(())
     for part, tree in zip("xy", counts, strict=True):
-        leaves = jax.tree.leaves(tree)
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
         if leaves:
             least = jnp.min(jnp.stack([jnp.min(jnp.where(leaf > 0, leaf, jnp.inf)).astype(float) for leaf in leaves]))
             nobody = sum(jnp.sum(leaf == 0) for leaf in leaves)

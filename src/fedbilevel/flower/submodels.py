@@ -17,7 +17,7 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.submodel import Anatomy, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
-from fedbilevel.engines.submodels import Cutting, coverage
+from fedbilevel.engines.submodels import Cutting, coverage, put_back
 from fedbilevel.flower.contract import Contract
 from fedbilevel.flower.fed import FlowerFed, Metrics
 from fedbilevel.flower.gathering import Gathering, Question, Wording
@@ -99,8 +99,7 @@ def cut(anatomy: Anatomy, phase: Callable[..., Reply], message: PyTree, units: U
 def whole(anatomy: Anatomy, phase: Callable[..., Reply], sums: book.Sums, units: Units) -> book.Sums:
     """The sums of those who hold these units, put back into the whole."""
     _, gives = parts_of(phase)
-    held = anatomy.held(gives, sums.update, units, sums.weight)
-    return sums._replace(update=anatomy.put(gives, sums.update, units), held=held)
+    return put_back(anatomy, gives, sums, units)
 
 
 def contracts(general: Contract, cutting: Cutting) -> dict[int, Contract]:

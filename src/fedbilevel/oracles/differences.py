@@ -46,7 +46,8 @@ class Differences:
     def along(self, gradient: Callable[[PyTree], PyTree], y: PyTree, v: PyTree) -> PyTree:
         """The derivative of `gradient` at y along v."""
         size = optax.tree.norm(v)
-        length = self.perturbation * jnp.cbrt(jnp.finfo(size.dtype).eps * (1 + optax.tree.norm(y)))
+        slope = jax.eval_shape(gradient, y)
+        length = self.perturbation * jnp.cbrt(coarsest(slope, y) * (1 + optax.tree.norm(y)))
         mu = length / jnp.where(size > 0, size, 1)  # along v = 0 the difference is 0 by itself
         ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
         return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)
@@ -64,8 +65,8 @@ def coordinate_slopes(
         perturbation: μ in units of (ε(1 + ‖x‖))^½.
     """
     flat, unravel = ravel_pytree(x)
-    mu = perturbation * jnp.sqrt(jnp.finfo(flat.dtype).eps * (1 + jnp.linalg.norm(flat)))
     here = function(x)
+    mu = perturbation * jnp.sqrt(coarsest(x, here) * (1 + jnp.linalg.norm(flat)))
 
     def slope(place: Array) -> Array:
         there = function(unravel(flat.at[place].add(mu.astype(flat.dtype))))
@@ -74,3 +75,8 @@ def coordinate_slopes(
     slopes = lax.map(slope, places)
     along: PyTree = unravel(jnp.zeros_like(flat).at[places].set(slopes.astype(flat.dtype)))
     return along
+
+
+def coarsest(*trees: PyTree) -> float:
+    """ε of the least precise numbers among all these."""
+    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(trees))

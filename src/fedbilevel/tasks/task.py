@@ -40,6 +40,8 @@ class Task:
 
 def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
     """Each client's capacity for `Clients`: those given, dealt out in turn; None, all of the model, where none are."""
+    several = isinstance(capacities, Sequence) and not isinstance(capacities, str)
+    require(several, "capacities", capacities, "a list of numbers above 0 and at most 1")
     if not len(capacities):
         return None
     require(all(0 < one <= 1 for one in capacities), "capacities", capacities, "above 0 and at most 1, each")
