@@ -1,7 +1,6 @@
 """What submodels save and cost: RABO and RAFBO on clients of limited capacity, beside whole models and FedMBO.
 
-    .venv/bin/python benchmarks/submodels.py [cost] [conv4] [time] [coverage] [policies]
-        [--seeds 3] [--figure FILE.png]
+    .venv/bin/python benchmarks/submodels.py [cost] [conv4] [time] [coverage] [policies] [--seeds 3]
 
 Ten clients, two of each capacity 1, 1/2, 1/4, 1/8, 1/16, unless said otherwise.
 
@@ -18,7 +17,6 @@ import argparse
 import os
 import statistics
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,7 +39,6 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RAFBO, global": (fb.RAFBO, {"hypergradient": "global"}),
     "RAFBO, one coordinate": (fb.RAFBO, {"estimator": "coordinate", "coordinates": 1}),
 }
-COLOURS = {"whole": "#000000", 1: "#D55E00", 2: "#0072B2"}  # M. Okabe, K. Ito, 2008
 
 
 def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...] = (64,)) -> Task:
@@ -134,9 +131,8 @@ def seconds(passes: int, rounds: int) -> None:
         )
 
 
-def coverage(seeds: range, figure: Path | None) -> None:
+def coverage(seeds: range) -> None:
     """Rounds to shares of what whole models reach, by how many clients hold each unit at least."""
-    curves: dict[tuple[str, Any], list[np.ndarray]] = {}
     print(
         "| method | units | at least | coverage_x, least and mean | rounds to 90 % | to 95 % | accuracy at the end, % |"
     )
@@ -145,7 +141,6 @@ def coverage(seeds: range, figure: Path | None) -> None:
         runs = [play(digits((), seed), make(**DIGITS), ROUNDS, measured=True, key=seed) for seed in seeds]
         ends = [run.history["test_accuracy"] for run in runs]
         level = float(np.mean([end[-1] for end in ends]))
-        curves[name, "whole"] = ends
         print(f"| {name} | all | 10 | | {_reached(ends, level)} | {_percent(ends)} |", flush=True)
         for fixed in (False, True):
             for least in (1, 2):
@@ -157,14 +152,11 @@ def coverage(seeds: range, figure: Path | None) -> None:
                 ends = [run.history["test_accuracy"] for run in runs]
                 held = np.concatenate([run.history["coverage_x"][1:] for run in runs])
                 kind = "fixed" if fixed else "dealt anew"
-                curves[f"{name}, {kind}", least] = ends
                 print(
                     f"| {name} | {kind} | {least} | {held.min():g}, {held.mean():g} | {_reached(ends, level)} "
                     f"| {_percent(ends)} |",
                     flush=True,
                 )
-    if figure:
-        draw(curves, figure)
 
 
 def _reached(ends: list[np.ndarray], level: float) -> str:
@@ -182,39 +174,24 @@ def _percent(ends: list[np.ndarray]) -> str:
     return f"{last.mean():.2f} ± {last.std(ddof=1):.2f}"
 
 
-def draw(curves: dict[tuple[str, Any], list[np.ndarray]], file: Path) -> None:
-    """Test accuracy against rounds, a panel for each method and way of dealing units out."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    titles = [name for name, least in curves if least == 1]
-    drawing, panels = plt.subplots(1, len(titles), figsize=(3.2 * len(titles), 3.2), sharey=True, layout="constrained")
-    for panel, title in zip(panels, titles, strict=True):
-        shown = {"whole": curves[title.split(",")[0], "whole"], 1: curves[title, 1], 2: curves[title, 2]}
-        for key, ends in shown.items():
-            label = "whole models" if key == "whole" else f"each unit on at least {key}"
-            for number, end in enumerate(ends):
-                own = label if number == 0 else None
-                panel.plot(100 * end, color=COLOURS[key], label=own, linewidth=0.9, alpha=0.8)
-        panel.set(title=title, xlabel="round", xscale="log")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("test accuracy (%)")
-    panels[-1].legend(fontsize=8)
-    drawing.savefig(file, dpi=110)
-
-
 def policies(seeds: range) -> None:
-    print(f"RABO, accuracy in % after {ROUNDS} rounds\n\n| units | mean ± deviation | seed by seed |\n|---|---|---|")
+    print(f"RABO, accuracy in % after {ROUNDS} rounds\n")
+    print("| units | mean ± deviation of those that end | seed by seed |\n|---|---|---|")
     for policy in ("whole", "importance", "static", "rolling", "random", "covered"):
         algorithm = fb.RABO(**DIGITS) if policy == "whole" else fb.RABO(**DIGITS, policy=policy)
         capacities = () if policy == "whole" else SPREAD
-        ends = [
-            play(digits(capacities, seed), algorithm, ROUNDS, measured=True, key=seed).history["test_accuracy"]
-            for seed in seeds
-        ]
-        print(f"| {policy} | {_percent(ends)} | {', '.join(f'{100 * end[-1]:.2f}' for end in ends)} |", flush=True)
+        ends = [_end(digits(capacities, seed), algorithm, seed) for seed in seeds]
+        finite = [end for end in ends if not isinstance(end, str)]
+        each = ", ".join(end if isinstance(end, str) else f"{100 * end[-1]:.2f}" for end in ends)
+        print(f"| {policy} | {_percent(finite) if len(finite) > 1 else ''} | {each} |", flush=True)
+
+
+def _end(task: Task, algorithm: Any, seed: int) -> np.ndarray | str:
+    """Accuracy round by round, or how the run ended before its time."""
+    try:
+        return play(task, algorithm, ROUNDS, measured=True, key=seed).history["test_accuracy"]
+    except fb.NonFiniteError as error:
+        return str(error).split(",")[0] + ": not finite"
 
 
 def main() -> None:
@@ -222,7 +199,7 @@ def main() -> None:
         "cost": lambda: cost(lambda capacities: digits(capacities, hidden=(512, 512)), WIDE),
         "conv4": lambda: cost(strokes, EPISODES),
         "time": lambda: seconds(options.passes, options.rounds),
-        "coverage": lambda: coverage(range(options.seeds), options.figure),
+        "coverage": lambda: coverage(range(options.seeds)),
         "policies": lambda: policies(range(options.seeds)),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,7 +207,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=5, help="of time, each of the two in turn")
     parser.add_argument("--rounds", type=int, default=8, help="of a pass of time; the first is left out")
     parser.add_argument("--seeds", type=int, default=3, help="of coverage and policies; from 0 on")
-    parser.add_argument("--figure", type=Path, help="PNG of coverage")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as compiled:  # runs that differ in their seeds alone are one program
         jax.config.update("jax_compilation_cache_dir", compiled)
