@@ -276,6 +276,7 @@ def bent(x, y, batch):
     return inner(x, y, batch) + jnp.log(jnp.cosh(y[0] - x[0] * x[1])) + 0.1 * jnp.sum(y**4)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_h_is_that_of_a_plain_h():
     """Through all steps at the points where they were made: jax.grad of h written in one piece, to 1e-10."""
     task = quadratic(clients=2, dim_x=2, dim_y=3, samples=(1, 3))

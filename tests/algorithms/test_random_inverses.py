@@ -61,7 +61,12 @@ def mean_of(algorithm, cohort, task):
     return Mean(blocks.mean(0), blocks.std(0, ddof=1) / np.sqrt(BLOCKS))
 
 
-@pytest.mark.parametrize("name", UNBIASED)
+QUICK = ("FedNest, cohorts", "FedMBO, cohorts", "AggITD")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in UNBIASED]
+)
 def test_the_mean_of_x_is_the_solution(name, task):
     """To about 2 % of ‖x*‖, beside which the bias of a method below is large; (1 − sμ)^N is out of sight."""
     exact, found = solution(task.clients).x, mean_of(*UNBIASED[name], task)

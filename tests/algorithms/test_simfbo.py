@@ -54,7 +54,12 @@ def test_reaches_the_closed_form(seed):
     assert relative_error(result.state.iterate.v, exact.v) < 1e-8
 
 
-@pytest.mark.parametrize("name", sorted(COEFFICIENTS))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(n, marks=SLOW) for n in sorted(COEFFICIENTS) if n != "plain")]
+)
 def test_theorems_1_and_2(name):
     """Unequal work, local steps so short that drift vanishes: SimFBO solves the problem with weights
     w_i ∝ p_i‖a_i‖₁, ShroFBO the one that was asked."""

@@ -59,8 +59,11 @@ def both(case, log=None):
     return here, there
 
 
+SLOW = ("FedMBO, fresh cohorts", "LFedNest, random work")
+
+
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])
 def test_agrees_with_local(case, tmp_path):
     """In float64, 1e-12: see tests/engines/test_agreement.py. The log of the exchanges adds up to the ledger."""
     here, there = both(case, tmp_path / "exchanges.jsonl")

@@ -84,7 +84,11 @@ def over(answer, log=None, **terms):
     return Flower(grid=InProcess(answer, len(CAPACITY), delay=second), log=log, terms=Terms(**terms))
 
 
-@pytest.mark.parametrize(("algorithm", "cohort"), [(IMPORTANCE, None), (RANDOM, 4)], ids=["importance", "random units"])
+@pytest.mark.parametrize(
+    ("algorithm", "cohort"),
+    [pytest.param(IMPORTANCE, None, marks=pytest.mark.slow), (RANDOM, 4)],
+    ids=["importance", "random units"],
+)
 def test_agrees_with_local(algorithm, cohort, tmp_path):
     """In float64, 1e-12: see tests/engines/test_agreement.py. Coverage and bytes are columns of the history."""
     log = tmp_path / "exchanges.jsonl"
