@@ -166,8 +166,9 @@ def test_cohorts_are_unbiased(method, monkeypatch):
 
     def next_iterate(ids):
         monkeypatch.setattr(reference, "draw_cohort", lambda *_: jnp.asarray(ids))
-        engine = fb.Reference().start(algorithm, task.problem, task.clients, len(ids), jax.random.key(0), None)
-        return engine.advance(Carry(jnp.asarray(2), middle.state, None, Now.start()), 1).carry.state.iterate
+        carry = Carry(jnp.asarray(2), middle.state, None, Now.start())
+        engine = fb.Reference().start(algorithm, task.problem, task.clients, len(ids), jax.random.key(0), carry)
+        return engine.advance(carry, 1).carry.state.iterate
 
     cohorts = [next_iterate(ids) for ids in itertools.combinations(range(4), 2)]
     for part, everyone in enumerate(next_iterate(range(4))):
