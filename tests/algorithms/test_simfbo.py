@@ -237,8 +237,9 @@ def test_schedules_are_read_at_the_round():
     second = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.1, v=0.1))
     state = run(first, task, 1).state
     fed_state = run(scheduled, task, 2).state.iterate
-    engine = fb.Reference().start(second, task.problem, task.clients, 10, jax.random.key(0), None)
-    expected = engine.advance(Carry(jnp.asarray(1), state, None, Now.start()), 1).carry.state.iterate
+    carry = Carry(jnp.asarray(1), state, None, Now.start())
+    engine = fb.Reference().start(second, task.problem, task.clients, 10, jax.random.key(0), carry)
+    expected = engine.advance(carry, 1).carry.state.iterate
     for left, right in zip(fed_state, expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
 
