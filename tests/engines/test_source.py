@@ -45,6 +45,8 @@ def layout(clients):
         False,
         int(INNER.max()),
         False,
+        False,
+        clients.local_steps is not None,
         COHORT,
         None,
         Clock(),
