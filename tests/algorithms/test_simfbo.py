@@ -177,6 +177,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
         assert np.std([cohort[part] for cohort in cohorts]) > 1e-3
 
 
+@pytest.mark.slow
 def test_with_a_cohort_theorem_2_still_holds():
     """Half the clients a round and fading steps: the mean end over seeds is x* within three standard errors.
 

@@ -106,6 +106,8 @@ SLOW = {
     "FedMBO, fresh cohorts",
     "LFedNest, random lengths",
     "ADBO",
+    "FedBiO",
+    "FedNest, merged exchanges",
 }
 PAIRS = [pytest.param(case, engine, marks=[pytest.mark.slow] if case in SLOW else [])
          for case in sorted(CASES) for engine in sorted(ENGINES)
