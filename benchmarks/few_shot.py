@@ -24,17 +24,10 @@ import numpy as np
 
 import fedbilevel as fb
 from fedbilevel.core.tree import XYV
+from fedbilevel.experiments.presets.few_shot import NESTED
 from fedbilevel.tasks import few_shot
 
 CAPACITIES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-NESTED = {  # a client moves its own characters' columns alone: the server takes ten times the mean over ten clients
-    "local_steps": 5,
-    "inner_lr": 1.0,
-    "inner_server_lr": 10.0,
-    "outer_lr": 0.1,
-    "neumann_terms": 5,
-    "neumann_step": 0.1,
-}
 PAIRED = {**NESTED, "paired": True}
 SIMFBO = {"local_steps": 2, "client_lr": XYV(0.5, 0.05, 0.05), "server_lr": XYV(0.5, 0.5, 0.5), "radius": 10.0}
 META, JOINT = {"local_steps": 5, "outer_lr": 0.5}, {"local_steps": 5, "outer_lr": 1.0}

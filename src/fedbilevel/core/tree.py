@@ -59,6 +59,12 @@ def is_floating(leaf: object) -> bool:
     return isinstance(leaf, float) if dtype is None else bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+def epsilon(*trees: PyTree) -> float:
+    """ε of the coarsest floating type among all leaves, 0 where none is floating."""
+    types = [jnp.result_type(getattr(leaf, "dtype", leaf)) for leaf in jax.tree.leaves(trees) if is_floating(leaf)]
+    return max((float(jnp.finfo(dtype).eps) for dtype in types), default=0.0)
+
+
 def split(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Split a model into (floating arrays, everything else); each has None where the other has a leaf.
 

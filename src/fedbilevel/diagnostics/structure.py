@@ -12,7 +12,7 @@ from jax import Array
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Anatomy, Axis
-from fedbilevel.core.tree import PyTree, split
+from fedbilevel.core.tree import PyTree, epsilon, split
 
 MOVE = 0.1  # of an array's root mean square: how far its entries are moved at random, so that no two are equal
 # A sum of n terms in another order differs by about √n ε of what its terms are: n = 10⁴ a layer, ten layers deep.
@@ -67,7 +67,7 @@ def check_structure(
         permuted = [_permuted(anatomy, part, tree, group, order) for part, tree in zip("xy", moved, strict=True)]
         for name, (loss, batch) in losses.items():
             after = float(loss(*permuted, batch))
-            if not abs(after - float(before[name])) <= ROUNDING * _epsilon(x, y, before[name]) * size[name]:
+            if not abs(after - float(before[name])) <= ROUNDING * epsilon(x, y, before[name]) * size[name]:
                 found.append(Changed(group, name, float(before[name]), after))
     if found:
         lines = [f"{c.group!r} ({c.loss} loss {c.before:.9g} became {c.after:.9g})" for c in found]
@@ -107,9 +107,3 @@ def _reordered(leaf: Array, axes: tuple[Axis, ...], group: str, order: np.ndarra
             runs = leaf.reshape(*leaf.shape[:place], axis.times, len(order), *leaf.shape[place + 1 :])
             leaf = jnp.take(runs, order, axis=place + 1).reshape(leaf.shape)
     return leaf
-
-
-def _epsilon(x: PyTree, y: PyTree, loss: Array) -> float:
-    """Of the coarsest floating type among all these."""
-    types = [leaf.dtype for leaf in [*map(jnp.asarray, jax.tree.leaves((x, y))), loss]]
-    return max(float(jnp.finfo(dtype).eps) for dtype in types if jnp.issubdtype(dtype, jnp.floating))

@@ -230,10 +230,12 @@ class LocalRun:
         ) -> Any:
             round, keys = now
             given = self.layout, algorithm, inputs.data, inputs.pace, members, underway
-            fed = LocalFed(*given, partial(self.fresh, keys, inputs))
-            if self.layout.cutting:
+            draw = partial(self.fresh, keys, inputs)
+            if self.layout.cutting is None:
+                fed = LocalFed(*given, draw)
+            else:
                 held = Submodels(self.layout.cutting, algorithm, inputs.key, round, state.x, state.y)
-                fed = SubmodelFed(*given, partial(self.fresh, keys, inputs), held)
+                fed = SubmodelFed(*given, draw, held)
             state = algorithm.round(fed, state, keys.algorithm)
             return state, fed.underway, fed.told()
 

@@ -13,7 +13,7 @@ from jax import Array
 from fedbilevel.core.algorithm import parts_of, phase_name
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import ConfigurationError, NonFiniteError
+from fedbilevel.core.errors import NonFiniteError
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
@@ -32,9 +32,10 @@ from fedbilevel.engines.engine import (
     loop,
     population_there,
 )
-from fedbilevel.engines.submodels import Cutting, Submodels, coverage, put_back
+from fedbilevel.engines.submodels import Cutting, Submodels, covered, put_back
 
 Ask = Callable[[int, Array | None], tuple[book.Sums, Reply]]
+Whole = Callable[[book.Sums], book.Sums]
 
 
 class ReferenceFed:
@@ -57,19 +58,26 @@ class ReferenceFed:
         unbiased: bool = False,
         fresh: int | Array | None = None,
     ) -> PyTree:
-        name, ask = self.question(phase, message, key, fresh)
         ids, works = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
-        total, units, there = None, [], self.run.pace.ever(ids)
+        totals, spent = [], []
+        asked: list[int] = []
         for place, i in enumerate(ids.tolist()):
-            if there is not True and not there[place]:
+            if not self.run.pace.ever(i):
                 continue
+            part, whole = self.portion(phase, message, i)
+            name, ask = self.question(phase, part, key, fresh)
             sums = self.answer(ask, name, i, None if works is None else works[place], fresh is None)
-            units.append(sums.gradients + sums.products)
-            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-        assert total is not None
-        ticks = self.wait_for(ids if there is True else ids[there], jnp.stack(units))
-        self.book = book.merge(self.book, book.entry(name, message, total, len(units), ticks))
-        return book.normalise(total, self.run.population, unbiased)
+            self.book = book.merge(self.book, book.entry(name, part, sums, 1, exchanges=int(not asked)))
+            spent.append(sums.gradients + sums.products)
+            asked.append(i)
+            totals.append(whole(sums))
+        ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
+        self.book = self.book._replace(time=self.book.time + book.in_parts(ticks))
+        return book.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
+
+    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, Whole]:
+        """What of a message client i is sent, and how its answer becomes one to the whole message."""
+        return message, lambda sums: sums
 
     def first(
         self,
@@ -176,50 +184,17 @@ class SubmodelReferenceFed(ReferenceFed):
         super().__init__(run, algorithm, keys, carry)
         self.held, self.anatomy = held, held.anatomy
 
-    def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
-    ) -> PyTree:
-        takes, gives = parts_of(phase)
-        ids, works = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
-        totals, spent, asked, exchanges = [], [], [], 1
-        for place, i in enumerate(ids.tolist()):
-            if not self.there(i):
-                continue
-            units = self.units(i)
-            part = self.anatomy.cut(takes, message, units)
-            name, ask = self.question(phase, part, key, fresh)
-            sums = self.answer(ask, name, i, None if works is None else works[place], fresh is None)
-            entry = book.entry(name, part, sums, 1, exchanges=exchanges)
-            self.book, exchanges = book.merge(self.book, entry), 0
-            spent.append(sums.gradients + sums.products)
-            asked.append(i)
-            totals.append(put_back(self.anatomy, gives, sums, units))
-        ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
-        self.book = self.book._replace(time=self.book.time + book.in_parts(ticks))
-        return book.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
-
-    def first(self, *_: Any, **__: Any) -> PyTree:
-        raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
-
-    def there(self, i: int) -> Array:
-        return jnp.ones(()) * self.run.pace.ever(jnp.asarray(i))
+    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, Whole]:
+        (takes, gives), units = parts_of(phase), self.units(i)
+        return self.anatomy.cut(takes, message, units), lambda sums: put_back(self.anatomy, gives, sums, units)
 
     def units(self, i: int) -> Units:
         cutting = self.held.cutting
         return self.held.units(int(cutting.number[i]), i, int(cutting.rank[i]))
 
     def told(self) -> book.Book:
-        ids, _ = self.own
-        counts = reduce(
-            partial(jax.tree.map, jnp.add), (self.held.held(self.units(i), self.there(i)) for i in ids.tolist())
-        )
-        return self.book._replace(metrics={**self.book.metrics, **coverage(counts)})
+        there = [(i, jnp.asarray(self.run.pace.ever(i), float)) for i in self.own[0].tolist()]
+        return covered(self.book, [self.held.held(self.units(i), counts) for i, counts in there])
 
 
 @dataclass
@@ -242,8 +217,9 @@ class ReferenceRun:
         for round in range(int(carry.round), int(carry.round) + rounds):
             keys = round_keys(self.key, round)
             algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
-            fed = ReferenceFed(self, algorithm, keys, carry)
-            if self.cutting:
+            if self.cutting is None:
+                fed = ReferenceFed(self, algorithm, keys, carry)
+            else:
                 given = self.cutting, algorithm, self.key, carry.round, carry.state.x, carry.state.y
                 fed = SubmodelReferenceFed(self, algorithm, keys, carry, Submodels(*given))
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedbilevel.core.algorithm import parts_of, phase_name
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
 from fedbilevel.engines.local_fed import Layout, LocalFed, Members, Underway, sum_over_clients
-from fedbilevel.engines.submodels import coverage, put_back
+from fedbilevel.engines.submodels import covered, put_back
 
 
 class SubmodelFed(LocalFed):
@@ -78,18 +77,13 @@ class SubmodelFed(LocalFed):
             sums = lax.psum(sums, self.layout.axis)
         return (put_back(anatomy, gives, sums, same) if alike else sums), spent, (shapes[0], shapes[1])
 
-    def first(self, *_: Any, **__: Any) -> PyTree:
-        raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
-
     def again(self, underway: Underway) -> SubmodelFed:
         given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
         return SubmodelFed(*given, self.held)
 
     def told(self) -> book.Book:
         """The book at the end of the round, with how many clients of its cohort hold each entry of x and y."""
-        totals = [self.holders(number, members) for number, members in enumerate(self.members)]
-        counts = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), totals)
-        return self.book._replace(metrics={**self.book.metrics, **coverage(counts)})
+        return covered(self.book, [self.holders(number, members) for number, members in enumerate(self.members)])
 
     def holders(self, number: int, members: Members) -> PyTree:
         """(x, y) filled with the number of members who hold an entry."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import Anatomy, Holder, Units
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.book import Sums
+from fedbilevel.engines.book import Book, Sums
 
 STREAM = 2**32 - 1  # of the run's key: no round has this number
 
@@ -140,6 +142,12 @@ def put_back(anatomy: Anatomy, gives: PyTree, sums: Sums, units: Units) -> Sums:
     """Sums over clients who hold these units, in the shape of the whole, with the weight of those who hold an entry."""
     held = anatomy.held(gives, sums.update, units, sums.weight)
     return sums._replace(update=anatomy.put(gives, sums.update, units), held=held)
+
+
+def covered(book: Book, holders: Sequence[PyTree]) -> Book:
+    """The book of a round, with its coverage; `holders`: trees (x, y), how many clients hold an entry, to be added."""
+    counts = reduce(partial(jax.tree.map, jnp.add), holders)
+    return book._replace(metrics={**book.metrics, **coverage(counts)})
 
 
 def coverage(counts: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:

@@ -17,7 +17,7 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.submodel import Anatomy, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
-from fedbilevel.engines.submodels import Cutting, coverage, put_back
+from fedbilevel.engines.submodels import Cutting, covered, put_back
 from fedbilevel.flower.contract import Contract
 from fedbilevel.flower.fed import FlowerFed, Metrics
 from fedbilevel.flower.gathering import Gathering, Question, Wording
@@ -85,8 +85,7 @@ class SubmodelFlowerFed(FlowerFed):
         """The book at the end of the round, with how many of those who answered hold each entry of x and y."""
         alike = Counter(map(self.like, sorted(self.heard or self.own)))
         holders = [self.held.held(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()]
-        counts = reduce(partial(jax.tree.map, jnp.add), holders)
-        return self.book._replace(metrics={**self.book.metrics, **coverage(counts)})
+        return covered(self.book, holders)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, move
+from fedbilevel.core.tree import PyTree, epsilon, move
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Differences:
         """The derivative of `gradient` at y along v."""
         size = optax.tree.norm(v)
         slope = jax.eval_shape(gradient, y)
-        length = self.perturbation * jnp.cbrt(coarsest(slope, y) * (1 + optax.tree.norm(y)))
+        length = self.perturbation * jnp.cbrt(epsilon(slope, y) * (1 + optax.tree.norm(y)))
         mu = length / jnp.where(size > 0, size, 1)  # along v = 0 the difference is 0 by itself
         ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
         return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)
@@ -66,7 +66,7 @@ def coordinate_slopes(
     """
     flat, unravel = ravel_pytree(x)
     here = function(x)
-    mu = perturbation * jnp.sqrt(coarsest(x, here) * (1 + jnp.linalg.norm(flat)))
+    mu = perturbation * jnp.sqrt(epsilon(x, here) * (1 + jnp.linalg.norm(flat)))
 
     def slope(place: Array) -> Array:
         there = function(unravel(flat.at[place].add(mu.astype(flat.dtype))))
@@ -75,8 +75,3 @@ def coordinate_slopes(
     slopes = lax.map(slope, places)
     along: PyTree = unravel(jnp.zeros_like(flat).at[places].set(slopes.astype(flat.dtype)))
     return along
-
-
-def coarsest(*trees: PyTree) -> float:
-    """ε of the least precise numbers among all these."""
-    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(trees))
