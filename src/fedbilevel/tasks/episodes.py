@@ -1,6 +1,6 @@
-"""Losses and accuracies of few-shot episodes: `way` characters, told apart by a few supporting images of each.
+"""Losses and accuracies of few-shot tasks: `way` characters, told apart by a few supporting images of each.
 
-A batch of B characters is B/way episodes, in order. Images are (B, n, 28, 28) uint8; `features` takes them so.
+Images of B tasks are (B, way, n, 28, 28) uint8; `features` takes them so.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,27 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy
 
 HEAD_STEPS = 300  # when a head is fitted to the support of a test episode
+SMALL_SQUARE = 1e-3  # added to the mean square of features: keeps the derivative bounded where all are near zero
 EPISODES_AT_A_TIME = 10  # that are adapted together when measuring accuracy: bounds the memory of activations
 
 Features = Callable[[PyTree, Array], Array]
 """(backbone, images (..., 28, 28) uint8) -> (..., width)."""
 Adapt = Callable[[PyTree, Array], PyTree]
 """(x, support images (way, shot, 28, 28)) -> x."""
+
+
+def normalised(features: Features) -> Features:
+    """The same ones, of each image divided by their root mean square; zeros stay zeros."""
+
+    def divided(x: PyTree, images: Array) -> Array:
+        found = features(x, images)
+        return found * lax.rsqrt(jnp.mean(jnp.square(found), axis=-1, keepdims=True) + SMALL_SQUARE)
+
+    return divided
 
 
 class Episodes(NamedTuple):
@@ -44,27 +54,17 @@ def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: 
     return Episodes(images.reshape(-1, *images.shape[2:])[used], place[..., :shot], place[..., shot:])
 
 
-def by_episode(leaf: Array, way: int) -> Array:
-    """(B, ...) -> (B/way, way, ...)."""
-    size = leaf.shape[0]
-    if size % way:
-        raise ConfigurationError(
-            f"a batch of {size} characters is no number of episodes: batch_size must be a multiple of way = {way}"
-        )
-    return leaf.reshape(-1, way, *leaf.shape[1:])
-
-
 def labels_of(way: int, each: int) -> Array:
     """(way·each,): that many images of each of the characters 0..way − 1, one character after the other."""
     return jnp.repeat(jnp.arange(way), each)
 
 
-def head_loss(features: Features, way: int, x: PyTree, y: PyTree, images: Array, character: Array) -> Array:
-    """Mean cross entropy where an image's logits are those columns of y that belong to its episode's characters."""
-    found = by_episode(features(x, images), way)  # (episodes, way, n, width)
-    columns = by_episode(character, way)
-    logits = jnp.einsum("ewnd,dec->ewnc", found, y["weight"][:, columns]) + y["bias"][columns][:, None, None]
-    return cross_entropy(logits.reshape(-1, way), jnp.tile(labels_of(way, images.shape[1]), len(columns)))
+def heads_loss(features: Features, x: PyTree, heads: PyTree, images: Array) -> Array:
+    """Mean cross entropy of B tasks, each under its own head: {"weight": (B, width, way), "bias": (B, way)}."""
+    tasks, way, each = images.shape[:3]
+    found = features(x, images).reshape(tasks, way * each, -1)
+    logits = found @ heads["weight"] + heads["bias"][:, None]
+    return cross_entropy(logits.reshape(-1, way), jnp.tile(labels_of(way, each), tasks))
 
 
 def prototype_logits(support: Array, query: Array) -> Array:
@@ -76,11 +76,12 @@ def prototype_logits(support: Array, query: Array) -> Array:
     return -jnp.sum(jnp.square(gap), axis=-1)
 
 
-def prototype_loss(features: Features, way: int, x: PyTree, batch: dict[str, Array]) -> Array:
+def prototype_loss(features: Features, x: PyTree, batch: dict[str, Array]) -> Array:
     """Mean cross entropy of `prototype_logits`."""
-    support, query = (by_episode(features(x, batch[part]), way) for part in ("support", "query"))
+    support, query = (features(x, batch[part]) for part in ("support", "query"))
+    tasks, way, each, _ = query.shape
     logits = jax.vmap(prototype_logits)(support, query).reshape(-1, way)
-    return cross_entropy(logits, jnp.tile(labels_of(way, query.shape[2]), len(query)))
+    return cross_entropy(logits, jnp.tile(labels_of(way, each), tasks))
 
 
 def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
@@ -113,13 +114,13 @@ def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Ada
     return adapt
 
 
-def adapted_loss(features: Features, adapt: Adapt, way: int, x: PyTree, batch: dict[str, Array]) -> Array:
-    """Mean over episodes of the loss on the query images after adaptation to the support."""
+def adapted_loss(features: Features, adapt: Adapt, x: PyTree, batch: dict[str, Array]) -> Array:
+    """Mean over tasks of the loss on the query images after adaptation to the support."""
 
     def one(support: Array, query: Array) -> Array:
         return plain_loss(features, adapt(x, support), query)
 
-    return jnp.mean(jax.vmap(one)(*(by_episode(batch[part], way) for part in ("support", "query"))))
+    return jnp.mean(jax.vmap(one)(batch["support"], batch["query"]))
 
 
 def fitted_head(support: Array, ridge: float) -> dict[str, Array]:

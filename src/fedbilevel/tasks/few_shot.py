@@ -1,14 +1,17 @@
-"""Few-shot learning: x is a backbone, y a linear head with a column for each training character.
+"""Few-shot learning: x is a backbone, y the linear heads of all clients' tasks.
 
-f_i(x, y) = E CE(z(x, y), c) on query images,   g_i(x, y) = E CE(z(x, y), c) + ridge·(N/C)·‖y‖² on support images
+f_i(x, y) = mean_j CE(φ(x)·y_j) on the query images of task j,
+g_i(x, y) = mean_j [CE(φ(x)·y_j) on its support images + ridge·‖y_j‖²],   j over the tasks of client i.
 
-An episode is N = `way` of a client's characters, and z an image's logits under the columns of these alone. The task of
-RABO and RAFBO (Li et al.), made well posed: there y is one head of N columns, which mean other characters in each
-episode, so that no y minimises g. Here a column is pulled by a share N/C of the episodes, C being all training
-characters, and the ridge on it is as strong, beside that, as `ridge` is for the head of one episode.
+A task tells N = `way` of a client's characters apart. RABO's few-shot problem (Li et al., section V-A), with a head for
+each task: the paper prints one y for all of them, whose columns mean other characters in each task, so that no y would
+fit. As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task, and clients' own
+hypergradients have the federation's as their mean. φ(x) has mean square 1: it would else grow as x learns, and with it
+the curvature of g in y, until no step size holds.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -41,6 +44,7 @@ def few_shot(
     hidden: Sequence[int] = (32,),
     clients: int = 10,
     partition_by: Literal["iid", "alphabets"] = "iid",
+    tasks: int = 20,
     way: int = 5,
     shot: int = 1,
     queries: int | None = 5,
@@ -53,29 +57,29 @@ def few_shot(
     local_steps: Any = None,
     seed: int = 0,
 ) -> Task:
-    """Deal characters out to clients; a sample is a character, `way` of them an episode. Measured on other alphabets.
-
-    An algorithm's batch_size counts characters and must be a multiple of `way`.
+    """Deal characters out to clients, who make tasks of them; a sample is a task. Measured on other alphabets.
 
     Args:
         data: "strokes" (generated) or "omniglot".
         network, hidden: "conv4" with its channels, once or four times; or "mlp" or "cnn" as in hyper_representation.
         clients: M.
         partition_by: "iid", or "alphabets", which stay whole.
-        way: N, the characters of an episode.
-        shot: K, the support images of each: of its drawings in an order of its own the first.
-        queries: query images of each, the drawings after those; None takes all that are left.
+        tasks: of each client, dealt from its characters in rounds: none comes back before all others came.
+        way: N, the characters of a task.
+        shot: K, the support images of each, drawn for each task.
+        queries: query images of each, other drawings; None takes all that are left.
         objective: "bilevel"; or single-level ones: "joint", (f + g)/2 in x = (backbone, head); "protonet", whose x is
             the backbone (Snell et al. 2017); "maml" and "fomaml", of which x is the backbone and a head of `way`
-            columns, adapted to an episode's support before its queries count (Finn et al. 2017).
-        ridge: of a head; above.
+            columns, adapted to a task's support before its queries count (Finn et al. 2017).
+        ridge: above; the larger, the easier is the inner problem and the more does a head look like class means.
         adaptation_steps, adaptation_lr: of "maml" and "fomaml", which leaves out second derivatives.
         capacities: the shares of the model that clients can hold, dealt out in turn; empty: all hold all.
-        test_episodes: how many episodes "test_accuracy" is a mean over, the same at each evaluation. On their support a
-            new head is fitted, prototypes are taken or x is adapted, as the objective has it.
+        test_episodes: how many new tasks "test_accuracy" is a mean over, the same at each evaluation. On their support
+            a new head is fitted, prototypes are taken or x is adapted, as the objective has it.
         local_steps: see Clients.
-        seed: of the partition, the drawings' order, the starting point and the test episodes.
+        seed: of the partition, the tasks, the starting point and the test episodes.
     """
+    require_count("tasks", tasks)
     require_count("way", way)
     require(way >= 2, "way", way, "at least 2")
     require_count("shot", shot)
@@ -96,14 +100,12 @@ def few_shot(
     require(asked <= left, "queries", queries, f"at most {left}: a character has {left + shot} drawings")
     require(way <= len(found.test.images), "way", way, f"at most {len(found.test.images)}, the test characters")
 
-    characters = len(found.train.images)
-    net = KNOWN[network](found.train.images.shape[2:], tuple(hidden), characters)
+    net = KNOWN[network](found.train.images.shape[2:], tuple(hidden), way)
     backbone, head = net.init(jax.random.key(seed))
     setting = Setting(
         features=_standardising(net, found),
-        way=way,
         ridge=ridge,
-        share=way / characters,
+        tasks=clients * tasks,
         adapt=losses.adapted(_standardising(net, found), adaptation_lr, adaptation_steps, objective == "fomaml"),
         structure=net.structure,
         backbone=backbone,
@@ -111,7 +113,8 @@ def few_shot(
         test=losses.draw_episodes(found.test.images, test_episodes, way, shot, asked, seed),
     )
     problem, x0, y0, accuracy = OBJECTIVES[objective](setting)
-    outer, inner = _samples(found.train.images, held, shot, asked, seed, both=objective != "bilevel")
+    drawn = draw_tasks(found.train.images, held, tasks, way, shot, asked, seed)
+    outer, inner = drawn if objective == "bilevel" else (together(*drawn), None)
     return Task(
         name="few_shot",
         problem=problem,
@@ -120,7 +123,6 @@ def few_shot(
             inner=inner,
             local_steps=local_steps,
             capacity=in_turn(capacities, clients),
-            distinct=True,
         ),
         x0=x0,
         y0=y0,
@@ -132,14 +134,22 @@ class Setting(NamedTuple):
     """What the objectives are made from."""
 
     features: losses.Features
-    way: int
     ridge: float
-    share: float  # N/C
+    tasks: int  # of all clients
     adapt: losses.Adapt
-    structure: Structure
+    structure: Structure  # of the backbone and one head
     backbone: PyTree
-    head: PyTree
+    head: PyTree  # of zeros
     test: losses.Episodes
+
+    @property
+    def heads(self) -> PyTree:
+        """One for each task: leaves (tasks, …)."""
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.tasks, *leaf.shape)), self.head)
+
+    @property
+    def structure_of_heads(self) -> PyTree:
+        return jax.tree.map(lambda words: f"_ {words}", self.structure.y)
 
 
 Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
@@ -147,38 +157,39 @@ Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
 
 
 def _bilevel(setting: Setting) -> Made:
-    outer, inner = _outer_and_inner(setting)
-    problem = Bilevel(
-        _counted(lambda x, y, batch: outer(x, y, batch["image"], batch["character"])),
-        _counted(lambda x, y, batch: inner(x, y, batch["image"], batch["character"])),
-        structure=setting.structure,
-    )
+    setting = setting._replace(features=losses.normalised(setting.features))
+
+    def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        return losses.heads_loss(setting.features, x, of_tasks(y, batch), batch["image"])
+
+    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        heads = of_tasks(y, batch)
+        return losses.heads_loss(setting.features, x, heads, batch["image"]) + _penalty(setting, heads)
+
+    problem = Bilevel(outer, inner, structure=Structure(setting.structure.x, setting.structure_of_heads))
     accuracy = _accuracy_of_new_heads(setting)
-    return problem, setting.backbone, setting.head, lambda x, y: accuracy(x)
+    return problem, setting.backbone, setting.heads, lambda x, y: accuracy(x)
 
 
 def _joint(setting: Setting) -> Made:
-    outer, inner = _outer_and_inner(setting)
-
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        outer_loss = outer(*x, batch["query"], batch["character"])
-        return (outer_loss + inner(*x, batch["support"], batch["character"])) / 2
+        heads = of_tasks(x[1], batch)
+        outer, inner = (losses.heads_loss(setting.features, x[0], heads, batch[part]) for part in ("query", "support"))
+        return (outer + inner + _penalty(setting, heads)) / 2
 
-    problem = SingleLevel(_counted(loss), structure=Structure(x=(setting.structure.x, setting.structure.y)))
+    problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure_of_heads)))
     accuracy = _accuracy_of_new_heads(setting)
-    return problem, (setting.backbone, setting.head), None, lambda x, y: accuracy(x[0])
+    return problem, (setting.backbone, setting.heads), None, lambda x, y: accuracy(x[0])
 
 
-def _outer_and_inner(setting: Setting) -> tuple[Callable[..., Array], Callable[..., Array]]:
-    """f and g of (x, y, images, character)."""
+def of_tasks(y: PyTree, batch: dict[str, Array]) -> PyTree:
+    """The heads of a batch's tasks: leaves (B, …)."""
+    return jax.tree.map(lambda leaf: leaf[batch["task"]], y)
 
-    def outer(x: PyTree, y: PyTree, images: Array, character: Array) -> Array:
-        return losses.head_loss(setting.features, setting.way, x, y, images, character)
 
-    def inner(x: PyTree, y: PyTree, images: Array, character: Array) -> Array:
-        return outer(x, y, images, character) + setting.ridge * setting.share * optax.tree.vdot(y, y)
-
-    return outer, inner
+def _penalty(setting: Setting, heads: PyTree) -> Array:
+    """Mean over tasks of ridge·‖y_j‖²."""
+    return setting.ridge * optax.tree.vdot(heads, heads) / len(jax.tree.leaves(heads)[0])
 
 
 def _accuracy_of_new_heads(setting: Setting) -> Callable[[PyTree], Array]:
@@ -191,21 +202,20 @@ def _accuracy_of_new_heads(setting: Setting) -> Callable[[PyTree], Array]:
 
 def _protonet(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        return losses.prototype_loss(setting.features, setting.way, x, batch)
+        return losses.prototype_loss(setting.features, x, batch)
 
-    problem = SingleLevel(_counted(loss), structure=Structure(x=setting.structure.x))
+    problem = SingleLevel(loss, structure=Structure(x=setting.structure.x))
     accuracy = losses.accuracy_of_features(setting.features, setting.test, losses.prototype_logits)
     return problem, setting.backbone, None, lambda x, y: accuracy(x)
 
 
 def _maml(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        return losses.adapted_loss(setting.features, setting.adapt, setting.way, x, batch)
+        return losses.adapted_loss(setting.features, setting.adapt, x, batch)
 
-    head = jax.tree.map(lambda leaf: leaf[..., : setting.way], setting.head)
-    problem = SingleLevel(_counted(loss), structure=Structure(x=(setting.structure.x, setting.structure.y)))
+    problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure.y)))
     accuracy = losses.accuracy_after_adaptation(setting.features, setting.test, setting.adapt)
-    return problem, (setting.backbone, head), None, lambda x, y: accuracy(x)
+    return problem, (setting.backbone, setting.head), None, lambda x, y: accuracy(x)
 
 
 OBJECTIVES: dict[str, Callable[[Setting], Made]] = {
@@ -215,17 +225,6 @@ OBJECTIVES: dict[str, Callable[[Setting], Made]] = {
     "maml": _maml,
     "protonet": _protonet,
 }
-
-
-def _counted(loss: Callable[..., Array]) -> Callable[..., Array]:
-    """The loss, which of a single character, as shapes are checked with, is no number: it is no episode."""
-
-    def counted(*arguments: PyTree) -> Array:
-        if len(arguments[-1]["character"]) == 1:
-            return jnp.nan * optax.tree.sum(arguments[:-1])  # nor is its gradient
-        return loss(*arguments)
-
-    return counted
 
 
 def _standardising(net: networks.Network, found: Characters) -> losses.Features:
@@ -250,16 +249,31 @@ def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[
     return held
 
 
-def _samples(
-    images: np.ndarray, held: list[np.ndarray], shot: int, queries: int, seed: int, both: bool
-) -> tuple[Ragged, Ragged | None]:
-    """Outer and inner samples, row for row of the same characters; or `both` in the outer ones."""
+def draw_tasks(
+    images: np.ndarray, held: list[np.ndarray], tasks: int, way: int, shot: int, queries: int, seed: int
+) -> tuple[Ragged, Ragged]:
+    """Query and support images of each client's tasks, row for row, with the tasks' numbers in the federation."""
     rng = np.random.default_rng([seed, 4])
-    order = rng.permuted(np.broadcast_to(np.arange(images.shape[1]), images.shape[:2]), axis=1)
-    rows = np.arange(len(images), dtype=np.int32)
-    support = images[rows[:, None], order[:, :shot]]
-    query = images[rows[:, None], order[:, shot : shot + queries]]
-    if both:
-        return Ragged(*pack_arrays({"support": support, "query": query, "character": rows}, held)), None
-    outer, inner = (pack_arrays({"image": part, "character": rows}, held) for part in (query, support))
-    return Ragged(*outer), Ragged(*inner)
+    characters = np.concatenate([_deal(rng, own, tasks, way) for own in held])  # (all tasks, way)
+    order = rng.permuted(np.broadcast_to(np.arange(images.shape[1]), (*characters.shape, images.shape[1])), axis=-1)
+    number = np.arange(len(characters), dtype=np.int32)
+    parts = np.split(number, len(held))
+
+    def samples(drawings: slice) -> Ragged:
+        found = images[characters[..., None], order[..., drawings]]
+        return Ragged(*pack_arrays({"image": found, "task": number}, parts))
+
+    return samples(slice(shot, shot + queries)), samples(slice(shot))
+
+
+def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np.ndarray:
+    """(tasks, way) characters, different ones in each task, from one shuffled pack after the other."""
+    each = len(own) // way
+    packs = [rng.permutation(own)[: each * way].reshape(each, way) for _ in range(-(-tasks // each))]
+    return np.concatenate(packs)[:tasks]
+
+
+def together(query: Ragged, support: Ragged) -> Ragged:
+    """Samples with both."""
+    images = {"query": query.values["image"], "support": support.values["image"], "task": query.values["task"]}
+    return replace(query, values=images)
