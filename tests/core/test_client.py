@@ -186,21 +186,3 @@ def test_clients_local_steps_are_the_populations_or_else_the_algorithms():
     )
     assert make(None).local_steps(7) == 7
     assert int(make(jnp.asarray(3)).local_steps(7)) == 3
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_distinct_batches_are_of_different_samples_each_as_likely(wide):
-    """2,000 batches of 3 of 5 samples: each is in 3/5 of them, give or take five standard errors √(0.6·0.4/2000)."""
-    with jax.enable_x64(wide):
-        samples = Samples(
-            {"a": jnp.arange(40, 48)}, jnp.asarray(2), jnp.asarray(5), longest=6, equal=False, distinct=True
-        )
-        keys = jax.random.split(jax.random.key(0), 2000)
-        drawn = np.asarray(jax.vmap(lambda key: samples.batch(key, 3))(keys)["a"])
-        whole = np.asarray(samples.batch(keys[0], 7)["a"])
-    assert all(len(set(batch)) == 3 for batch in drawn.tolist())
-    share = np.bincount(drawn.ravel() - 42, minlength=5) / 2000
-    assert share.shape == (5,)
-    np.testing.assert_allclose(share, 0.6, atol=5 * (0.6 * 0.4 / 2000) ** 0.5)
-    assert sorted(whole[:5]) == [42, 43, 44, 45, 46]
-    assert whole[5:].tolist() == whole[:2].tolist()

@@ -86,7 +86,7 @@ CASES = {
         {},
         4,
     ),
-    "ShroFBO, x alone": (fb.ShroFBO(policy="static", pruned="x", batch_size=3), DEEP, {"distinct": True}, 5),
+    "ShroFBO, x alone": (fb.ShroFBO(policy="static", pruned="x", batch_size=3), DEEP, {}, 5),
     "FedAvg, rolling": (fb.FedAvg(policy="rolling", batch_size=3, local_steps=2), SINGLE, {}, 4),
 }
 SLOW = {"RABO, random units, work", "FedAvg, rolling", "ShroFBO, x alone", "RABO, global, fresh cohorts"}

@@ -27,8 +27,6 @@ def check_neumann_step(
     ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
     clients; x and y move on, and it with them.
     """
-    if clients.distinct:
-        return  # losses of drawn batches cannot be looked at sample by sample
     if local:
         ids = np.unique(np.linspace(0, len(clients) - 1, CLIENTS_FOR_CHECK).astype(int))
         several = Population.each(problem, clients, ids.tolist(), SAMPLES_FOR_CHECK).inner

@@ -116,8 +116,6 @@ class Clients:
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
             client, or (low, high): drawn uniformly, both included, for each client and round.
         capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
-        distinct: batches of different samples, where a client has enough; otherwise drawn with replacement. Losses may
-            then depend on a batch as a whole, as those of episodes do.
 
     Raises:
         ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree.
@@ -128,7 +126,6 @@ class Clients:
     weights: np.ndarray = field(repr=False)
     local_steps: np.ndarray | tuple[int, int] | None
     capacity: np.ndarray | None
-    distinct: bool
 
     def __init__(
         self,
@@ -140,7 +137,6 @@ class Clients:
         inner_sizes: Any = None,
         local_steps: Any = None,
         capacity: Any = None,
-        distinct: bool = False,
     ) -> None:
         outer_rows = _rows("outer", outer, outer_sizes)
         inner_rows = outer_rows if inner is None else _rows("inner", inner, inner_sizes)
@@ -156,8 +152,6 @@ class Clients:
         object.__setattr__(self, "weights", checked_weights("Clients.weights", weights, count, "None, 'size'"))
         object.__setattr__(self, "local_steps", checked_local_steps("Clients.local_steps", local_steps, count))
         object.__setattr__(self, "capacity", checked_capacity("Clients.capacity", capacity, count))
-        require(isinstance(distinct, bool), "Clients.distinct", distinct, "True or False")
-        object.__setattr__(self, "distinct", distinct)
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -172,7 +166,7 @@ class Clients:
         Each sample counts once, so the two agree exactly where weights are proportional to clients' sizes.
         """
         outer = self.outer.joined()
-        return Clients(outer, None if self.inner is self.outer else self.inner.joined(), distinct=self.distinct)
+        return Clients(outer, None if self.inner is self.outer else self.inner.joined())
 
 
 def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
@@ -261,7 +255,6 @@ class Samples:
     size: Array  # scalar
     longest: int = field(metadata={"static": True})  # the largest size of any client
     equal: bool = field(metadata={"static": True})  # whether all clients have that size
-    distinct: bool = field(default=False, metadata={"static": True})  # see Clients
 
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
         """`batch_size` samples drawn uniformly, or every sample when it is None."""
@@ -272,13 +265,8 @@ class Samples:
         return whole.samples if self.equal else whole
 
     def drawn(self, key: Array, batch_size: int) -> Array:
-        """The places of a batch among this client's samples, (batch_size,) in 0..size − 1.
-
-        Distinct ones are the first of a random order; a client with fewer samples begins the same order again.
-        """
-        if not self.distinct:
-            return uniform_below(key, self.size, (batch_size,))
-        return self.shuffled(key)[jnp.arange(batch_size) % self.size].astype(jnp.int32)
+        """The places of a batch among this client's samples, (batch_size,) in 0..size − 1."""
+        return uniform_below(key, self.size, (batch_size,))
 
     def shuffled(self, key: Array) -> Array:
         """The places of all samples in random order, then those of the padding: (longest,)."""
@@ -298,8 +286,6 @@ class Samples:
 
     def everything(self) -> Padded:
         """Every sample, padded to the longest client."""
-        if self.distinct:
-            raise ConfigurationError("batch_size = None: with Clients(distinct=True) a loss is of drawn batches alone")
         offset = jnp.arange(self.longest)
         if self.equal:
             window = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)

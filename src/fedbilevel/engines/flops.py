@@ -130,7 +130,7 @@ class Counter(Recorder):
     def client(self, state: PyTree) -> Client:
         def samples(rows: Ragged, values: PyTree) -> Samples:
             longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
-            return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal, self.population.distinct)
+            return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal)
 
         outer, inner = map(samples, (self.population.outer, self.population.inner), self.examples)
         steps = self.population.local_steps

@@ -94,7 +94,6 @@ class Local:
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
             inner_longest=int(clients.inner.size.max()),
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
-            distinct=clients.distinct,
             worked=clients.local_steps is not None,
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,

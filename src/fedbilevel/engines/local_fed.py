@@ -78,7 +78,6 @@ class Layout:
     outer_equal: bool
     inner_longest: int
     inner_equal: bool
-    distinct: bool  # see Clients
     worked: bool  # whether the population says how many local steps each client makes
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
@@ -278,7 +277,6 @@ class LocalFed:
                 member.outer_size,
                 layout.outer_longest,
                 layout.outer_equal,
-                layout.distinct,
             ),
             inner=Samples(
                 self.data.inner,
@@ -286,7 +284,6 @@ class LocalFed:
                 member.inner_size,
                 layout.inner_longest,
                 layout.inner_equal,
-                layout.distinct,
             ),
             id=member.id,
             weight=member.weight,

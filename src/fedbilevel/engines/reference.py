@@ -272,4 +272,4 @@ def _samples(name: str, clients: Clients, i: int) -> Samples:
         if isinstance(leaf, np.memmap):
             check_finite(f"Clients.{name}{jax.tree_util.keystr(path)} of client {i}", leaf)
     values = jax.tree.map(jnp.asarray, row)
-    return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True, distinct=clients.distinct)
+    return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True)

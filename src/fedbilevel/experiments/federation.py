@@ -115,7 +115,6 @@ def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
         outer=clients.outer.row(row),
         inner=None if one else clients.inner.row(row),
         works=clients.local_steps is not None,
-        distinct=clients.distinct,
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**limits),
         privacy=_privacy(Privacy, private),

@@ -47,7 +47,6 @@ class Site:
         outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
         inner: likewise; None where both losses read the same samples.
         works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
-        distinct: as of `Clients`, which the population of a simulation would say.
         capacity: the share of the model's units that it can hold, as the server has it (`RemoteClients.capacity`). It
             then serves messages of that size alone; None: of the whole model.
         limits: what it lets a server ask.
@@ -65,7 +64,6 @@ class Site:
     outer: PyTree
     inner: PyTree = None
     works: bool = False
-    distinct: bool = False
     capacity: float | None = None
     limits: Limits = field(default_factory=Limits)
     privacy: Privacy | None = None
@@ -94,8 +92,8 @@ class Desk:
         check_losses(self.problem, self.x, self.y, *examples)
         self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
         self.contract = self.cut(examples)  # the general one, as it is for this client
-        self.outer = _samples(outer, site.distinct)
-        self.inner = self.outer if inner is outer else _samples(inner, site.distinct)
+        self.outer = _samples(outer)
+        self.inner = self.outer if inner is outer else _samples(inner)
         self.patience = Patience(site.limits.seconds)
         self.store = None if site.folder is None else FolderStore(site.folder, site.id)
         self.guard = None
@@ -239,7 +237,7 @@ def in_words(error: Exception) -> str:
     return str(error) if meant else f"{type(error).__name__}; the client's log says more"
 
 
-def _samples(rows: Ragged, distinct: bool) -> Samples:
+def _samples(rows: Ragged) -> Samples:
     """All of a client's samples, on its device."""
     size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
-    return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, distinct=distinct)
+    return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True)

@@ -33,8 +33,7 @@ class InnerLoss(NamedTuple):
 def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
     """g_i(x, ·) for about `steps` draws; the values of `y` do not matter, its shapes do."""
     problem, samples = client.problem, client.inner
-    few = steps * (batch_size or samples.longest) <= samples.longest  # draws than samples: nothing to save
-    if few or samples.distinct:  # of distinct samples the loss may be no mean over each by itself
+    if steps * (batch_size or samples.longest) <= samples.longest:  # fewer draws than samples: nothing to save
         return InnerLoss(partial(samples.batch, batch_size=batch_size), lambda y, batch: problem.inner(x, y, batch))
     everything = samples.everything()
     rows = everything.samples

@@ -97,7 +97,6 @@ class Population:
         are read only where a sample is taken.
         """
         require_count("max_samples", max_samples, optional=True)
-        _check_means(clients)
         every = np.arange(len(clients))
 
         def total(loss: Loss, rows: Ragged) -> Total:
@@ -113,7 +112,6 @@ class Population:
         At most `max_samples` of each loss, for all those clients together.
         """
         require(len(ids) > 0, "ids", ids, "at least one client")
-        _check_means(clients)
         share = None if max_samples is None else max(1, max_samples // len(ids))
 
         def stacked(loss: Loss, rows: Ragged) -> Total:
@@ -174,9 +172,3 @@ def _chunked(rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int |
 
 def _real(a: Array) -> bool:
     return jnp.issubdtype(a.dtype, jnp.floating)
-
-
-def _check_means(clients: Clients) -> None:
-    """Refuse losses that are of drawn batches as a whole, for they are no means over samples."""
-    allowed = "False, for what looks at losses sample by sample (check, diagnose): a batch may count as a whole with it"
-    require(not clients.distinct, "Clients.distinct", True, allowed)
