@@ -8,6 +8,8 @@ with which RABO and FedAvg take about as many operations in a round. ProtoNet, M
 all of them. Static, OAP, FedRolex and FIARSE are FedAvg on submodels (first units, segments, rolling, important units),
 on the single-level objective "joint". A run that is in --out is not run again. Prints accuracies after the last round
 beside those of Table II of RABO's paper, and draws accuracy against operations and bytes (few-shot.png in --out).
+
+--methods rabo-c1,rabo-c2,rafbo-c1,rafbo-c2: figure 3, all clients of capacity 1/4, units that one or two of them hold.
 """
 
 import argparse
@@ -35,12 +37,12 @@ META, JOINT = ({"local_steps": 5, "batch_size": 2, "outer_lr": lr} for lr in (0.
 
 @dataclass(frozen=True)
 class Method:
-    """An algorithm, the objective that it is given, and whether clients hold submodels."""
+    """An algorithm, the objective that it is given, and the shares of the model that clients hold; none: all of it."""
 
     make: Any
     fields: dict[str, Any]
     objective: str = "bilevel"
-    cut: bool = True
+    capacities: tuple[float, ...] = CAPACITIES
     paper: dict[tuple[int, int], float] = field(default_factory=dict)  # (way, shot) -> %, ResNet-12
 
 
@@ -49,29 +51,40 @@ def paper(*percents: float) -> dict[tuple[int, int], float]:
 
 
 METHODS = {
-    "ProtoNet": Method(fb.FedAvg, META, "protonet", False, paper(80.76, 89.33, 60.05, 78.01)),
-    "MAML": Method(fb.FedAvg, META, "maml", False, paper(81.46, 92.01, 61.36, 78.35)),
-    "FedMBO": Method(fb.FedMBO, {**HEADS, **NESTED}, "bilevel", False, paper(82.66, 93.69, 63.18, 81.64)),
-    "Static": Method(fb.FedAvg, {**JOINT, "policy": "static"}, "joint", True, paper(72.34, 85.09, 42.99, 51.01)),
-    "OAP": Method(fb.FedAvg, {**JOINT, "policy": "covered"}, "joint", True, paper(73.58, 86.16, 45.45, 51.92)),
-    "FedRolex": Method(fb.FedAvg, {**JOINT, "policy": "rolling"}, "joint", True, paper(73.74, 86.95, 47.25, 55.29)),
-    "FIARSE": Method(fb.FedAvg, JOINT, "joint", True, paper(74.33, 87.78, 49.52, 55.87)),
-    "RABO": Method(fb.RABO, {**HEADS, **PAIRED}, "bilevel", True, paper(76.05, 89.12, 54.97, 77.41)),
-    "RAFBO": Method(fb.RAFBO, {**HEADS, **PAIRED}, "bilevel", True, paper(75.09, 88.57, 51.37, 71.16)),
+    "ProtoNet": Method(fb.FedAvg, META, "protonet", (), paper(80.76, 89.33, 60.05, 78.01)),
+    "MAML": Method(fb.FedAvg, META, "maml", (), paper(81.46, 92.01, 61.36, 78.35)),
+    "FedMBO": Method(fb.FedMBO, {**HEADS, **NESTED}, "bilevel", (), paper(82.66, 93.69, 63.18, 81.64)),
+    "Static": Method(fb.FedAvg, {**JOINT, "policy": "static"}, "joint", CAPACITIES, paper(72.34, 85.09, 42.99, 51.01)),
+    "OAP": Method(fb.FedAvg, {**JOINT, "policy": "covered"}, "joint", CAPACITIES, paper(73.58, 86.16, 45.45, 51.92)),
+    "FedRolex": Method(
+        fb.FedAvg, {**JOINT, "policy": "rolling"}, "joint", CAPACITIES, paper(73.74, 86.95, 47.25, 55.29)
+    ),
+    "FIARSE": Method(fb.FedAvg, JOINT, "joint", CAPACITIES, paper(74.33, 87.78, 49.52, 55.87)),
+    "RABO": Method(fb.RABO, {**HEADS, **PAIRED}, "bilevel", CAPACITIES, paper(76.05, 89.12, 54.97, 77.41)),
+    "RAFBO": Method(fb.RAFBO, {**HEADS, **PAIRED}, "bilevel", CAPACITIES, paper(75.09, 88.57, 51.37, 71.16)),
     "SimFBO": Method(fb.SimFBO, {**LOOP, "batch_size": 5}),
 }
+COVERAGE = {
+    f"{make.__name__}-C{least}": Method(
+        make, {**HEADS, **PAIRED, "policy": "covered", "min_coverage": least}, capacities=(0.25,)
+    )
+    for make in (fb.RABO, fb.RAFBO)
+    for least in (1, 2)
+}
+"""Figure 3: all of capacity 1/4, each unit held by at least one or two clients, and a fourth of them by the others."""
+ALL = {**METHODS, **COVERAGE}
 
 
 def play(name: str, options: argparse.Namespace, way: int, shot: int, seed: int) -> dict[str, Any]:
     """One run: its rows and the seconds that it took."""
-    method = METHODS[name]
+    method = ALL[name]
     task = few_shot(
         data=options.data,
         hidden=(options.channels,),
         way=way,
         shot=shot,
         objective=method.objective,
-        capacities=CAPACITIES if method.cut else (),
+        capacities=method.capacities,
         test_episodes=options.episodes,
         seed=seed,
     )
@@ -85,7 +98,7 @@ def play(name: str, options: argparse.Namespace, way: int, shot: int, seed: int)
         task.y0,
         rounds=options.rounds,
         key=seed,
-        eval_every=max(1, options.rounds // 5),
+        eval_every=max(1, options.rounds // options.evaluations),
         metrics=task.metrics,
         count_flops=True,
     )
@@ -112,7 +125,7 @@ def row(runs: list[dict[str, Any]], name: str, setting: tuple[int, int]) -> str:
     megabytes = np.mean([one["bytes_down"] + one["bytes_up"] for one in last]) / 1e6
     gflop = np.mean([one["flops"] for one in last]) / 1e9 if all("flops" in one for one in last) else np.nan
     seconds = np.mean([one["seconds"] for one in last])
-    theirs = METHODS[name].paper.get(setting)
+    theirs = ALL[name].paper.get(setting)
     return (
         f"| {name} | {accuracy.mean():.2f} {spread} | {theirs or '–'} | {gflop:,.0f} | {megabytes:,.1f} "
         f"| {seconds:.0f} | {np.mean([run['compiling'] for run in runs]):.0f} |"
@@ -125,7 +138,7 @@ def draw(found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]], file: Pa
     for (left, right), ((way, shot), methods) in zip(panels, found.items(), strict=True):
         for number, (name, runs) in enumerate(methods.items()):
             accuracy = np.mean([[100 * one["test_accuracy"] for one in run["rows"]] for run in runs], axis=0)
-            style = {"color": plt.get_cmap("tab10")(number), "linestyle": "-" if METHODS[name].cut else "--"}
+            style = {"color": plt.get_cmap("tab10")(number), "linestyle": "-" if ALL[name].capacities else "--"}
             for panel, of in ((left, lambda r: r.get("flops", np.nan) / 1e9), (right, traffic)):
                 cost = np.mean([[of(one) for one in run["rows"]] for run in runs], axis=0)
                 panel.plot(cost[1:], accuracy[1:], label=name, marker=".", **style)
@@ -148,12 +161,13 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--evaluations", type=int, default=5, help="in a run, after the start")
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--episodes", type=int, default=200, help="new tasks of the test")
     parser.add_argument("--fields", type=json.loads, default={}, help="of the algorithm, as JSON: for choosing steps")
     parser.add_argument("--out", type=Path, default=Path("runs/few-shot"))
     options = parser.parse_args()
-    names = {name.lower(): name for name in METHODS}
+    names = {name.lower(): name for name in ALL}
     chosen = [names[name.strip().lower()] for name in options.methods.split(",")]
     jax.config.update("jax_compilation_cache_dir", str(options.out.absolute() / "compiled"))
     found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]] = {}

@@ -32,7 +32,7 @@ SPREAD = (1.0, 0.5, 0.25, 0.125, 0.0625)
 ROUNDS, TERMS = 200, 5
 DIGITS = {"local_steps": 5, "batch_size": 32, "inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}
 WIDE = {**DIGITS, "inner_lr": 0.01, "outer_lr": 0.01, "neumann_step": 0.005, "neumann_terms": TERMS}
-EPISODES = {"local_steps": 5, "batch_size": 10, "inner_lr": 20.0, "neumann_step": 2.0, "neumann_terms": TERMS}
+TASKS = {"local_steps": 5, "batch_size": 2, "inner_lr": 1.0, "neumann_step": 0.2, "neumann_terms": TERMS}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RABO, local": (fb.RABO, {}),
     "RABO, global": (fb.RABO, {"hypergradient": "global"}),
@@ -199,7 +199,7 @@ def _end(task: Task, algorithm: Any, seed: int) -> np.ndarray | str:
 def main() -> None:
     parts = {
         "cost": lambda: cost(lambda capacities: digits(capacities, hidden=(512, 512)), WIDE),
-        "conv4": lambda: cost(strokes, EPISODES, ("RABO, local", "RAFBO, local")),
+        "conv4": lambda: cost(strokes, TASKS, ("RABO, local", "RAFBO, local")),
         "time": lambda: seconds(options.passes, options.rounds),
         "coverage": lambda: coverage(range(options.seeds)),
         "policies": lambda: policies(range(options.seeds)),
