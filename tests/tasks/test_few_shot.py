@@ -121,11 +121,11 @@ def heads_of(width: int, tasks: int, way: int):
     return {"weight": rng.normal(size=(tasks, width, way)), "bias": rng.normal(size=(tasks, way))}
 
 
-def unit(found: np.ndarray) -> np.ndarray:
-    return found / np.sqrt(np.mean(found**2, axis=-1, keepdims=True) + 1e-3)
+def bounded(found: np.ndarray) -> np.ndarray:
+    return found / np.sqrt(1 + np.mean(found**2, axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize(("objective", "scaled"), [("bilevel", unit), ("joint", lambda found: found)])
+@pytest.mark.parametrize(("objective", "scaled"), [("bilevel", bounded), ("joint", lambda found: found)])
 def test_the_losses_are_those_of_two_tasks_by_hand(objective, scaled, tasks, characters) -> None:
     """f and g of tasks 16 and 17, the second and third of client 3; on a joint sample (f + g)/2."""
     x, y = tasks["bilevel"].x0, heads_of(4, 25, 3)
@@ -301,6 +301,28 @@ def test_a_round_of_simfbo_moves_x_and_y_by_finite_steps(tasks) -> None:
         assert 0 < optax.tree.norm(optax.tree.sub(now, before)) < np.inf
 
 
+def test_a_head_moves_by_its_clients_step_over_the_holders_of_an_entry() -> None:
+    """Of the units 0 to 3 of 5 clients, those of capacity 1, three, hold all and the two others the first two. A head's
+    entries move by inner_server_lr/holders of the step that its own client makes; nobody else moves them."""
+    task = few_shot(**SMALL, capacities=(1.0, 0.5))
+    method = fb.RABO(
+        policy="static",
+        paired=True,
+        batch_size=None,
+        local_steps=1,
+        inner_lr=0.1,
+        inner_server_lr=3.0,
+        outer_lr=1e-300,
+        neumann_step=0.01,
+    )
+    end = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1, key=0)
+    own = jax.grad(task.problem.inner, 1)(task.x0, task.y0, rows(task, 0, 5)[1])
+    share = 3 / np.array([5, 5, 3, 3])
+    np.testing.assert_allclose(end.y["weight"][:5], -0.1 * share[:, None] * own["weight"][:5], rtol=1e-10)
+    np.testing.assert_allclose(end.y["bias"][:5], -0.1 * 3 / 5 * own["bias"][:5], rtol=1e-10)
+    assert np.all(np.any(np.asarray(end.y["weight"][:5]) != 0, axis=(0, 2)))  # of each unit, some entry
+
+
 def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
     task = few_shot(hidden=(2,), clients=2, way=2, queries=2, test_episodes=1)
     assert task.problem.structure.x[0] == {"weight": "_ _ _ block1", "gain": "block1", "bias": "block1"}
@@ -323,6 +345,8 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
         ({"partition_by": "alphabet"}, "unknown partition_by 'alphabet'; did you mean 'alphabets'"),
         ({"partition_by": "alphabets", "clients": 6}, "clients = 6 .* at most 5, the training alphabets"),
         ({"ridge": 0.0}, "ridge = 0.0 .* positive"),
+        ({"adaptation_lr": "x"}, "adaptation_lr = 'x' .* a positive number"),
+        ({"hidden": 4}, "hidden = 4 .* a list of widths"),
     ],
 )
 def test_wrong_input_is_refused_by_field(options, message) -> None:

@@ -68,7 +68,8 @@ class Alternating(InnerDescent, Hypergradient):
     Args: those of `InnerDescent`, where `inner_rounds` is T, those of `Hypergradient`, and
         outer_lr: α.
         inner_server_lr: the server takes so many times the mean change of y: 1 in the papers, up to M where each client
-            has inner unknowns of its own, which all others leave as they are.
+            has inner unknowns of its own, which all others leave as they are. Of submodels the mean is over the clients
+            who hold an entry, and the fewest of these are the bound.
     """
 
     outer_lr: float = positive(0.1)

@@ -138,9 +138,9 @@ class Hypergradient(OuterGradients):
         merged: as few exchanges as give the same numbers, with full batches (drawn samples: the same expectation):
             what can rides with another reply, and what the server knows to be zero is not asked for. Conjugate gradient
             then costs a client a cross product with each H p. Refused where it would leave out nothing.
-        paired: of "local": one draw serves all of a hypergradient, of samples whose rows belong together, as an
-            episode's support and query images do: it is then that of the drawn episodes' own problem. Independent draws
-            rarely meet in the inner unknowns that each sample has for itself.
+        paired: of "local": one draw serves all of a hypergradient, of samples whose rows belong together, as a task's
+            support and query images do: it is then that of the drawn samples' own problem. Independent draws rarely
+            meet in the inner unknowns that each sample has for itself.
     """
 
     hypergradient: Literal["global", "local"] = static("global")

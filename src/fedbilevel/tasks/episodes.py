@@ -16,7 +16,6 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy
 
 HEAD_STEPS = 300  # when a head is fitted to the support of a test episode
-SMALL_SQUARE = 1e-3  # added to the mean square of features: keeps the derivative bounded where all are near zero
 EPISODES_AT_A_TIME = 10  # that are adapted together when measuring accuracy: bounds the memory of activations
 
 Features = Callable[[PyTree, Array], Array]
@@ -25,12 +24,12 @@ Adapt = Callable[[PyTree, Array], PyTree]
 """(x, support images (way, shot, 28, 28)) -> x."""
 
 
-def normalised(features: Features) -> Features:
-    """The same ones, of each image divided by their root mean square; zeros stay zeros."""
+def bounded(features: Features) -> Features:
+    """z/√(1 + mean z²), of each image: of mean square below 1; one that is alone still says how large it is."""
 
     def divided(x: PyTree, images: Array) -> Array:
         found = features(x, images)
-        return found * lax.rsqrt(jnp.mean(jnp.square(found), axis=-1, keepdims=True) + SMALL_SQUARE)
+        return found * lax.rsqrt(1 + jnp.mean(jnp.square(found), axis=-1, keepdims=True))
 
     return divided
 

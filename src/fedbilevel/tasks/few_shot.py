@@ -5,9 +5,9 @@ g_i(x, y) = mean_j [CE(φ(x)·y_j) on its support images + ridge·‖y_j‖²], 
 
 A task tells N = `way` of a client's characters apart. RABO's few-shot problem (Li et al., section V-A), with a head for
 each task: the paper prints one y for all of them, whose columns mean other characters in each task, so that no y would
-fit. As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task, and clients' own
-hypergradients have the federation's as their mean. φ(x) has mean square 1: it would else grow as x learns, and with it
-the curvature of g in y, until no step size holds.
+fit. As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold the whole
+model and invert exactly, clients' own hypergradients have the federation's as their mean. φ = z/√(1 + mean z²), z being
+what the backbone gives: that would grow as x learns, and with it the curvature of g in y, until no step size holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ import optax
 from jax import Array
 
 from fedbilevel.core.client import Clients, Ragged
-from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.errors import is_number, require, require_count, unknown
 from fedbilevel.core.problem import Bilevel, Problem, SingleLevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
@@ -64,7 +64,7 @@ def few_shot(
         network, hidden: "conv4" with its channels, once or four times; or "mlp" or "cnn" as in hyper_representation.
         clients: M.
         partition_by: "iid", or "alphabets", which stay whole.
-        tasks: of each client, dealt from its characters in rounds: none comes back before all others came.
+        tasks: of each client, dealt from its shuffled characters, which are shuffled anew when no task is left in them.
         way: N, the characters of a task.
         shot: K, the support images of each, drawn for each task.
         queries: query images of each, other drawings; None takes all that are left.
@@ -84,9 +84,10 @@ def few_shot(
     require(way >= 2, "way", way, "at least 2")
     require_count("shot", shot)
     require_count("adaptation_steps", adaptation_steps)
-    require(adaptation_lr > 0, "adaptation_lr", adaptation_lr, "positive")
     require_count("test_episodes", test_episodes)
-    require(ridge > 0, "ridge", ridge, "positive")
+    for field, value in (("adaptation_lr", adaptation_lr), ("ridge", ridge)):
+        require(is_number(value) and value > 0, field, value, "a positive number")
+    require(isinstance(hidden, Sequence), "hidden", hidden, "a list of widths, e.g. [16]")
     for field, got, allowed in (("network", network, KNOWN), ("objective", objective, OBJECTIVES)):
         if got not in allowed:
             raise unknown(field, got, allowed)
@@ -102,11 +103,12 @@ def few_shot(
 
     net = KNOWN[network](found.train.images.shape[2:], tuple(hidden), way)
     backbone, head = net.init(jax.random.key(seed))
+    features = _standardising(net, found)
     setting = Setting(
-        features=_standardising(net, found),
+        features=features,
         ridge=ridge,
         tasks=clients * tasks,
-        adapt=losses.adapted(_standardising(net, found), adaptation_lr, adaptation_steps, objective == "fomaml"),
+        adapt=losses.adapted(features, adaptation_lr, adaptation_steps, objective == "fomaml"),
         structure=net.structure,
         backbone=backbone,
         head=jax.tree.map(jnp.zeros_like, head),
@@ -157,7 +159,7 @@ Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
 
 
 def _bilevel(setting: Setting) -> Made:
-    setting = setting._replace(features=losses.normalised(setting.features))
+    setting = setting._replace(features=losses.bounded(setting.features))
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return losses.heads_loss(setting.features, x, of_tasks(y, batch), batch["image"])

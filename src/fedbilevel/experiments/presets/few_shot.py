@@ -1,8 +1,11 @@
 """Step sizes and sizes for few_shot, by data set.
 
 A client's step moves the heads of its own tasks alone, and the server's mean over M = 10 clients takes a tenth of that:
-hence server steps of y and v that are ten times the clients'. Of features of mean square 1 a task's inner Hessian is at
-most 9 (½·17 channels and a bias), a fifth of it in a batch of five tasks, whatever x is.
+hence the factors of ten in server steps of y and v, and in the Neumann steps of hypergradients that are global. Under
+capacities what few hold goes beyond the client's own step (of those from 1 to 1/16, by up to five times); on Omniglot
+that did better than the bound of twice the mean: 67.6 against 64.4 % (one seed).
+A task's inner Hessian is at most ½·(16 + 1) = 8.5, of 16 features of mean square below 1 and a bias. In a batch of five
+tasks it counts for a fifth, or more where one is drawn again.
 """
 
 from fedbilevel.experiments.presets.table import (
@@ -26,7 +29,7 @@ PAIRED = {**NESTED, "paired": True}
 SINGLE = {"local_steps": 2, "client_lr": xyv(0.6, 0.6, 0.6), "server_lr": xyv(0.5, 10.0, 10.0), "radius": 10.0}
 ALGORITHMS: dict[str, Fields] = {
     **each(SINGLE_LOOP, SINGLE),
-    **each(HESSIAN_INVERTING, NESTED),
+    **each(HESSIAN_INVERTING, {**NESTED, "neumann_step": 6.0}),
     **each(OWN_HYPERGRADIENTS, PAIRED),
     "fedavg": {"local_steps": 5, "outer_lr": 0.5, "batch_size": 2},
 }
