@@ -68,12 +68,15 @@ METHODS = {
 }
 COVERAGE = {
     f"{make.__name__}-C{least}": Method(
-        make, {**HEADS, **PAIRED, "policy": "covered", "min_coverage": least}, capacities=(0.25,)
+        make,
+        {**HEADS, **PAIRED, "inner_server_lr": 1.0, "policy": "covered", "min_coverage": least},
+        capacities=(0.25,),
     )
     for make in (fb.RABO, fb.RAFBO)
     for least in (1, 2)
 }
-"""Figure 3: all of capacity 1/4, each unit held by at least one or two clients, and a fourth of them by the others."""
+"""Figure 3: all of capacity 1/4, each unit held by at least one or two clients, and a fourth of them by the others. The
+server takes one mean step of y: ten of them go too far where a single client holds an entry."""
 ALL = {**METHODS, **COVERAGE}
 
 
