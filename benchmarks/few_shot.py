@@ -150,7 +150,10 @@ def draw(found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]], file: Pa
         for panel, label in ((left, "GFLOP (all clients)"), (right, "traffic (MB, down + up)")):
             panel.set(xscale="log", xlabel=label, ylabel=f"test accuracy (%), {way}-way {shot}-shot")
             panel.grid(alpha=0.3)
-    panels[0, 1].legend(fontsize=8, ncols=2, title="dashed: whole models")
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.xaxis.set_minor_formatter("")
+    curves = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*curves, loc="outside right upper", fontsize=8, title="dashed: whole models", title_fontsize=8)
     figure.savefig(file, dpi=110)
 
 
