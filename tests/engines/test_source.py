@@ -45,7 +45,6 @@ def layout(clients):
         False,
         int(INNER.max()),
         False,
-        False,
         clients.local_steps is not None,
         COHORT,
         None,

@@ -57,7 +57,7 @@ def test_an_answer(desk, ran):
     answer = desk.answer(ask(desk), None)
     assert answer.refused == ""
     clients, key = federations.TASK.clients, jax.random.fold_in(jax.random.key(5), 0)
-    batch = sites._samples(sites.Ragged.listed("inner", [clients.inner.row(0)]), False).batch(key, 4)
+    batch = sites._samples(sites.Ragged.listed("inner", [clients.inner.row(0)])).batch(key, 4)
     loss, gradient = jax.value_and_grad(federations.TASK.problem.inner, 1)(jnp.ones(2), jnp.ones(3), batch)
     np.testing.assert_allclose(from_bytes(answer.payload, gradient), gradient, rtol=1e-12)
     assert answer.numbers() == {"inner": pytest.approx(float(loss), rel=1e-12)}
