@@ -26,12 +26,12 @@ import numpy as np
 
 import fedbilevel as fb
 from fedbilevel.core.tree import XYV
-from fedbilevel.experiments.presets.few_shot import NESTED, PAIRED, SINGLE
+from fedbilevel.experiments.presets.few_shot import PRESET
 from fedbilevel.tasks import few_shot
 
 CAPACITIES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-LOOP = {**SINGLE, "client_lr": XYV(**SINGLE["client_lr"]), "server_lr": XYV(**SINGLE["server_lr"])}
-HEADS = {"local_steps": 20, "batch_size": 5}
+SIMFBO = PRESET.of("simfbo")
+SIMFBO |= {name: XYV(**SIMFBO[name]) for name in ("client_lr", "server_lr")}
 META, JOINT = ({"local_steps": 5, "batch_size": 2, "outer_lr": lr} for lr in (0.5, 2.0))
 
 
@@ -53,23 +53,21 @@ def paper(*percents: float) -> dict[tuple[int, int], float]:
 METHODS = {
     "ProtoNet": Method(fb.FedAvg, META, "protonet", (), paper(80.76, 89.33, 60.05, 78.01)),
     "MAML": Method(fb.FedAvg, META, "maml", (), paper(81.46, 92.01, 61.36, 78.35)),
-    "FedMBO": Method(
-        fb.FedMBO, {**HEADS, **NESTED, "neumann_step": 6.0}, "bilevel", (), paper(82.66, 93.69, 63.18, 81.64)
-    ),
+    "FedMBO": Method(fb.FedMBO, PRESET.of("fedmbo"), "bilevel", (), paper(82.66, 93.69, 63.18, 81.64)),
     "Static": Method(fb.FedAvg, {**JOINT, "policy": "static"}, "joint", CAPACITIES, paper(72.34, 85.09, 42.99, 51.01)),
     "OAP": Method(fb.FedAvg, {**JOINT, "policy": "covered"}, "joint", CAPACITIES, paper(73.58, 86.16, 45.45, 51.92)),
     "FedRolex": Method(
         fb.FedAvg, {**JOINT, "policy": "rolling"}, "joint", CAPACITIES, paper(73.74, 86.95, 47.25, 55.29)
     ),
     "FIARSE": Method(fb.FedAvg, JOINT, "joint", CAPACITIES, paper(74.33, 87.78, 49.52, 55.87)),
-    "RABO": Method(fb.RABO, {**HEADS, **PAIRED}, "bilevel", CAPACITIES, paper(76.05, 89.12, 54.97, 77.41)),
-    "RAFBO": Method(fb.RAFBO, {**HEADS, **PAIRED}, "bilevel", CAPACITIES, paper(75.09, 88.57, 51.37, 71.16)),
-    "SimFBO": Method(fb.SimFBO, {**LOOP, "batch_size": 5}),
+    "RABO": Method(fb.RABO, PRESET.of("rabo"), paper=paper(76.05, 89.12, 54.97, 77.41)),
+    "RAFBO": Method(fb.RAFBO, PRESET.of("rafbo"), paper=paper(75.09, 88.57, 51.37, 71.16)),
+    "SimFBO": Method(fb.SimFBO, SIMFBO),
 }
 COVERAGE = {
     f"{make.__name__}-C{least}": Method(
         make,
-        {**HEADS, **PAIRED, "inner_server_lr": 1.0, "policy": "covered", "min_coverage": least},
+        {**PRESET.of(make.__name__.lower()), "inner_server_lr": 1.0, "policy": "covered", "min_coverage": least},
         capacities=(0.25,),
     )
     for make in (fb.RABO, fb.RAFBO)

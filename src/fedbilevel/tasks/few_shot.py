@@ -115,8 +115,8 @@ def few_shot(
         test=losses.draw_episodes(found.test.images, test_episodes, way, shot, asked, seed),
     )
     problem, x0, y0, accuracy = OBJECTIVES[objective](setting)
-    drawn = draw_tasks(found.train.images, held, tasks, way, shot, asked, seed)
-    outer, inner = drawn if objective == "bilevel" else (together(*drawn), None)
+    drawn = _draw_tasks(found.train.images, held, tasks, way, shot, asked, seed)
+    outer, inner = drawn if objective == "bilevel" else (_together(*drawn), None)
     return Task(
         name="few_shot",
         problem=problem,
@@ -162,10 +162,10 @@ def _bilevel(setting: Setting) -> Made:
     setting = setting._replace(features=losses.bounded(setting.features))
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return losses.heads_loss(setting.features, x, of_tasks(y, batch), batch["image"])
+        return losses.heads_loss(setting.features, x, _of_tasks(y, batch), batch["image"])
 
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        heads = of_tasks(y, batch)
+        heads = _of_tasks(y, batch)
         return losses.heads_loss(setting.features, x, heads, batch["image"]) + _penalty(setting, heads)
 
     problem = Bilevel(outer, inner, structure=Structure(setting.structure.x, setting.structure_of_heads))
@@ -175,7 +175,7 @@ def _bilevel(setting: Setting) -> Made:
 
 def _joint(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        heads = of_tasks(x[1], batch)
+        heads = _of_tasks(x[1], batch)
         outer, inner = (losses.heads_loss(setting.features, x[0], heads, batch[part]) for part in ("query", "support"))
         return (outer + inner + _penalty(setting, heads)) / 2
 
@@ -184,7 +184,7 @@ def _joint(setting: Setting) -> Made:
     return problem, (setting.backbone, setting.heads), None, lambda x, y: accuracy(x[0])
 
 
-def of_tasks(y: PyTree, batch: dict[str, Array]) -> PyTree:
+def _of_tasks(y: PyTree, batch: dict[str, Array]) -> PyTree:
     """The heads of a batch's tasks: leaves (B, …)."""
     return jax.tree.map(lambda leaf: leaf[batch["task"]], y)
 
@@ -251,7 +251,7 @@ def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[
     return held
 
 
-def draw_tasks(
+def _draw_tasks(
     images: np.ndarray, held: list[np.ndarray], tasks: int, way: int, shot: int, queries: int, seed: int
 ) -> tuple[Ragged, Ragged]:
     """Query and support images of each client's tasks, row for row, with the tasks' numbers in the federation."""
@@ -275,7 +275,7 @@ def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np
     return np.concatenate(packs)[:tasks]
 
 
-def together(query: Ragged, support: Ragged) -> Ragged:
+def _together(query: Ragged, support: Ragged) -> Ragged:
     """Samples with both."""
     images = {"query": query.values["image"], "support": support.values["image"], "task": query.values["task"]}
     return replace(query, values=images)
