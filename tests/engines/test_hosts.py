@@ -186,20 +186,28 @@ def test_what_differs_or_process_0_refuses_is_the_error_of_both(two):
         assert said[name][1] == said[name][0].replace(": ", ": process 0: ", 1)
 
 
+def ends_of(*codes):
+    """`ends` of two processes that join and then run these lines."""
+    imports = "import os, time; from unittest.mock import Mock; from fedbilevel.engines import hosts, leaving"
+    join = f"{imports}; hosts.join('127.0.0.1:{free_port()}', 2, "
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    lines = [f"{join} {process}, patience=60); {code}" for process, code in enumerate(codes)]
+    return ends([subprocess.Popen([sys.executable, "-c", line], **pipes) for line in lines])
+
+
 def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
-    join = f"from fedbilevel.engines import hosts; hosts.join('127.0.0.1:{free_port()}', 2, "
-    commands = [
-        f"{join} 0, patience=60); hosts.gather(0); {{}}['mine']",
-        f"{join} 1, patience=60)" + "; hosts.gather(0)" * 2,
-    ]
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for code in commands
-    ]
-    (code0, _, error0), (code1, _, error1) = ends(started)
+    said = ends_of("hosts.gather(0); {}['mine']", "hosts.gather(0); hosts.gather(0)")
+    (code0, _, error0), (code1, _, error1) = said
     assert (code0, code1) == (1, LOST)
     assert "KeyError: 'mine'" in error0
     assert "LostProcess: process 0 has ended with KeyError: 'mine'; no checkpoint had been written" in error1
+
+
+def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave():
+    """JAX's runtime ends it from the thread that would bring what it waits for."""
+    waits = "leaving.here.service = Mock(wait_at_barrier=lambda *_: time.sleep(60)); leaving.part(2, 'mine')"
+    said = ends_of("hosts.gather(0); time.sleep(0.3); os._exit(0)", f"hosts.gather(0); {waits}")
+    assert [code for code, *_ in said] == [0, 2]
 
 
 class Silent:

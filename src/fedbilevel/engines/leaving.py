@@ -41,6 +41,7 @@ class Here:
     saved: str = ""  # where this run's last checkpoint is
     advice: str = ""  # how to go on from it
     told: bool = False  # that a process was lost
+    ending: int | None = None  # exit code of a process that has said why it ends
     messages: int = 0  # so far; all processes count alike, since all make the same calls
     mine: list[str] = field(default_factory=list)  # keys of messages that others may not have read yet
 
@@ -90,6 +91,7 @@ def part(code: int, why: str) -> NoReturn:
     alone, here.told = here.told, True
     sys.stdout.flush()
     sys.stderr.flush()
+    here.ending = code
     if not alone:
         _take_leave(why)
         with suppress(jax.errors.JaxRuntimeError):  # jax.distributed.shutdown would wait for a minute
@@ -108,6 +110,8 @@ def explain_abort() -> Callable[[], None]:
         return lambda: None
 
     def end(number: int) -> None:
+        if here.ending is not None:  # what it still waits for would come through this very thread
+            os._exit(here.ending)
         if here.told:  # the main thread is saying it
             time.sleep(PARTING_SECONDS)
         else:
