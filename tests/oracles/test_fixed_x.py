@@ -7,7 +7,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.oracles.fixed_x import inner_loss_at
+from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
 
 SIZE, LONGEST, PIXELS, HIDDEN = 7, 9, 23, 4
 rng = np.random.default_rng(0)
@@ -66,14 +66,22 @@ def test_it_is_the_loss_on_the_same_draws(name, batch_size, size):
         np.testing.assert_allclose(given.loss(y, given.draw(key)), who.problem.inner(X, y, batch), rtol=1e-12)
         expected = jax.grad(who.problem.inner, 1)(X, y, batch)
         np.testing.assert_allclose(given.gradient(y, key), expected, rtol=1e-12, atol=1e-12)
+        on_batch = inner_loss_on(who.problem, X, jnp.zeros_like(Y), batch)
+        np.testing.assert_allclose(jax.grad(on_batch)(y), expected, rtol=1e-12, atol=1e-12)
 
 
-def sees_pixels(steps):
-    """Whether anything in a step's program has an axis of that length."""
-    given = inner_loss_at(client(network), X, Y, 4, steps)
-    return f",{PIXELS}]" in str(jax.make_jaxpr(given.gradient)(Y, jax.random.key(0)))
+def sees_pixels(function, *arguments):
+    """Whether anything in its program has an axis of that length."""
+    return f",{PIXELS}]" in str(jax.make_jaxpr(function)(*arguments))
 
 
 def test_a_step_does_not_see_what_features_were_made_of():
-    assert sees_pixels(steps=1)  # fewer draws than samples: the loss as it is
-    assert not sees_pixels(steps=6)
+    few, many = (inner_loss_at(client(network), X, Y, 4, steps) for steps in (1, 6))
+    assert sees_pixels(few.gradient, Y, jax.random.key(0))  # fewer draws than samples: the loss as it is
+    assert not sees_pixels(many.gradient, Y, jax.random.key(0))
+
+
+def test_a_loss_on_one_batch_does_not_see_what_features_were_made_of():
+    batch = client(network).inner_batch(jax.random.key(0), 4)
+    assert sees_pixels(jax.grad(lambda y: network(X, y, batch)), Y)
+    assert not sees_pixels(jax.grad(inner_loss_on(fb.Bilevel(outer=network, inner=network), X, Y, batch)), Y)

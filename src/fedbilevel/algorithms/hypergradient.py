@@ -38,6 +38,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles import products as exact_products
+from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
 from fedbilevel.oracles.inverse import Iteration
 from fedbilevel.oracles.products import cross_v, hess_v
 
@@ -99,7 +100,7 @@ class OuterGradients(Batches):
 
     @property
     def second_order(self) -> Any:
-        """Who makes `hess_v` and `hypergradient`, with arguments as in oracles/products.py."""
+        """Who makes `hess_v`, `hess_of` and `hypergradient`, with arguments as in oracles/products.py."""
         return exact_products
 
     def counted(self, reply: Reply) -> Reply:
@@ -331,15 +332,29 @@ class Hypergradient(OuterGradients):
         if problem.indirect != "none":
             v = jax.grad(problem.outer, 1)(x, y, outer_batch)
         if problem.indirect == "inverse":
-
-            def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
-                batch = inner_batch if self.paired else client.inner_batch(key, size)
-                return self.second_order.hess_v(problem, x, y, v, batch)
-
+            product = self.own_products(client, x, y, inner_batch if self.paired else None, system_key)
             v, spent, quality = self.solve_system(Alone, product, v, system_key)
         loss, h = self.second_order.hypergradient(problem, x, y, v, outer_batch, inner_batch)
         direct = v is None
         return Own(loss, Estimate(h, quality), 1 if direct else 2, spent if direct else spent + 1)
+
+    def own_products(self, client: Client, x: PyTree, y: PyTree, batch: PyTree | None, key: Array) -> Product:
+        """∇²yy g_i v on `batch`; None: on what each product draws, the same for all of conjugate gradient's.
+
+        What depends on x alone, as features do, is computed once for all of them.
+        """
+        if batch is None and self.inverse == "cg":
+            batch = client.inner_batch(key, self.batch_size)
+        if batch is not None:
+            loss = inner_loss_on(client.problem, x, y, batch)
+            return lambda loop, v, key, number: self.second_order.hess_of(loss, y, v)
+        inner = inner_loss_at(client, x, y, self.batch_size, self.neumann_terms - 1)
+
+        def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
+            samples = inner.draw(key)
+            return self.second_order.hess_of(lambda y: inner.loss(y, samples), y, v)
+
+        return product
 
 
 def curves_down(v: PyTree, hv: PyTree) -> Array:

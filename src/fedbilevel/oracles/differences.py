@@ -30,7 +30,11 @@ class Differences:
 
     def hess_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
         """∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ, of the shape of y."""
-        return self.along(lambda z: jax.grad(problem.inner, 1)(x, z, batch), y, v)
+        return self.hess_of(lambda y: problem.inner(x, y, batch), y, v)
+
+    def hess_of(self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
+        """The same of a function of y alone."""
+        return self.along(jax.grad(loss), y, v)
 
     def cross_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
         """∇²xy g·v ≈ [∇x g(x, y + μv) − ∇x g(x, y − μv)]/2μ, of the shape of x."""

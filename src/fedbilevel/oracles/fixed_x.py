@@ -14,6 +14,7 @@ from jax import Array
 from jax.extend.core import Jaxpr, Literal, Var
 
 from fedbilevel.core.client import Client
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
 FIXED, SAMPLE, VARIABLE = range(3)  # depends on x (and constants) alone; on the sample too; on y
@@ -55,6 +56,14 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
         return jnp.mean(jax.vmap(lambda one: parts.of_y(fixed, one, y))(chosen), where=mask)
 
     return InnerLoss(draw, loss)
+
+
+def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> Callable[[PyTree], Array]:
+    """g(x, ·) on one batch, for many y; the values of `y` do not matter, its shapes do."""
+    parts = in_parts(problem.inner, x, y, batch)
+    fixed = parts.fixed(x)
+    features = parts.of_sample(fixed, batch)
+    return lambda y: parts.of_y(fixed, features, y)
 
 
 class Parts(NamedTuple):

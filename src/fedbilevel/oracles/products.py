@@ -1,5 +1,6 @@
 """Products with second derivatives of the inner loss, by one pass and without ever forming a Hessian."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,12 @@ class Directions(NamedTuple):
 
 def hess_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
     """∇²yy g(x, y)·v, of the shape of y: one forward-over-reverse pass."""
-    return jax.jvp(lambda y: jax.grad(problem.inner, 1)(x, y, batch), (y,), (v,))[1]
+    return hess_of(lambda y: problem.inner(x, y, batch), y, v)
+
+
+def hess_of(loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
+    """The same of a function of y alone."""
+    return jax.jvp(jax.grad(loss), (y,), (v,))[1]
 
 
 def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
