@@ -43,7 +43,7 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
     def features(x: PyTree, images: Array) -> Array:
         maps = images.reshape(len(images), *image_shape[:2], channels)
         for layer in x:
-            maps = pool(jax.nn.relu(apply(layer, maps)))
+            maps = jax.nn.relu(pool(apply(layer, maps)))  # the same as ReLU first, on a quarter of the entries
         return maps.reshape(len(maps), -1)
 
     groups = ["_", "block1", "block2", "block3", "block4"]

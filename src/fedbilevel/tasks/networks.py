@@ -92,7 +92,7 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
     def features(x: PyTree, images: Array) -> Array:
         maps = images
         for layer in x["convolutions"]:
-            maps = max_pool(jax.nn.relu(convolve(maps, layer["weight"]) + layer["bias"]))
+            maps = jax.nn.relu(max_pool(convolve(maps, layer["weight"])) + layer["bias"])
         return jax.nn.relu(maps.reshape(len(maps), -1) @ x["dense"]["weight"] + x["dense"]["bias"])
 
     body = {
@@ -138,7 +138,9 @@ def max_pool(maps: Array) -> Array:
     """2×2, stride 2; odd edges are padded. (n, height, width, channels) in and out."""
     n, height, width, channels = maps.shape
     padded = jnp.pad(maps, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), constant_values=-jnp.inf)
-    return padded.reshape(n, padded.shape[1] // 2, 2, padded.shape[2] // 2, 2, channels).max(axis=(2, 4))
+    squares = padded.reshape(n, padded.shape[1] // 2, 2, padded.shape[2] // 2, 2, channels)
+    rows = jnp.maximum(squares[:, :, 0], squares[:, :, 1])
+    return jnp.maximum(rows[:, :, :, 0], rows[:, :, :, 1])
 
 
 def dense(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
