@@ -29,9 +29,8 @@ from fedbilevel.core.tree import XYV
 from fedbilevel.experiments.presets.few_shot import PRESET
 from fedbilevel.tasks import few_shot
 
+LONGER = {5: {"outer_lr": 1.0}}
 CAPACITIES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-SIMFBO = PRESET.of("simfbo")
-SIMFBO |= {name: XYV(**SIMFBO[name]) for name in ("client_lr", "server_lr")}
 META, JOINT = ({"local_steps": 5, "batch_size": 2, "outer_lr": lr} for lr in (0.5, 2.0))
 
 
@@ -44,6 +43,7 @@ class Method:
     objective: str = "bilevel"
     capacities: tuple[float, ...] = CAPACITIES
     paper: dict[tuple[int, int], float] = field(default_factory=dict)  # (way, shot) -> %, ResNet-12
+    by_shot: dict[int, dict[str, Any]] = field(default_factory=dict)  # fields that are others for so many images
 
 
 def paper(*percents: float) -> dict[tuple[int, int], float]:
@@ -53,16 +53,16 @@ def paper(*percents: float) -> dict[tuple[int, int], float]:
 METHODS = {
     "ProtoNet": Method(fb.FedAvg, META, "protonet", (), paper(80.76, 89.33, 60.05, 78.01)),
     "MAML": Method(fb.FedAvg, META, "maml", (), paper(81.46, 92.01, 61.36, 78.35)),
-    "FedMBO": Method(fb.FedMBO, PRESET.of("fedmbo"), "bilevel", (), paper(82.66, 93.69, 63.18, 81.64)),
+    "FedMBO": Method(fb.FedMBO, PRESET.of("fedmbo"), "bilevel", (), paper(82.66, 93.69, 63.18, 81.64), LONGER),
     "Static": Method(fb.FedAvg, {**JOINT, "policy": "static"}, "joint", CAPACITIES, paper(72.34, 85.09, 42.99, 51.01)),
     "OAP": Method(fb.FedAvg, {**JOINT, "policy": "covered"}, "joint", CAPACITIES, paper(73.58, 86.16, 45.45, 51.92)),
     "FedRolex": Method(
         fb.FedAvg, {**JOINT, "policy": "rolling"}, "joint", CAPACITIES, paper(73.74, 86.95, 47.25, 55.29)
     ),
     "FIARSE": Method(fb.FedAvg, JOINT, "joint", CAPACITIES, paper(74.33, 87.78, 49.52, 55.87)),
-    "RABO": Method(fb.RABO, PRESET.of("rabo"), paper=paper(76.05, 89.12, 54.97, 77.41)),
-    "RAFBO": Method(fb.RAFBO, PRESET.of("rafbo"), paper=paper(75.09, 88.57, 51.37, 71.16)),
-    "SimFBO": Method(fb.SimFBO, SIMFBO),
+    "RABO": Method(fb.RABO, PRESET.of("rabo"), paper=paper(76.05, 89.12, 54.97, 77.41), by_shot=LONGER),
+    "RAFBO": Method(fb.RAFBO, PRESET.of("rafbo"), paper=paper(75.09, 88.57, 51.37, 71.16), by_shot=LONGER),
+    "SimFBO": Method(fb.SimFBO, PRESET.of("simfbo")),
 }
 COVERAGE = {
     f"{make.__name__}-C{least}": Method(
@@ -91,7 +91,8 @@ def play(name: str, options: argparse.Namespace, way: int, shot: int, seed: int)
         test_episodes=options.episodes,
         seed=seed,
     )
-    algorithm = method.make(**{**method.fields, **options.fields})
+    fields = {**method.fields, **method.by_shot.get(shot, {}), **options.fields}
+    algorithm = method.make(**{key: XYV(**one) if isinstance(one, dict) else one for key, one in fields.items()})
     began = time.perf_counter()
     result = fb.solve(
         algorithm,
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--fields", type=json.loads, default={}, help="of the algorithm, as JSON: for choosing steps")
     parser.add_argument("--out", type=Path, default=Path("runs/few-shot"))
     options = parser.parse_args()
+    fb.tune_cpu()
     names = {name.lower(): name for name in ALL}
     chosen = [names[name.strip().lower()] for name in options.methods.split(",")]
     jax.config.update("jax_compilation_cache_dir", str(options.out.absolute() / "compiled"))

@@ -6,7 +6,7 @@ Ten clients, two of each capacity 1, 1/2, 1/4, 1/8, 1/16, unless said otherwise.
 
 cost       operations and bytes of a round, as the ledger has them, and the share of each array that is held on average;
            an MLP 64-512-512-10 on digits. Aim: at most 27 % of FedMBO's on whole models, of both.
-conv4      the same with Conv-4 on generated characters, of local hypergradients with all coordinates
+conv4      the same with Conv-4 on generated characters, of local hypergradients on one draw of tasks
 time       seconds per round with capacities and with whole models, in turn, MLP 64-1024-1024-10
 coverage   all ten of capacity 1/4, segments dealt so that each unit is held by at least 1 or 2 clients: rounds to 90 %
            and 95 % of the accuracy that whole models end with
@@ -17,7 +17,6 @@ import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,13 +32,15 @@ ROUNDS, TERMS = 200, 5
 DIGITS = {"local_steps": 5, "batch_size": 32, "inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}
 WIDE = {**DIGITS, "inner_lr": 0.01, "outer_lr": 0.01, "neumann_step": 0.005, "neumann_terms": TERMS}
 TASKS = {"local_steps": 5, "batch_size": 2, "inner_lr": 1.0, "neumann_step": 0.2, "neumann_terms": TERMS}
-METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+Methods = dict[str, tuple[Any, dict[str, Any]]]
+METHODS: Methods = {
     "RABO, local": (fb.RABO, {}),
     "RABO, global": (fb.RABO, {"hypergradient": "global"}),
     "RAFBO, local": (fb.RAFBO, {}),
     "RAFBO, global": (fb.RAFBO, {"hypergradient": "global"}),
     "RAFBO, one coordinate": (fb.RAFBO, {"estimator": "coordinate", "coordinates": 1}),
 }
+PAIRED: Methods = {f"{make.__name__}, local": (make, {"paired": True}) for make in (fb.RABO, fb.RAFBO)}
 
 
 def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...] = (64,)) -> Task:
@@ -76,7 +77,7 @@ def arrays(task: Task) -> None:
     print(f"mean of c: {100 * np.mean(SPREAD):.2f} %, of c²: {100 * np.mean(np.square(SPREAD)):.2f} %\n")
 
 
-def cost(make: Any, fields: dict[str, Any], names: Sequence[str] = tuple(METHODS)) -> None:
+def cost(make: Any, fields: dict[str, Any], methods: Methods = METHODS) -> None:
     """A round of each method on whole models and on submodels, beside FedMBO's on whole models."""
     whole, cut = make(()), make(SPREAD)
     arrays(cut)
@@ -87,8 +88,7 @@ def cost(make: Any, fields: dict[str, Any], names: Sequence[str] = tuple(METHODS
     print("| per exchange: GFLOP of FedMBO, % | MB of FedMBO, % |\n|---|---|" + 9 * "---:|")
     first = costs = spent(whole, fb.FedMBO(**fields))
     print(f"| FedMBO | whole | {row(first, first, first)}", flush=True)
-    for name in names:
-        algorithm, more = METHODS[name]
+    for name, (algorithm, more) in methods.items():
         for models, task in (("whole", whole), ("cut", cut)):
             now = spent(task, algorithm(**fields, **more))
             costs = now if models == "whole" else costs
@@ -134,41 +134,41 @@ def seconds(passes: int, rounds: int) -> None:
 
 
 def coverage(seeds: range) -> None:
-    """Rounds to shares of what whole models reach, by how many clients hold each unit at least."""
-    print(
-        "| method | units | at least | coverage_x, least and mean | rounds to 90 % | to 95 % | accuracy at the end, % |"
-    )
-    print("|---|---|---:|---|---|---|---|")
-    for name, make in (("RABO", fb.RABO), ("RAFBO", fb.RAFBO)):
-        runs = [play(digits((), seed), make(**DIGITS), ROUNDS, measured=True, key=seed) for seed in seeds]
-        ends = [run.history["test_accuracy"] for run in runs]
-        level = float(np.mean([end[-1] for end in ends]))
-        print(f"| {name} | all | 10 | | {_reached(ends, level)} | {_percent(ends)} |", flush=True)
-        for fixed in (False, True):
-            for least in (1, 2):
-                fields = {"policy": "covered", "min_coverage": least, "fixed": fixed}
-                runs = [
-                    play(digits((0.25,), seed), make(**DIGITS, **fields), ROUNDS, measured=True, key=seed)
-                    for seed in seeds
-                ]
-                ends = [run.history["test_accuracy"] for run in runs]
-                held = np.concatenate([run.history["coverage_x"][1:] for run in runs])
-                kind = "fixed" if fixed else "dealt anew"
-                print(
-                    f"| {name} | {kind} | {least} | {held.min():g}, {held.mean():g} | {_reached(ends, level)} "
-                    f"| {_percent(ends)} |",
-                    flush=True,
-                )
+    """RABO's rounds to shares of what whole models reach, by how many clients hold each unit at least."""
+
+    def ends(capacities: tuple[float, ...], **fields: Any) -> list[np.ndarray]:
+        algorithm = fb.RABO(**DIGITS, **fields)
+        runs = [play(digits(capacities, seed), algorithm, ROUNDS, measured=True, key=seed) for seed in seeds]
+        return [run.history["test_accuracy"] for run in runs]
+
+    whole = ends(())
+    level = float(np.mean([end[-1] for end in whole]))
+    print("| units | at least | rounds to 90 % | to 95 % | accuracy at the end, % |\n|---|---:|---|---|---|")
+    print(f"| all | 10 | {_told(_reached(whole, level))} | {_percent(whole)} |", flush=True)
+    for fixed in (False, True):
+        kind, rounds = "fixed" if fixed else "dealt anew", []
+        for least in (1, 2):
+            runs = ends((0.25,), policy="covered", min_coverage=least, fixed=fixed)
+            rounds.append(_reached(runs, level))
+            print(f"| {kind} | {least} | {_told(rounds[-1])} | {_percent(runs)} |", flush=True)
+        sooner = rounds[0] - rounds[1]
+        error = sooner.std(axis=1, ddof=1) / np.sqrt(len(seeds))
+        each = " | ".join(f"{mean:.1f} ± {one:.1f}" for mean, one in zip(sooner.mean(axis=1), error, strict=True))
+        print(f"| {kind} | sooner by, mean and standard error | {each} | |", flush=True)
 
 
-def _reached(ends: list[np.ndarray], level: float) -> str:
-    """The first rounds with at least 90 % and 95 % of the level, seed by seed; –: never."""
+def _reached(ends: list[np.ndarray], level: float) -> np.ndarray:
+    """The first rounds with at least 90 % and 95 % of the level, seed by seed: (2, seeds); NaN: never."""
 
-    def first(end: np.ndarray, share: float) -> str:
+    def first(end: np.ndarray, share: float) -> float:
         there = np.flatnonzero(end >= share * level)
-        return str(there[0]) if len(there) else "–"
+        return float(there[0]) if len(there) else np.nan
 
-    return " | ".join(", ".join(first(end, share) for end in ends) for share in (0.9, 0.95))
+    return np.array([[first(end, share) for end in ends] for share in (0.9, 0.95)])
+
+
+def _told(rounds: np.ndarray) -> str:
+    return " | ".join(", ".join(f"{one:g}" for one in row) for row in rounds)
 
 
 def _percent(ends: list[np.ndarray]) -> str:
@@ -199,7 +199,7 @@ def _end(task: Task, algorithm: Any, seed: int) -> np.ndarray | str:
 def main() -> None:
     parts = {
         "cost": lambda: cost(lambda capacities: digits(capacities, hidden=(512, 512)), WIDE),
-        "conv4": lambda: cost(strokes, TASKS, ("RABO, local", "RAFBO, local")),
+        "conv4": lambda: cost(strokes, TASKS, PAIRED),
         "time": lambda: seconds(options.passes, options.rounds),
         "coverage": lambda: coverage(range(options.seeds)),
         "policies": lambda: policies(range(options.seeds)),
