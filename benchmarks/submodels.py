@@ -7,7 +7,8 @@ Ten clients, two of each capacity 1, 1/2, 1/4, 1/8, 1/16, unless said otherwise.
 cost       operations and bytes of a round, as the ledger has them, and the share of each array that is held on average;
            an MLP 64-512-512-10 on digits. Aim: at most 27 % of FedMBO's on whole models, of both.
 conv4      the same with Conv-4 on generated characters, of local hypergradients on one draw of tasks
-time       seconds per round with capacities and with whole models, in turn, MLP 64-1024-1024-10
+networks   operations alone, counted without playing, of Conv-4 with 16 and 64 channels and of the paper's ResNet-12
+time       time of a round on whole models and on submodels, in turn, beside FedMBO's; MLP 64-1024-1024-10
 coverage   all ten of capacity 1/4, segments dealt so that each unit is held by at least 1 or 2 clients: rounds to 90 %
            and 95 % of the accuracy that whole models end with
 policies   accuracy of each choice of units
@@ -25,6 +26,8 @@ import numpy as np
 import fedbilevel as fb
 import machine
 from fedbilevel.core.submodel import Anatomy
+from fedbilevel.engines import submodels
+from fedbilevel.engines.flops import known_flops
 from fedbilevel.tasks import Task, few_shot, hyper_representation
 
 SPREAD = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -47,8 +50,8 @@ def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...]
     return hyper_representation(data="digits", hidden=hidden, clients=10, capacities=capacities, seed=seed)
 
 
-def strokes(capacities: tuple[float, ...]) -> Task:
-    return few_shot(data="strokes", network="conv4", hidden=(16,), clients=10, capacities=capacities, test_episodes=1)
+def strokes(capacities: tuple[float, ...], network: str = "conv4", hidden: tuple[int, ...] = (16,)) -> Task:
+    return few_shot(network=network, hidden=hidden, clients=10, capacities=capacities, test_episodes=1)
 
 
 def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key: int = 0) -> fb.Result:
@@ -101,6 +104,30 @@ def spent(task: Task, algorithm: Any) -> tuple[int, float, float]:
     return ledger.exchanges, ledger.flops / 1e9, (ledger.bytes_down + ledger.bytes_up) / 1e6
 
 
+def networks() -> None:
+    print("| network | method | models | GFLOP | of FedMBO, % | of itself, % |\n|---|---|---|---:|---:|---:|")
+    for network, hidden in (("conv4", (16,)), ("conv4", (64,)), ("resnet12", (64, 160, 320, 640))):
+        whole, cut = strokes((), network, hidden), strokes(SPREAD, network, hidden)
+        first = costs = counted(whole, fb.FedMBO(**TASKS))
+        print(f"| {network} {hidden} | FedMBO | whole | {first:,.2f} | | |", flush=True)
+        for name, (algorithm, more) in PAIRED.items():
+            for models, task in (("whole", whole), ("cut", cut)):
+                now = counted(task, algorithm(**TASKS, **more))
+                costs = now if models == "whole" else costs
+                shares = " | ".join(f"{100 * now / of:.1f}" for of in (first, costs))
+                print(f"| {network} {hidden} | {name} | {models} | {now:,.2f} | {shares} |", flush=True)
+
+
+def counted(task: Task, algorithm: Any) -> float:
+    """GFLOP of a round: everyone answers each phase once, and where they are exchanges TERMS − 1 products."""
+    given = task.problem, task.clients, task.x0, task.y0
+    classes = submodels.classes(algorithm, *given)
+    costs = known_flops(algorithm, *given, classes)
+    assert costs is not None
+    each = len(task.clients) // max(1, len(classes))
+    return sum(cost * each * (TERMS - 1 if call[0] == "hessian_product" else 1) for call, cost in costs.items()) / 1e9
+
+
 def row(now: tuple[int, float, float], itself: tuple[int, float, float], first: tuple[int, float, float]) -> str:
     cells = [f"{now[0]}"]
     for place in (1, 2):
@@ -110,31 +137,40 @@ def row(now: tuple[int, float, float], itself: tuple[int, float, float], first: 
 
 
 def seconds(passes: int, rounds: int) -> None:
-    """Median seconds of a round, of whole models and of submodels in turn, beside the operations of a round."""
+    """Median time of a round, each method in turn, beside FedMBO's on whole models and beside the operations."""
     tasks = {"whole": digits((), hidden=(1024, 1024)), "cut": digits(SPREAD, hidden=(1024, 1024))}
-    print("| method | whole, ms | cut, ms | of the time, % | pass by pass | of the operations, % | load |")
-    print("|---|---:|---:|---:|---|---:|---|")
-    for name in ("RABO, local", "RAFBO, local"):
-        algorithm, more = METHODS[name]
-        times: dict[str, list[float]] = {"whole": [], "cut": []}
-        flops, loads = {}, []
-        for _ in range(passes):
-            for models, task in tasks.items():
-                result = play(task, algorithm(**WIDE, **more), rounds)
-                times[models].append(float(np.median(np.diff(result.history["seconds"])[1:])))
-                flops[models] = result.ledger.flops
-                loads.append(os.getloadavg()[0])
-        whole, cut = (1e3 * statistics.median(times[models]) for models in times)
-        each = ", ".join(f"{100 * b / a:.0f}" for a, b in zip(*times.values(), strict=True))
+    print("| method, models | ms | of FedMBO's time, % | pass by pass | of its operations, % |")
+    print("|---|---:|---:|---|---:|")
+    runs = {
+        "FedMBO, whole": (tasks["whole"], fb.FedMBO(**WIDE)),
+        **{
+            f"{name}, {models}": (task, METHODS[name][0](**WIDE, **METHODS[name][1]))
+            for name in ("RABO, local", "RAFBO, local")
+            for models, task in tasks.items()
+        },
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    flops: dict[str, float] = {}
+    loads = []
+    for _ in range(passes):
+        for name, (task, algorithm) in runs.items():
+            result = play(task, algorithm, rounds)
+            times[name].append(float(np.median(np.diff(result.history["seconds"])[1:])))
+            flops[name] = result.ledger.flops
+            loads.append(os.getloadavg()[0])
+    first = times["FedMBO, whole"]
+    for name, own in times.items():
+        each = [100 * b / a for a, b in zip(first, own, strict=True)]
         print(
-            f"| {name} | {whole:.1f} | {cut:.1f} | {100 * cut / whole:.1f} | {each} "
-            f"| {100 * flops['cut'] / flops['whole']:.1f} | {min(loads):.1f} to {max(loads):.1f} |",
+            f"| {name} | {1e3 * statistics.median(own):.1f} | {statistics.median(each):.0f} "
+            f"| {', '.join(f'{one:.0f}' for one in each)} | {100 * flops[name] / flops['FedMBO, whole']:.1f} |",
             flush=True,
         )
+    print(f"load {min(loads):.1f} to {max(loads):.1f}")
 
 
 def coverage(seeds: range) -> None:
-    """RABO's rounds to shares of what whole models reach, by how many clients hold each unit at least."""
+    """RABO's mean rounds to shares of what whole models reach, by how many clients hold each unit at least."""
 
     def ends(capacities: tuple[float, ...], **fields: Any) -> list[np.ndarray]:
         algorithm = fb.RABO(**DIGITS, **fields)
@@ -158,17 +194,14 @@ def coverage(seeds: range) -> None:
 
 
 def _reached(ends: list[np.ndarray], level: float) -> np.ndarray:
-    """The first rounds with at least 90 % and 95 % of the level, seed by seed: (2, seeds); NaN: never."""
-
-    def first(end: np.ndarray, share: float) -> float:
-        there = np.flatnonzero(end >= share * level)
-        return float(there[0]) if len(there) else np.nan
-
-    return np.array([[first(end, share) for end in ends] for share in (0.9, 0.95)])
+    """The first rounds with at least 90 % and 95 % of the level, seed by seed: (2, seeds)."""
+    there = np.array([[end >= share * level for end in ends] for share in (0.9, 0.95)])
+    assert there.any(axis=-1).all(), "a run that never gets there has no such round"
+    return there.argmax(axis=-1)
 
 
 def _told(rounds: np.ndarray) -> str:
-    return " | ".join(", ".join(f"{one:g}" for one in row) for row in rounds)
+    return " | ".join(f"{row.mean():.1f}" for row in rounds)
 
 
 def _percent(ends: list[np.ndarray]) -> str:
@@ -200,6 +233,7 @@ def main() -> None:
     parts = {
         "cost": lambda: cost(lambda capacities: digits(capacities, hidden=(512, 512)), WIDE),
         "conv4": lambda: cost(strokes, TASKS, PAIRED),
+        "networks": networks,
         "time": lambda: seconds(options.passes, options.rounds),
         "coverage": lambda: coverage(range(options.seeds)),
         "policies": lambda: policies(range(options.seeds)),

@@ -215,9 +215,11 @@ def test_wrong_fields(cls, fields, words):
     assert words in str(error.value)
 
 
-def test_paired_draws_give_the_hypergradient_of_the_drawn_samples_own_problem():
+@pytest.mark.parametrize("paired", [True, False])
+def test_draws_of_a_hypergradient(paired):
     """Of 4 samples 2 are drawn: g = mean ½(y − A x)ᵀD(y − A x), f = mean ½‖y − b‖² + cᵀx over these give, at y,
-    h = mean c + (mean AᵀD)(mean D)⁻¹(y − mean b): one of ten vectors. Independent draws give one of 10·10·10 others."""
+    h = mean c + (mean AᵀD)(mean D)⁻¹(y − mean b): paired, one of ten vectors; otherwise one of 10·10·10, with draws of
+    their own for f, for all of conjugate gradient's products with D, and for AᵀD."""
     rng = np.random.default_rng(0)
     a, b, c = rng.normal(size=(4, 2, 2)), rng.normal(size=(4, 2)), rng.normal(size=(4, 2))
     d = np.stack([np.diag(row) for row in rng.uniform(1, 5, size=(4, 2))])
@@ -232,14 +234,57 @@ def test_paired_draws_give_the_hypergradient_of_the_drawn_samples_own_problem():
     x0, y0 = jnp.ones(2), jnp.array([0.3, -0.7])
     clients = fb.Clients([{"b": b, "c": c}], [{"a": a, "d": d}])
     fields = {"inverse": "cg", "cg_iterations": 5, "cg_tolerance": 1e-12, "batch_size": 2}
-    algorithm = fb.RABO(paired=True, inner_lr=1e-300, outer_lr=1.0, **fields)
+    algorithm = fb.RABO(paired=paired, inner_lr=1e-300, outer_lr=1.0, **fields)
     found = x0 - fb.solve(algorithm, fb.Bilevel(outer, inner), clients, x0, y0, rounds=1).x
-    expected = []
-    for pair in itertools.combinations_with_replacement(range(4), 2):
-        s = list(pair)
-        cross = np.mean(np.einsum("sji,sjk->sik", a[s], d[s]), axis=0)
-        expected.append(c[s].mean(0) + cross @ np.linalg.solve(d[s].mean(0), y0 - b[s].mean(0)))
-    assert min(np.max(np.abs(found - h)) for h in expected) < 1e-10
+
+    def vector(of_f, of_d, of_cross):
+        cross = np.mean(np.einsum("sji,sjk->sik", a[of_cross], d[of_cross]), axis=0)
+        return c[of_f].mean(0) + cross @ np.linalg.solve(d[of_d].mean(0), y0 - b[of_f].mean(0))
+
+    pairs = [list(pair) for pair in itertools.combinations_with_replacement(range(4), 2)]
+    draws = [(pair,) * 3 for pair in pairs] if paired else list(itertools.product(pairs, repeat=3))
+    gaps = [np.max(np.abs(found - vector(*draw))) for draw in draws]
+    assert min(gaps) < 1e-10
+    drawn = draws[int(np.argmin(gaps))]
+    assert paired or all(one != other for one, other in itertools.combinations(drawn, 2))  # for this key
+
+
+PIXELS = 23
+
+
+def loops(jaxpr):
+    """The bodies of all loops in a program, as text."""
+    for equation in jaxpr.eqns:
+        for inner in (value for value in equation.params.values() if hasattr(value, "jaxpr")):
+            if equation.primitive.name in ("while", "scan"):
+                yield str(inner)
+            yield from loops(inner.jaxpr)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        fb.RABO(batch_size=2, paired=True),
+        fb.RABO(batch_size=2, inverse="cg"),
+        fb.RABO(batch_size=2, neumann_terms=9),
+        fb.RABO(batch_size=None),
+        fb.RAFBO(batch_size=2, paired=True),
+        fb.RAFBO(batch_size=2, neumann_terms=9),
+    ],
+    ids=range(6),
+)
+def test_products_do_not_see_what_features_were_made_of(algorithm):
+    def loss(x, y, batch):
+        return jnp.mean((jnp.tanh(batch @ x) @ y) ** 2) + jnp.sum(y**2)
+
+    samples = Samples(jnp.ones((6, PIXELS)), jnp.asarray(0), jnp.asarray(6), 6, True)
+    problem = fb.Bilevel(loss, loss).over_batches()
+    client = Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None)
+    x, y = jnp.ones((PIXELS, 4)), jnp.ones(4)
+    program = jax.make_jaxpr(lambda key: algorithm.own_hypergradient(client, x, y, key).estimate.h)(jax.random.key(0))
+    inside = list(loops(program.jaxpr))
+    assert inside
+    assert not any(f"{PIXELS}" in body for body in inside)
 
 
 def test_pairs_need_a_partner_each_and_the_local_hypergradient():

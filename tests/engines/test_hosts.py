@@ -203,10 +203,13 @@ def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
     assert "LostProcess: process 0 has ended with KeyError: 'mine'; no checkpoint had been written" in error1
 
 
-def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave():
-    """JAX's runtime ends it from the thread that would bring what it waits for."""
-    waits = "leaving.here.service = Mock(wait_at_barrier=lambda *_: time.sleep(60)); leaving.part(2, 'mine')"
-    said = ends_of("hosts.gather(0); time.sleep(0.3); os._exit(0)", f"hosts.gather(0); {waits}")
+def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave(tmp_path):
+    """JAX's runtime ends it from the thread that would bring what it waits for; 3 would be that it never did."""
+    there = tmp_path / "there"
+    until = f"all(time.sleep(0.01) is None for _ in iter(lambda: os.path.exists({str(there)!r}), True)); os._exit(0)"
+    waits = f"lambda *_: (open({str(there)!r}, 'w').close(), time.sleep(60), os._exit(3))"
+    parts = f"leaving.here.service = Mock(wait_at_barrier={waits}); leaving.part(2, 'mine')"
+    said = ends_of(f"hosts.gather(0); {until}", f"hosts.gather(0); {parts}")
     assert [code for code, *_ in said] == [0, 2]
 
 

@@ -347,6 +347,9 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
         ({"ridge": 0.0}, "ridge = 0.0 .* positive"),
         ({"adaptation_lr": "x"}, "adaptation_lr = 'x' .* a positive number"),
         ({"hidden": 4}, "hidden = 4 .* a list of widths"),
+        ({"hidden": (4.5,)}, "hidden = .4.5,.* positive width"),
+        ({"capacities": ["half"]}, "capacities = .'half'.* above 0 and at most 1"),
+        ({"capacities": [True, 0.5]}, "capacities = .True, 0.5.* above 0 and at most 1"),
     ],
 )
 def test_wrong_input_is_refused_by_field(options, message) -> None:

@@ -131,7 +131,8 @@ class Hypergradient(OuterGradients):
         hypergradient: "global" or "local".
         inverse: "random", "parallel" (global only), "series" or "cg".
         neumann_terms: N.
-        neumann_step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
+        neumann_step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian; checked at the start with
+            all samples. Drawn ones have another: up to n/B times it where each of n has inner unknowns of its own.
         cg_iterations: products at the most.
         cg_tolerance: relative residual at which conjugate gradient ends.
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its

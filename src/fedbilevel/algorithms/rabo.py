@@ -6,7 +6,7 @@ Optimization with Dual Pruning for Resource-limited Clients". 2025, arXiv:2512.2
 Client i holds the units that `policy` leaves it, and x_i, y_i are what these have of x and y. A round:
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x_i, y_{i,ν}; ζ_ν),  ν < τ_i            (5)
-    y ← y + mean_i (y_{i,τ_i} − y_i)                                              (6)     T times, one exchange each
+    y ← y + η mean_i (y_{i,τ_i} − y_i),  η = `inner_server_lr`, 1 in the paper    (6)     T times, one exchange each
     h_i = ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x_i, y_i; ξ, ζ)               (7)
     x ← x − α mean_i h_i                                                          (8)     one exchange
 

@@ -63,7 +63,12 @@ def is_number(got: object) -> bool:
     return isinstance(got, int | float | np.floating | np.integer) and not isinstance(got, bool) and math.isfinite(got)
 
 
+def is_count(got: object) -> bool:
+    """Whether that is a positive integer, and no boolean."""
+    return isinstance(got, Integral) and not isinstance(got, bool) and int(got) >= 1
+
+
 def require_count(field: str, got: object, optional: bool = False) -> None:
     """Raise ConfigurationError unless `got` is a positive integer, or None where that is allowed."""
-    fits = (optional and got is None) or (isinstance(got, Integral) and not isinstance(got, bool) and int(got) >= 1)
+    fits = (optional and got is None) or is_count(got)
     require(fits, field, got, "a positive integer or None" if optional else "a positive integer")

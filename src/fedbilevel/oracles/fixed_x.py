@@ -1,7 +1,8 @@
 """A client's inner loss at a fixed x, for many steps on y: what does not depend on y is computed once per sample.
 
 For a network whose first layers are x, these are its features: the steps on the head then never see the images again.
-The loss is traced on one sample and its operations sorted by what they depend on: x alone, x and the sample, or y.
+The loss is traced on one sample, or on one batch, and its operations sorted by what they depend on: x alone, x and the
+samples, or y.
 """
 
 from collections.abc import Callable

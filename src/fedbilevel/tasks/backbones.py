@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import is_count, require
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks.networks import Network, convolve, dense, head, max_pool, with_head
@@ -28,7 +28,9 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
     `hidden` is the number of channels, once or for each block, e.g. (64,). The features are the last maps, flattened,
     of 28×28 images (channels,).
     """
-    require(len(hidden) in (1, 4) and min(hidden) >= 1, "hidden", hidden, "one positive width or four, e.g. 64")
+    require(
+        len(hidden) in (1, 4) and all(map(is_count, hidden)), "hidden", hidden, "one positive width or four, e.g. 64"
+    )
     height, width, channels = (*image_shape, 1)[:3]
     widths = [channels, *(hidden if len(hidden) == 4 else 4 * tuple(hidden))]
     for _ in range(4):
@@ -109,7 +111,7 @@ def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) ->
 
 def four_widths(network: str, image_shape: Sequence[int], hidden: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     """The channels of an image, and `hidden`."""
-    fits = len(hidden) == 4 and min(hidden) >= 1
+    fits = len(hidden) == 4 and all(map(is_count, hidden))
     require(fits, "hidden", hidden, f"four positive widths for {network}, e.g. 16, 32, 64, 128")
     return (*image_shape, 1)[2], tuple(hidden)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import is_count, require
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 
@@ -42,7 +42,7 @@ def with_head(
 
 def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Fully connected, ReLU: image pixels → hidden widths → classes."""
-    require(len(hidden) >= 1 and all(width >= 1 for width in hidden), "hidden", hidden, "one or more positive widths")
+    require(len(hidden) >= 1 and all(map(is_count, hidden)), "hidden", hidden, "one or more positive widths")
     widths = [int(np.prod(image_shape)), *hidden]
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
@@ -76,7 +76,12 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
 
     `hidden` is (channels, channels, dense width), e.g. (16, 32, 64).
     """
-    require(len(hidden) == 3 and min(hidden) >= 1, "hidden", hidden, "three positive widths for a CNN, e.g. 16, 32, 64")
+    require(
+        len(hidden) == 3 and all(map(is_count, hidden)),
+        "hidden",
+        hidden,
+        "three positive widths for a CNN, e.g. 16, 32, 64",
+    )
     height, width, channels = (*image_shape, 1)[:3]
     first, second, dense_width = hidden
     positions = (-(-height // 4)) * (-(-width // 4))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
@@ -44,6 +44,11 @@ def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
     require(several, "capacities", capacities, "a list of numbers above 0 and at most 1")
     if not len(capacities):
         return None
-    require(all(0 < one <= 1 for one in capacities), "capacities", capacities, "above 0 and at most 1, each")
+    require(
+        all(is_number(one) and 0 < one <= 1 for one in capacities),
+        "capacities",
+        capacities,
+        "above 0 and at most 1, each",
+    )
     require(len(capacities) <= clients, "capacities", capacities, f"at most {clients}, the number of clients")
     return [capacities[i % len(capacities)] for i in range(clients)]

@@ -4,8 +4,9 @@ A client's step moves the heads of its own tasks alone, and the server's mean ov
 hence the factors of ten in server steps of y and v, and in the Neumann steps of hypergradients that are global. Under
 capacities what few hold goes beyond the client's own step (of those from 1 to 1/16, by up to five times); on Omniglot
 that did better than the bound of twice the mean: 67.6 against 64.4 % (one seed).
-A task's inner Hessian is at most ½·(16 + 1) = 8.5, of 16 features of mean square below 1 and a bias. In a batch of five
-tasks it counts for a fifth, or more where one is drawn again.
+A task's inner Hessian is at most ½·(16 + 1) = 8.5, of 16 features of mean square below 1 and a bias: with more features
+steps on y and Neumann steps must be shorter. In a batch of five tasks it counts for a fifth, or more where one is drawn
+again.
 """
 
 from fedbilevel.experiments.presets.table import (
@@ -37,6 +38,7 @@ PRESET = Preset(
     task={"hidden": [16]},
     shared={"local_steps": 20, "batch_size": 5},
     algorithms=ALGORITHMS,
-    run={"rounds": 100, "cohort": 10, "eval_every": 10},
+    run={"rounds": 100, "eval_every": 10},
+    networks={name: {"hidden": [16, 16, 16, 16]} for name in ("resnet12", "resnet18")},
 )
 PRESETS: dict[str | None, Preset] = {None: PRESET}
