@@ -1,5 +1,6 @@
 """Step sizes for the tasks on images other than hyper_representation, found on images held out from training."""
 
+from fedbilevel.experiments.presets.hyper_representation import NARROW
 from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
 
 NEUMANN: Fields = {"inner_rounds": 3, "neumann_terms": 3, "neumann_step": 0.05, "inverse": "series", "outer_lr": 1.0}
@@ -34,6 +35,7 @@ PRESETS: dict[str, dict[str | None, Preset]] = {
             shared={"local_steps": 10, "batch_size": 16},
             algorithms=TUNING,
             run={"rounds": 100, "cohort": 10, "eval_every": 5},
+            networks=NARROW,
         ),
         "mnist": LIKE_MNIST,
         "fashion-mnist": LIKE_MNIST,
