@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator
 
 import fedbilevel as fb
 from fedbilevel.core.tree import XYV
@@ -145,15 +146,19 @@ def draw(found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]], file: Pa
     """Accuracy against operations and against bytes, a row of panels for each setting."""
     figure, panels = plt.subplots(len(found), 2, figsize=(10, 3.6 * len(found)), squeeze=False, layout="constrained")
     for (left, right), ((way, shot), methods) in zip(panels, found.items(), strict=True):
-        for number, (name, runs) in enumerate(methods.items()):
+        for name, runs in methods.items():
             accuracy = np.mean([[100 * one["test_accuracy"] for one in run["rows"]] for run in runs], axis=0)
-            style = {"color": plt.get_cmap("tab10")(number), "linestyle": "-" if ALL[name].capacities else "--"}
+            style = {
+                "color": plt.get_cmap("tab10")(list(ALL).index(name) % 10),
+                "linestyle": "-" if ALL[name].capacities else "--",
+            }
             for panel, of in ((left, lambda r: r.get("flops", np.nan) / 1e9), (right, traffic)):
                 cost = np.mean([[of(one) for one in run["rows"]] for run in runs], axis=0)
                 panel.plot(cost[1:], accuracy[1:], label=name, marker=".", **style)
         for panel, label in ((left, "GFLOP (all clients)"), (right, "traffic (MB, down + up)")):
             panel.set(xscale="log", xlabel=label, ylabel=f"test accuracy (%), {way}-way {shot}-shot")
             panel.grid(alpha=0.3)
+            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.xaxis.set_major_formatter("{x:g}")
             panel.xaxis.set_minor_formatter("")
     curves = panels[0, 0].get_legend_handles_labels()
