@@ -115,6 +115,7 @@ SLOW = {
     "FedAvg-S, minimax",
     "FedNest-SGD, conjugate gradient",
     "SimFBO, mini-batches",
+    "SimFBO, work of each client",
     "asynchronous ShroFBO, one never there",
     "RAFBO, global",
     "RAFBO, drawn coordinates",

@@ -142,6 +142,7 @@ def test_an_asynchronous_run_resumes_to_the_bit(busy, tmp_path):
                  checkpoint=tmp_path / "parts.npz", resume=True)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_same_events_in_float32_and_float64(busy):
     """Times are whole numbers: how precisely the models are computed does not move an event."""
     took = []

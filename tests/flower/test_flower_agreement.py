@@ -59,7 +59,11 @@ def both(case, log=None):
     return here, there
 
 
-SLOW = ("FedMBO, fresh cohorts", "LFedNest, random work")
+SLOW = (
+    "FedMBO, fresh cohorts",
+    "FedNest, conjugate gradient, work of each client",  # test_flower_merged.py has both
+    "LFedNest, random work",
+)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
@@ -78,6 +82,7 @@ def test_agrees_with_local(case, tmp_path):
     assert all(line["seconds"] >= 0 and line["asked"] == COHORT for line in lines)
 
 
+@pytest.mark.slow
 def test_agrees_with_local_in_float32():
     """Numbers of size 1 and fewer have roundings of 6e-8; some ten of them add up along three rounds."""
     with jax.enable_x64(False):

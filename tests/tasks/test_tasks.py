@@ -63,7 +63,10 @@ def test_a_holdout_takes_training_images_and_never_the_test_set():
     assert total(task) == 1442 - round(0.25 * 1442)
 
 
-@pytest.mark.parametrize("options", [{}, {"network": "cnn", "hidden": (4, 8, 16)}, {"hidden": (32, 16)}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"network": "cnn", "hidden": (4, 8, 16)}, marks=pytest.mark.slow), {"hidden": (32, 16)}],
+)
 def test_a_few_rounds_learn(options):
     """Thirty exchanges bring the digits from chance (10 %) to well above it."""
     task = hyper_representation(**options)
