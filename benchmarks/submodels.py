@@ -18,6 +18,7 @@ import argparse
 import os
 import statistics
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -89,13 +90,19 @@ def cost(make: Any, fields: dict[str, Any], methods: Methods = METHODS) -> None:
         end="",
     )
     print("| per exchange: GFLOP of FedMBO, % | MB of FedMBO, % |\n|---|---|" + 9 * "---:|")
-    first = costs = spent(whole, fb.FedMBO(**fields))
-    print(f"| FedMBO | whole | {row(first, first, first)}", flush=True)
+    for name, models, now, itself, first in beside_fedmbo(spent, whole, cut, fields, methods):
+        print(f"| {name} | {models} | {row(now, itself, first)}", flush=True)
+
+
+def beside_fedmbo(measure: Any, whole: Task, cut: Task, fields: dict[str, Any], methods: Methods) -> Iterator[Any]:
+    """(method, models, what it costs, what it costs on whole models, what FedMBO costs on these), FedMBO first."""
+    first = itself = measure(whole, fb.FedMBO(**fields))
+    yield "FedMBO", "whole", first, first, first
     for name, (algorithm, more) in methods.items():
         for models, task in (("whole", whole), ("cut", cut)):
-            now = spent(task, algorithm(**fields, **more))
-            costs = now if models == "whole" else costs
-            print(f"| {name} | {models} | {row(now, costs, first)}", flush=True)
+            now = measure(task, algorithm(**fields, **more))
+            itself = now if models == "whole" else itself
+            yield name, models, now, itself, first
 
 
 def spent(task: Task, algorithm: Any) -> tuple[int, float, float]:
@@ -105,17 +112,13 @@ def spent(task: Task, algorithm: Any) -> tuple[int, float, float]:
 
 
 def networks() -> None:
+    """Operations of a round of each method on networks that would take long to play here."""
     print("| network | method | models | GFLOP | of FedMBO, % | of itself, % |\n|---|---|---|---:|---:|---:|")
     for network, hidden in (("conv4", (16,)), ("conv4", (64,)), ("resnet12", (64, 160, 320, 640))):
         whole, cut = strokes((), network, hidden), strokes(SPREAD, network, hidden)
-        first = costs = counted(whole, fb.FedMBO(**TASKS))
-        print(f"| {network} {hidden} | FedMBO | whole | {first:,.2f} | | |", flush=True)
-        for name, (algorithm, more) in PAIRED.items():
-            for models, task in (("whole", whole), ("cut", cut)):
-                now = counted(task, algorithm(**TASKS, **more))
-                costs = now if models == "whole" else costs
-                shares = " | ".join(f"{100 * now / of:.1f}" for of in (first, costs))
-                print(f"| {network} {hidden} | {name} | {models} | {now:,.2f} | {shares} |", flush=True)
+        for name, models, now, itself, first in beside_fedmbo(counted, whole, cut, TASKS, PAIRED):
+            shares = " | ".join(f"{100 * now / of:.1f}" for of in (first, itself))
+            print(f"| {network} {hidden} | {name} | {models} | {now:,.2f} | {shares} |", flush=True)
 
 
 def counted(task: Task, algorithm: Any) -> float:

@@ -20,12 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import hosts, leaving
 from fedbilevel.engines.addresses import check_reachable
 from fedbilevel.engines.leaving import LOST
-from fedbilevel.engines.shares import Shares
 from fedbilevel.engines.solve import Loop
 
 SECONDS = 480  # after which a process that hangs is ended
@@ -373,44 +371,3 @@ def test_processes_that_do_not_come_are_a_sentence(tmp_path):
     assert done.returncode == LOST
     assert "the 2 processes did not all come to 127.0.0.1" in done.stderr
     assert "fedbilevel: waiting up to 2 s for the 2 processes to come to 127.0.0.1" in done.stderr
-
-
-@pytest.mark.parametrize(("population", "processes", "devices"), [(8, 2, 1), (7, 3, 2), (5, 5, 1), (100, 4, 3)])
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_every_member_of_a_cohort_has_one_place_with_its_owner(population, processes, devices, chunk):
-    shares = Shares(population, processes, 0, devices)
-    owners = np.repeat(np.arange(processes), np.diff(shares.bounds))
-    assert np.ptp(np.bincount(owners)) <= 1
-    np.testing.assert_array_equal(shares.owner(np.arange(population)), owners)
-    rng = np.random.default_rng(0)
-    for cohort in {1, (population + 1) // 2, population}:
-        ids = rng.permutation(population)[:cohort]
-        places = shares.places(cohort, chunk)
-        where, member, taken = map(np.asarray, shares.place(jnp.asarray(ids), places))
-        assert len(set(where.tolist())) == cohort
-        assert taken.sum() == cohort
-        assert taken[where].all()
-        np.testing.assert_array_equal(member[where], np.arange(cohort))
-        by_process = np.arange(len(member)) // (devices * places)
-        np.testing.assert_array_equal(by_process[where], owners[ids])
-        held = np.isin(by_process, owners[ids])  # elsewhere nobody is played
-        np.testing.assert_array_equal(owners[ids][member[held]], by_process[held])
-        on_device = taken.reshape(-1, places)  # the filled places come first, and devices of one process share evenly
-        assert (np.diff(on_device.astype(int), axis=1) <= 0).all()
-        assert (np.ptp(on_device.sum(1).reshape(processes, devices), axis=1) <= 1).all()
-
-
-def test_a_share_holds_the_samples_of_its_clients_only():
-    sizes = [2, 5, 1, 3, 4]
-    rows = Ragged.listed("inner", [np.arange(10 * i, 10 * i + n) for i, n in enumerate(sizes)])
-    shares = [Shares(5, 2, mine, 1) for mine in range(2)]  # clients 0 and 1; 2, 3 and 4
-    held = [one.own_rows(rows) for one in shares]
-    assert held[0][0].tolist() == [0, 1, 10, 11, 12, 13, 14, 0]
-    assert held[1][0].tolist() == [20, 30, 31, 32, 40, 41, 42, 43]
-    for _, begin in held:
-        assert begin.tolist() == [0, 2, 0, 1, 4]
-
-
-def test_more_processes_than_clients_are_refused():
-    with pytest.raises(ConfigurationError, match="processes = 4 is not allowed: it must be at most 3"):
-        Shares(3, 4, 0, 1)

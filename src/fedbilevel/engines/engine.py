@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -14,7 +13,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import init_client, takes_everyone
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, require, require_count
+from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
@@ -142,6 +141,5 @@ def check_cohort(cohort: int | None, population: int) -> int:
     """The size of the cohort: everyone when it is None."""
     if cohort is None:
         return population
-    whole = isinstance(cohort, Integral) and not isinstance(cohort, bool)
-    require(whole and 1 <= cohort <= population, "cohort", cohort, f"1 to {population} (all clients)")
+    require(is_count(cohort) and cohort <= population, "cohort", cohort, f"1 to {population} (all clients)")
     return int(cohort)
