@@ -7,6 +7,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
+from fedbilevel.oracles import fixed_x
 from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
 
 SIZE, LONGEST, PIXELS, HIDDEN = 7, 9, 23, 4
@@ -85,3 +86,22 @@ def test_a_loss_on_one_batch_does_not_see_what_features_were_made_of():
     batch = client(network).inner_batch(jax.random.key(0), 4)
     assert sees_pixels(jax.grad(lambda y: network(X, y, batch)), Y)
     assert not sees_pixels(jax.grad(inner_loss_on(fb.Bilevel(outer=network, inner=network), X, Y, batch)), Y)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_features_of_many_samples_are_computed_block_by_block(monkeypatch, rows):
+    """Nine samples, one or four at a time: the same numbers, and no layer is computed for all nine."""
+    who, key = client(network, LONGEST), jax.random.key(0)
+
+    def drawn(x):
+        return inner_loss_at(who, x, Y, 4, steps=6).draw(key)
+
+    layer = f"[{LONGEST},1,{HIDDEN}] = dot_general"
+    assert layer in str(jax.make_jaxpr(lambda x: drawn(x))(X))  # below the limit: at once
+    whole = drawn(X)
+    monkeypatch.setattr(fixed_x, "BYTES_AT_ONCE", rows * 8 * (PIXELS + 2 + HIDDEN + HIDDEN))  # image, target, z, ReLU
+    program = str(jax.make_jaxpr(lambda x: drawn(x))(X))  # a function that JAX has not traced yet
+    assert layer not in program
+    assert f"[{rows},1,{HIDDEN}] = dot_general" in program
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(drawn(X)), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-12)

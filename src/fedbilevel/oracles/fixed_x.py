@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from fedbilevel.core.client import Client
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
+BYTES_AT_ONCE = 2**24
+"""Of all that is computed on the way to samples' features: what no cache holds waits for memory."""
 FIXED, SAMPLE, VARIABLE = range(3)  # depends on x (and constants) alone; on the sample too; on y
 
 
@@ -42,7 +44,7 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
     sample = jax.tree.map(lambda a: a[0], rows)
     parts = in_parts(lambda x, y, one: problem.inner(x, y, jax.tree.map(lambda a: a[None], one)), x, y, sample)
     fixed = parts.fixed(x)
-    features = jax.vmap(lambda one: parts.of_sample(fixed, one))(rows)
+    features = _in_blocks(partial(parts.of_sample, fixed), rows, max(1, BYTES_AT_ONCE // max(1, parts.bytes_of_sample)))
 
     def draw(key: Array) -> tuple[PyTree, Any]:
         if batch_size is None:
@@ -73,6 +75,7 @@ class Parts(NamedTuple):
     fixed: Callable[[PyTree], list[Array]]
     of_sample: Callable[[list[Array], PyTree], list[Array]]
     of_y: Callable[[list[Array], list[Array], PyTree], Array]
+    bytes_of_sample: int  # of all results in `of_sample`, were none of them fused
 
 
 def in_parts(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTree) -> Parts:
@@ -116,7 +119,15 @@ def in_parts(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTre
         given = [*fixed_vars, *sample_vars, *inputs[VARIABLE]]
         return run(VARIABLE, given, [*fixed, *features, *jax.tree.leaves(y)], jaxpr.outvars)[0]
 
-    return Parts(fixed, of_sample, of_y)
+    results = [out.aval for equation in equations[SAMPLE] for out in equation.outvars]
+    return Parts(fixed, of_sample, of_y, sum(one.size * one.dtype.itemsize for one in results))
+
+
+def _in_blocks(function: Callable[[PyTree], PyTree], rows: PyTree, size: int) -> PyTree:
+    """`function` of each row, computed for `size` of them at a time."""
+    if size >= len(jax.tree.leaves(rows)[0]):
+        return jax.vmap(function)(rows)
+    return lax.map(function, rows, batch_size=size)
 
 
 def _variables(atoms: Any) -> list[Var]:
