@@ -296,3 +296,18 @@ def test_pairs_need_a_partner_each_and_the_local_hypergradient():
         fb.RABO(paired=True, hypergradient="global")
     with pytest.raises(fb.ConfigurationError, match="paired"):
         fb.RAFBO(paired=True, estimator="printed")
+
+
+def test_a_pairs_step_is_checked_against_a_batch():
+    """Sample s curves y_s alone, by 8: all four have the largest eigenvalue 2, two of them 4, and 0.6·4 ≥ 2 > 0.6·2."""
+
+    def inner(x, y, batch):
+        return 4 * jnp.mean(jnp.sum(batch * (y - x) ** 2, axis=1))
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch @ y), inner)
+    clients, start = fb.Clients([np.eye(4)], [np.eye(4)]), (jnp.ones(4), jnp.ones(4))
+    fields = {"neumann_step": 0.6, "inner_lr": 0.1, "inverse": "series"}
+    fb.solve(fb.RABO(batch_size=2, **fields), problem, clients, *start, rounds=1)
+    fb.solve(fb.RABO(paired=True, **fields), problem, clients, *start, rounds=1)  # all samples
+    with pytest.raises(fb.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.5: .* a batch's own .* ℓ = 4$"):
+        fb.solve(fb.RABO(batch_size=2, paired=True, **fields), problem, clients, *start, rounds=1)

@@ -132,7 +132,8 @@ class Hypergradient(OuterGradients):
         inverse: "random", "parallel" (global only), "series" or "cg".
         neumann_terms: N.
         neumann_step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian; checked at the start with
-            all samples. Drawn ones have another: up to n/B times it where each of n has inner unknowns of its own.
+            all samples, if `paired` with as many as a batch has: their Hessian has up to n/B times the curvature, where
+            each of n samples has inner unknowns of its own.
         cg_iterations: products at the most.
         cg_tolerance: relative residual at which conjugate gradient ends.
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
@@ -178,8 +179,9 @@ class Hypergradient(OuterGradients):
                 not sizes, f"{type(self).__name__}.paired", True, f"False: outer and inner samples differ, {sizes[:3]}"
             )
         if self.inverse != "cg" and problem.indirect == "inverse":
-            name = f"{type(self).__name__}.neumann_step"
-            check_neumann_step(name, at(self, 0).neumann_step, problem, clients, x, y, self.hypergradient == "local")
+            name, local = f"{type(self).__name__}.neumann_step", self.hypergradient == "local"
+            alike = self.batch_size if self.paired else None
+            check_neumann_step(name, at(self, 0).neumann_step, problem, clients, x, y, local, alike)
 
     @property
     def mergeable(self) -> bool:

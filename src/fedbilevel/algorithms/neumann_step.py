@@ -18,24 +18,33 @@ SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 
 
 def check_neumann_step(
-    field: str, step: Any, problem: Problem, clients: Clients, x: PyTree, y: PyTree, local: bool = False
+    field: str,
+    step: Any,
+    problem: Problem,
+    clients: Clients,
+    x: PyTree,
+    y: PyTree,
+    local: bool = False,
+    batch_size: int | None = None,
 ) -> None:
     """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i.
 
-    Warn where an eigenvalue is negative.
+    With a `batch_size` g_i is taken on so many samples, spread evenly over the client's: where one batch serves all
+    products, it is this batch's Hessian that they sum up. Warn where an eigenvalue is negative.
 
     ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
     clients; x and y move on, and it with them.
     """
     if local:
         ids = np.unique(np.linspace(0, len(clients) - 1, CLIENTS_FOR_CHECK).astype(int))
-        several = Population.each(problem, clients, ids.tolist(), SAMPLES_FOR_CHECK).inner
+        most = SAMPLES_FOR_CHECK if batch_size is None else min(SAMPLES_FOR_CHECK, batch_size * len(ids))
+        several = Population.each(problem, clients, ids.tolist(), most).inner
         losses = [jax.tree.map(lambda leaf, k=k: leaf[k], several) for k in range(len(ids))]
     else:
         losses = [Population.of(problem, clients, SAMPLES_FOR_CHECK).inner]
     ends = [extreme_eigenvalues(partial(loss.hess_v, x, y), y, seed=0, iterations=8) for loss in losses]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
-    whose = "a client's own" if local else "the"
+    whose = "the" if not local else "a client's own" if batch_size is None else "a batch's own"
     if smallest < -1e-3 * abs(largest):
         text = (
             f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not"
