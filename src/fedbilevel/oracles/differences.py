@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, epsilon, move
+from fedbilevel.oracles.fixed_x import inner_loss_on
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,22 @@ class Differences:
 
     def hess_of(self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
         """The same of a function of y alone."""
-        return self.along(jax.grad(loss), y, v)
+        mu, gradient = self.step(y, y, v), jax.grad(loss)
+        ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
+        return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)
 
     def cross_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-        """∇²xy g·v ≈ [∇x g(x, y + μv) − ∇x g(x, y − μv)]/2μ, of the shape of x."""
-        return self.along(lambda z: jax.grad(problem.inner, 0)(x, z, batch), y, v)
+        """∇²xy g·v ≈ ∇x [g(x, y + μv) − g(x, y − μv)]/2μ, of the shape of x.
+
+        What does not depend on y, as features do, is computed once for both and differentiated once.
+        """
+        mu = self.step(x, y, v)
+
+        def slope(x: PyTree) -> Array:
+            loss = inner_loss_on(problem, x, y, batch)
+            return (loss(move(y, mu, v)) - loss(move(y, -mu, v))) / (2 * mu)
+
+        return jax.grad(slope)(x)
 
     def hypergradient(
         self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
@@ -47,14 +59,11 @@ class Differences:
         loss, f_x = jax.value_and_grad(problem.outer)(x, y, outer_batch)
         return loss, f_x if v is None else optax.tree.sub(f_x, self.cross_v(problem, x, y, v, inner_batch))
 
-    def along(self, gradient: Callable[[PyTree], PyTree], y: PyTree, v: PyTree) -> PyTree:
-        """The derivative of `gradient` at y along v."""
+    def step(self, result: PyTree, y: PyTree, v: PyTree) -> Array:
+        """μ, for a product with v that has the numbers of `result`; along v = 0 the difference is 0 by itself."""
         size = optax.tree.norm(v)
-        slope = jax.eval_shape(gradient, y)
-        length = self.perturbation * jnp.cbrt(epsilon(slope, y) * (1 + optax.tree.norm(y)))
-        mu = length / jnp.where(size > 0, size, 1)  # along v = 0 the difference is 0 by itself
-        ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
-        return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)
+        length = self.perturbation * jnp.cbrt(epsilon(result, y) * (1 + optax.tree.norm(y)))
+        return length / jnp.where(size > 0, size, 1)
 
 
 def coordinate_slopes(
