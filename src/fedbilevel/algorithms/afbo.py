@@ -21,8 +21,8 @@ The mean of H_i is not the hypergradient where clients differ, and so neither is
 
 Exchanges per round: K + 1. Down: x, y ("global", outer: and v). Up: y's shape, then x's ("global": and v's).
 Client state: with `first` the last answer of either kind, with `own_x` the client's block of x, in no message then.
-Cost per local step: a gradient of g; per outer answer two of f and the products with the client's own ∇²g ("global":
-one of f and two products, by one pass).
+Cost per local step: a gradient of g; per outer answer one of f and the products with the client's own ∇²g ("global":
+two products, by the same pass).
 
 Departures from the paper:
 1. Algorithm 1 leaves out the local step y_{e+1} = y_e − η G_e, lets i run to N and takes y^{t+1} = y^{t,K−1}: here

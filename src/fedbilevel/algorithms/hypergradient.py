@@ -100,7 +100,7 @@ class OuterGradients(Batches):
 
     @property
     def second_order(self) -> Any:
-        """Who makes `hess_v`, `hess_of` and `hypergradient`, with arguments as in oracles/products.py."""
+        """Who makes `hess_v`, `hess_of`, `cross_of`, `hypergradient`, with arguments as in oracles/products.py."""
         return exact_products
 
     def counted(self, reply: Reply) -> Reply:
@@ -331,25 +331,27 @@ class Hypergradient(OuterGradients):
         outer_key, system_key, last_key = jax.random.split(key, 3)
         last_key = outer_key if self.paired else last_key
         outer_batch, inner_batch = client.outer_batch(outer_key, size), client.inner_batch(last_key, size)
-        v, spent, quality = None, jnp.asarray(0), Quality.unknown()
-        if problem.indirect != "none":
-            v = jax.grad(problem.outer, 1)(x, y, outer_batch)
+        loss, (h, v) = jax.value_and_grad(problem.outer, (0, 1))(x, y, outer_batch)
+        spent, quality = jnp.asarray(0), Quality.unknown()
+        if problem.indirect == "none":
+            return Own(loss, Estimate(h, quality), 1, spent)
+        inner = inner_loss_on(problem, x, y, inner_batch)
         if problem.indirect == "inverse":
-            product = self.own_products(client, x, y, inner_batch if self.paired else None, system_key)
+            product = self.own_products(client, x, y, inner.loss if self.paired else None, system_key)
             v, spent, quality = self.solve_system(Alone, product, v, system_key)
-        loss, h = self.second_order.hypergradient(problem, x, y, v, outer_batch, inner_batch)
-        direct = v is None
-        return Own(loss, Estimate(h, quality), 1 if direct else 2, spent if direct else spent + 1)
+        cross = inner.pull(self.second_order.cross_of(inner.of_y, inner.features, y, v))
+        return Own(loss, Estimate(optax.tree.sub(h, cross), quality), 1, spent + 1)
 
-    def own_products(self, client: Client, x: PyTree, y: PyTree, batch: PyTree | None, key: Array) -> Product:
-        """∇²yy g_i v on `batch`; None: on what each product draws, the same for all of conjugate gradient's.
+    def own_products(
+        self, client: Client, x: PyTree, y: PyTree, loss: Callable[[PyTree], Array] | None, key: Array
+    ) -> Product:
+        """∇²yy v of `loss`; None: of g_i on what each product draws, the same for all of conjugate gradient's.
 
         What depends on x alone, as features do, is computed once for all of them.
         """
-        if batch is None and self.inverse == "cg":
-            batch = client.inner_batch(key, self.batch_size)
-        if batch is not None:
-            loss = inner_loss_on(client.problem, x, y, batch)
+        if loss is None and self.inverse == "cg":
+            loss = inner_loss_on(client.problem, x, y, client.inner_batch(key, self.batch_size)).loss
+        if loss is not None:
             return lambda loop, v, key, number: self.second_order.hess_of(loss, y, v)
         inner = inner_loss_at(client, x, y, self.batch_size, self.neumann_terms - 1)
 

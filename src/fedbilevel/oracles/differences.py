@@ -44,13 +44,13 @@ class Differences:
 
         What does not depend on y, as features do, is computed once for both and differentiated once.
         """
+        given = inner_loss_on(problem, x, y, batch)
+        return given.pull(self.cross_of(given.of_y, given.features, y, v))
+
+    def cross_of(self, loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+        """The same of a function of x and y."""
         mu = self.step(x, y, v)
-
-        def slope(x: PyTree) -> Array:
-            loss = inner_loss_on(problem, x, y, batch)
-            return (loss(move(y, mu, v)) - loss(move(y, -mu, v))) / (2 * mu)
-
-        return jax.grad(slope)(x)
+        return jax.grad(lambda x: (loss(x, move(y, mu, v)) - loss(x, move(y, -mu, v))) / (2 * mu))(x)
 
     def hypergradient(
         self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree

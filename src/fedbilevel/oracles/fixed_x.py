@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from fedbilevel.core.client import Client
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
 """Of all that is computed on the way to samples' features: what no cache holds waits for memory."""
@@ -61,12 +61,32 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
     return InnerLoss(draw, loss)
 
 
-def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> Callable[[PyTree], Array]:
-    """g(x, ·) on one batch, for many y; the values of `y` do not matter, its shapes do."""
+class OnBatch(NamedTuple):
+    """g(x, ·) on one batch as `of_y(features, y)`, features being all that x gives of it, or x and the samples."""
+
+    of_y: Callable[[PyTree, PyTree], Array]
+    features: PyTree
+    pull: Callable[[PyTree], PyTree]  # a gradient in the features -> that in x
+
+    def loss(self, y: PyTree) -> Array:
+        """g(x, y) on the batch."""
+        return self.of_y(self.features, y)
+
+
+def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBatch:
+    """g on one batch, for many y and for its gradients in x; the values of `y` do not matter, its shapes do."""
     parts = in_parts(problem.inner, x, y, batch)
-    fixed = parts.fixed(x)
-    features = parts.of_sample(fixed, batch)
-    return lambda y: parts.of_y(fixed, features, y)
+
+    def features(x: PyTree) -> tuple[PyTree, PyTree]:
+        fixed = parts.fixed(x)
+        return split((fixed, parts.of_sample(fixed, batch)))
+
+    def of_y(floating: PyTree, y: PyTree) -> Array:
+        fixed, sample = join(floating, others)
+        return parts.of_y(fixed, sample, y)
+
+    floating, pull, others = jax.vjp(features, x, has_aux=True)
+    return OnBatch(of_y, floating, lambda slope: pull(slope)[0])
 
 
 class Parts(NamedTuple):

@@ -31,7 +31,12 @@ def hess_of(loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
 
 def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
     """∇²xy g(x, y)·v, of the shape of x: the gradient in x of ⟨∇y g(x, y), v⟩."""
-    return jax.grad(lambda x: optax.tree.vdot(jax.grad(problem.inner, 1)(x, y, batch), v))(x)
+    return cross_of(lambda x, y: problem.inner(x, y, batch), x, y, v)
+
+
+def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+    """The same of a function of x and y."""
+    return jax.grad(lambda x: optax.tree.vdot(jax.grad(loss, 1)(x, y), v))(x)
 
 
 def hypergradient(
