@@ -108,7 +108,8 @@ class RAFBO(Adaptive):
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client; for capacities a
         structure.
     Good for: clients too small for the whole model whose losses have no cheap second derivatives.
-    Cost per local step: a gradient of g; on x: one of f and of g "adjoint" 2N, "coordinate" N(|P| + 1), "printed" |P| + 1.
+    Cost per local step: a gradient of g; on x: one of f, and of g "adjoint" 2N, "coordinate" N(|P| + 1), "printed"
+        |P| + 1.
     Client state: none.
     """
 
