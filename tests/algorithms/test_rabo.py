@@ -13,6 +13,7 @@ from matrices import fedavg_on_y, hypergradient, mean_matrices, members, outer_g
 
 import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
+from fedbilevel.engines.flops import count
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
 
@@ -299,7 +300,8 @@ def test_pairs_need_a_partner_each_and_the_local_hypergradient():
 
 
 def test_a_pairs_step_is_checked_against_a_batch():
-    """Sample s curves y_s alone, by 8: all four have the largest eigenvalue 2, two of them 4, and 0.6·4 ≥ 2 > 0.6·2."""
+    """Sample s curves y_s alone, by 8: all four have the largest eigenvalue 2, two of them 4, or 8 where one is drawn
+    twice; 0.6·4 ≥ 2 > 0.6·2."""
 
     def inner(x, y, batch):
         return 4 * jnp.mean(jnp.sum(batch * (y - x) ** 2, axis=1))
@@ -309,5 +311,24 @@ def test_a_pairs_step_is_checked_against_a_batch():
     fields = {"neumann_step": 0.6, "inner_lr": 0.1, "inverse": "series"}
     fb.solve(fb.RABO(batch_size=2, **fields), problem, clients, *start, rounds=1)
     fb.solve(fb.RABO(paired=True, **fields), problem, clients, *start, rounds=1)  # all samples
-    with pytest.raises(fb.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.5: .* a batch's own .* ℓ = 4$"):
+    with pytest.raises(fb.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.(5|25): .* a batch's own .* ℓ = (4|8)$"):
         fb.solve(fb.RABO(batch_size=2, paired=True, **fields), problem, clients, *start, rounds=1)
+
+
+@pytest.mark.parametrize("cls", [fb.RABO, fb.RAFBO])
+def test_a_pair_sees_its_samples_once(cls):
+    """Of what has pixels, for f and g each: features, and ∇x by going back through them once, 2·pixels·4 operations
+    for each of a batch's 2 samples. What else has the shape of x counts once for each entry."""
+
+    def loss(x, y, batch):
+        return jnp.mean((jnp.tanh(batch @ x) @ y) ** 2) + jnp.sum(y**2)
+
+    pixels = 10_000
+    samples = Samples(jnp.ones((6, pixels)), jnp.asarray(0), jnp.asarray(6), 6, True)
+    client = Client(
+        fb.Bilevel(loss, loss).over_batches(), samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None
+    )
+    x, y, method = jnp.ones((pixels, 4)), jnp.ones(4), cls(batch_size=2, paired=True)
+    program = jax.make_jaxpr(lambda key: method.own_hypergradient(client, x, y, key).estimate.h)(jax.random.key(0))
+    passes = count(program.jaxpr) / (2 * 2 * pixels * 4)
+    assert 2 * 2 <= passes < 5  # the rest: ∇x f − ∇²xy g v and the like

@@ -9,7 +9,8 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.oracles import fixed_x
+from fedbilevel.oracles import fixed_x, products
+from fedbilevel.oracles.differences import Differences
 from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
 
 SIZE, LONGEST, PIXELS, HIDDEN = 7, 9, 23, 4
@@ -110,3 +111,20 @@ def test_features_of_many_samples_are_computed_block_by_block(monkeypatch, rows)
     assert f"[{rows},1,{HIDDEN}] = dot_general" in program
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(drawn(X)), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-12)
+
+
+def test_derivatives_go_through_complex_features():
+    """|FFT(x ⊙ image)|² is real, its parts are not; ⟨∇²xy g, v⟩ as JAX has it without features."""
+
+    def loss(x, y, batch):
+        spectrum = jnp.fft.fft(batch["image"] * x, axis=1)
+        return jnp.mean(jnp.abs(spectrum * y) ** 2 @ jnp.arange(PIXELS) ** 0.5)
+
+    problem, batch = fb.Bilevel(loss, loss), {"image": rng.normal(size=(3, PIXELS))}
+    x, y, v = rng.normal(size=(3, PIXELS))
+    on_batch = inner_loss_on(problem, x, y, batch)
+    exact = products.cross_v(problem, x, y, v, batch)
+    assert np.max(np.abs(exact)) > 1
+    found = on_batch.pull(products.cross_of(on_batch.of_y, on_batch.features, y, v))
+    np.testing.assert_allclose(found, exact, rtol=1e-10)
+    np.testing.assert_allclose(Differences().cross_v(problem, x, y, v, batch), exact, rtol=1e-6)

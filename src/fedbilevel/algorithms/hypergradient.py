@@ -132,8 +132,8 @@ class Hypergradient(OuterGradients):
         inverse: "random", "parallel" (global only), "series" or "cg".
         neumann_terms: N.
         neumann_step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian; checked at the start with
-            all samples, if `paired` with as many as a batch has: their Hessian has up to n/B times the curvature, where
-            each of n samples has inner unknowns of its own.
+            all samples, if `paired` with drawn batches. Where each of n samples has inner unknowns of its own, these
+            have n/B times the curvature, and k n/B times where one is drawn k times.
         cg_iterations: products at the most.
         cg_tolerance: relative residual at which conjugate gradient ends.
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its

@@ -29,22 +29,27 @@ def check_neumann_step(
 ) -> None:
     """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i.
 
-    With a `batch_size` g_i is taken on so many samples, spread evenly over the client's: where one batch serves all
-    products, it is this batch's Hessian that they sum up. Warn where an eigenvalue is negative.
+    With a `batch_size` it is that of one drawn batch of each client: where a batch serves all products, its Hessian is
+    what they are with. Others may have more, as those that draw a sample more often. Warn where an eigenvalue is
+    negative.
 
     ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
     clients; x and y move on, and it with them.
     """
+    whose = "the"
     if local:
-        ids = np.unique(np.linspace(0, len(clients) - 1, CLIENTS_FOR_CHECK).astype(int))
-        most = SAMPLES_FOR_CHECK if batch_size is None else min(SAMPLES_FOR_CHECK, batch_size * len(ids))
-        several = Population.each(problem, clients, ids.tolist(), most).inner
+        whose = "a client's own" if batch_size is None else "a batch's own"
+        few = min(CLIENTS_FOR_CHECK, -(-SAMPLES_FOR_CHECK // (batch_size or 1)))
+        ids = np.unique(np.linspace(0, len(clients) - 1, few).astype(int)).tolist()
+        if batch_size is None:
+            several = Population.each(problem, clients, ids, SAMPLES_FOR_CHECK).inner
+        else:
+            several = Population.batches(problem, clients, ids, batch_size, seed=0).inner
         losses = [jax.tree.map(lambda leaf, k=k: leaf[k], several) for k in range(len(ids))]
     else:
         losses = [Population.of(problem, clients, SAMPLES_FOR_CHECK).inner]
     ends = [extreme_eigenvalues(partial(loss.hess_v, x, y), y, seed=0, iterations=8) for loss in losses]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
-    whose = "the" if not local else "a client's own" if batch_size is None else "a batch's own"
     if smallest < -1e-3 * abs(largest):
         text = (
             f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not"

@@ -13,7 +13,7 @@ Client i holds the units that `policy` leaves it, and x_i, y_i are what these ha
 with mean_i of an entry over the clients that hold it; what nobody holds stays. Down go x_i and y_i, up of y_i's shape
 (5) or x_i's (7). RAFBO's h_i needs no second derivatives:
 
-    adjoint      (7), each product with ∇²g by central differences of two gradients along its vector
+    adjoint      (7), each product with ∇²g by central differences along its vector, of gradients or of what has one
     coordinate   h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p over |P| of the d coordinates of x_i, drawn anew,
                  δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ, y_N(·) being the end of N steps s on the same batches from y_i
     printed      δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ, without d/|P|: Algorithm 2, for the record

@@ -21,7 +21,7 @@ from fedbilevel.oracles.fixed_x import inner_loss_on
 
 @dataclass(frozen=True)
 class Differences:
-    """Products with ∇²g by central differences along v: what oracles/products.py has, for two gradients a product.
+    """Products with ∇²g by central differences along v: what oracles/products.py has, with no second derivative.
 
     Args:
         perturbation: the length ‖μv‖ of the step to either side, in units of (ε(1 + ‖y‖))^⅓.
@@ -35,7 +35,7 @@ class Differences:
 
     def hess_of(self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
         """The same of a function of y alone."""
-        mu, gradient = self.step(y, y, v), jax.grad(loss)
+        mu, gradient = self.step(y, v), jax.grad(loss)
         ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
         return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)
 
@@ -49,7 +49,7 @@ class Differences:
 
     def cross_of(self, loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
         """The same of a function of x and y."""
-        mu = self.step(x, y, v)
+        mu = self.step(y, v)
         return jax.grad(lambda x: (loss(x, move(y, mu, v)) - loss(x, move(y, -mu, v))) / (2 * mu))(x)
 
     def hypergradient(
@@ -59,10 +59,10 @@ class Differences:
         loss, f_x = jax.value_and_grad(problem.outer)(x, y, outer_batch)
         return loss, f_x if v is None else optax.tree.sub(f_x, self.cross_v(problem, x, y, v, inner_batch))
 
-    def step(self, result: PyTree, y: PyTree, v: PyTree) -> Array:
-        """μ, for a product with v that has the numbers of `result`; along v = 0 the difference is 0 by itself."""
+    def step(self, y: PyTree, v: PyTree) -> Array:
+        """μ; along v = 0 the difference is 0 by itself. Only y differs, whose precision is what is rounded to."""
         size = optax.tree.norm(v)
-        length = self.perturbation * jnp.cbrt(epsilon(result, y) * (1 + optax.tree.norm(y)))
+        length = self.perturbation * jnp.cbrt(epsilon(y) * (1 + optax.tree.norm(y)))
         return length / jnp.where(size > 0, size, 1)
 
 

@@ -16,10 +16,10 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from fedbilevel.core.client import Client
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, join, split
+from fedbilevel.core.tree import PyTree, join
 
 BYTES_AT_ONCE = 2**24
-"""Of all that is computed on the way to samples' features: what no cache holds waits for memory."""
+"""Of all that is computed on the way to a client's features: what no cache holds waits for memory."""
 FIXED, SAMPLE, VARIABLE = range(3)  # depends on x (and constants) alone; on the sample too; on y
 
 
@@ -62,7 +62,10 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
 
 
 class OnBatch(NamedTuple):
-    """g(x, ·) on one batch as `of_y(features, y)`, features being all that x gives of it, or x and the samples."""
+    """g(x, ·) on one batch as `of_y(features, y)`.
+
+    Features are all numbers without y that y meets and a derivative goes through; integers are in `of_y`.
+    """
 
     of_y: Callable[[PyTree, PyTree], Array]
     features: PyTree
@@ -79,14 +82,20 @@ def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBa
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
         fixed = parts.fixed(x)
-        return split((fixed, parts.of_sample(fixed, batch)))
+        found = fixed, parts.of_sample(fixed, batch)
+        numbers = jax.tree.map(lambda a: a if _differentiable(a) else None, found)
+        return numbers, jax.tree.map(lambda a: None if _differentiable(a) else a, found)
 
-    def of_y(floating: PyTree, y: PyTree) -> Array:
-        fixed, sample = join(floating, others)
+    def of_y(numbers: PyTree, y: PyTree) -> Array:
+        fixed, sample = join(numbers, others)
         return parts.of_y(fixed, sample, y)
 
-    floating, pull, others = jax.vjp(features, x, has_aux=True)
-    return OnBatch(of_y, floating, lambda slope: pull(slope)[0])
+    numbers, pull, others = jax.vjp(features, x, has_aux=True)
+    return OnBatch(of_y, numbers, lambda slope: pull(slope)[0])
+
+
+def _differentiable(a: Array) -> bool:
+    return bool(jnp.issubdtype(a.dtype, jnp.inexact))  # complex ones too
 
 
 class Parts(NamedTuple):

@@ -114,16 +114,22 @@ class Population:
         require(len(ids) > 0, "ids", ids, "at least one client")
         share = None if max_samples is None else max(1, max_samples // len(ids))
 
-        def stacked(loss: Loss, rows: Ragged) -> Total:
+        def total(loss: Loss, rows: Ragged) -> Total:
             longest = int(rows.size[list(ids)].max()) if share is None else min(share, int(rows.size[list(ids)].max()))
-            parts = []
-            for i in ids:
-                index, weights = chosen(rows, np.array([i]), np.ones(1), share)
-                parts.append(_chunked(rows, index, weights, longest))
-            samples, weight = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-            return Total(samples, weight, loss)
+            return _stacked(loss, rows, [chosen(rows, np.array([i]), np.ones(1), share) for i in ids], longest)
 
-        return cls(stacked(problem.outer, clients.outer), stacked(problem.inner, clients.inner))
+        return cls(total(problem.outer, clients.outer), total(problem.inner, clients.inner))
+
+    @classmethod
+    def batches(cls, problem: Problem, clients: Clients, ids: Sequence[int], size: int, seed: int) -> Population:
+        """The losses of single clients on a batch of each, drawn as clients draw theirs; stacked as in `each`."""
+
+        def total(loss: Loss, rows: Ragged) -> Total:
+            rng = np.random.default_rng(seed)
+            places = [rows.start[i] + rng.integers(rows.size[i], size=size) for i in ids]
+            return _stacked(loss, rows, [(index, np.full(size, 1 / size)) for index in places], size)
+
+        return cls(total(problem.outer, clients.outer), total(problem.inner, clients.inner))
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -150,6 +156,13 @@ def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> t
     kept = np.bincount(owner, minlength=len(ids))
     weights = p[owner] / kept[owner]
     return rows.start[ids][owner] + place - (ends - sizes)[owner], weights / weights.sum()
+
+
+def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> Total:
+    """A loss for each of `parts`, (places, weights of these), padded to `length` samples."""
+    chunks = [_chunked(rows, index, weights, length) for index, weights in parts]
+    samples, weight = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
+    return Total(samples, weight, loss)
 
 
 def _chunked(rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None) -> tuple[PyTree, Array]:
