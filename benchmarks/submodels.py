@@ -1,6 +1,6 @@
 """What submodels save and cost: RABO and RAFBO on clients of limited capacity, beside whole models and FedMBO.
 
-    .venv/bin/python benchmarks/submodels.py [cost] [conv4] [time] [coverage] [policies] [--seeds 3]
+    .venv/bin/python benchmarks/submodels.py [PART ...] [--seeds 3]
 
 Ten clients, two of each capacity 1, 1/2, 1/4, 1/8, 1/16, unless said otherwise.
 
@@ -9,6 +9,7 @@ cost       operations and bytes of a round, as the ledger has them, and the shar
 conv4      the same with Conv-4 on generated characters, of local hypergradients on one draw of tasks
 networks   operations alone, counted without playing, of Conv-4 with 16 and 64 channels and of the paper's ResNet-12
 time       time of a round on whole models and on submodels, in turn, beside FedMBO's; MLP 64-1024-1024-10
+time-conv4 the same with Conv-4 as in conv4
 coverage   all ten of capacity 1/4, segments dealt so that each unit is held by at least 1 or 2 clients: rounds to 90 %
            and 95 % of the accuracy that whole models end with
 policies   accuracy of each choice of units
@@ -44,7 +45,8 @@ METHODS: Methods = {
     "RAFBO, global": (fb.RAFBO, {"hypergradient": "global"}),
     "RAFBO, one coordinate": (fb.RAFBO, {"estimator": "coordinate", "coordinates": 1}),
 }
-PAIRED: Methods = {f"{make.__name__}, local": (make, {"paired": True}) for make in (fb.RABO, fb.RAFBO)}
+LOCAL: Methods = {name: METHODS[name] for name in ("RABO, local", "RAFBO, local")}
+PAIRED: Methods = {name: (make, {"paired": True}) for name, (make, _) in LOCAL.items()}
 
 
 def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...] = (64,)) -> Task:
@@ -139,16 +141,16 @@ def row(now: tuple[int, float, float], itself: tuple[int, float, float], first: 
     return " | ".join(cells) + " |"
 
 
-def seconds(passes: int, rounds: int) -> None:
+def seconds(make: Any, fields: dict[str, Any], methods: Methods, passes: int, rounds: int) -> None:
     """Median time of a round, each method in turn, beside FedMBO's on whole models and beside the operations."""
-    tasks = {"whole": digits((), hidden=(1024, 1024)), "cut": digits(SPREAD, hidden=(1024, 1024))}
+    tasks = {"whole": make(()), "cut": make(SPREAD)}
     print("| method, models | ms | of FedMBO's time, % | pass by pass | of its operations, % |")
     print("|---|---:|---:|---|---:|")
     runs = {
-        "FedMBO, whole": (tasks["whole"], fb.FedMBO(**WIDE)),
+        "FedMBO, whole": (tasks["whole"], fb.FedMBO(**fields)),
         **{
-            f"{name}, {models}": (task, METHODS[name][0](**WIDE, **METHODS[name][1]))
-            for name in ("RABO, local", "RAFBO, local")
+            f"{name}, {models}": (task, algorithm(**fields, **more))
+            for name, (algorithm, more) in methods.items()
             for models, task in tasks.items()
         },
     }
@@ -237,10 +239,12 @@ def main() -> None:
         "cost": lambda: cost(lambda capacities: digits(capacities, hidden=(512, 512)), WIDE),
         "conv4": lambda: cost(strokes, TASKS, PAIRED),
         "networks": networks,
-        "time": lambda: seconds(options.passes, options.rounds),
+        "time": lambda: timed(lambda capacities: digits(capacities, hidden=(1024, 1024)), WIDE, LOCAL),
+        "time-conv4": lambda: timed(strokes, TASKS, PAIRED),
         "coverage": lambda: coverage(range(options.seeds)),
         "policies": lambda: policies(range(options.seeds)),
     }
+    timed = lambda *what: seconds(*what, options.passes, options.rounds)  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *parts], help="all, where none is named")
     parser.add_argument("--passes", type=int, default=5, help="of time, each of the two in turn")
