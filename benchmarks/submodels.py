@@ -9,7 +9,7 @@ cost       operations and bytes of a round, as the ledger has them, and the shar
 conv4      the same with Conv-4 on generated characters, of local hypergradients on one draw of tasks
 networks   operations alone, counted without playing, of Conv-4 with 16 and 64 channels and of the paper's ResNet-12
 time       time of a round on whole models and on submodels, in turn, beside FedMBO's; MLP 64-1024-1024-10
-time-conv4 the same with Conv-4 as in conv4
+time-conv4 the same with Conv-4 as in conv4; time-few-shot with the tasks, batches and products of few_shot.py in 5-shot
 coverage   all ten of capacity 1/4, segments dealt so that each unit is held by at least 1 or 2 clients: rounds to 90 %
            and 95 % of the accuracy that whole models end with
 policies   accuracy of each choice of units
@@ -37,6 +37,7 @@ ROUNDS, TERMS = 200, 5
 DIGITS = {"local_steps": 5, "batch_size": 32, "inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}
 WIDE = {**DIGITS, "inner_lr": 0.01, "outer_lr": 0.01, "neumann_step": 0.005, "neumann_terms": TERMS}
 TASKS = {"local_steps": 5, "batch_size": 2, "inner_lr": 1.0, "neumann_step": 0.2, "neumann_terms": TERMS}
+FEW_SHOT = {**TASKS, "local_steps": 20, "batch_size": 5, "neumann_terms": 10}
 Methods = dict[str, tuple[Any, dict[str, Any]]]
 METHODS: Methods = {
     "RABO, local": (fb.RABO, {}),
@@ -53,8 +54,10 @@ def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...]
     return hyper_representation(data="digits", hidden=hidden, clients=10, capacities=capacities, seed=seed)
 
 
-def strokes(capacities: tuple[float, ...], network: str = "conv4", hidden: tuple[int, ...] = (16,)) -> Task:
-    return few_shot(network=network, hidden=hidden, clients=10, capacities=capacities, test_episodes=1)
+def strokes(
+    capacities: tuple[float, ...], network: str = "conv4", hidden: tuple[int, ...] = (16,), shot: int = 1
+) -> Task:
+    return few_shot(network=network, hidden=hidden, clients=10, capacities=capacities, shot=shot, test_episodes=1)
 
 
 def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key: int = 0) -> fb.Result:
@@ -241,6 +244,7 @@ def main() -> None:
         "networks": networks,
         "time": lambda: timed(lambda capacities: digits(capacities, hidden=(1024, 1024)), WIDE, LOCAL),
         "time-conv4": lambda: timed(strokes, TASKS, PAIRED),
+        "time-few-shot": lambda: timed(lambda capacities: strokes(capacities, shot=5), FEW_SHOT, PAIRED),
         "coverage": lambda: coverage(range(options.seeds)),
         "policies": lambda: policies(range(options.seeds)),
     }
