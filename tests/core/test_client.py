@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Bilevel, Padded
 
 SIZES = np.array([3, 1, 4, 2])
@@ -186,3 +187,10 @@ def test_clients_local_steps_are_the_populations_or_else_the_algorithms():
     )
     assert make(None).local_steps(7) == 7
     assert int(make(jnp.asarray(3)).local_steps(7)) == 3
+
+
+@pytest.mark.parametrize("field", ["weights", "capacity"])
+@pytest.mark.parametrize("given", [[1, "x"], {"a": 1}, [[1], [1, 1]], "some"])
+def test_what_holds_no_numbers_is_refused_by_name(field, given):
+    with pytest.raises(ConfigurationError, match=rf"^Clients\.{field} = .* is not allowed: it must be .* number"):
+        Clients([np.ones((3, 1)), np.ones((3, 1))], **{field: given})

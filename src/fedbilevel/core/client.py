@@ -186,11 +186,17 @@ def _is(value: Any, word: str) -> bool:
 def checked_weights(field: str, weights: Any, count: int, otherwise: str = "None") -> np.ndarray:
     """Weights of `count` clients that sum to 1; None means equal ones."""
     weights = np.ones(count) if weights is None else weights
-    require(not isinstance(weights, str), field, weights, f"{otherwise} or one number per client")
-    p = np.asarray(weights, np.float64)
+    p = _numbers(field, weights, f"{otherwise} or one number per client")
     require(p.shape == (count,), field, p.shape, f"of shape {(count,)}, one per client")
     require(bool(np.all(np.isfinite(p)) and np.all(p > 0)), field, weights, "positive and finite")
     return np.asarray(p / p.sum())
+
+
+def _numbers(field: str, given: Any, allowed: str) -> np.ndarray:
+    try:
+        return np.asarray(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{field} = {given!r} is not allowed: it must be {allowed}") from error
 
 
 def checked_local_steps(field: str, steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:
@@ -213,8 +219,7 @@ def checked_capacity(field: str, capacity: Any, count: int) -> np.ndarray | None
     if capacity is None:
         return None
     allowed = f"None or {count} numbers, one for each client, above 0 and at most 1"
-    require(not isinstance(capacity, str), field, capacity, allowed)
-    c = np.asarray(capacity, np.float64)
+    c = _numbers(field, capacity, allowed)
     require(c.shape == (count,) and bool(np.all((c > 0) & (c <= 1))), field, capacity, allowed)
     return c
 
