@@ -17,6 +17,7 @@ OTHER_TASKS = {
     "fedlin": "classification",
     "fedavg-s": "fair_classification",
     **dict.fromkeys(("bi-fista", "fism", "irg", "irig"), "selection"),
+    **dict.fromkeys(("adbo", "sdbo"), "regularization"),
 }
 
 
