@@ -1,5 +1,6 @@
 """The few pytree helpers that optax.tree does not have."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,13 +66,13 @@ def epsilon(*trees: PyTree) -> float:
     return max((float(jnp.finfo(dtype).eps) for dtype in types), default=0.0)
 
 
-def split(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Split a model into (floating arrays, everything else); each has None where the other has a leaf.
+def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[PyTree, PyTree]:
+    """Split a model into (floating arrays, or what `varies`; all else); each has None where the other has a leaf.
 
     An Equinox module, for one, carries activation functions among its leaves; only the arrays are variables.
     """
-    variable = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_floating(leaf) else None, tree)
-    fixed = jax.tree.map(lambda leaf: None if is_floating(leaf) else leaf, tree)
+    variable = jax.tree.map(lambda leaf: jnp.asarray(leaf) if varies(leaf) else None, tree)
+    fixed = jax.tree.map(lambda leaf: None if varies(leaf) else leaf, tree)
     return variable, fixed
 
 

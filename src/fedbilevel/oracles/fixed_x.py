@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from fedbilevel.core.client import Client
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, join
+from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
 """Of all that is computed on the way to a client's features: what no cache holds waits for memory."""
@@ -82,9 +82,7 @@ def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBa
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
         fixed = parts.fixed(x)
-        found = fixed, parts.of_sample(fixed, batch)
-        numbers = jax.tree.map(lambda a: a if _differentiable(a) else None, found)
-        return numbers, jax.tree.map(lambda a: None if _differentiable(a) else a, found)
+        return split((fixed, parts.of_sample(fixed, batch)), _differentiable)
 
     def of_y(numbers: PyTree, y: PyTree) -> Array:
         fixed, sample = join(numbers, others)
