@@ -24,7 +24,7 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import hosts, leaving
 from fedbilevel.engines.addresses import check_reachable
 from fedbilevel.engines.leaving import LOST
-from fedbilevel.engines.solve import Loop
+from fedbilevel.engines.loop import Loop
 
 SECONDS = 480  # after which a process that hangs is ended
 PORTS = iter(range(21000 + os.getpid() % 900, 22000))

@@ -39,7 +39,7 @@ def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
 
 def test_the_cut_into_stretches_changes_no_bit(task, monkeypatch):
     """Rows, saves and the length of a stretch decide where the program returns; never what it computes."""
-    from fedbilevel.engines import solve as module
+    from fedbilevel.engines import loop as module
 
     whole = run(task, eval_every=7)
     monkeypatch.setattr(module, "STRETCH_SECONDS", 0.0)  # one round at a time

@@ -1,0 +1,234 @@
+"""A run in progress on the host's side: play rounds in stretches, evaluate, save, call back."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.core.algorithm import finished, with_own
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ExchangeError,
+    NonFiniteError,
+    NumericalError,
+    NumericalWarning,
+    require,
+)
+from fedbilevel.core.tree import join, nonfinite_leaves
+from fedbilevel.engines import checkpoint as files
+from fedbilevel.engines import hosts
+from fedbilevel.engines.book import Call
+from fedbilevel.engines.engine import Carry, Run
+from fedbilevel.engines.evaluation import Evaluation
+from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.leaving import LostProcess
+from fedbilevel.engines.ledger import Ledger
+from fedbilevel.engines.result import Callback, Result
+from fedbilevel.engines.source import local
+
+STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When to do what."""
+
+    rounds: int
+    eval_every: int
+    save_every: int
+    path: Path | None
+    identity: dict[str, Any]
+
+    def until_next_stop(self, round: int) -> int:
+        """Rounds to the next row, save or end: multiples of absolute round numbers, so that resuming keeps them."""
+        stops = [every - round % every for every in (self.eval_every, self.save_every)]
+        return min(self.rounds - round, *stops)
+
+    def row_due(self, round: int) -> bool:
+        return round % self.eval_every == 0 or round == self.rounds
+
+    def save_due(self, round: int) -> bool:
+        return self.path is not None and (round % self.save_every == 0 or round == self.rounds)
+
+
+@dataclass
+class Loop:
+    """A run in progress, on the host's side."""
+
+    plan: Plan
+    evaluation: Evaluation
+    callbacks: Sequence[Callback]
+    algorithm: Any
+    history: History = field(default_factory=History)
+    ledger: Ledger = field(default_factory=Ledger)
+    seconds: float = 0.0  # in rounds, without compilation and evaluation
+    losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
+    warned: bool = False
+    here: bool = True  # whether the carry has the clients' own states
+    costs: Mapping[Call, int] | None = None  # of a client's answer, in floating-point operations, where it is known
+
+    def play(self, run: Run, carry: Carry) -> Result:
+        result, stop = self.result(run, carry), False
+        reason = self.ending(result)  # of a run that is resumed after its end
+        speed = 0.0  # rounds per second; not known before the first stretch
+        with hold_interrupt() as interrupted:
+            if not self.history.rows:
+                first = self.add_row(result)
+                if self.plan.path:
+                    self.save(carry)  # from now on there is something to resume
+                told, stop, _ = agree(partial(self.tell, result, first), interrupted.is_set(), speed)
+                reason = reason or told
+            while result.round < self.plan.rounds and not reason and not stop:
+                stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
+                try:
+                    carry, speed = self.advance(run, carry, stretch)
+                except LostProcess:
+                    raise  # what the carry held went into the stretch
+                except ExchangeError:
+                    if self.plan.path:
+                        self.save(carry)
+                    raise
+                result = self.result(run, carry)
+                end = self.ending(result)
+                row = self.add_row(result) if end or self.plan.row_due(result.round) else None
+                reason, stop, speed = agree(partial(self.tell, result, row), interrupted.is_set(), speed)
+                reason = end or reason
+                if self.plan.save_due(result.round) or (self.plan.path and (reason or stop)):
+                    self.save(carry)
+        if stop:
+            raise KeyboardInterrupt
+        return replace(result, stopped=reason)
+
+    def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
+        """Some rounds, their costs and losses noted; the speed they had."""
+        began, compiling = time.perf_counter(), run.compile_seconds
+        carry, done, book = run.advance(carry, rounds)
+        self.listen(local(carry.state), int(carry.round) - done)
+        elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
+        self.seconds += elapsed
+        self.ledger.add(book, done, self.costs)
+        for (_, name), (total, weight) in book.metrics.items():
+            means = np.asarray(total, float) / np.asarray(weight, float)
+            self.losses.setdefault(name, []).extend(means.tolist())
+        return carry, done / max(elapsed, 1e-9)
+
+    def ending(self, result: Result) -> str:
+        """Why the algorithm has nothing left to do, or ""."""
+        return f"{type(self.algorithm).__name__} has finished" if finished(self.algorithm, result.state) else ""
+
+    def listen(self, state: Any, round: int) -> None:
+        """Ask the algorithm what it thinks of the state that some rounds from `round` on led to."""
+        silent = lambda state: ""  # noqa: E731
+        if trouble := getattr(self.algorithm, "complaint", silent)(state):
+            raise NumericalError(f"round {round} or soon after: {trouble}")
+        if not self.warned and (doubt := getattr(self.algorithm, "warning", silent)(state)):
+            warnings.warn(NumericalWarning(f"round {round} or soon after: {doubt}"), stacklevel=5)
+            self.warned = True
+
+    def result(self, run: Run, carry: Carry) -> Result:
+        """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
+        state = local(carry.state)
+        if self.here and hasattr(self.algorithm, "with_own"):
+            state = with_own(self.algorithm, state, local(carry.clients))
+            if bad := nonfinite_leaves(state.x):
+                raise NonFiniteError(f"round {int(carry.round)} or before, x: {', '.join(bad)} is not finite")
+        state = jax.tree.map(jnp.copy, state)
+        x_fixed, y_fixed = self.evaluation.fixed
+        return Result(
+            x=join(state.x, x_fixed),
+            y=join(state.y, y_fixed),
+            round=int(carry.round),
+            rounds=self.plan.rounds,
+            history=self.history,
+            ledger=self.ledger,
+            compile_seconds=run.compile_seconds,
+            state=state,
+        )
+
+    def add_row(self, result: Result) -> Row:
+        """Evaluate and append to the history. Means are of exactly rounded sums: no partition of rounds shows."""
+        row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds}
+        for name, values in self.losses.items():
+            row[name] = math.fsum(values) / len(values)
+        if hasattr(self.algorithm, "columns"):
+            row |= {name: float(value) for name, value in self.algorithm.columns(result.state).items()}
+        for name, value in self.evaluation(result.round, result.state.x, result.state.y).items():
+            require(name not in row, "metrics", name, "named otherwise: the history has a column of that name")
+            row[name] = value
+        self.losses.clear()
+        self.history.rows.append(row)
+        return row
+
+    def tell(self, result: Result, row: Row | None) -> str:
+        """Have every callback called; the first reason to stop."""
+        reasons = [callback(result, row) for callback in self.callbacks]
+        return next((str(reason) for reason in reasons if reason), "")
+
+    def save(self, carry: Carry) -> None:
+        """Write the checkpoint; where there are several processes, process 0 does."""
+        path = self.plan.path
+        assert path is not None
+        meta = {
+            "identity": self.plan.identity,
+            "history": self.history.rows,
+            "ledger": asdict(self.ledger),
+            "seconds": self.seconds,
+            "losses": self.losses,
+        }
+        hosts.decide(lambda: files.save(path, carry, meta))
+        hosts.here.saved = str(path)
+
+    def restore(self, carry: Carry) -> Carry:
+        """Continue from the plan's checkpoint; `carry` gives structure and shapes."""
+        assert self.plan.path is not None
+        with hosts.copy_of(self.plan.path) as path:
+            carry, meta = files.load(path, carry)
+        for name in {**meta["identity"], **self.plan.identity}:
+            mine, theirs = self.plan.identity.get(name), meta["identity"].get(name)
+            if theirs != mine:
+                raise CheckpointError(f"{self.plan.path} belongs to another run: its {name} is {theirs}, not {mine}")
+        done = int(carry.round)
+        require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
+        self.history, self.ledger = History(meta["history"]), Ledger(**meta["ledger"])
+        self.seconds, self.losses = meta["seconds"], meta["losses"]
+        hosts.here.saved = str(self.plan.path)
+        return carry
+
+
+def agree(tell: Callable[[], str], interrupted: bool, speed: float) -> tuple[str, bool, float]:
+    """What all processes go by: process 0's reason to stop and speed, anybody's Ctrl-C."""
+    reason, speed = hosts.decide(lambda: (tell(), speed))
+    return reason, any(hosts.gather(interrupted)), speed
+
+
+@contextmanager
+def hold_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event that is looked at between stretches; a second one acts at once."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        yield pressed
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
