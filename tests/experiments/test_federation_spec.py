@@ -22,7 +22,7 @@ NODE = {"partition-id": 0}
 
 @pytest.fixture(scope="module")
 def spec():
-    settings = ["task.clients=3", "task.samples=[8, 8]", "run.rounds=4", "run.eval_every=2", "batch_size=4"]
+    settings = ["task.clients=3", "task.samples=[8, 8]", "run.rounds=4", "run.eval_every=2", "batch_size=8"]
     return configure(task="quadratic", algorithm="simfbo", settings=settings)
 
 
@@ -61,10 +61,10 @@ def test_a_spec_gives_the_same_numbers_as_a_simulation(spec, tmp_path):
 
 
 def test_settings_of_the_run_configuration_change_both_sides(spec, tmp_path):
-    config = {"settings": "run.rounds=2 'algorithm.batch_size=2'", "out": str(tmp_path / "a")}
+    config = {"settings": "run.rounds=2 'algorithm.batch_size=16'", "out": str(tmp_path / "a")}
     grid = InProcess(federation.client_app(spec), 3, run_config={"settings": config["settings"]})
     federation.serve(spec, grid, config)
-    assert load_run(tmp_path / "a").spec.algorithm.fields["batch_size"] == 2
+    assert load_run(tmp_path / "a").spec.algorithm.fields["batch_size"] == 16
 
 
 def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):

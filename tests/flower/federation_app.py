@@ -121,7 +121,7 @@ class Trial:
     def node_config(self, client):
         """What a client's SuperNode is told: all but one have a folder for what they keep."""
         kept = "" if client == FORGETFUL else f" state-folder='{self.folder / 'states' / str(client)}'"
-        return f"partition-id={client} num-partitions={CLIENTS}{kept}"
+        return f"partition-id={client} num-partitions={CLIENTS} min-batch-size=4 min-local-samples=6{kept}"
 
     def renew(self):
         """Start everything anew, after a test that failed."""

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
 import fedbilevel as fb
 from fedbilevel.core.config import static
@@ -11,14 +11,17 @@ from fedbilevel.core.tree import XY
 from fedbilevel.engines import reference
 from fedbilevel.flower.apps import client_app
 from fedbilevel.flower.engine import Flower
+from fedbilevel.flower.limits import Limits
 from fedbilevel.flower.records import content, said_in
 from fedbilevel.flower.site import Site
+from fedbilevel.flower.store import ContextStore
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask
 from fedbilevel.tasks.quadratic import quadratic
 
 NAME = "0123456789abcdef"
 TASK = quadratic(clients=6, dim_x=2, dim_y=3, samples=(6, 6))  # of equal size: clients share compiled phases
+FREE = Limits(min_batch_size=1, min_local_samples=1)  # small clients, small batches
 SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 10 steps of them, eager and compiled
 
 
@@ -49,7 +52,7 @@ class Steps:
         return XY(x - self.lr * fed.mean(self.x_gradient, (x, y), last, unbiased=True)["g"], y)
 
 
-def site(algorithm, k, task=TASK, problem=None, **more):
+def site(algorithm, k, task=TASK, problem=None, limits=FREE, **more):
     """Client k of a task."""
     clients = task.clients
     problem = problem or task.problem
@@ -63,8 +66,14 @@ def site(algorithm, k, task=TASK, problem=None, **more):
         outer=clients.outer.row(k),
         inner=None if one else clients.inner.row(k),
         works=clients.local_steps is not None,
+        limits=limits,
         **more,
     )
+
+
+def memory():
+    """What Flower keeps for a client, still empty."""
+    return ContextStore(RecordDict())
 
 
 def app(algorithm, task=TASK, problem=None, **more):

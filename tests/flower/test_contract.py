@@ -221,7 +221,8 @@ def run(what, engine=None, dtype=float):
     task = TASK
     grid = InProcess(federations.client_app(lambda run, node: federations.Site(
         id=node["partition-id"], algorithm=Odd(what=what), problem=task.problem, x0=task.x0.astype(dtype),
-        y0=task.y0, outer=task.clients.outer.row(0), inner=task.clients.inner.row(0))), 6)  # fmt: skip
+        y0=task.y0, outer=task.clients.outer.row(0), inner=task.clients.inner.row(0),
+        limits=federations.FREE)), 6)  # fmt: skip
     clients = task.clients if engine else fb.RemoteClients.of(task.clients)
     engine = engine or federations.Flower(grid=grid)
     x0 = task.x0.astype(dtype)

@@ -121,7 +121,8 @@ def test_models_with_fixed_leaves():
 
     def make(run, node):
         own = samples[node["partition-id"]]
-        return Site(id=node["partition-id"], algorithm=algorithm, problem=problem, x0=x0, y0=y0, outer=own, inner=own)
+        k, limits = node["partition-id"], federations.FREE
+        return Site(id=k, algorithm=algorithm, problem=problem, x0=x0, y0=y0, outer=own, inner=own, limits=limits)
 
     here = fb.solve(algorithm, problem, clients, x0, y0, rounds=2)
     engine = Flower(grid=InProcess(client_app(make), 2))

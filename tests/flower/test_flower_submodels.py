@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from federations import memory
 
 import fedbilevel as fb
 from fedbilevel.core.tree import nbytes
@@ -68,7 +69,8 @@ def numbers_of(units):
 def site(algorithm, k, capacity, problem=PROBLEM, **more):
     (x, y), clients = start(), population()
     samples = {"outer": clients.outer.row(k), "inner": clients.inner.row(k)}
-    return Site(id=k, algorithm=algorithm, problem=problem, x0=x, y0=y, capacity=capacity, **samples, **more)
+    more = {"limits": federations.FREE, "capacity": capacity, **samples, **more}
+    return Site(id=k, algorithm=algorithm, problem=problem, x0=x, y0=y, **more)
 
 
 def app(algorithm, capacity=CAPACITY):
@@ -148,8 +150,8 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
         payload=bytes(nbytes(call.message)),
     )  # fmt: skip
     for other in ({"call": whole.name}, {"contract": desk.general.digest}, {"payload": bytes(nbytes(whole.message))}):
-        assert desk.answer(replace(asked, **other), None).refused
-    answer = desk.answer(asked, None)
+        assert desk.answer(replace(asked, **other), memory()).refused
+    answer = desk.answer(asked, memory())
     assert (answer.refused, answer.layout, len(answer.payload)) == ("", layout(call.update), nbytes(call.update))
     assert np.all(np.frombuffer(answer.payload) != 0)  # noise in every entry
     assert answer.epsilon > 0

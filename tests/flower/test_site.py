@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from federations import memory
 from two_phase import TwoPhase
 
 import fedbilevel as fb
@@ -54,7 +55,7 @@ def ask(desk, of="y_gradient", **changes):
 
 def test_an_answer(desk, ran):
     """The phase itself, called by hand with the key that every engine gives it."""
-    answer = desk.answer(ask(desk), None)
+    answer = desk.answer(ask(desk), memory())
     assert answer.refused == ""
     clients, key = federations.TASK.clients, jax.random.fold_in(jax.random.key(5), 0)
     batch = sites._samples(sites.Ragged.listed("inner", [clients.inner.row(0)])).batch(key, 4)
@@ -67,10 +68,10 @@ def test_an_answer(desk, ran):
 
 
 def test_a_greeting(desk, ran):
-    answer = desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), None)
+    answer = desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), memory())
     assert (answer.contract, answer.client, answer.refused) == (desk.contract.text, 0, "")
     other = Desk(federations.site(federations.Steps(batch_size=5), 0)).contract.text
-    refused = desk.answer(Ask(run=federations.NAME, contract=other), None).refused
+    refused = desk.answer(Ask(run=federations.NAME, contract=other), memory()).refused
     assert refused == "we do not agree: hyperparameters.batch_size is 5 there and 4 here"
     assert ran == []
 
@@ -95,7 +96,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_not_run(case, desk, ran, caplog):
     changes, expected = REFUSED[case]
-    answer = desk.answer(ask(desk, **changes), None)
+    answer = desk.answer(ask(desk, **changes), memory())
     assert expected in answer.refused
     assert (answer.payload, answer.metrics, answer.layout) == (b"", "{}", [])
     assert ran == []
@@ -107,22 +108,24 @@ def test_what_is_refused_is_not_run(case, desk, ran, caplog):
 @pytest.mark.parametrize("changes", [{"key": b"123"}, {"key": b""}, {"key_kind": "dice"}])
 def test_a_key_that_is_none_is_refused(changes, desk, ran):
     """With the name of the error only: its text might hold anything."""
-    assert "Error; the client's log says more" in desk.answer(ask(desk, **changes), None).refused
+    assert "Error; the client's log says more" in desk.answer(ask(desk, **changes), memory()).refused
     assert ran == []
 
 
 @pytest.mark.parametrize(("limits", "expected"), [
     ({"batch_size": 3}, "batch_size = 4 is above this client's limit of 3"),
+    ({"min_batch_size": 5}, "batch_size = 4 is below this client's floor of 5"),
+    ({"min_local_samples": 7}, "this client has fewer samples than its floor of 7"),
     ({"local_steps": 2}, "inner_rounds = 3 is above this client's limit of 2 steps"),
     ({"message_bytes": 39}, "40 bytes are above this client's limit of 39"),
 ])  # fmt: skip
 def test_limits(limits, expected, ran):
     algorithm = Rounds() if "local_steps" in limits else STEPS
-    desk = Desk(federations.site(algorithm, 0, limits=Limits(**limits)))
-    assert desk.answer(ask(desk), None).refused == expected
+    desk = Desk(federations.site(algorithm, 0, limits=replace(federations.FREE, **limits)))
+    assert desk.answer(ask(desk), memory()).refused == expected
     assert ran == []
     if "message_bytes" not in limits:  # told at the greeting, too
-        assert desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), None).refused == expected
+        assert desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), memory()).refused == expected
 
 
 @fb.algorithm
@@ -134,11 +137,11 @@ class Rounds(federations.Steps):
 
 def test_local_steps_that_the_server_says(ran):
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(6, 6), local_steps=(1, 5))
-    desk = Desk(federations.site(STEPS, 0, task, limits=Limits(local_steps=4)))
-    assert desk.answer(ask(desk, work=5), None).refused == "5 local steps are above this client's limit of 4"
-    assert desk.answer(ask(desk), None).refused == "local steps = -1 came; this client expects some"
+    desk = Desk(federations.site(STEPS, 0, task, limits=replace(federations.FREE, local_steps=4)))
+    assert desk.answer(ask(desk, work=5), memory()).refused == "5 local steps are above this client's limit of 4"
+    assert desk.answer(ask(desk), memory()).refused == "local steps = -1 came; this client expects some"
     assert ran == []
-    assert desk.answer(ask(desk, work=4), None).refused == ""
+    assert desk.answer(ask(desk, work=4), memory()).refused == ""
 
 
 def test_a_phase_that_takes_too_long():
@@ -163,21 +166,18 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(sites, "run_phase", lambda *_: go.wait(30) and fb.Reply(jnp.ones(3), state={
         "calls": jnp.ones((), jnp.int32), "control": jnp.ones(3)}))  # fmt: skip
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    site = federations.site(TwoPhase(), 0, limits=Limits(seconds=0.05), privacy=privacy, folder=tmp_path)
+    site = federations.site(
+        TwoPhase(), 0, limits=replace(federations.FREE, seconds=0.05), privacy=privacy, folder=tmp_path
+    )
     desk = Desk(site)
-    assert desk.answer(ask(desk, "inner_gradient"), None).refused == "the phase failed; the client's log says more"
+    assert desk.answer(ask(desk, "inner_gradient"), memory()).refused == "the phase failed; the client's log says more"
     go.set()
     desk.patience.thread.join(5)
-    assert {path.name for path in tmp_path.iterdir()} == {"secret", "client", "lock", "account.json"}
+    kept = {"secret", "client", "lock", "account.json", "client-0-questions.json"}  # it was asked all the same
+    assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "account.json").read_text() == "{}"
-    assert desk.answer(ask(desk, "inner_gradient"), None).refused == ""
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "secret",
-        "client",
-        "lock",
-        "account.json",
-        f"client-0-run-{federations.NAME}.npz",
-    }
+    assert desk.answer(ask(desk, "inner_gradient"), memory()).refused == ""
+    assert {path.name for path in tmp_path.iterdir()} == kept | {f"client-0-run-{federations.NAME}.npz"}
 
 
 @fb.algorithm
@@ -199,12 +199,15 @@ def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
     """It says where; under privacy not even that, since it depends on the data."""
     desk = Desk(federations.site(Dividing(), 0))
     zero = np.zeros(1).tobytes()
-    answer = desk.answer(ask(desk, "phase", payload=zero), None)
+    answer = desk.answer(ask(desk, "phase", payload=zero), memory())
     assert answer.refused.startswith("the reply is not finite in ")
     assert answer.payload == b""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     desk = Desk(federations.site(Dividing(), 0, privacy=privacy, folder=tmp_path))
-    assert desk.answer(ask(desk, "phase", payload=zero), None).refused == "the phase failed; the client's log says more"
+    assert (
+        desk.answer(ask(desk, "phase", payload=zero), memory()).refused
+        == "the phase failed; the client's log says more"
+    )
     assert (tmp_path / "account.json").read_text() == "{}"
 
 
@@ -213,17 +216,23 @@ def test_privacy(tmp_path):
     privacy = Privacy(clip=0.5, noise_multiplier=2.0, delta=1e-5, epsilon=12.0)
     make = lambda: Desk(federations.site(STEPS, 0, privacy=privacy, folder=tmp_path))  # noqa: E731
     plain, desk = Desk(federations.site(STEPS, 0)), make()
-    answers = [desk.answer(ask(desk), None), desk.answer(ask(desk), None), (desk := make()).answer(ask(desk), None)]
+    answers = [
+        desk.answer(ask(desk), memory()),
+        desk.answer(ask(desk), memory()),
+        (desk := make()).answer(ask(desk), memory()),
+    ]
     assert [answer.epsilon for answer in answers] == pytest.approx([privacy.epsilon_after(n) for n in (1, 2, 3)])
     assert all(a.refused == "" and (a.metrics, a.gradients, a.products, a.delta) == ("{}", 0, 0, 1e-5) for a in answers)
-    sent = [np.frombuffer(answer.payload) for answer in (plain.answer(ask(plain), None), *answers)]
+    sent = [np.frombuffer(answer.payload) for answer in (plain.answer(ask(plain), memory()), *answers)]
     assert len({vector.tobytes() for vector in sent}) == 4
     clipped = sent[0] * min(1, 0.5 / np.linalg.norm(sent[0]))
     assert all(0 < np.linalg.norm(vector - clipped) < 9.5 * 3**0.5 for vector in sent[1:])  # noise of deviation 1
     most = next(n for n in range(1, 100) if privacy.epsilon_after(n + 1) > 12.0)
     for _ in range(3, most):
-        assert desk.answer(ask(desk), None).refused == ""
-    assert desk.answer(ask(desk), None).refused.startswith(f"privacy budget spent: after {most} replies one more would")
+        assert desk.answer(ask(desk), memory()).refused == ""
+    assert desk.answer(ask(desk), memory()).refused.startswith(
+        f"privacy budget spent: after {most} replies one more would"
+    )
     assert Spent.from_json((tmp_path / "account.json").read_text()).total == most
 
 
@@ -253,11 +262,11 @@ def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
     assert json.loads(account.read_text()) == {}
     with pytest.raises(fb.ConfigurationError, match=r"Site\.id = 2 is not allowed: it must be 1, whose .* is"):
         make(2)
-    assert desk.answer(ask(desk), None).refused == ""
+    assert desk.answer(ask(desk), memory()).refused == ""
     kept = account.read_text()
     assert Spent.from_json(kept).total == 1
     account.unlink()
-    assert desk.answer(ask(desk), None).refused == "ConfigurationError; the client's log says more"
+    assert desk.answer(ask(desk), memory()).refused == "ConfigurationError; the client's log says more"
     with pytest.raises(fb.ConfigurationError, match=r"account\.json is missing"):
         make(1)
     assert not account.exists()
@@ -276,9 +285,9 @@ def test_logs_tell_nothing_of_data_or_updates(caplog, tmp_path):
     site = replace(site, outer=jax.tree.map(lambda a: np.full_like(a, mark), site.outer),
                    inner=jax.tree.map(lambda a: np.full_like(a, mark), site.inner))  # fmt: skip
     desk = Desk(site)
-    answers = [desk.answer(ask(desk, phase), None) for phase in ("y_gradient", "x_gradient")]
-    desk.answer(ask(desk, payload=b"1"), None)
-    desk.answer(ask(desk, round=-1), None)
+    answers = [desk.answer(ask(desk, phase), memory()) for phase in ("y_gradient", "x_gradient")]
+    desk.answer(ask(desk, payload=b"1"), memory())
+    desk.answer(ask(desk, round=-1), memory())
     updates = np.concatenate([np.frombuffer(answer.payload) for answer in answers])
     secrets = {f"{abs(value):.8f}"[:6] for value in (mark, *updates, answers[0].numbers()["inner"]) if value}
     assert len(secrets) == 3
@@ -302,8 +311,8 @@ def test_a_client_that_cannot_start_says_so(caplog, tmp_path):
 
 def test_a_phase_is_compiled_once(desk):
     """Another round, weight or message is no new program."""
-    desk.answer(ask(desk), None)
+    desk.answer(ask(desk), memory())
     before = sites.run_phase._cache_size()
     for round in range(5):
-        assert desk.answer(ask(desk, round=round, weight=0.1 + round / 10), None).refused == ""
+        assert desk.answer(ask(desk, round=round, weight=0.1 + round / 10), memory()).refused == ""
     assert sites.run_phase._cache_size() == before

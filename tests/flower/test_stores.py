@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from federations import memory
 from flwr.app import RecordDict
 from two_phase import TwoPhase
 
@@ -63,7 +64,7 @@ def test_only_names_of_runs_are_names_of_files(tmp_path):
         for desk in desks:
             for phase in ("", "inner_gradient"):
                 ask = Ask(run=name, contract=desk.contract.text, phase=phase)
-                assert desk.answer(ask, None).refused == f"{name!r} is not the name of a run"
+                assert desk.answer(ask, memory()).refused == f"{name!r} is not the name of a run"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from federations import memory
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,7 +173,7 @@ def test_a_desk_answers_whatever_it_is_asked(desk, fields, right):
         ask = read(Ask, fields, payload)
     except Refusal:
         return
-    answer = desk.answer(ask, None)
+    answer = desk.answer(ask, memory())
     assert answer.client == 0
     assert bool(answer.refused) != (len(answer.payload) == 24)
     Message(content(answer), 1, MESSAGE_TYPE)  # it can be sent

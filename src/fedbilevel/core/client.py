@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import ConfigurationError, FloorError, require
 from fedbilevel.core.problem import Minimax, Padded, Problem
 from fedbilevel.core.tree import PyTree
 
@@ -260,9 +260,10 @@ class Samples:
     size: Array  # scalar
     longest: int = field(metadata={"static": True})  # the largest size of any client
     equal: bool = field(metadata={"static": True})  # whether all clients have that size
+    floor: int = field(default=1, metadata={"static": True})  # a draw of fewer samples is refused, by the client itself
 
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
-        """`batch_size` samples drawn uniformly, or every sample when it is None."""
+        """`batch_size` samples drawn uniformly with replacement, or every sample when it is None."""
         if batch_size is not None:
             chosen = self.start + self.drawn(key, batch_size)
             return jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values)
@@ -271,7 +272,19 @@ class Samples:
 
     def drawn(self, key: Array, batch_size: int) -> Array:
         """The places of a batch among this client's samples, (batch_size,) in 0..size − 1."""
+        self.check_floor(batch_size)
         return uniform_below(key, self.size, (batch_size,))
+
+    def check_floor(self, count: int | Array) -> None:
+        """Refuse a draw of fewer than `floor` samples, or, above a floor of 1, of a number that data say.
+
+        Raises:
+            FloorError: while the phase is traced, so that nothing of it runs.
+        """
+        if isinstance(count, int) and count < self.floor:
+            raise FloorError(f"a draw of {count} samples is below this client's floor of {self.floor}")
+        if not isinstance(count, int) and self.floor > 1:
+            raise FloorError(f"this client's floor of {self.floor} samples refuses draws of as many as a server says")
 
     def shuffled(self, key: Array) -> Array:
         """The places of all samples in random order, then those of the padding: (longest,)."""
@@ -282,6 +295,8 @@ class Samples:
     def in_turn(self, key: Array | None, steps: int | Array | None) -> Padded:
         """Samples one after the other, for methods that take a step on each: all of them, in their own order or, given
         a key, in a random one; of `steps` many, at most all, with a key. `mask` says which there are."""
+        if steps is not None:
+            self.check_floor(steps)
         length = self.longest if steps is None or isinstance(steps, Array) else min(int(steps), self.longest)
         mask = jnp.arange(length) < (self.size if steps is None else jnp.minimum(steps, self.size))
         if key is None:

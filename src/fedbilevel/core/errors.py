@@ -40,6 +40,10 @@ class ExchangeError(FedbilevelError):
     """Too few clients answered; the message names round and phase, and what those said who refused."""
 
 
+class FloorError(FedbilevelError):
+    """A client's own rule forbids to draw so few samples; the message names the rule, and no data."""
+
+
 class CheckpointError(FedbilevelError, OSError):
     """A checkpoint could not be written, or does not belong to this run."""
 

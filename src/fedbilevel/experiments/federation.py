@@ -37,11 +37,21 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 
 SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float, "norm-bound": float}
-"""Run configuration, besides `settings` and `out`: fields of `flower.terms.Terms`. norm-bound = 0 sets none."""
+"""Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. norm-bound = 0 sets none."""
 
-LIMITS = {"max-local-steps": int, "max-batch-size": int, "max-seconds": float, "max-bytes": int}
+LIMITS = {  # node configuration -> field of `flower.Limits`
+    "max-local-steps": "local_steps",
+    "max-batch-size": "batch_size",
+    "max-seconds": "seconds",
+    "max-bytes": "message_bytes",
+    "min-batch-size": "min_batch_size",
+    "min-local-samples": "min_local_samples",
+    "max-questions-per-round": "questions_per_round",
+    "max-questions": "questions",
+}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
-NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, **LIMITS, **PRIVACY}
+NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, **PRIVACY}
+NODE |= {name: float if name == "max-seconds" else int for name in LIMITS}
 """Node configuration, besides the task's own fields."""
 
 
@@ -73,7 +83,8 @@ def serve(spec: Spec, grid: Any, config: Config) -> None:
     place = Folder(Path(config["out"])) if config.get("out") else Folder.new(spec)
     require_same(spec, place)
     name = run_name(place)
-    engine = Flower(grid=grid, terms=terms(config), name=name, log=place.path / "exchanges.jsonl")
+    keys = config.get("client-keys") or None
+    engine = Flower(grid=grid, terms=terms(config), name=name, log=place.path / "exchanges.jsonl", keys=keys)
 
     def note_name(result: Result, row: Row | None) -> None:
         if not _name_file(place).exists():
@@ -103,8 +114,7 @@ def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
     row = 0 if alone else client
     one = clients.inner is clients.outer
-    limits = {name.removeprefix("max-").replace("-", "_"): node[name] for name in LIMITS if name in node}
-    limits = {("message_bytes" if name == "bytes" else name): value for name, value in limits.items()}
+    limits = {field: node[name] for name, field in LIMITS.items() if name in node}
     private = {name.replace("-", "_"): node[name] for name in PRIVACY if name in node}
     return Site(
         id=client,
@@ -124,7 +134,7 @@ def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
 
 def configured(spec: Spec, config: Config) -> Spec:
     """The spec with the settings of a run configuration: FIELD=VALUE, as for --set, divided as a shell would."""
-    known = {"settings", "out", *SERVER}
+    known = {"settings", "out", "client-keys", *SERVER}
     for name in config:
         if name not in known:
             raise unknown("name in the run configuration", name, known)

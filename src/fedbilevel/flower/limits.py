@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import require, require_count
+from fedbilevel.flower.tally import Tally
 from fedbilevel.flower.wire import Refusal
 
 T = TypeVar("T")
@@ -16,7 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A client's own limits. What exceeds them is refused, whoever asks.
+    """A client's own limits and floors. What is outside of them is refused, whoever asks: no server overrides them.
+
+    Floors make it dearer to learn single samples from many replies; they do not prevent it (docs/security.md).
 
     Args:
         local_steps: at most so many local steps, whether the algorithm or the message says how many; also of the
@@ -25,25 +28,51 @@ class Limits:
         seconds: for one phase, compilation included. A phase that takes longer is answered by a refusal, and further
             messages are refused until it ends.
         message_bytes: of a message's arrays.
+        min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
+            client's samples is served, too.
+        min_local_samples: a client that holds fewer samples of either loss answers nothing.
+        questions_per_round: questions of one round at most; those that are asked again count again.
+        questions: questions in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
+            keeps a run's memory, that is, for each run apart. A client that has reached it answers nothing.
     """
 
     local_steps: int = 10_000
     batch_size: int = 100_000
     seconds: float = 600.0
     message_bytes: int = 2**30
+    min_batch_size: int = 8
+    min_local_samples: int = 8
+    questions_per_round: int = 1_000
+    questions: int = 1_000_000
 
     def __post_init__(self) -> None:
-        for name in ("local_steps", "batch_size", "message_bytes"):
+        for name in (field.name for field in fields(self) if field.name != "seconds"):
             require_count(f"Limits.{name}", getattr(self, name))
         require(self.seconds > 0, "Limits.seconds", self.seconds, "positive")
+        lower = self.min_batch_size <= self.batch_size
+        require(lower, "Limits.min_batch_size", self.min_batch_size, f"at most batch_size = {self.batch_size}")
 
     def check_algorithm(self, algorithm: Any) -> None:
         """Refuse hyperparameters that ask for too much work."""
         for name, value in hyperparameters(algorithm).items():
             if name == "batch_size" and value is not None and value > self.batch_size:
                 raise Refusal(f"{name} = {value} is above this client's limit of {self.batch_size}")
+            if name == "batch_size" and value is not None and value < self.min_batch_size:
+                raise Refusal(f"{name} = {value} is below this client's floor of {self.min_batch_size}")
             if type(value) is int and name != "batch_size" and value > self.local_steps:
                 raise Refusal(f"{name} = {value} is above this client's limit of {self.local_steps} steps")
+
+    def check_samples(self, count: int) -> None:
+        """Refuse to answer about too few samples; how many there are is not said."""
+        if count < self.min_local_samples:
+            raise Refusal(f"this client has fewer samples than its floor of {self.min_local_samples}")
+
+    def check_tally(self, tally: Tally) -> None:
+        """Refuse one question more than is allowed; `tally` counts it already."""
+        if tally.in_round > self.questions_per_round:
+            raise Refusal(f"this client answers {self.questions_per_round} questions in one round, and no more")
+        if tally.total > self.questions:
+            raise Refusal(f"this client answers {self.questions} questions in all, and no more")
 
     def check_message(self, work: int, size: int) -> None:
         """Refuse a number of local steps, or of bytes, that is too large."""

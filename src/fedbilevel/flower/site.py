@@ -17,7 +17,7 @@ import numpy as np
 from fedbilevel.core.algorithm import check_algorithm, check_solves, init_client
 from fedbilevel.core.client import Client, Ragged, Samples
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import FedbilevelError, require
+from fedbilevel.core.errors import FedbilevelError, FloorError, require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.remote import RemoteClients
@@ -92,8 +92,9 @@ class Desk:
         check_losses(self.problem, self.x, self.y, *examples)
         self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
         self.contract = self.cut(examples)  # the general one, as it is for this client
-        self.outer = _samples(outer)
-        self.inner = self.outer if inner is outer else _samples(inner)
+        floor = site.limits.min_batch_size
+        self.outer = _samples(outer, floor)
+        self.inner = self.outer if inner is outer else _samples(inner, floor)
         self.patience = Patience(site.limits.seconds)
         self.store = None if site.folder is None else FolderStore(site.folder, site.id)
         self.guard = None
@@ -119,6 +120,7 @@ class Desk:
             if not is_run(ask.run):
                 raise Refusal(f"{ask.run[:80]!r} is not the name of a run")
             self.site.limits.check_algorithm(self.site.algorithm)
+            self.site.limits.check_samples(min(self.outer.longest, self.inner.longest))
             answer = self.reply(ask, self.store or memory, blank) if ask.phase else self.greet(ask, blank)
             log.info("%s: answered in %.3f s, %d bytes", what, time.perf_counter() - began, len(answer.payload))
         except Exception as error:
@@ -135,6 +137,7 @@ class Desk:
         """Check what is asked, run it, keep what is to be kept."""
         call = self.call(ask)
         message = self.message(call, ask)
+        self.count(ask, store)
         at_start, before = (None, None) if ask.fresh else self.states(ask, store)
         reply = self.played(call.phase, message, ask, before)
         answer = replace(blank, layout=layout(reply.update))
@@ -154,6 +157,12 @@ class Desk:
             counted = ask.counted_round, ask.counted_exchange
             store.save(ask.run, Kept(ask.round, ask.exchange, counted, at_start, before, now))
         return answer
+
+    def count(self, ask: Ask, store: Store) -> None:
+        """Note one more question; the count is kept before anything is computed."""
+        tally = store.tally().next(ask.run, ask.round)
+        self.site.limits.check_tally(tally)
+        store.save_tally(tally)
 
     def states(self, ask: Ask, store: Store) -> tuple[PyTree, PyTree]:
         """What the client keeps, as a stopped run would go on from it and as this message has to see it."""
@@ -233,11 +242,11 @@ def run_phase(phase: str, algorithm: Any, round: Any, client: Client, message: P
 
 def in_words(error: Exception) -> str:
     """What a server is told of an error: of those that are not made for it, which may name files, only the kind."""
-    meant = isinstance(error, Refusal | BudgetSpentError)
+    meant = isinstance(error, Refusal | BudgetSpentError | FloorError)
     return str(error) if meant else f"{type(error).__name__}; the client's log says more"
 
 
-def _samples(rows: Ragged) -> Samples:
-    """All of a client's samples, on its device."""
+def _samples(rows: Ragged, floor: int = 1) -> Samples:
+    """All of a client's samples, on its device; draws of fewer than `floor` are refused."""
     size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
-    return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True)
+    return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, floor=floor)

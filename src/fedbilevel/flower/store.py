@@ -1,15 +1,19 @@
-"""Where a client keeps its own state of a run: in a folder, or in what Flower keeps for it."""
+"""Where a client keeps its state of a run and its count of questions: in a folder, or in what Flower keeps for it."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+from fedbilevel.core.errors import CheckpointError
 from fedbilevel.engines import checkpoint
 from fedbilevel.flower.client_state import Kept
 from fedbilevel.flower.records import RAW
+from fedbilevel.flower.tally import Tally
 from fedbilevel.flower.wire import Refusal, from_bytes, layout, to_bytes
 
 TREES = ("at_start", "before", "now")
@@ -29,6 +33,16 @@ class Store(Protocol):
 
     def save(self, run: str, kept: Kept) -> None: ...
 
+    def tally(self) -> Tally:
+        """The count of questions so far.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        ...
+
+    def save_tally(self, tally: Tally) -> None: ...
+
 
 class FolderStore:
     """One file for each of a client's latest RUNS runs; it outlives the client's process, and its node.
@@ -38,6 +52,7 @@ class FolderStore:
 
     def __init__(self, folder: Path, client: int) -> None:
         self.folder, self.client = folder, client
+        self.count = folder / f"client-{client}-questions.json"
 
     def path(self, run: str) -> Path:
         return self.folder / f"client-{self.client}-run-{run}.npz"
@@ -57,11 +72,22 @@ class FolderStore:
         for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
 
+    def tally(self) -> Tally:
+        if not self.count.exists():
+            return Tally()
+        try:
+            return Tally(**json.loads(self.count.read_text()))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.count} is damaged: restore it, or delete it to count anew") from error
+
+    def save_tally(self, tally: Tally) -> None:
+        checkpoint.write_atomically(self.count, lambda file: file.write(json.dumps(asdict(tally)).encode()))
+
 
 class ContextStore:
     """Flower's own per-run memory of a client (`Context.state`); it is lost when the SuperNode restarts."""
 
-    FIELDS, TREE = "fedbilevel.tag", "fedbilevel.state"
+    FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.questions"
 
     def __init__(self, records: RecordDict) -> None:
         self.records = records
@@ -92,3 +118,10 @@ class ContextStore:
             }
         )
         self.records[self.TREE] = ArrayRecord({RAW: leaves})
+
+    def tally(self) -> Tally:
+        count = self.records.get(self.COUNT)
+        return Tally(**dict(count)) if isinstance(count, ConfigRecord) else Tally()  # type: ignore[arg-type]
+
+    def save_tally(self, tally: Tally) -> None:
+        self.records[self.COUNT] = ConfigRecord(asdict(tally))

@@ -1,0 +1,109 @@
+"""A client's floors: what it refuses to be asked, whoever asks."""
+
+from dataclasses import replace
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from federations import memory
+from test_site import ask
+
+import fedbilevel as fb
+from fedbilevel.core.config import static
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorError
+from fedbilevel.flower.limits import Limits
+from fedbilevel.flower.site import Desk, _samples
+from fedbilevel.flower.store import FolderStore
+from fedbilevel.flower.tally import Tally
+from fedbilevel.flower.wire import Ask
+
+STEPS = federations.Steps()
+
+
+def test_the_floors_that_everyone_has():
+    limits = Limits()
+    assert (limits.min_batch_size, limits.min_local_samples) == (8, 8)
+    with pytest.raises(ConfigurationError, match=r"Limits\.min_batch_size = 9 is not allowed: it must be at most"):
+        Limits(min_batch_size=9, batch_size=8)
+
+
+@pytest.mark.parametrize(("batch_size", "refused"), [(1, True), (7, True), (8, False), (None, False)])
+def test_small_batches_are_refused_at_the_greeting(batch_size, refused):
+    task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(9, 9))
+    site = federations.site(federations.Steps(batch_size=batch_size), 0, task, limits=Limits())
+    desk = Desk(site)
+    greeting = Ask(run=federations.NAME, contract=desk.contract.text)
+    expected = f"batch_size = {batch_size} is below this client's floor of 8" if refused else ""
+    assert desk.answer(greeting, memory()).refused == expected
+
+
+@fb.algorithm
+class Sly(federations.Steps):
+    """Draws batches whose size has another name than batch_size."""
+
+    few: int = static(3)
+
+    @fb.phase
+    def y_gradient(self, client, message, key):
+        gradient = jax.grad(client.problem.inner, 1)(*message, client.inner_batch(key, self.few))
+        return fb.Reply(gradient, gradients=1)
+
+
+def test_the_floor_is_where_samples_are_drawn():
+    """Whatever an algorithm calls the size of its batches, nothing is computed on fewer samples."""
+    desk = Desk(federations.site(Sly(batch_size=None), 0, limits=replace(federations.FREE, min_batch_size=4)))
+    assert desk.answer(ask(desk), memory()).refused == "a draw of 3 samples is below this client's floor of 4"
+    assert desk.answer(ask(desk, "x_gradient"), memory()).refused == ""
+
+
+def test_walks_sample_by_sample_have_the_floor_too():
+    rows = fb.Clients([{"a": np.arange(9.0)}]).inner
+    samples, key = _samples(rows, 4), jax.random.key(0)
+    with pytest.raises(FloorError, match="3 samples is below this client's floor of 4"):
+        samples.in_turn(key, 3)
+    with pytest.raises(FloorError, match="floor of 4 samples refuses draws of as many as a server says"):
+        jax.jit(lambda steps: samples.in_turn(key, steps))(jnp.asarray(5))
+    assert int(samples.in_turn(key, 4).mask.sum()) == 4
+    assert int(samples.in_turn(None, None).mask.sum()) == 9
+    assert int(_samples(rows).in_turn(key, 1).mask.sum()) == 1  # without a floor, as in a simulation
+
+
+def test_questions_of_a_round_and_of_all_runs(tmp_path):
+    limits = replace(federations.FREE, questions_per_round=2, questions=5)
+    site = federations.site(STEPS, 0, limits=limits, folder=tmp_path)
+    desk = Desk(site)
+    assert desk.answer(ask(desk, payload=b"1"), memory()).refused  # what is not computed is not counted
+    assert [desk.answer(ask(desk, round=1), memory()).refused for _ in range(2)] == ["", ""]
+    assert (
+        desk.answer(ask(desk, round=1), memory()).refused == "this client answers 2 questions in one round, and no more"
+    )
+    assert desk.answer(ask(desk, round=0), memory()).refused.endswith("in one round, and no more")  # nor by going back
+    assert desk.answer(ask(desk, round=2), memory()).refused == ""
+    desk = Desk(site)  # another process
+    other = "f" * 16  # and another run
+    assert desk.answer(ask(desk, run=other), memory()).refused == ""
+    assert desk.answer(ask(desk, run=other), memory()).refused == ""
+    assert (
+        desk.answer(ask(desk, run=other, round=9), memory()).refused
+        == "this client answers 5 questions in all, and no more"
+    )
+    assert FolderStore(tmp_path, 0).tally() == Tally(5, other, 2, 2)
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"total": "5"}', '{"total": 1, "rounds": 2}', "{" * 100])
+def test_a_damaged_count_is_no_new_beginning(tmp_path, damaged):
+    store = FolderStore(tmp_path, 0)
+    store.count.write_text(damaged)
+    with pytest.raises(CheckpointError, match=r"client-0-questions\.json is damaged"):
+        store.tally()
+    desk = Desk(federations.site(STEPS, 0, folder=tmp_path))
+    assert desk.answer(ask(desk), memory()).refused == "CheckpointError; the client's log says more"
+
+
+def test_a_count_without_a_folder_stays_with_flower():
+    kept = memory()
+    desk = Desk(federations.site(STEPS, 0, limits=replace(federations.FREE, questions=2)))
+    assert [bool(desk.answer(ask(desk), kept).refused) for _ in range(3)] == [False, False, True]
+    assert kept.tally() == Tally(2, federations.NAME, 2, 2)
