@@ -28,7 +28,7 @@ def play(spec: Spec, clients: int, out: Path | None, persistent: bool) -> Loaded
     )
     with Federation(folder, clients, persistent=persistent) as federation:
         print(f"online at {federation.address}; {spec.title}", flush=True)
-        for line in federation.run(app, f'out="{run}"'):
+        for line in federation.run(app, f'out="{run}" client-keys="{federation.credentials.ca.parent}"'):
             print(line, end="", flush=True)
     done = load_run(run)
     print(f"all stopped\nplot  {done.folder.plot}")

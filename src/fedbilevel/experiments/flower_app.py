@@ -50,6 +50,7 @@ clientapp = "{package}.client_app:app"
 [tool.flwr.app.config]
 settings = ""     # FIELD=VALUE, with spaces between: changes spec.toml for this run, as --set of fedbilevel run
 out = ""          # the server's run folder; an unfinished run in it is continued. Empty: runs/… where the server runs
+client-keys = ""  # a folder of the server's: client-0.pub, …: who registered with that key is client 0. Empty: anybody
 quorum = 0.5      # share of a cohort that must answer
 deadline = 120.0  # seconds that a client has for an answer
 attempts = 3      # how often those who did not answer are asked, before the run stops

@@ -28,6 +28,7 @@ from fedbilevel.engines.submodels import Cutting, Submodels
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
 from fedbilevel.flower.courier import Courier
+from fedbilevel.flower.credentials import public_keys
 from fedbilevel.flower.exchange_log import ExchangeLog
 from fedbilevel.flower.fed import FlowerFed
 from fedbilevel.flower.lanes import Lanes
@@ -51,12 +52,15 @@ class Flower:
             (`checkpoint_every=1`). An asynchronous one resumes without the answers that were under way, so not
             bit for bit: see docs/federation.md.
         log: a file that gets one JSON line for each exchange.
+        keys: a folder with every client's public key, client-0.pub, client-1.pub, …; a node then counts as a client
+            only if it has registered with that client's key. None: any registered node may be any absent client.
     """
 
     grid: Grid
     terms: Terms = field(default_factory=Terms)
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     log: str | Path | None = None
+    keys: str | Path | None = None
 
     def __post_init__(self) -> None:
         require(is_run(self.name), "Flower.name", self.name, "8 to 64 hexadecimal digits, in lower case")
@@ -97,7 +101,8 @@ class FlowerRun:
             pull_quickly(self.terms.deadline)
         post = Post(engine.grid)
         own = {} if self.cutting is None else contracts(self.contract, self.cutting)
-        self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock, own)
+        keys = {} if engine.keys is None else public_keys(Path(engine.keys), len(clients))
+        self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock, own, keys)
         self.courier = Courier(post, self.roster, self.terms, self.clock)
         self.rests = Rests()
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted

@@ -59,6 +59,14 @@ class Post:
             log.warning("Flower does not say who is online", exc_info=True)
         return self.nodes
 
+    def keys(self) -> dict[int, bytes]:
+        """The public key with which each online node has registered, as Flower has it; without a key, b""."""
+        try:
+            return {node.node_id: node.public_key for node in self.grid.get_nodes()}
+        except Exception:
+            log.warning("Flower does not say which keys nodes have", exc_info=True)
+            return {}
+
     def push(self, messages: list[Message]) -> list[str]:
         """Send messages; their ids, and "" for each that Flower did not take.
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from fedbilevel.flower.clock import Clock
 from fedbilevel.flower.contract import Contract, difference
+from fedbilevel.flower.credentials import one_form
 from fedbilevel.flower.records import Post, question, reading, said_in
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal
@@ -19,7 +20,9 @@ log = logging.getLogger("fedbilevel.server")
 class Roster:
     """Greets nodes. A node counts if it agrees to the contract and names a client of the population that is free.
 
-    One that does not is greeted again after `terms.deadline` seconds, and when a client has gone whom it may be now.
+    Where `keys` are given (client -> public key, as `credentials.one_form` writes it), it must have registered with
+    that client's key. One that does not count is greeted again after `terms.deadline` seconds, and when a client has
+    gone whom it may be now.
     """
 
     def __init__(
@@ -31,9 +34,10 @@ class Roster:
         terms: Terms,
         clock: Clock,
         own: Mapping[int, Contract] = MappingProxyType({}),
+        keys: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         self.post, self.contract, self.run, self.population = post, contract, run, population
-        self.terms, self.clock, self.own = terms, clock, own
+        self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
         self.nodes: dict[int, int] = {}  # client -> node, of those that count
         self.greeted: dict[int, float] = {}  # node -> when
         self.greetings: dict[str, int] = {}  # message -> node, not answered yet
@@ -88,6 +92,8 @@ class Roster:
             raise Refusal(f"it calls itself client {client}, of a population of {self.population}")
         if answer.contract != (expected := self.contract_of(client).text):
             raise Refusal(f"we do not agree: {difference(expected, answer.contract)}")
+        if self.keys and one_form(self.post.keys().get(node, b"")) != self.keys.get(client):
+            raise Refusal(f"it calls itself client {client}, who has another key")
         if (holder := self.nodes.get(client, node)) != node:
             raise Refusal(f"it calls itself client {client}, which node {holder} is already")
         log.info("client %d is here (node %d)", client, node)

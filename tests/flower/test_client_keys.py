@@ -1,0 +1,77 @@
+"""Public keys bound to clients: no key can take an absent client's place."""
+
+import federations
+import pytest
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+import fedbilevel as fb
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.flower import credentials
+from fedbilevel.flower.engine import Flower
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.terms import Terms
+
+ONLINE = federations.app(federations.Steps())
+
+
+class Registered(InProcess):
+    """A grid that knows which key each node has registered with, in the form in which Flower keeps it."""
+
+    def __init__(self, folder, numbers):
+        from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+        super().__init__(ONLINE, 6)
+        read = [load_ssh_public_key((folder / f"client-{number}.pub").read_bytes()) for number in numbers]
+        self.public = dict(enumerate(map(public_key_to_bytes, read), start=1))
+
+    def get_nodes(self):
+        return [NodeInfo(node_id=node, public_key=self.public.get(node, b"")) for node in self.get_node_ids()]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys") / "keys"
+    credentials.make(folder, 7)
+    return folder
+
+
+def solve(grid, keys, **terms):
+    task, known = federations.TASK, fb.RemoteClients.of(federations.TASK.clients)
+    engine = Flower(grid=grid, name=federations.NAME, keys=keys, terms=Terms(join=1.0, attempts=1, **terms))
+    algorithm = federations.Steps()
+    return fb.solve(algorithm, task.problem, known, task.x0, task.y0, rounds=1, cohort=4, key=1, engine=engine)
+
+
+def test_everyone_with_the_clients_own_key(keys):
+    bound = solve(Registered(keys, range(6)), keys, quorum=1.0)
+    federations.same(bound, solve(InProcess(ONLINE, 6), None, quorum=1.0))
+
+
+def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
+    """Node 3 has registered, with a key that is nobody's, and calls itself client 2; nodes 5 and 6 swap places."""
+    with pytest.raises(ExchangeError, match=r"3 clients are here where 4 of 6 are needed .*who has another key"):
+        solve(Registered(keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
+    refused = [record.getMessage() for record in caplog.records if record.name == "fedbilevel.server"]
+    assert [f"node {k + 1} does not take part: it calls itself client {k}, who has another key" for k in (2, 4, 5)] == [
+        line for line in refused if "another key" in line
+    ]
+
+
+def test_nodes_without_keys_are_nobody(keys):
+    with pytest.raises(ExchangeError, match="0 clients are here"):
+        solve(InProcess(ONLINE, 6), keys)
+
+
+def test_keys_that_cannot_be_used_are_refused_before_the_first_message(keys, tmp_path):
+    with pytest.raises(fb.ConfigurationError, match=r"client 0 of 6 has no public key: .*client-0\.pub: No such file"):
+        solve(InProcess(ONLINE, 6), tmp_path)
+    for client in range(6):
+        (tmp_path / f"client-{client}.pub").write_bytes((keys / f"client-{client}.pub").read_bytes())
+    (tmp_path / "client-4.pub").write_bytes((keys / "client-1.pub").read_bytes())
+    with pytest.raises(fb.ConfigurationError, match=r"client-4\.pub: client 4 has the same key as client 1"):
+        solve(InProcess(ONLINE, 6), tmp_path)
+    for damaged in (b"", b"ssh-ed25519 \xff", b"-----BEGIN PUBLIC KEY-----\nx", (keys / "client-4").read_bytes()):
+        (tmp_path / "client-4.pub").write_bytes(damaged)
+        with pytest.raises(fb.ConfigurationError, match=r"client-4\.pub holds no public key"):
+            solve(InProcess(ONLINE, 6), tmp_path)
