@@ -1,0 +1,139 @@
+"""What a curious server reads off one client's answers: its samples, by three kinds of questions.
+
+python benchmarks/reading_samples.py
+
+One client with 181 handwritten digits trains a linear classifier by FedAvg, one local step a round, so that an answer
+is a gradient. The server asks for what it likes: it sends classifiers of its own making, and as many questions as the
+client answers. A sample counts as read when every pixel is right to 1e-3 (they lie in 0..1).
+
+- batches of one sample: the gradient in the weights is that sample, times a number that the gradient in the biases is;
+- batches of 8: at the classifier 0, a class that one sample of the batch belongs to gives that sample away;
+- all samples at once: of two classifiers whose first class begins at thresholds between which one sample lies, the
+  difference of the gradients is that sample. The server finds such thresholds by halving.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flwr.app import RecordDict
+
+import fedbilevel as fb
+from fedbilevel import data
+from fedbilevel.flower import Limits, Privacy, Site
+from fedbilevel.flower.site import Desk
+from fedbilevel.flower.store import ContextStore
+from fedbilevel.flower.wire import Ask, from_bytes, to_bytes
+
+SAMPLES, CLASSES, MOST = 181, 10, 1500
+NO_FLOORS = Limits(min_batch_size=1, min_local_samples=1, questions_per_round=10**6)
+
+
+def loss(x, batch):
+    logits = batch["image"] @ x["weight"] + x["bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+class Server:
+    """Asks one client, and keeps the samples that it has read."""
+
+    def __init__(self, batch_size: int | None, limits: Limits, privacy: Privacy | None = None) -> None:
+        digits = data.load("digits")
+        self.truth = digits.train_images.reshape(-1, 64)[:SAMPLES].astype(float)
+        outer = {"image": self.truth, "label": digits.train_labels[:SAMPLES]}
+        self.x0 = {"weight": jnp.zeros((64, CLASSES)), "bias": jnp.zeros(CLASSES)}
+        algorithm = fb.FedAvg(local_steps=1, outer_lr=1.0, batch_size=batch_size)
+        folder = Path(tempfile.mkdtemp()) if privacy else None
+        self.desk = Desk(Site(id=0, algorithm=algorithm, problem=fb.SingleLevel(loss), x0=self.x0, outer=outer,
+                              limits=limits, privacy=privacy, folder=folder))  # fmt: skip
+        (self.call,) = self.desk.contract.calls.values()
+        self.memory, self.run, self.asked, self.refused = ContextStore(RecordDict()), secrets.token_hex(16), 0, ""
+        self.read: set[int] = set()
+
+    def ask(self, x: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """The client's mean gradient at x, on samples that the client draws; None once it refuses, or at MOST."""
+        if self.asked == MOST:
+            return None
+        key = np.asarray(jax.random.key_data(jax.random.key(self.asked))).tobytes()
+        contract, payload = self.desk.contract.digest, to_bytes(x)
+        ask = Ask(run=self.run, contract=contract, round=self.asked, phase=self.call.phase, call=self.call.name,
+                  key=key, key_kind="threefry2x32", weight=1.0, payload=payload)  # fmt: skip
+        answer = self.desk.answer(ask, self.memory)
+        if answer.refused:
+            self.refused = answer.refused
+            return None
+        self.asked += 1
+        return {name: -np.asarray(leaf) for name, leaf in from_bytes(answer.payload, self.call.update).items()}
+
+    def note(self, sample: np.ndarray) -> None:
+        """Keep a sample if it is one of the client's."""
+        near = np.max(np.abs(self.truth - sample), axis=1) < 1e-3
+        self.read.update(np.flatnonzero(near).tolist())
+
+    def single(self) -> None:
+        """Batches of one sample."""
+        while (g := self.ask(self.x0)) is not None:
+            own = int(np.argmin(g["bias"]))
+            self.note(g["weight"][:, own] / g["bias"][own])
+
+    def small(self) -> None:
+        """Batches of 8 samples: at 0 all classes are as likely, so that g_c = (mean − sum of class c)/8, up to known
+        factors, and a class that is absent from the batch gives the mean away."""
+        while (g := self.ask(self.x0)) is not None:
+            counts = np.round(8 * (0.1 - g["bias"]))
+            if (absent := np.flatnonzero(counts == 0)).size:
+                for single in np.flatnonzero(counts == 1):
+                    self.note(8 * (g["weight"][:, absent[0]] - g["weight"][:, single]))
+
+    def whole(self) -> None:
+        """All samples at once: halve the thresholds until one sample lies between two of them."""
+        direction = np.random.default_rng(0).normal(size=64)
+
+        def above(threshold: float) -> dict[str, np.ndarray] | None:
+            steep = {"weight": np.zeros((64, CLASSES)), "bias": np.zeros(CLASSES)}
+            steep["weight"][:, 0], steep["bias"][0] = 1e7 * direction, -1e7 * threshold
+            return self.ask(steep)
+
+        ends = [(low := above(-40.0)), (high := above(40.0))]
+        work = [(-40.0, 40.0, low, high)] if None not in ends else []
+        while work:
+            left, right, low, high = work.pop()
+            count = (low["bias"][0] - high["bias"][0]) * SAMPLES
+            if count < 0.5 or right - left < 1e-6:
+                continue
+            if count < 1.5:
+                self.note((low["weight"][:, 0] - high["weight"][:, 0]) / (low["bias"][0] - high["bias"][0]))
+                continue
+            if (middle := above(threshold := (left + right) / 2)) is None:
+                return
+            work += [(left, threshold, low, middle), (threshold, right, middle, high)]
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    floors, few = Limits(), Limits(questions=100)
+    noise = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    print(f"{'the server asks about':24s}{'the client has':34s}{'questions':>9s}  samples read of {SAMPLES}")
+    kinds = {"one sample": (1, Server.single), "8 samples": (8, Server.small), "all samples": (None, Server.whole)}
+    for kind, (batch_size, attack) in kinds.items():
+        for client, limits, privacy in (
+            ("no floors", NO_FLOORS, None),
+            ("the default floors", floors, None),
+            ("100 questions in all", few, None),
+            ("default floors and noise", floors, noise),
+        ):
+            server = Server(batch_size, replace(limits), privacy)
+            attack(server)
+            why = f"   ({server.refused})" if server.refused else ""
+            print(f"{kind:24s}{client:34s}{server.asked:9d}  {len(server.read)}{why}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
