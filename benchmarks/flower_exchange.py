@@ -64,7 +64,7 @@ class Echo:
         return XY(fed.mean(self.back, state.x, key), state.y)
 
 problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch) + 0 * x[0])
-samples = np.ones(1, np.float32)
+samples = np.ones(8, np.float32)
 """
 
 CLIENT = """

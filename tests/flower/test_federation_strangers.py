@@ -110,3 +110,15 @@ def test_hyperparameters_out_of_a_clients_limits(trial):
     assert run.difference() <= SAME
     new = set(states(trial)) - set(before)
     assert sorted(int(file.parent.name) for file in new) == [client for client in EVERYONE if client != CAREFUL]
+
+
+def test_a_registered_key_in_another_clients_place(trial, tmp_path):
+    """Clients 0 and 1 have each other's keys, as the server has it: neither takes part, the others go on."""
+    for client in EVERYONE:
+        key = trial.federation.credentials.public({0: 1, 1: 0}.get(client, client))
+        (tmp_path / f"client-{client}.pub").write_bytes(key.read_bytes())
+    run = trial.play("two-phase", [], join=10.0, **{"client-keys": str(tmp_path)})
+    for client in (0, 1):
+        assert f"does not take part: it calls itself client {client}, who has another key" in run.text
+    assert {client for client, *_ in run.absent()} == {0, 1}
+    assert run.difference() <= SAME
