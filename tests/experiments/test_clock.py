@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tomllib
 from typing import ClassVar
 
@@ -14,9 +13,10 @@ from fedbilevel import experiments
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.curves import PANELS, curve
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, measure, plots, read_spec, resolve
-from fedbilevel.experiments.compare import comparison_table, load_groups
+from fedbilevel.experiments.compare import comparison_table, default_panels, load_groups
 from fedbilevel.experiments.federation import configured
 from fedbilevel.experiments.flower_app import write_app
 from fedbilevel.experiments.methods import comparison_specs
@@ -181,17 +181,14 @@ def test_asynchronous_runs_have_time_without_a_clock_of_their_own(tmp_path) -> N
     assert "time" not in [column.header for column in comparison_table([waits]).columns]
 
 
-def test_time_has_a_panel_where_there_is_a_clock(compared, monkeypatch) -> None:
-    drawn = []
-    monkeypatch.setattr(plots, "_finish", lambda figure, *_: drawn.append(figure))
+def test_time_has_a_panel_where_there_is_a_clock(compared) -> None:
     (group, *_) = load_groups([compared / "simfbo"])
-    curve = plots.curve("simfbo", [group.runs[0].history], group.metric)
+    history = group.runs[0].history
     for timed in (False, True):
-        plots.draw_run(io.BytesIO(), group.runs[0].history, group.metric, "", timed)
-        plots.draw_comparison(io.BytesIO(), [curve], group.metric, "", timed)
-    labels = [[panel.get_xlabel() for panel in figure.axes] for figure in drawn]
-    assert [plots.AXES["time"] in one for one in labels] == [False, False, True, True]
-    assert list(curve.costs["time"]) == list(group.runs[0].history["time"])
+        labels = [panel.get_xlabel() for panel in plots.run_figure(history, group.metric, "", timed).axes]
+        assert labels.count(PANELS["time"]) == (len(labels) - 1 if timed else 0)
+    assert default_panels([group]) == ["exchanges", "megabytes", "gflop", "seconds", "time"]
+    assert list(curve("simfbo", [history], group.metric).costs["time"]) == list(history["time"])
 
 
 def test_the_time_to_a_level() -> None:

@@ -6,15 +6,14 @@ import io
 import re
 import shutil
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import measure, plots
-from fedbilevel.experiments.compare import common_targets, comparison_table, draw, load_groups
+from fedbilevel.experiments import measure
+from fedbilevel.experiments.compare import common_targets, comparison_table, default_panels, load_groups
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +60,17 @@ def test_a_narrow_table_keeps_what_matters(runs) -> None:
     assert len(wide.columns) > len(comparison_table(groups, 80).columns)
 
 
-def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path, monkeypatch) -> None:
+def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path) -> None:
     for name, new in (("sim", "sim"), ("shro", "older")):
         shutil.copytree(runs / name / "seed-0", tmp_path / new)
-    known, labels = load_groups([tmp_path / "sim", runs / "shro"]), []
+    known = load_groups([tmp_path / "sim", runs / "shro"])
     for name in ("summary.json", "history.jsonl"):  # as runs had them before operations were counted
         file = tmp_path / "older" / name
         file.write_text(re.sub(r'"flops": \d+,\s*', "", file.read_text()))
-    monkeypatch.setattr(plots, "_finish", lambda figure, *_: labels.append([a.get_xlabel() for a in figure.axes]))
     for groups in (known, load_groups([tmp_path / "sim", tmp_path / "older"])):
-        draw(groups, tmp_path / "c.png")
         counted = groups is known
         assert ("GFLOP" in [column.header for column in comparison_table(groups).columns]) == counted
-        assert labels[-1][2] == ("GFLOP (all clients)" if counted else "gradients + Hessian products (all clients)")
+        assert default_panels(groups)[2] == ("gflop" if counted else "evaluations")
 
 
 def test_operations_in_three_digits_or_more() -> None:
@@ -94,50 +91,6 @@ def test_runs_that_differ_in_a_field_of_the_task_stand_side_by_side(runs, tmp_pa
     assert [group.label for group in groups] == ["shro", "rival"]
     table = comparison_table(groups)
     assert list(table.columns[0].cells) == ["shro", "rival"]
-
-
-def test_the_mean_and_the_spread_of_a_curve() -> None:
-    cost = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "products": 4, "seconds": 0.5}
-    one = History([{"round": 0, **cost, "e": 1.0}, {"round": 5, **cost, "e": 0.2}, {"round": 7, **cost, "e": 9.0}])
-    two = History([{"round": 0, **cost, "e": 3.0}, {"round": 5, **cost, "e": 0.4}])
-    curve = plots.curve("x", [one, two], "e")
-    np.testing.assert_array_equal(curve.rounds, [0, 5])
-    np.testing.assert_allclose(curve.value, [2.0, 0.3])
-    np.testing.assert_allclose(curve.spread, [2**0.5, 0.1 * 2**0.5])
-    np.testing.assert_array_equal(curve.least, [1.0, 0.2])
-    np.testing.assert_allclose(curve.costs["megabytes"], [30e-6, 30e-6])
-    np.testing.assert_array_equal(curve.costs["evaluations"], [7, 7])
-    assert "gflop" not in curve.costs
-    counted = History([{"round": 0, **cost, "e": 1.0, "flops": 0}, {"round": 5, **cost, "e": 1.0, "flops": 3e9}])
-    np.testing.assert_array_equal(plots.curve("x", [counted], "e").costs["gflop"], [0, 3])
-
-
-@pytest.mark.parametrize(("inner", "labels"), [(3.0, ["e", "loss"]), (0.1, ["e", "outer loss", "inner loss"])])
-def test_losses_of_unequal_size_have_panels_of_their_own(monkeypatch, inner, labels) -> None:
-    drawn = []
-    monkeypatch.setattr(plots, "_finish", lambda figure, *_: drawn.append(figure))
-    zeros = {"exchanges": 0, "bytes_down": 0, "bytes_up": 0, "gradients": 0, "products": 0, "seconds": 0.0}
-    row = {**zeros, "round": 1, "e": 2.0, "average_e": 3.0, "outer_loss": 14.0, "inner_loss": inner}
-    plots.draw_run(io.BytesIO(), History([{**zeros, "round": 0, "e": 2.0, "average_e": 2.0}, row]), "e", "")
-    panels = drawn[0].axes
-    assert [panel.get_ylabel() for panel in panels if panel.get_ylabel()] == labels
-    assert [line.get_label() for line in panels[0].lines] == ["e", "average e"]
-
-
-@pytest.mark.parametrize("end", [0.01, 1.9])  # with means that span decades the axis is logarithmic
-def test_a_band_on_a_log_axis_stays_above_the_smallest_value(monkeypatch, end) -> None:
-    drawn = []
-    monkeypatch.setattr(plots, "_finish", lambda figure, *_: drawn.append(figure))
-    costs = {name: np.array([0.0, 1.0]) for name in plots.AXES}
-    values = np.array([[1.9, end], [0.1, 0.1 * end]])  # mean - sd: 1 - 1.27 < 0, and likewise at the end
-    curve = plots.Curve("x", np.array([0, 5]), costs, values.mean(0), values.std(0, ddof=1), values.min(0))
-    plots.draw_comparison(io.BytesIO(), [curve], "relative_error", "")
-    panel = drawn[0].axes[0]
-    log = panel.get_yscale() == "log"
-    assert log == (end == 0.01)
-    lowest = panel.collections[0].get_paths()[0].vertices[:, 1].min()
-    band = values.mean(0) - values.std(0, ddof=1)
-    assert lowest == pytest.approx(0.1 * end if log else band.min())
 
 
 def test_milestones_and_the_exchanges_to_them(runs) -> None:

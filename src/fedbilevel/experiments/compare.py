@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.checkpoint import write_atomically
+from fedbilevel.engines.curves import curve, require_matplotlib, time_of
 from fedbilevel.experiments import measure, plots
 from fedbilevel.experiments.folder import LoadedRun, load_run
 from fedbilevel.experiments.own_task import label
@@ -85,20 +85,26 @@ def load_groups(paths: Sequence[str | Path]) -> list[Group]:
 
 def compare(paths: Sequence[str | Path], picture: str | Path = "comparison.png", width: int | None = None) -> Table:
     """A table of some runs, not wider than `width` if that can be, and a PNG of their curves."""
-    plots.require_matplotlib()
+    require_matplotlib()
     groups = load_groups(paths)
     draw(groups, picture)
     return comparison_table(groups, width)
 
 
 def draw(groups: Sequence[Group], picture: str | Path) -> None:
-    """A PNG of the groups' curves; a run without a federation is a line at its final value."""
+    """Draw the groups' curves to a PNG, PDF or SVG; a run without a federation is a line at its final value."""
     metric = groups[0].metric
     curves = [
-        plots.curve(_legend(group), [run.history for run in group.runs], metric, level=group.pooled) for group in groups
+        curve(_legend(group), [run.history for run in group.runs], metric, level=group.pooled) for group in groups
     ]
-    timed = any(group.timed for group in groups)
-    write_atomically(Path(picture), lambda file: plots.draw_comparison(file, curves, metric, _tasks(groups), timed))
+    plots.save(plots.comparison_figure(curves, metric, _tasks(groups), default_panels(groups)), Path(picture))
+
+
+def default_panels(groups: Sequence[Group]) -> list[str]:
+    """The currencies of cost that a picture shows: operations in place of evaluations where all runs know them, and
+    time where it is more than a count of exchanges."""
+    work = "gflop" if all(group.counted for group in groups if not group.pooled) else "evaluations"
+    return ["exchanges", "megabytes", work, "seconds", *(["time"] if any(group.timed for group in groups) else [])]
 
 
 def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table:
@@ -162,7 +168,7 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
 
 
 def _time(run: LoadedRun) -> float:
-    return measure.time_of(run.summary["last_row"])
+    return time_of(run.summary["last_row"])
 
 
 def common_targets(groups: Sequence[Group], metric: str) -> list[float]:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from fedbilevel.engines.curves import time_of
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import measure
@@ -134,7 +135,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         f"best {metric}": best,
         **{name: measure.text(name, row[name]) for name in row if name.endswith("_loss")},
         "exchanges": f"{row['exchanges']:,}",
-        **({"time": f"{passed:,.1f} s"} if (passed := measure.time_of(row)) != row["exchanges"] else {}),
+        **({"time": f"{passed:,.1f} s"} if (passed := time_of(row)) != row["exchanges"] else {}),
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
         "gradients / products": f"{row['gradients']:,} / {row['products']:,}",
         **({"GFLOP": measure.gflop(row["flops"])} if "flops" in row else {}),

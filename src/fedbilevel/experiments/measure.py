@@ -3,15 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.curves import larger_is_better, time_of
+from fedbilevel.engines.history import History
 
 LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
 TINY = [10.0**-power for power in range(1, 13)]
-
-
-def larger_is_better(metric: str) -> bool:
-    """Accuracies are to grow; errors and losses to fall."""
-    return "accuracy" in metric
 
 
 def best(metric: str, values: Sequence[float]) -> float:
@@ -37,11 +33,6 @@ def cost_to(history: History, metric: str, level: float, cost: str = "exchanges"
         if metric in row and (row[metric] >= level if larger_is_better(metric) else row[metric] <= level):
             return time_of(row) if cost == "time" else row[cost]
     return None
-
-
-def time_of(row: Row) -> float:
-    """Seconds of the clock; rows of before there was one count an exchange as one, as clocks still do by default."""
-    return row.get("time", row["exchanges"])
 
 
 def gflop(flops: float) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.engines.clock import Clock
-from fedbilevel.experiments import plots
+from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.experiments.compare import Group, draw, load_groups
 from fedbilevel.experiments.own_task import full_name, label
 from fedbilevel.experiments.parts import build, task_of
@@ -77,7 +77,7 @@ def play_all(
 
     `play` does so for one run, the default silently; a run that it leaves unfinished is left out.
     """
-    plots.require_matplotlib()
+    require_matplotlib()
     series = _series(folder, specs, seeds)
     require_series(folder, series, besides=[PICTURE])
     tasks = _Tasks()

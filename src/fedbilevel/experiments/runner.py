@@ -16,7 +16,7 @@ from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import hosts
-from fedbilevel.engines.checkpoint import write_atomically
+from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import solve
@@ -121,7 +121,7 @@ def _play(
     spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: bool
 ) -> Result:
     if plot:
-        hosts.decide(plots.require_matplotlib)
+        hosts.decide(require_matplotlib)
     began = time.perf_counter()
     task = parts.task
     rounds, eval_every, ends = _length(spec, place, parts, resume)
@@ -213,7 +213,7 @@ def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: floa
     write_json(place.ledger, asdict(result.ledger))
     result.save(place.result)
     if plot:
-        write_atomically(place.plot, lambda file: plots.draw_run(file, result.history, metric, spec.title, spec.timed))
+        plots.save(plots.run_figure(result.history, metric, spec.title, spec.timed), place.plot)
     write_json(place.summary, summary(spec, result, metric, seconds))
 
 

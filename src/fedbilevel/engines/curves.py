@@ -1,0 +1,236 @@
+"""Curves of histories: a metric against what it cost, in one of several currencies, in colours that everyone can tell
+apart."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
+from fedbilevel.engines.history import History, Row
+
+# M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LEVEL = "#666666"
+DASHES = ("-", "--", "-.", ":")
+PANELS = {  # what a panel may run over, and its label
+    "rounds": "rounds",
+    "exchanges": "exchanges",
+    "megabytes": "traffic (MB, down + up, whole cohort)",
+    "evaluations": "gradients + Hessian products (all clients)",
+    "gflop": "GFLOP (all clients)",
+    "seconds": "seconds in rounds",
+    "time": "time (seconds, in simulations virtual)",
+}
+FAR_APART = 10  # of costs: on a linear axis the cheapest run would lie in its first tenth
+NARROW = 5.0  # inches: a column of a paper, with small type
+SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + products", "gflop": "GFLOP", "time": "time (s)"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: its values at the rows, with the spread between seeds if there are several. Of a `level` only the last
+    value counts: it is drawn across the panel."""
+
+    label: str
+    costs: dict[str, np.ndarray]  # by the names of PANELS; "gflop" where it is known
+    value: np.ndarray
+    spread: np.ndarray | None = None
+    least: np.ndarray | None = None  # the smallest of the runs' values, if there are several
+    level: bool = False
+
+    @property
+    def rounds(self) -> np.ndarray:
+        return self.costs["rounds"]
+
+
+def larger_is_better(metric: str) -> bool:
+    """Accuracies are to grow; errors and losses to fall."""
+    return "accuracy" in metric
+
+
+def time_of(row: Row) -> float:
+    """Seconds of the clock; rows of before there was one count an exchange as one, as clocks still do by default."""
+    return row.get("time", row["exchanges"])
+
+
+def costs_of(row: Row) -> dict[str, float]:
+    """What had been spent up to a row, by the names of PANELS; "gflop" where it was counted."""
+    costs = {
+        "rounds": row["round"],
+        "exchanges": row["exchanges"],
+        "megabytes": (row["bytes_down"] + row["bytes_up"]) / 1e6,
+        "evaluations": row["gradients"] + row["products"],
+        "seconds": row["seconds"],
+        "time": time_of(row),
+    }
+    return costs | ({"gflop": row["flops"] / 1e9} if "flops" in row else {})
+
+
+def curve(label: str, histories: Sequence[History], metric: str, level: bool = False) -> Curve:
+    """The mean of some histories of one metric, at the rounds that all of them have."""
+    tables = [{int(row["round"]): row for row in history.rows if metric in row} for history in histories]
+    rounds = sorted(set.intersection(*(set(table) for table in tables)))
+    values = np.array([[table[round][metric] for round in rounds] for table in tables], float)
+    spent = [costs_of(table[round]) for table in tables for round in rounds]
+    known = [name for name in PANELS if all(name in costs for costs in spent)]
+    shape = (len(tables), len(rounds))
+    costs = {name: np.reshape([one[name] for one in spent], shape).mean(axis=0) for name in known}
+    several = len(tables) > 1
+    spread, least = (values.std(axis=0, ddof=1), values.min(axis=0)) if several else (None, None)
+    return Curve(label, costs, values.mean(axis=0), spread, least, level)
+
+
+def draw_history(
+    history: History,
+    metrics: str | Sequence[str],
+    *,
+    panel: str = "exchanges",
+    size: tuple[float, float] | None = None,
+    axes: Any = None,
+) -> Any:
+    """Draw columns of a history against what they cost, in one panel.
+
+    Args:
+        metrics: one or more columns; with several there is a legend.
+        panel: the currency of cost: rounds, exchanges, megabytes, evaluations (gradients and Hessian products), gflop,
+            seconds (of this machine) or time (of the clock).
+        size: width and height of a new figure in inches; below 5 inches of width the type is small, as in a column of a
+            paper. None: 6 by 4.
+        axes: Matplotlib axes to draw into; None makes a figure of its own, `axes.figure` of what is returned.
+
+    Returns:
+        The Matplotlib axes.
+
+    Raises:
+        ConfigurationError: a column or a currency that the history does not have, or both a size and axes.
+    """
+    names = [metrics] if isinstance(metrics, str) else list(metrics)
+    require(bool(names), "metrics", metrics, "one or more columns of the history")
+    for name in names:
+        if name not in history.columns:
+            raise unknown("column of the history", name, history.columns)
+    require(axes is None or size is None, "size", size, "None where there are axes: their figure has a size")
+    curves = [curve(words(name), [history], name) for name in names]
+    require_panel(panel, curves)
+    with typography(size):
+        if axes is None:
+            axes = new_figure(size or (6.0, 4.0)).subplots()
+        draw_panel(axes, curves, panel, percent=all(map(larger_is_better, names)))
+        axes.set_ylabel(axis_label(names))
+        if len(names) > 1:
+            axes.legend(frameon=False)
+    return axes
+
+
+def draw_panel(axes: Any, curves: Sequence[Curve], panel: str, *, percent: bool) -> None:
+    """Curves against one cost. They share one axis, from a cost of 0 on: a logarithmic one where their ends are far
+    apart, which below its first power of ten is linear."""
+    values = np.concatenate([line.value for line in curves])
+    log = not percent and _ratio(values) > 50
+    for i, line in enumerate(curves):
+        _draw_curve(axes, line, panel, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], 100 if percent else 1, log)
+    axes.set_xlabel(SHORT.get(panel, PANELS[panel]) if axes.figure.get_figwidth() < NARROW else PANELS[panel])
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    spent = [line.costs[panel] for line in curves if not line.level]
+    if _ratio(np.array([one[-1] for one in spent])) > FAR_APART:
+        first = min(one[one > 0].min() for one in spent)
+        axes.set_xscale("symlog", linthresh=10.0 ** np.floor(np.log10(first)), linscale=0.5)
+    else:
+        axes.locator_params(axis="x", nbins=6)
+    axes.set_xlim(left=0)
+    if log:
+        axes.set_yscale("log")
+    if percent and (learnt := _range_after_start(curves)):
+        axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
+
+
+def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> None:
+    """The mean, in a band of one standard deviation; on a log axis it ends below at the smallest of the runs' values,
+    since mean - deviation may be below 0."""
+    y = scale * line.value
+    if line.level:
+        axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=line.label)
+        return
+    x = line.costs[panel]
+    axes.plot(x, y, color=colour, linestyle=dashes, label=line.label)
+    if line.spread is not None and line.least is not None:
+        low, high = y - scale * line.spread, y + scale * line.spread
+        low = np.maximum(low, scale * line.least) if log else low
+        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+
+
+def require_panel(panel: str, curves: Sequence[Curve]) -> None:
+    """Refuse a name that is no currency of cost, and one that some of the runs did not count."""
+    if panel not in PANELS:
+        raise unknown("panel", panel, PANELS)
+    if lacking := [line.label for line in curves if panel not in line.costs and not line.level]:
+        raise ConfigurationError(f"no panel of {panel}: it was not counted in {', '.join(lacking)}")
+
+
+def require_matplotlib() -> None:
+    """Say what to install where Matplotlib is missing, before anything was computed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError('plots need matplotlib, which is not installed: pip install "fedbilevel[cli]"')
+
+
+def require_size(size: object) -> None:
+    """Refuse what is not a pair of lengths in inches."""
+    fits = isinstance(size, Sequence) and len(size) == 2 and all(is_number(one) and 1 <= one <= 100 for one in size)
+    require(fits, "size", size, "a width and a height in inches, each from 1 to 100")
+
+
+def new_figure(size: tuple[float, float]) -> Any:
+    """An empty Matplotlib figure of that width and height in inches, outside pyplot."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size[0], size[1]), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def typography(size: tuple[float, float] | None) -> Any:
+    """A context in which figures are drawn with type and lines that fit a size in inches."""
+    require_matplotlib()
+    if size is not None:
+        require_size(size)
+    from matplotlib import rc_context
+
+    narrow = size is not None and size[0] < NARROW
+    small = {"font.size": 8, "legend.fontsize": 7, "lines.linewidth": 1.2}
+    style: Any = small if narrow else {"legend.fontsize": 9, "lines.linewidth": 1.8}
+    return rc_context(style)
+
+
+def axis_label(names: Sequence[str]) -> str:
+    """The words that the names of some columns end with alike."""
+    last = [name.split("_")[::-1] for name in names]
+    common: list[str] = []
+    for parts in zip(*last, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.insert(0, parts[0])
+    return " ".join(common) + (" (%)" if all(map(larger_is_better, names)) else "")
+
+
+def words(name: str) -> str:
+    """A column's name for people."""
+    return name.replace("_", " ")
+
+
+def _ratio(values: np.ndarray) -> float:
+    """Largest over smallest of some positive values; 1 where not all of them are."""
+    return float(values.max() / values.min()) if values.size and values.min() > 0 else 1.0
+
+
+def _range_after_start(curves: Sequence[Curve]) -> tuple[float, float] | None:
+    """Lowest and highest value, leaving out the untrained model, beside which all else would look flat."""
+    values = np.concatenate([line.value[-1:] if line.level else line.value[line.rounds > 0] for line in curves])
+    return (float(values.min()), float(values.max())) if values.size else None

@@ -1,0 +1,100 @@
+"""A metric against its cost: the numbers of a curve, and what is drawn of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.curves import Curve, curve, draw_history, draw_panel, new_figure
+from fedbilevel.engines.history import History
+
+COST = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "products": 4, "seconds": 0.5}
+
+
+def history(*values: float, **columns: float) -> History:
+    """Rows of a metric "e", an exchange and a million bytes apart, with all other costs 0."""
+    zeros = {"gradients": 0, "products": 0, "seconds": 0.0}
+    row = {"bytes_down": 0, **zeros, **columns}
+    return History(
+        [{"round": i, "exchanges": i, "bytes_up": i * 10**6, **row, "e": value} for i, value in enumerate(values)]
+    )
+
+
+def panel_of(curves, panel="exchanges", percent=False):
+    axes = new_figure((6, 4)).subplots()
+    draw_panel(axes, curves, panel, percent=percent)
+    return axes
+
+
+def line(label, costs, values) -> Curve:
+    costs = np.array(costs, float)
+    return Curve(label, {"rounds": np.arange(len(costs)), "exchanges": costs}, np.array(values, float))
+
+
+def test_the_mean_and_the_spread_of_a_curve() -> None:
+    one = History([{"round": 0, **COST, "e": 1.0}, {"round": 5, **COST, "e": 0.2}, {"round": 7, **COST, "e": 9.0}])
+    two = History([{"round": 0, **COST, "e": 3.0}, {"round": 5, **COST, "e": 0.4}])
+    mean = curve("x", [one, two], "e")
+    np.testing.assert_array_equal(mean.rounds, [0, 5])
+    np.testing.assert_allclose(mean.value, [2.0, 0.3])
+    np.testing.assert_allclose(mean.spread, [2**0.5, 0.1 * 2**0.5])
+    np.testing.assert_array_equal(mean.least, [1.0, 0.2])
+    np.testing.assert_allclose(mean.costs["megabytes"], [30e-6, 30e-6])
+    np.testing.assert_array_equal(mean.costs["evaluations"], [7, 7])
+    assert "gflop" not in mean.costs
+    counted = History([{"round": 0, **COST, "e": 1.0, "flops": 0}, {"round": 5, **COST, "e": 1.0, "flops": 3e9}])
+    np.testing.assert_array_equal(curve("x", [counted], "e").costs["gflop"], [0, 3])
+
+
+@pytest.mark.parametrize("end", [0.01, 1.9])  # with means that span decades the axis is logarithmic
+def test_a_band_on_a_log_axis_stays_above_the_smallest_value(end) -> None:
+    values = np.array([[1.9, end], [0.1, 0.1 * end]])  # mean - sd: 1 - 1.27 < 0, and likewise at the end
+    costs = {"rounds": np.array([0, 5]), "exchanges": np.array([0.0, 1.0])}
+    axes = panel_of([Curve("x", costs, values.mean(0), values.std(0, ddof=1), values.min(0))])
+    log = axes.get_yscale() == "log"
+    assert log == (end == 0.01)
+    lowest = axes.collections[0].get_paths()[0].vertices[:, 1].min()
+    band = values.mean(0) - values.std(0, ddof=1)
+    assert lowest == pytest.approx(0.1 * end if log else band.min())
+
+
+@pytest.mark.parametrize(("dear", "scale"), [(100, "linear"), (110, "symlog")])
+def test_runs_whose_costs_are_more_than_ten_times_apart_share_a_log_axis_and_a_start(dear, scale) -> None:
+    axes = panel_of([line("cheap", [0, 5, 10], [1, 0.9, 0.8]), line("dear", [0, 50, dear], [1, 0.9, 0.8])])
+    assert axes.get_xscale() == scale
+    starts = {tuple(axes.transData.transform(one.get_xydata()[0]).round(6)) for one in axes.lines}
+    assert len(starts) == 1
+    assert axes.get_xlim()[0] == 0
+    across, _ = axes.transAxes.inverted().transform(axes.transData.transform(axes.lines[0].get_xydata()[-1]))
+    assert (across > 0.5) == (scale == "symlog")  # on the linear axis the cheap run ends in the first tenth
+
+
+def test_a_history_is_drawn_against_the_cost_that_was_asked_for() -> None:
+    axes = draw_history(history(3, 2, 1), "e", panel="megabytes", size=(3.3, 2.4))
+    np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[0, 3], [1, 2], [2, 1]])
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("traffic (MB)", "e")
+    assert tuple(axes.figure.get_size_inches()) == (3.3, 2.4)
+    assert axes.xaxis.label.get_size() == 8
+    into = new_figure((6, 4)).subplots()
+    assert draw_history(history(3, 2, 1, outer_loss=1, inner_loss=2), ["outer_loss", "inner_loss"], axes=into) is into
+    assert [text.get_text() for text in into.get_legend().get_texts()] == ["outer loss", "inner loss"]
+    assert into.get_ylabel() == "loss"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"metrics": "f"}, "unknown column of the history 'f'; did you mean"),
+        ({"metrics": []}, "one or more columns"),
+        ({"panel": "exchange"}, "unknown panel 'exchange'; did you mean 'exchanges'"),
+        ({"panel": "gflop"}, "no panel of gflop: it was not counted in e"),
+        ({"size": (3.3, 0)}, "a width and a height in inches"),
+        ({"size": 3.3}, "a width and a height in inches"),
+        ({"size": (3.3, 2), "axes": 1}, "None where there are axes"),
+    ],
+)
+def test_what_a_history_cannot_be_drawn_against_is_refused(asked, words) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        draw_history(**{"history": history(3, 2, 1, ef=1), "metrics": "e", **asked})
+    assert words in str(error.value)
