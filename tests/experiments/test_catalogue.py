@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import io
+import re
 import typing
 
 import pytest
@@ -55,16 +57,19 @@ def test_algorithms_with_the_same_fields_stand_together() -> None:
     assert sorted(name for names, _ in rows for name in names) == sorted(ALGORITHMS)
 
 
-@pytest.mark.parametrize("width", [80, 120, 160])
+@pytest.mark.parametrize("width", [40, 71, 72, 109, 110, 149, 150, 200])
 def test_nothing_is_cut_off(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(listing.algorithms_table(width))
-    console.print(listing.algorithm_fields_table())
-    console.print(listing.tasks_table())
+    console.print(listing.algorithm_fields_table(width))
+    console.print(listing.tasks_table(width))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert all(name in text for name in [*ALGORITHMS, *TASKS])
+    letters = collections.Counter(re.sub(r"[\W_]", "", text))
+    facts = "".join(one.good_for + one.needs + one.exchanges for one in catalogue.algorithms())
+    assert collections.Counter(re.sub(r"[\W_]", "", facts)) <= letters
 
 
 Word = typing.Literal["random", "series", "cg"]

@@ -90,7 +90,7 @@ def test_runs_that_differ_in_a_field_of_the_task_stand_side_by_side(runs, tmp_pa
     groups = load_groups([runs / "shro" / "seed-0", tmp_path / "rival"])
     assert [group.label for group in groups] == ["shro", "rival"]
     table = comparison_table(groups)
-    assert list(table.columns[0].cells) == ["shro", "rival"]
+    assert list(map(str, table.columns[0].cells)) == ["shro", "rival"]
 
 
 def test_milestones_and_the_exchanges_to_them(runs) -> None:

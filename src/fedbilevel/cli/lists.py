@@ -18,7 +18,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.listing import algorithm_fields_table, algorithms_table
 
     terminal.print(algorithms_table(terminal.width))
-    terminal.print(algorithm_fields_table())
+    terminal.print(algorithm_fields_table(terminal.width))
     return OK
 
 
@@ -26,5 +26,5 @@ def _tasks(options: argparse.Namespace) -> int:
     terminal = console()
     from fedbilevel.experiments.listing import tasks_table
 
-    terminal.print(tasks_table())
+    terminal.print(tasks_table(terminal.width))
     return OK

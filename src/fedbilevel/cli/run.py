@@ -182,5 +182,6 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     series = {folder / f"seed-{seed}": seeded(spec, seed) for seed in options.seeds}
     require_series(folder, series)
     runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
-    console(options.quiet).print(display.seeds_table(runs))
+    terminal = console(options.quiet)
+    terminal.print(display.seeds_table(runs, terminal.width))
     return OK

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError
@@ -18,9 +16,9 @@ from fedbilevel.engines.curves import curve, require_matplotlib, time_of
 from fedbilevel.experiments import measure, plots
 from fedbilevel.experiments.folder import LoadedRun, load_run
 from fedbilevel.experiments.own_task import label
+from fedbilevel.experiments.tables import fitted
 
 TARGETS = 3
-READABLE = 20  # characters of a text before it is broken
 TEXTS = ("run", "algorithm", "task")
 # Where the terminal is narrow:
 DROPPED_FIRST = ("products", "gradients", "seconds", "GFLOP", "exchanges", "time", "best")
@@ -108,32 +106,13 @@ def default_panels(groups: Sequence[Group]) -> list[str]:
 
 
 def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table:
-    """One row per group; costs are means over its seeds. Where it is too wide, the least important columns go."""
+    """One row per group; costs are means over its seeds. Where it would be wider than `width` the least important
+    columns go, and the caption names them."""
     metric = groups[0].metric
     columns = _columns(groups, metric)
-    hidden: list[str] = []
-    table = _table(groups, metric, columns, hidden)
-    droppable = [name for name in DROPPED_FIRST if name in columns] + [name for name in columns if "\n" in name][:-1]
-    while width is not None and droppable and Console(width=1000).measure(table).minimum > width:
-        hidden.append(droppable.pop(0))
-        del columns[hidden[-1]]
-        table = _table(groups, metric, columns, hidden)
-    return table
-
-
-def _table(groups: Sequence[Group], metric: str, columns: dict[str, list[str]], hidden: Sequence[str]) -> Table:
-    title = f"{_tasks(groups)}: {metric}"
-    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, caption_justify="left")
-    for name, texts in columns.items():
-        if name in TEXTS:
-            table.add_column(name, overflow="fold", min_width=min(max(map(len, texts)), READABLE))
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    if hidden:
-        table.caption = f"on a wider terminal also: {', '.join(name.replace(chr(10), ' ') for name in hidden)}"
-    return table
+    to_targets = [name for name in columns if "\n" in name]
+    droppable = [*DROPPED_FIRST, *to_targets[:-1], "rounds", "MB", *to_targets[-1:], "task", "algorithm"]
+    return fitted(f"{_tasks(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable)
 
 
 def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:

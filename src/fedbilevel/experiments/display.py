@@ -8,27 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column, Table
 
 from fedbilevel.engines.curves import time_of
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import measure
 from fedbilevel.experiments.spec import Spec
+from fedbilevel.experiments.tables import fitted, folding, titled
 
 WINDOW_SECONDS = 5.0  # over which the speed is taken
 
 
 class TwoLines(Progress):
-    """A bar, and below it the numbers of its tasks."""
+    """A bar, and below it the numbers of its tasks and their speed."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
-            yield Text(f"  {task.fields['numbers']}")
+            yield folding(f"  {task.fields['numbers']}  {task.fields['speed']}".rstrip())
 
 
 class Watch:
@@ -49,10 +50,11 @@ class Watch:
             return
         self.progress = TwoLines(
             SpinnerColumn(),
-            TextColumn("{task.fields[what]}", style="bold"),
+            TextColumn("{task.fields[what]}", style="bold", table_column=Column(overflow="fold")),
             BarColumn(bar_width=None),
-            TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {self.unit}"),
-            TextColumn("{task.fields[speed]}"),
+            TextColumn(
+                f"{{task.completed:,.0f}}/{{task.total:,.0f}} {self.unit}", table_column=Column(overflow="fold")
+            ),
             console=self.console,
             transient=True,
             expand=True,
@@ -125,13 +127,13 @@ def _clock(seconds: float) -> str:
 def summary_table(summary: dict[str, Any]) -> Table:
     """The outcome of a run."""
     metric, row = summary["metric"], summary["last_row"]
-    table = Table(title=_title(summary), show_header=False, title_style="bold", title_justify="left")
+    table = titled(_title(summary), frame=box.HEAVY_HEAD, header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
     best = f"{measure.text(metric, summary['best'])} (round {summary['best_round']})"
     lines = {
         "rounds": f"{summary['rounds']:,}",
-        metric: f"[bold]{measure.text(metric, summary['final'])}[/bold]",
+        metric: measure.text(metric, summary["final"]),
         f"best {metric}": best,
         **{name: measure.text(name, row[name]) for name in row if name.endswith("_loss")},
         "exchanges": f"{row['exchanges']:,}",
@@ -143,10 +145,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",
         "this time": f"{summary['seconds_compiling']:.1f} s compiling, {summary['seconds_in_all']:.1f} s in all",
     }
+    lines |= {"stopped": summary["stopped"]} if summary["stopped"] else {}
     for name, value in lines.items():
-        table.add_row(name, value)
-    if summary["stopped"]:
-        table.add_row("stopped", summary["stopped"])
+        table.add_row(folding(name), folding(value, "bold" if name == metric else ""))
     return table
 
 
@@ -171,19 +172,17 @@ def summary_line(name: Path, summary: dict[str, Any]) -> str:
     return f"{name}  {metric} {value}  ({length})"
 
 
-def seeds_table(summaries: Sequence[dict[str, Any]]) -> Table:
-    """The outcome of runs that differ in their seed only."""
+def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -> Table:
+    """The outcome of runs that differ in their seed only, not wider than `width`."""
     metric = summaries[0]["metric"]
-    table = Table(title=_title(summaries[0]) + f", {len(summaries)} seeds", title_style="bold", title_justify="left")
-    for name in ("seed", f"final {metric}", f"best {metric}", "seconds"):
-        table.add_column(name, justify="right")
-    for one in summaries:
-        values = (measure.text(metric, one["final"]), measure.text(metric, one["best"]))
-        table.add_row(str(one["seed"]), *values, f"{one['seconds_in_rounds']:.1f}")
-    table.add_section()
-    spread = (measure.mean_and_spread(metric, [one[kind] for one in summaries]) for kind in ("final", "best"))
-    table.add_row("mean ± sd", *spread, "", style="bold")
-    return table
+    columns = {"seed": [*(str(one["seed"]) for one in summaries), "mean ± sd"]}
+    for kind in ("final", "best"):
+        values = [one[kind] for one in summaries]
+        texts = [measure.text(metric, value) for value in values]
+        columns[f"{kind}\n{metric}"] = [*texts, measure.mean_and_spread(metric, values)]
+    columns["seconds"] = [*(f"{one['seconds_in_rounds']:.1f}" for one in summaries), ""]
+    title = f"{_title(summaries[0])}, {len(summaries)} seeds"
+    return fitted(title, columns, width, droppable=("seconds", f"best\n{metric}"), last_apart=True)
 
 
 def paths(folder: Path, *names: str) -> str:

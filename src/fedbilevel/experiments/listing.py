@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.columns import Columns
-from rich.console import Group
-from rich.markup import escape
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fedbilevel.experiments import catalogue, toml
 from fedbilevel.experiments.catalogue import AlgorithmFacts
+from fedbilevel.experiments.tables import folding, titled
 
 HEADINGS = {
     "paper": "paper",
@@ -25,72 +25,77 @@ HEADINGS = {
 }
 SHARES = {"exchanges": 3, "needs": 4, "good_for": 4, "client_state": 2, "cost": 4}  # of the width that is left
 WIDTHS = {"paper": 20, "submodels": 9}  # "Author et al. 2023," and the number of the paper below it; the heading
-STACKED_BELOW, ALL_FROM = 110, 150  # columns of the terminal
+NARROW_BELOW, STACKED_BELOW, ALL_FROM = 72, 110, 150  # columns of the terminal
 
 
 def algorithms_table(width: int) -> Table:
     """Every algorithm and what its docstring says of it; the narrower the terminal, the less stands side by side."""
-    return _stacked_facts() if width < STACKED_BELOW else _facts_in_columns(width >= ALL_FROM)
+    return _stacked_facts(width) if width < STACKED_BELOW else _facts_in_columns(width >= ALL_FROM)
 
 
 def _facts_in_columns(everything: bool) -> Table:
-    table = _table("algorithms")
+    table = titled("algorithms", frame=box.SIMPLE)
+    table.show_lines = True
     table.add_column("name", no_wrap=True, style="bold")
     shown = [name for name in HEADINGS if everything or name not in ("client_state", "cost", "submodels")]
     for name in shown:
         table.add_column(HEADINGS[name], ratio=SHARES.get(name), width=WIDTHS.get(name), overflow="fold")
     for one in catalogue.algorithms():
-        table.add_row(one.name, *(escape(getattr(one, name)) for name in shown))
+        table.add_row(one.name, *(folding(getattr(one, name)) for name in shown))
     table.expand = True
     return table
 
 
-def _stacked_facts() -> Table:
-    table = _table("algorithms")
-    table.show_header = False
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for one in catalogue.algorithms():
-        table.add_row(one.name, _lines(one))
-    return table
+def _stacked_facts(width: int) -> Table:
+    return _stacked("algorithms", [(one.name, _lines(one, width)) for one in catalogue.algorithms()], width)
 
 
-def _lines(one: AlgorithmFacts) -> Group:
-    facts = Table.grid(padding=(0, 1))
-    facts.add_column(style="dim", width=max(map(len, HEADINGS.values())))
-    facts.add_column()
+def _lines(one: AlgorithmFacts, width: int) -> Group:
+    if width < NARROW_BELOW:
+        facts = (Text.assemble((f"{heading}: ", "dim"), getattr(one, name)) for name, heading in HEADINGS.items())
+        return Group(folding(one.title), *facts)
+    beside = Table.grid(padding=(0, 1))
+    beside.add_column(style="dim", width=max(map(len, HEADINGS.values())))
+    beside.add_column()
     for name, heading in HEADINGS.items():
-        facts.add_row(heading, escape(getattr(one, name)))
-    return Group(Text(one.title), facts)
+        beside.add_row(heading, folding(getattr(one, name)))
+    return Group(folding(one.title), beside)
 
 
-def algorithm_fields_table() -> Table:
+def algorithm_fields_table(width: int) -> Table:
     """The fields of the algorithms and their defaults, in TOML's notation; algorithms with the same ones together."""
-    table = _table("fields of the algorithms and their defaults")
-    table.show_header = False
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
+    rows = []
     for names, fields in catalogue.algorithm_fields():
-        table.add_row("\n".join(names), _side_by_side(f"{name}={default}" for name, default in fields.items()))
-    return table
+        items = (f"{name}={default}" for name, default in fields.items())
+        rows.append(("\n".join(names), _side_by_side(items)))
+    return _stacked("fields of the algorithms and their defaults", rows, width)
 
 
-def tasks_table() -> Table:
+def tasks_table(width: int) -> Table:
     """Every task with its fields and their defaults, in TOML's notation."""
-    table = _table("tasks, their fields and defaults")
-    table.show_header = False
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
+    rows = []
     for one in catalogue.tasks():
         fields = (f"{name}={toml.value(default).strip(chr(34))}" for name, default in one.fields.items())
-        table.add_row(one.name, Group(Text(one.title), _side_by_side(fields)))
+        rows.append((one.name, Group(folding(one.title), _side_by_side(fields))))
+    return _stacked("tasks, their fields and defaults", rows, width)
+
+
+def _stacked(title: str, rows: Iterable[tuple[str, RenderableType]], width: int) -> Table:
+    """Names with what is said of them beside, or below where the terminal is narrow."""
+    table = titled(title, frame=box.SIMPLE, header=False)
+    table.show_lines = True
+    if width < NARROW_BELOW:
+        table.add_column()
+        for name, said in rows:
+            table.add_row(Group(folding(name, "bold"), said))
+        return table
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for name, said in rows:
+        table.add_row(name, said)
     return table
 
 
 def _side_by_side(items: Iterable[str]) -> Columns:
     """Items in columns, none broken over two lines where it fits one."""
-    return Columns([Text(item, style="dim") for item in items], padding=(0, 2))
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE, show_lines=True)
+    return Columns([folding(item, "dim") for item in items], padding=(0, 2))

@@ -1,0 +1,104 @@
+"""Nothing is cut in a table, however narrow the terminal: what has no room is named, or goes on in the next line."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from made_up import made_up_groups
+from rich.console import Console
+
+from fedbilevel.experiments import display
+from fedbilevel.experiments.compare import comparison_table
+from fedbilevel.experiments.tables import fitted
+
+WIDTHS = [*range(40, 90), *range(90, 201, 5)]
+NAMES = ["sim", "a name that has several words", "[bold]no markup[/bold]", "a-name-of-more-than-twenty-letters"]
+
+
+def shown(table, width: int | None, terminal: bool = True) -> list[str]:
+    """The lines of a table on a terminal, or in a file."""
+    console = Console(width=width, file=io.StringIO(), force_terminal=terminal, color_system=None)
+    console.print(table)
+    return console.file.getvalue().splitlines()
+
+
+def columns_of(table) -> dict[str, list[str]]:
+    return {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+
+
+def in_the_caption(table) -> list[str]:
+    return str(table.caption).partition(": ")[2].split(", ") if table.caption else []
+
+
+def holds(lines: list[str], cell: str) -> bool:
+    """Whether a cell stands in a line of its own, neither cut nor folded."""
+    return any(re.search(rf"(^|\s\s|│ ){re.escape(cell)}(\s|$)", line) for line in lines)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_number_of_a_comparison_is_cut(seeds, terminal) -> None:
+    groups = made_up_groups(NAMES, seeds)
+    everything = columns_of(comparison_table(groups))
+    for width in WIDTHS:
+        table = comparison_table(groups, width)
+        lines = shown(table, width, terminal)
+        columns = columns_of(table)
+        assert max(map(len, lines)) <= width
+        assert "…" not in "".join(lines)
+        left_out = [name for name in everything if name not in columns]
+        assert sorted(name.replace("\n", " ") for name in left_out) == sorted(in_the_caption(table))
+        assert {"run", "final"} <= columns.keys()
+        for name, cells in columns.items():
+            assert cells == everything[name]
+            if name not in ("run", "algorithm", "task"):
+                assert [cell for cell in cells if not holds(lines, cell)] == []
+        letters = "".join(lines).replace(" ", "")
+        assert all(char in letters for name in NAMES for char in name if char != " ")
+    assert in_the_caption(table) == (["products"] if seeds == 3 else [])
+
+
+def test_the_least_important_columns_go_first_and_texts_fold_last() -> None:
+    columns = {"name": ["of two words"], "a": ["123,456"], "b": ["0.001 ± 0.002"], "c": ["7"]}
+    seen = {}
+    for width in range(60, 5, -1):
+        table = fitted("t", columns, width, texts=["name"], droppable=["b", "a"])
+        seen[tuple(columns_of(table))] = width
+        assert max(map(len, shown(table, width))) <= width
+    # the characters of the cells, 3 more for each column (a space at each side and one between), 1 more at the edges
+    assert list(seen)[:3] == [("name", "a", "b", "c"), ("name", "a", "c"), ("name", "c")]
+    assert (seen["name", "a", "b", "c"], seen["name", "a", "c"]) == (
+        12 + 7 + 13 + 1 + 4 * 3 + 1,
+        12 + 7 + 1 + 3 * 3 + 1,
+    )
+
+
+def test_where_a_number_is_wider_than_the_terminal_it_is_folded() -> None:
+    lines = shown(fitted("t", {"a": ["1234567890"], "b": ["9"]}, 12), 12)
+    assert max(map(len, lines)) <= 12
+    assert sorted(re.sub(r"\D", "", "".join(lines))) == sorted("12345678909")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_number_of_the_seeds_and_of_a_run_is_cut(terminal) -> None:
+    summaries = [run.summary for run in made_up_groups(["x"], 3)[0].runs]
+    for width in WIDTHS:
+        table = display.seeds_table(summaries, width)
+        lines = shown(table, width, terminal)
+        assert [cell for cells in columns_of(table).values() for cell in cells if not holds(lines, cell)] == []
+        assert len(table.columns) + len(in_the_caption(table)) == 4
+        assert max(map(len, lines)) <= width
+        lines = shown(display.summary_table(summaries[0]), width, terminal)
+        assert max(map(len, lines)) <= width
+        assert "…" not in "".join(lines)
+        numbers = ("123,450", "1,000.00", "60,700.00", "9,876,500", "1,234,500", "500,000", "0.06789", "1234.5")
+        assert [number for number in numbers if not any(number in line for line in lines)] == []
+
+
+def test_words_in_brackets_are_no_markup() -> None:
+    summary = {**made_up_groups(["x"], 1)[0].runs[0].summary, "stopped": "[red]word[/red] [x", "task": "[blue]t[/blue]"}
+    text = "\n".join(shown(display.summary_table(summary), 80))
+    assert "[red]word[/red] [x" in text
+    assert "[blue]t[/blue]" in text
