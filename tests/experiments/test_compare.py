@@ -48,6 +48,65 @@ def test_the_table_and_the_picture(runs, tmp_path, run) -> None:
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("named", [".", "*", "*/seed-*"])
+def test_runs_are_found_at_any_depth(runs, named, tmp_path, run) -> None:
+    """What `compare --out` and `run --seeds` write lies one or two levels down, and pictures and tables beside it."""
+    folder = tmp_path / "c"
+    shutil.copytree(runs, folder)
+    (folder / "comparison.png").touch()
+    (folder / "comparison.csv").touch()
+    (folder / "sim" / "seed-2" / "summary.json").unlink()
+    if named != ".":
+        shutil.rmtree(folder / "sim" / "seed-2")
+    groups = load_groups([folder] if named == "." else sorted(folder.glob(named)))
+    assert {group.label for group in groups} == {"sim (2 seeds)", "shro"}
+    if named == ".":
+        code, shown, error = run("compare", folder, "--out", tmp_path / "c.svg")
+        assert code == 0
+        assert error == f"fedbilevel: left out, not finished: {folder / 'sim' / 'seed-2'}\n"
+        assert "sim (2 seeds)" in shown
+
+
+def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_path) -> None:
+    for name, condition in (("a", "2.0"), ("b", "3.0")):
+        shutil.copytree(runs / "shro", tmp_path / name / "shro")
+        spec = tmp_path / name / "shro" / "seed-0" / "spec.toml"
+        spec.write_text(re.sub(r"condition = \S+", f"condition = {condition}", spec.read_text()))
+    assert [group.label for group in load_groups([tmp_path, runs / "sim"])] == ["a/shro", "b/shro", "sim (3 seeds)"]
+    shutil.copytree(runs / "shro", tmp_path / "again")
+    with pytest.raises(ConfigurationError, match=r"shro/seed-0 and .*again/seed-0 are the same run"):
+        load_groups([runs / "shro", tmp_path / "again"])
+
+
+def test_files_for_a_paper_stand_beside_the_picture(runs, tmp_path, run) -> None:
+    paper = ["--panel", "megabytes", "--size", "3.3x2.6", "--csv", "--json", "--latex"]
+    code, shown, error = run("compare", runs, "--out", tmp_path / "fig.pdf", *paper)
+    assert (code, error) == (0, "")
+    names = ["fig-curves.csv", "fig.csv", "fig.json", "fig.pdf", "fig.tex"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert [name for name in names if str(tmp_path / name) not in shown] == []
+    assert (tmp_path / "fig.pdf").read_bytes().startswith(b"%PDF-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "c.jpg"], "cannot draw c.jpg: the name of a picture ends in .png, .pdf, .svg"),
+        (["--out", "c"], "the name of a picture ends in"),
+        (["--panel", "exchange"], "unknown panel 'exchange'; did you mean 'exchanges'"),
+        (["--size", "3"], "is not of the form 3.3x2.6"),
+        (["--size", "0x3"], "a width and a height in inches"),
+        (["--algorithms", "simfbo", "--panel", "exchange"], "unknown panel"),
+        (["--algorithms", "simfbo", "--out", "c.pdf"], "with --algorithms that is the folder of the runs"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(arguments, words, run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run("compare", "quadratic", *arguments)
+    assert (code, words in error) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_narrow_table_keeps_what_matters(runs) -> None:
     groups = load_groups([runs / "sim", runs / "shro"])
     console = Console(width=80, record=True, file=io.StringIO())
@@ -118,8 +177,17 @@ def test_an_unfinished_run_and_a_folder_of_something_else_are_refused(runs, tmp_
     (unfinished / "summary.json").unlink()
     with pytest.raises(ConfigurationError, match="has not finished: fedbilevel run --resume"):
         load_groups([unfinished])
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"no spec\.toml"):
-        load_groups([runs])
+        load_groups([runs / "sim", tmp_path / "empty"])
+    with pytest.raises(ConfigurationError, match=r"nothing to compare: .*unfinished have not finished"):
+        load_groups([tmp_path])
+    (tmp_path / "c.csv").touch()
+    with pytest.raises(ConfigurationError, match=r"nothing to compare: .*c\.csv are no folders of runs"):
+        load_groups([tmp_path / "c.csv"])
+    (tmp_path / "notes.md").touch()
+    with pytest.raises(ConfigurationError, match=r"notes\.md.* an existing folder"):
+        load_groups([runs, tmp_path / "notes.md"])
     with pytest.raises(ConfigurationError, match="an existing folder"):
         load_groups([tmp_path / "nowhere"])
 

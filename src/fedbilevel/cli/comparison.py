@@ -21,6 +21,8 @@ from fedbilevel.cli.shared import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fedbilevel.experiments import Spec
     from fedbilevel.tasks import Task
 
@@ -29,8 +31,19 @@ two ways:
   fedbilevel compare RUN RUN …                    finished runs: a table and a picture
   fedbilevel compare TASK --algorithms A,B,C      run A, B and C on the same task and seeds, then the same
 
-Runs that differ in more than the method, such as in the task's objective, are for the first: make each with
-`fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER/*`. GFLOP are shown where all runs know theirs.
+A RUN is the folder of a run or one with runs in it, however deep: of --seeds, or what the second way has written.
+Runs that differ in more than the method, such as in the task's objective, are for the first way: make each with
+`fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER`. GFLOP are shown where all runs know theirs.
+
+for a paper, with either way:
+  fedbilevel compare FOLDER --out fig.pdf --panel exchanges --size 3.3x2.6 --latex
+  --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + Hessian products), gflop,
+                      seconds (of this machine), time (of the clock)
+  --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title
+  --csv, --json, --latex write beside the picture, with its name (fig.csv, …):
+    .csv              a line for each run;  -curves.csv: one for each run and row of its history
+    .json             both, with mean and standard deviation of each method
+    .tex              a booktabs tabular: mean ± standard deviation, the best in bold
 
 settings of the second:
   --set algorithm.local_steps=10    every algorithm that has such a field
@@ -60,16 +73,42 @@ def add_to(add: Add) -> None:
     )
     compare.add_argument("--quiet", action="store_true", help="do not show the runs on their way")
     compare.add_argument(
-        "--out", metavar="PATH", help="of runs: the picture (comparison.png); of algorithms: the folder (runs/…)"
+        "--out",
+        metavar="PATH",
+        help="of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)",
     )
+    compare.add_argument("--panel", type=_names, metavar="NAME,NAME,…", help="what the picture's panels run over")
+    compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
+    for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX"}.items():
+        compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def _size(text: str) -> tuple[float, float]:
+    """Two numbers with an x between."""
+    width, _, height = text.lower().partition("x")
+    try:
+        return float(width), float(height)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 3.3x2.6, width x height in inches") from None
+
+
 def _compare(options: argparse.Namespace) -> int:
+    from fedbilevel.engines.curves import require_matplotlib, require_panel, require_size
+
+    require_matplotlib()
+    for panel in options.panel or []:
+        require_panel(panel, [])
+    if options.size is not None:
+        require_size(options.size)
     return _runs(options) if options.algorithms is None else _algorithms(options)
+
+
+def _formats(options: argparse.Namespace) -> list[str]:
+    return [name for name in ("csv", "json", "latex") if getattr(options, name)]
 
 
 def _runs(options: argparse.Namespace) -> int:
@@ -80,26 +119,46 @@ def _runs(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
     terminal = console()
-    from fedbilevel.experiments.compare import compare
+    from fedbilevel.experiments import export, plots
+    from fedbilevel.experiments.compare import comparison_table, draw, find_runs, load_groups
     from fedbilevel.experiments.own_task import is_task
 
+    picture = Path(options.out or "comparison.png")
+    plots.require_picture(picture)
     if tasks := [what for what in options.what if not Path(what).exists() and is_task(what)]:
         raise ConfigurationError(f"{tasks[0]} is a task: say what to run on it with --algorithms")
-    picture = options.out or "comparison.png"
-    terminal.print(compare(options.what, picture, terminal.width))
-    terminal.print(f"plot  {picture}", highlight=False, soft_wrap=True)
+    runs, unfinished = find_runs(options.what)
+    if unfinished:
+        print(f"fedbilevel: left out, not finished: {', '.join(map(str, unfinished))}", file=sys.stderr)
+    groups = load_groups(runs)
+    draw(groups, picture, options.panel, options.size)
+    written = export.write(groups, picture, _formats(options))
+    terminal.print(comparison_table(groups, terminal.width))
+    _say(terminal, {"plot": [picture], "also": written})
     return OK
 
 
+def _say(terminal: Console, places: dict[str, list[Path]]) -> None:
+    """Where things are."""
+    for what, paths in places.items():
+        for path in paths:
+            terminal.print(f"{what:<5} {path}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _algorithms(options: argparse.Namespace) -> int:
-    from fedbilevel.core.errors import NumericalError, require
+    from fedbilevel.core.errors import ConfigurationError, NumericalError, require
 
     require(len(options.what) <= 1, "TASK", " ".join(options.what), "a single task with --algorithms")
     terminal = console()
     prepare_jax()
     from fedbilevel.cli import playing
+    from fedbilevel.experiments import export, plots
     from fedbilevel.experiments.compare import comparison_table
     from fedbilevel.experiments.methods import PICTURE, comparison_folder, comparison_specs, play_all
+
+    if options.out and Path(options.out).suffix.lower() in plots.SUFFIXES:
+        advice = f"a picture of them: fedbilevel compare FOLDER --out {options.out}"
+        raise ConfigurationError(f"--out {options.out}: with --algorithms that is the folder of the runs; {advice}")
 
     task = options.what[0] if options.what else None
     said = settings(options)
@@ -117,7 +176,8 @@ def _algorithms(options: argparse.Namespace) -> int:
             failed.append(f"{place.relative_to(folder)}: {error}")
             print(f"fedbilevel: {failed[-1]}", file=sys.stderr)
 
-    groups = play_all(specs, folder, options.seeds, play)
+    groups = play_all(specs, folder, options.seeds, play, options.panel, options.size)
+    written = export.write(groups, folder / PICTURE, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
-    terminal.print(f"runs  {folder}\nplot  {folder / PICTURE}", highlight=False, soft_wrap=True)
+    _say(terminal, {"runs": [folder], "plot": [folder / PICTURE], "also": written})
     return NUMBERS_FAIL if failed else OK

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.curves import curve, require_matplotlib, time_of
+from fedbilevel.engines.curves import curve, time_of
 from fedbilevel.experiments import measure, plots
-from fedbilevel.experiments.folder import LoadedRun, load_run
+from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.tables import fitted
 
 TARGETS = 3
+WRITTEN = (*plots.SUFFIXES, ".csv", ".json", ".tex")  # by a comparison, among its runs
 TEXTS = ("run", "algorithm", "task")
 # Where the terminal is narrow:
 DROPPED_FIRST = ("products", "gradients", "seconds", "GFLOP", "exchanges", "time", "best")
@@ -28,8 +30,13 @@ DROPPED_FIRST = ("products", "gradients", "seconds", "GFLOP", "exchanges", "time
 class Group:
     """Runs of one spec that differ in their seeds only."""
 
-    label: str
+    name: str
     runs: Sequence[LoadedRun]
+
+    @property
+    def label(self) -> str:
+        """The name, and of how many seeds where there are several."""
+        return self.name if len(self.runs) == 1 else f"{self.name} ({len(self.runs)} seeds)"
 
     @property
     def metric(self) -> str:
@@ -61,41 +68,101 @@ class Group:
         return statistics.fmean(sum(run.summary["last_row"][name] for name in names) for run in self.runs)
 
 
-def load_groups(paths: Sequence[str | Path]) -> list[Group]:
-    """Read runs and put together those that differ in their seeds only.
+def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
+    """The folders of runs that some paths stand for, each once, and those left out since they have not finished.
 
-    A folder without spec.toml stands for the runs in it, one level down (the folder of `--seeds`).
+    A path is a run's folder or one with runs in it, however deep: that of `--seeds`, that of `compare --out`, or one of
+    several of these. Finished or not, a run that is named itself is not left out. Pictures and tables that a comparison
+    wrote, which a shell finds among its runs, are passed over.
 
     Raises:
-        ConfigurationError: a run cannot be read, or the runs measure different things.
+        ConfigurationError: there is no such path, or no run in it.
     """
-    places = {path.resolve(): path for given in paths for path in _runs_in(Path(given))}  # each run counts once
-    runs = [load_run(path) for path in places.values()]
+    found: dict[Path, Path] = {}
+    unfinished: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if path.is_file() and path.suffix.lower() in WRITTEN:
+            continue
+        if Folder(path).spec.is_file() or not (below := list(_runs_below(path))):
+            found[path.resolve()] = path  # load_run says what is wrong with it
+            continue
+        for one in below:
+            (found if Folder(one).summary.is_file() else unfinished)[one.resolve()] = one
+    left_out = [path for place, path in unfinished.items() if place not in found]
+    if not found:
+        where = ", ".join(map(str, left_out or paths))
+        said = "have not finished" if left_out else "are no folders of runs"
+        raise ConfigurationError(f"there is nothing to compare: {where} {said}")
+    return list(found.values()), left_out
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    """Folders with a spec.toml, in order; what lies in the folder of a run is its own."""
+    for folder, names, files in os.walk(path):
+        names.sort()
+        if Folder(Path(folder)).spec.name in files:
+            names.clear()
+            yield Path(folder)
+
+
+def load_groups(paths: Sequence[str | Path]) -> list[Group]:
+    """Read runs, which `find_runs` finds, and put together those that differ in their seeds only.
+
+    Raises:
+        ConfigurationError: a run cannot be read, the runs measure different things, or two are the same run.
+    """
+    runs = [load_run(path) for path in find_runs(paths)[0]]
     metrics = {run.metric: run for run in runs}
     if len(metrics) > 1:
         each = ", ".join(f"{name} ({run.folder.path})" for name, run in metrics.items())
         raise ConfigurationError(f"these runs cannot be compared, since they measure different things: {each}")
     groups: dict[str, list[LoadedRun]] = {}
+    same: dict[str, LoadedRun] = {}
     for run in runs:
+        first = same.setdefault(repr(run.spec.tables()), run)
+        if first is not run:
+            both = f"{first.folder.path} and {run.folder.path}"
+            raise ConfigurationError(f"{both} are the same run, of one spec and seed: leave one of them out")
         groups.setdefault(_but_for_seeds(run), []).append(run)
-    return [Group(_label(members), members) for members in groups.values()]
+    return [Group(name, members) for name, members in zip(_names(list(groups.values())), groups.values(), strict=True)]
 
 
-def compare(paths: Sequence[str | Path], picture: str | Path = "comparison.png", width: int | None = None) -> Table:
-    """A table of some runs, not wider than `width` if that can be, and a PNG of their curves."""
-    require_matplotlib()
-    groups = load_groups(paths)
-    draw(groups, picture)
-    return comparison_table(groups, width)
+def draw(
+    groups: Sequence[Group],
+    picture: str | Path,
+    panels: Sequence[str] | None = None,
+    size: tuple[float, float] | None = None,
+) -> None:
+    """Draw the groups' curves to a PNG, PDF or SVG; a run without a federation is a line at its final value.
 
-
-def draw(groups: Sequence[Group], picture: str | Path) -> None:
-    """Draw the groups' curves to a PNG, PDF or SVG; a run without a federation is a line at its final value."""
+    Args:
+        panels: names of `curves.PANELS`, one panel for each; None chooses (`default_panels`).
+        size: width and height in inches, for a paper: small type where it is narrow, and no title.
+    """
     metric = groups[0].metric
     curves = [
-        curve(_legend(group), [run.history for run in group.runs], metric, level=group.pooled) for group in groups
+        curve(name, [run.history for run in group.runs], metric, level=group.pooled)
+        for name, group in zip(legend(groups), groups, strict=True)
     ]
-    plots.save(plots.comparison_figure(curves, metric, _tasks(groups), default_panels(groups)), Path(picture))
+    seeds = common_seeds(groups)
+    title = f"{tasks_of(groups)}, mean ± sd of {seeds} seeds" if seeds > 1 else tasks_of(groups)
+    chosen = default_panels(groups) if panels is None else panels
+    plots.save(plots.comparison_figure(curves, metric, title, chosen, size), Path(picture))
+
+
+def common_seeds(groups: Sequence[Group]) -> int:
+    """How many seeds every group has; 0 where they differ."""
+    counts = {len(group.runs) for group in groups}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def legend(groups: Sequence[Group]) -> list[str]:
+    """What a group is called beside the others: its algorithm is said, and its seeds where not all have as many."""
+    names = [group.name if common_seeds(groups) else group.label for group in groups]
+    return [
+        name if group.algorithm in name else f"{name}, {group.algorithm}"
+        for name, group in zip(names, groups, strict=True)
+    ]
 
 
 def default_panels(groups: Sequence[Group]) -> list[str]:
@@ -112,7 +179,7 @@ def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table
     columns = _columns(groups, metric)
     to_targets = [name for name in columns if "\n" in name]
     droppable = [*DROPPED_FIRST, *to_targets[:-1], "rounds", "MB", *to_targets[-1:], "task", "algorithm"]
-    return fitted(f"{_tasks(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable)
+    return fitted(f"{tasks_of(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable)
 
 
 def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
@@ -169,11 +236,6 @@ def _cost_to(group: Group, metric: str, target: float, cost: str) -> str:
     return f"{statistics.fmean(reached):,.{1 if cost == 'time' else 0}f}{share}"
 
 
-def _runs_in(path: Path) -> list[Path]:
-    inside = sorted(spec.parent for spec in path.glob("*/spec.toml"))
-    return [path] if (path / "spec.toml").is_file() or not inside else inside
-
-
 def _but_for_seeds(run: LoadedRun) -> str:
     tables = run.spec.tables()
     tables["run"].pop("seed")
@@ -182,20 +244,30 @@ def _but_for_seeds(run: LoadedRun) -> str:
     return repr(tables)
 
 
-def _label(runs: Sequence[LoadedRun]) -> str:
-    """The folder's name; for several in one folder and for seed-N, that of the folder around."""
+def _names(groups: Sequence[Sequence[LoadedRun]]) -> list[str]:
+    """For each group the end of the path where it lies, as long as it takes to tell it from the others."""
+    places = [_place(runs) for runs in groups]
+    places = [
+        place if places.count(place) == 1 else runs[0].folder.path.resolve()
+        for place, runs in zip(places, groups, strict=True)
+    ]
+    lengths = [1] * len(places)
+    while True:
+        names = ["/".join(place.parts[-length:]) for place, length in zip(places, lengths, strict=True)]
+        if len(set(names)) == len(names):
+            return names
+        lengths = [length + (names.count(name) > 1) for name, length in zip(names, lengths, strict=True)]
+
+
+def _place(runs: Sequence[LoadedRun]) -> Path:
+    """A run's folder; for several in one folder and for seed-N the folder around."""
     paths = [run.folder.path.resolve() for run in runs]
     named_by_seed = all(re.fullmatch(r"seed-\d+", path.name) for path in paths)
     together = len(paths) > 1 and len({path.parent for path in paths}) == 1
-    name = paths[0].parent.name if named_by_seed or together else paths[0].name
-    return name if len(runs) == 1 else f"{name} ({len(runs)} seeds)"
+    return paths[0].parent if named_by_seed or together else paths[0]
 
 
-def _legend(group: Group) -> str:
-    return group.label if group.algorithm in group.label else f"{group.label}, {group.algorithm}"
-
-
-def _tasks(groups: Sequence[Group]) -> str:
+def tasks_of(groups: Sequence[Group]) -> str:
     return " / ".join(dict.fromkeys(_what(group.runs[0]) for group in groups))
 
 

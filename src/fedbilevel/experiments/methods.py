@@ -13,6 +13,7 @@ from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.experiments.compare import Group, draw, load_groups
+from fedbilevel.experiments.export import names
 from fedbilevel.experiments.own_task import full_name, label
 from fedbilevel.experiments.parts import build, task_of
 from fedbilevel.experiments.places import default_path
@@ -23,6 +24,7 @@ from fedbilevel.tasks import Task
 
 CENTRALISED = "centralised"
 PICTURE = "comparison.png"
+WRITTEN_BESIDE = [PICTURE, *(file.name for files in names(Path(PICTURE)).values() for file in files)]
 
 Play = Callable[[Spec, Path, Task], Any]
 """(spec, folder, task): bring that run to its end."""
@@ -71,15 +73,20 @@ def comparison_folder(specs: Mapping[str, Spec]) -> Path:
 
 
 def play_all(
-    specs: Mapping[str, Spec], folder: Path, seeds: Sequence[int] | None = None, play: Play | None = None
+    specs: Mapping[str, Spec],
+    folder: Path,
+    seeds: Sequence[int] | None = None,
+    play: Play | None = None,
+    panels: Sequence[str] | None = None,
+    size: tuple[float, float] | None = None,
 ) -> list[Group]:
-    """Bring all runs of a comparison to their ends, and draw those that got there.
+    """Bring all runs of a comparison to their ends, and draw those that got there; panels and size as `draw` has them.
 
     `play` does so for one run, the default silently; a run that it leaves unfinished is left out.
     """
     require_matplotlib()
     series = _series(folder, specs, seeds)
-    require_series(folder, series, besides=[PICTURE])
+    require_series(folder, series, besides=WRITTEN_BESIDE)
     tasks = _Tasks()
     missing = [place for place in series if not finished(place)]
     for place in missing[: len(specs)]:
@@ -90,7 +97,7 @@ def play_all(
     if not done:
         raise ConfigurationError(f"none of the runs in {folder} reached its end: there is nothing to compare")
     groups = load_groups(done)
-    draw(groups, folder / PICTURE)
+    draw(groups, folder / PICTURE, panels, size)
     return groups
 
 

@@ -1,0 +1,153 @@
+"""A comparison for other programs and for papers: CSV, JSON and LaTeX, beside its picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.engines.curves import larger_is_better
+from fedbilevel.engines.history import Row
+from fedbilevel.experiments import measure
+from fedbilevel.experiments.compare import Group, common_targets, tasks_of
+from fedbilevel.experiments.folder import LoadedRun
+from fedbilevel.experiments.latex import latex_table
+from fedbilevel.experiments.own_task import label
+from fedbilevel.experiments.places import write_json, write_text
+
+SCHEMA = 1  # of the JSON file; docs/comparing.md says what is in it
+CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "flops", "seconds", "time")
+FORMATS = ("csv", "json", "latex")
+
+
+def names(picture: Path) -> dict[str, list[Path]]:
+    """The files of each format, beside the picture and named like it."""
+    return {
+        "csv": [picture.with_suffix(".csv"), picture.with_name(f"{picture.stem}-curves.csv")],
+        "json": [picture.with_suffix(".json")],
+        "latex": [picture.with_suffix(".tex")],
+    }
+
+
+def write(groups: Sequence[Group], picture: Path, formats: Sequence[str]) -> list[Path]:
+    """Write the comparison in some of the FORMATS, each file whole or not at all; the files."""
+    files = names(picture)
+    if "csv" in formats:
+        runs, curves = files["csv"]
+        write_text(runs, runs_csv(groups))
+        write_text(curves, curves_csv(groups))
+    if "json" in formats:
+        write_json(files["json"][0], as_json(groups))
+    if "latex" in formats:
+        write_text(files["latex"][0], latex_table(groups))
+    return [file for name in FORMATS if name in formats for file in files[name]]
+
+
+def runs_csv(groups: Sequence[Group]) -> str:
+    """A line for each run: what it is, its outcome, what it cost in all and up to each common target."""
+    targets = common_targets(groups, groups[0].metric)
+    rows = []
+    for group, run in _runs(groups):
+        summary = run.summary
+        row = {**_identity(group, run), "metric": run.metric}
+        row |= {name: summary[name] for name in ("final", "best", "best_round", "rounds")}
+        row |= {name: summary["last_row"].get(name) for name in CURRENCIES}
+        for target in targets:
+            row[f"exchanges_to_{target:g}"] = measure.cost_to(run.history, run.metric, target)
+        rows.append(row | {"folder": str(run.folder.path)})
+    return _csv(rows)
+
+
+def curves_csv(groups: Sequence[Group]) -> str:
+    """A line for each run and row of its history ("long" or "tidy"), with all its columns."""
+    return _csv([{**_identity(group, run), **row} for group, run in _runs(groups) for row in run.history.rows])
+
+
+def as_json(groups: Sequence[Group]) -> dict[str, Any]:
+    """The comparison as plain objects, whose numbers are finite; null stands for what is not known."""
+    metric = groups[0].metric
+    return {
+        "schema": SCHEMA,
+        "task": tasks_of(groups),
+        "metric": metric,
+        "larger_is_better": larger_is_better(metric),
+        "methods": [_method(group, common_targets(groups, metric)) for group in groups],
+    }
+
+
+def _method(group: Group, targets: Sequence[float]) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "algorithm": group.algorithm,
+        "task": label(group.runs[0].spec.task.name),
+        "data": group.runs[0].spec.data,
+        "pooled": group.pooled,
+        "final": _statistics(group.values("final")),
+        "best": _statistics(group.values("best")),
+        "rounds": _statistics(group.values("rounds")),
+        "costs": {name: _statistics([run.summary["last_row"].get(name) for run in group.runs]) for name in CURRENCIES},
+        "targets": [_reached(group, target) for target in targets],
+        "runs": [_run(run) for run in group.runs],
+    }
+
+
+def _run(run: LoadedRun) -> dict[str, Any]:
+    return {
+        "seed": run.spec.run.seed,
+        "folder": str(run.folder.path),
+        "stopped": run.summary["stopped"],
+        "final": _finite(run.summary["final"]),
+        "best": _finite(run.summary["best"]),
+        "best_round": run.summary["best_round"],
+        "history": [{name: _finite(value) for name, value in row.items()} for row in run.history.rows],
+    }
+
+
+def _reached(group: Group, target: float) -> dict[str, Any]:
+    """What it cost, where a run first was as good as the target."""
+    costs = [measure.cost_to(run.history, group.metric, target) for run in group.runs]
+    reached = [cost for cost in costs if cost is not None]
+    mean = statistics.fmean(reached) if reached else None
+    return {"target": target, "reached": len(reached), "of": len(costs), "exchanges": mean}
+
+
+def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Mean and sample standard deviation, null where a value is not known or there is but one."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    whole = len(known) == len(values)
+    return {
+        "mean": statistics.fmean(known) if whole else None,
+        "sd": statistics.stdev(known) if whole and len(known) > 1 else None,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _runs(groups: Sequence[Group]) -> list[tuple[Group, LoadedRun]]:
+    return [(group, run) for group in groups for run in group.runs]
+
+
+def _identity(group: Group, run: LoadedRun) -> dict[str, Any]:
+    return {
+        "method": group.name,
+        "algorithm": group.algorithm,
+        "task": label(run.spec.task.name),
+        "data": run.spec.data,
+        "seed": run.spec.run.seed,
+    }
+
+
+def _csv(rows: Sequence[Row | dict[str, Any]]) -> str:
+    """Lines with a header of all columns; an empty cell where a row lacks one."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,124 @@
+"""A comparison as CSV, JSON and LaTeX: its numbers, and texts that are taken literally."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import re
+
+import pytest
+from made_up import made_up_groups, made_up_run
+
+from fedbilevel.experiments import export
+from fedbilevel.experiments.compare import Group
+from fedbilevel.experiments.latex import escape, latex_table, number
+
+STRANGE = ["50% of_a & b", 'a, "b"', "$x^2$ {#1} ~\\end", "[a] 1 < 2", "*star\nline"]
+
+
+def read(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of a tabular's rows, split as LaTeX splits them."""
+    lines = [line for line in table.splitlines() if line.endswith(r"\\")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)&", line[:-2])] for line in lines]
+
+
+def test_a_line_for_each_run_and_one_for_each_row_of_its_history() -> None:
+    groups = made_up_groups(STRANGE, 2)
+    rows = read(export.runs_csv(groups))
+    assert [row["method"] for row in rows] == [name for name in STRANGE for _ in range(2)]
+    assert [int(row["seed"]) for row in rows] == [0, 1] * 5
+    assert float(rows[1]["final"]) == 0.0678912 + 0.0001234
+    assert (rows[0]["exchanges"], rows[0]["bytes_down"], rows[0]["rounds"]) == ("123450", "1000000000", "1000")
+    # finals are 6.8e-2, 6.8e-3, … with 1.2e-4 for the second seed: the last method's first seed alone is below 1e-5
+    assert [row["exchanges_to_1e-05"] for row in rows] == ["", "", "", "", "", "", "", "", "123450", ""]
+    curves = read(export.curves_csv(groups))
+    assert len(curves) == 5 * 2 * 2
+    assert [(row["method"], row["round"], row["relative_error"]) for row in curves[:2]] == [
+        (STRANGE[0], "0", "1.0"),
+        (STRANGE[0], "1000", "0.0678912"),
+    ]
+
+
+def test_what_a_row_of_the_history_lacks_is_an_empty_cell() -> None:
+    run = made_up_run("x", 0, [1.0, 0.5])
+    run.history.rows[1]["outer_loss"] = 3.5
+    assert [row["outer_loss"] for row in read(export.curves_csv([Group("x", [run])]))] == ["", "3.5"]
+
+
+def test_the_numbers_of_the_json_file_are_finite() -> None:
+    groups = made_up_groups(["a", "b"], 2)
+    groups[1].runs[0].history.rows[0]["relative_error"] = math.nan
+    groups[1].runs[0].summary["best"] = math.inf
+    found = export.as_json(groups)
+    read_back = json.loads(json.dumps(found, allow_nan=False))
+    assert read_back == found
+    assert (found["schema"], found["metric"], found["larger_is_better"]) == (1, "relative_error", False)
+    a, b = found["methods"]
+    assert a["final"]["mean"] == pytest.approx(0.0678912 + 0.0001234 / 2)
+    assert a["final"]["sd"] == pytest.approx(0.0001234 / math.sqrt(2))  # of two values, (b - a) / √2
+    assert a["costs"]["exchanges"] == {"mean": 123_450, "sd": 0}
+    assert [(one["target"], one["reached"], one["of"]) for one in b["targets"]] == [(0.1, 2, 2), (0.01, 2, 2)]
+    assert b["best"] == {"mean": None, "sd": None}
+    assert b["runs"][0]["history"][0]["relative_error"] is None
+    assert b["runs"][1]["history"][1] == groups[1].runs[1].history.rows[1]
+
+
+def test_a_tabular_has_as_many_cells_in_each_row_and_the_best_in_bold() -> None:
+    table = latex_table(made_up_groups(STRANGE, 2))
+    head, *rows = cells(table)
+    assert table.splitlines()[1] == rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}"
+    assert {len(row) for row in rows} == {len(head)}
+    assert len(rows) == 5
+    for line in table.splitlines()[1:]:
+        plain = re.sub(r"\\[\\{}%$&#_]", "", line)
+        assert plain.count("{") == plain.count("}")
+        assert plain.count("$") % 2 == 0
+        assert not set("%#~") & set(plain)
+    assert all(ord(char) < 128 for char in table)
+    column = head.index("final relative error")
+    # 0.0678912 and 0.0680146: mean 0.0679529, sd 0.0001234 / √2 = 0.0000873; the last: 6.789e-6 and 1.302e-4
+    assert rows[0][column] == r"$0.06795 \pm 0.00009$"
+    assert rows[-1][column] == r"$\mathbf{(6.849 \pm 8.726) \times 10^{-5}}$"
+    assert sum("mathbf" in row[column] for row in rows) == 1
+    all_of_three, some_of_two = (head.index(f"exchanges to $10^{{{power}}}$") for power in (-3, -4))
+    assert [row[all_of_three] for row in rows] == ["--", "--", *[r"\textbf{123,450}"] * 3]
+    assert [row[some_of_two] for row in rows] == ["--", "--", "--", *["123,450 (1 of 2)"] * 2]
+
+
+def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
+    def group(name: str, value: float, pooled: bool = False) -> Group:
+        run = made_up_run(name, 0, [0.1, value], metric="test_accuracy")
+        run.spec.run = dataclasses.replace(run.spec.run, pooled=pooled)
+        return Group(name, [run])
+
+    head, *rows = cells(latex_table([group("a", 0.9123), group("b", 0.91231), group("all", 0.99, pooled=True)]))
+    column = head.index(r"final test accuracy (\%)")
+    assert [row[column] for row in rows] == [r"$\mathbf{91.23}$", r"$\mathbf{91.23}$", "$99.00$"]
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "shown"),
+    [
+        (0.0, None, "$0.000$"),
+        (1234.5678, 12.3, r"$1235 \pm 12$"),
+        (1.5e-5, None, r"$1.500 \times 10^{-5}$"),
+        (-2.5e6, 1e5, r"$(-2.500 \pm 0.100) \times 10^{6}$"),
+        (math.nan, None, "--"),
+    ],
+)
+def test_a_number_in_a_paper(mean, spread, shown) -> None:
+    assert number(mean, spread) == shown
+
+
+def test_a_text_is_set_as_it_is() -> None:
+    assert escape("50%_&$#{}") == r"50\%\_\&\$\#\{\}"
+    assert escape("~^\\") == r"\textasciitilde{}\textasciicircum{}\textbackslash{}"
+    assert escape("[a]") == "{[}a]"  # as an argument of the \\ before it LaTeX would look for a length
+    assert escape("a\n b") == "a b"
