@@ -61,7 +61,7 @@ def comparison_figure(
     for panel in panels:
         require_panel(panel, curves)
     rows, columns = _grid(len(panels))
-    whole = size or (5.5 * columns, 4.2 * rows)
+    whole = size or (min(5.5 * columns, 13.0), 4.2 * rows)
     with typography(size):
         figure = new_figure(whole)
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
