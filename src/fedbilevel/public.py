@@ -27,6 +27,7 @@ from fedbilevel.algorithms import (
 from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
 from fedbilevel.core import projections
 from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.answers import Public, Withheld
 from fedbilevel.core.client import Client, Clients, Ragged
 from fedbilevel.core.config import fraction, positive, static, steps
 from fedbilevel.core.errors import (
@@ -103,6 +104,7 @@ __all__ = [
     "NumericalWarning",
     "Plain",
     "Proximal",
+    "Public",
     "Ragged",
     "Reference",
     "RemoteClients",
@@ -113,6 +115,7 @@ __all__ = [
     "SimpleBilevel",
     "SingleLevel",
     "Structure",
+    "Withheld",
     "algorithm",
     "check_hypergradient",
     "check_structure",

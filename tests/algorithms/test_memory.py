@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.algorithms.memory import Change, Kept, Memory
+from fedbilevel.algorithms.memory import Memory
+from fedbilevel.core.answers import Change, Kept, Public
 
 CLIENTS, SIZE = 6, 3
 
@@ -26,7 +27,7 @@ def played(weights, count, seed=0):
     kept = {i: Kept.nothing(memory.total) for i in range(CLIENTS)}
     table = {}
     for _, answers in exchanges(np.random.default_rng(seed), count):
-        total = jax.tree.map(jnp.zeros_like, Change(memory.total, jnp.zeros(()), jnp.zeros(())))
+        total = jax.tree.map(jnp.zeros_like, Change(memory.total, *[Public(jnp.zeros(()))] * 2))
         for i, asked, answer in answers:
             change, kept[i] = Change.since(kept[i], jax.tree.map(jnp.asarray, answer), jnp.asarray(asked))
             total = jax.tree.map(lambda a, b, p=weights[i]: a + p * b, total, change)

@@ -72,6 +72,7 @@ from fedbilevel.algorithms.cutting_planes import (
 )
 from fedbilevel.algorithms.memory import ROUNDING
 from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static, steps
 from fedbilevel.core.errors import require, require_count
@@ -196,7 +197,8 @@ does not hold for them: this method needs everyone in every round"
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
         """Client: back through the k-th step, given ∂h/∂z' behind it. The reply has this client's share of ∂h/∂x and of
-        ∂h/∂z' before it, ‖y_i − φ_i‖² and b_i·y_i, and 1 if it was ever asked for a step; b_i is entered on the way."""
+        ∂h/∂z' before it, ‖y_i − φ_i‖² and b_i·y_i, and 1 if it was ever asked for a step, which the server
+        knows; b_i is entered on the way."""
         x, z, behind, k, slot, serial = at
         own: Own = client.state
         last = k == self.consensus_steps - 1
@@ -210,12 +212,16 @@ does not hold for them: this method needs everyone in every round"
         to_x, to_z, before = back(after._replace(y=optax.tree.add(after.y, behind)))
         gap = optax.tree.vdot(mine, mine) / 4
         kept = own._replace(b=b, serial=own.serial.at[slot].set(serial), point=before)
-        update = to_x, to_z, gap, optax.tree.vdot(mine, own.y), own.heard
+        update = to_x, to_z, gap, optax.tree.vdot(mine, own.y), Public(own.heard)
         return Reply(update, kept, {"inner_gap": gap}, gradients=1, products=2)
 
     @phase
     def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:
-        """Client: a step on θ_i, then on x_i and y_i at once. A plane that this client has no part in pulls nothing."""
+        """Client: a step on θ_i, then on x_i and y_i at once. A plane that this client has no part in pulls nothing.
+
+        Whether there is one, and whether the client was heard before, follows from what it was asked, not from its
+        data.
+        """
         x, multiplier, serial = at
         own: Own = client.state
         theta = move(own.theta, self.client_lr.v, move(optax.tree.sub(own.x, x), -self.consensus_damping, own.theta))
@@ -234,7 +240,8 @@ does not hold for them: this method needs everyone in every round"
             answer = optax.tree.sub(answer, (own.theta, products(own.b, own.y), own.heard))
         theta, inner, heard = answer
         without = jnp.any(~shared & (serial != FREE)).astype(heard.dtype)
-        return Reply((theta, jnp.where(shared, inner, 0), heard, without), new, {"outer_loss": loss}, gradients=1)
+        update = theta, jnp.where(shared, inner, 0), Public(heard), Public(without)
+        return Reply(update, new, {"outer_loss": loss}, gradients=1)
 
     def with_new_plane(self, fed: Fed, state: State, key: Array) -> State:
         """Server: estimate φ, find h and its gradient, add the plane and drop what no longer pulls."""
@@ -256,7 +263,7 @@ does not hold for them: this method needs everyone in every round"
             to_x, before, gap, inner, asked = fed.mean(self.consensus_adjoint, message, jax.random.fold_in(key, k))
             height = gap + optax.tree.vdot(apart, apart)
             height, inner = (new.astype(old.dtype) for new, old in ((height, cut.height), (inner, cut.inner)))
-            return Cut(height, optax.tree.add(cut.outer, to_x), cut.consensus, inner), before, k - 1, asked
+            return Cut(height, optax.tree.add(cut.outer, to_x), cut.consensus, inner), before, k - 1, asked.public
 
         flat = Cut(jnp.zeros(()), optax.tree.zeros_like(x), optax.tree.scale(2, apart), jnp.zeros(()))
         start = (flat, optax.tree.scale(-2, apart), jnp.asarray(last, jnp.int32), jnp.zeros(()))
@@ -297,7 +304,8 @@ class SDBO(CuttingPlanes):
         message = (state.x, state.planes.multiplier, state.planes.serial)
         theta, inner, weight, without = fed.mean(self.local_step, message, key)
         last = state.heard
-        heard = last._replace(weight=weight, theta=theta, without=jnp.maximum(last.without, without))
+        without = jnp.maximum(last.without, without.public)
+        heard = last._replace(weight=weight.public, theta=theta, without=without)
         return heard, theta, state.planes._replace(inner=inner)
 
 
@@ -325,6 +333,9 @@ class ADBO(CuttingPlanes):
     def check_start(self, problem: Any, clients: Any, x: PyTree, y: PyTree) -> None:
         require(self.first <= len(clients), "ADBO.first", self.first, f"at most {len(clients)}, the number of clients")
 
+    def noise_objection(self) -> str:
+        return "its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"
+
     def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
         message = (state.x, state.planes.multiplier, state.planes.serial)
         theta, changes, new, without = fed.first(
@@ -332,9 +343,9 @@ class ADBO(CuttingPlanes):
         )
         last, planes = state.heard, state.planes
         heard = last._replace(
-            weight=last.weight + new,
+            weight=last.weight + new.public,
             theta=optax.tree.add(last.theta, theta),
-            without=jnp.maximum(last.without, without),
+            without=jnp.maximum(last.without, without.public),
         )
         share = 1 / heard.weight
         mean = jax.tree.map(lambda leaf: (share * leaf).astype(leaf.dtype), heard.theta)

@@ -47,9 +47,10 @@ from jax import Array
 from fedbilevel.algorithms import fednest
 from fedbilevel.algorithms.fednest import Alternating
 from fedbilevel.algorithms.hypergradient import Quality
-from fedbilevel.algorithms.memory import FirstAnswers, Kept, Memory
+from fedbilevel.algorithms.memory import FirstAnswers, Memory
 from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
 from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.answers import Kept
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require
@@ -128,6 +129,9 @@ class AFBO(FirstAnswers, Alternating):
             check_own_x(f"{type(self).__name__}.own_x", clients, x)
         if self.hypergradient == "local":
             super().check_start(problem, clients, x, y)
+
+    def noise_objection(self) -> str:
+        return ""  # "global" has no inverse
 
     @property
     def mergeable(self) -> bool:

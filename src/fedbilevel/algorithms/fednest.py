@@ -46,6 +46,7 @@ from fedbilevel.algorithms.hypergradient import Hypergradient, Quality
 from fedbilevel.algorithms.inner_descent import InnerDescent
 from fedbilevel.algorithms.local_descent import corrected_drift
 from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require, require_count
@@ -82,6 +83,13 @@ class Alternating(InnerDescent, Hypergradient):
         """y after `inner_rounds` of FedAvg."""
         return self.plain_inner(fed, state.x, state.y, key, self.inner_rounds, self.inner_server_lr)
 
+    def noise_objection(self) -> str:
+        if self.hypergradient == "local" or self.inverse != "cg":
+            return ""
+        return (
+            "conjugate gradient by noised products meets negative curvature that is none; inverse = 'series' bears it"
+        )
+
     def complaint(self, state: State) -> str:
         return self._negative_curvature(state) if self.inverse == "cg" else ""
 
@@ -101,10 +109,12 @@ class Alternating(InnerDescent, Hypergradient):
         if met < 0:
             return ""
         unit = "iteration" if self.inverse == "cg" else "product"
-        where = f"{unit} {met}" if self.hypergradient == "global" else "a client's own system"
+        shared = self.hypergradient == "global"
+        where = f"{unit} {met}" if shared else "a client's own system"
+        doubt = "; where clients noise their replies it may be of the noise's making" if shared else ""
         return (
             f"negative curvature at {where}: the inner Hessian is not positive definite there, and v is not defined; \
-the hypergradient may point anywhere (a ridge on the inner loss in y mends that)"
+the hypergradient may point anywhere (a ridge on the inner loss in y mends that){doubt}"
         )
 
     def moved(self, state: State, change: PyTree, y: PyTree, quality: Quality) -> State:
@@ -249,7 +259,7 @@ class LFedNest(Nested):
         """τ steps on x, each along the client's own hypergradient there."""
         x, y = at
 
-        def step(k: Array, carry: tuple[PyTree, Array, tuple[Array, Array], Array, Array]) -> tuple[Any, ...]:
+        def step(k: Array, carry: tuple[PyTree, Array, Withheld, Array, Array]) -> tuple[Any, ...]:
             change, loss, quality, gradients, products = carry
             own = self.own_hypergradient(client, optax.tree.add(x, change), y, jax.random.fold_in(key, k))
             change = move(change, -self.outer_lr / self.outer_steps, own.estimate.h)
@@ -258,7 +268,8 @@ class LFedNest(Nested):
 
         first = jax.eval_shape(lambda key: self.own_hypergradient(client, x, y, key), key)
         none = jnp.asarray(0)
-        start = (optax.tree.zeros_like(x), jnp.zeros((), first.loss.dtype), (jnp.zeros(()),) * 2, none, none)
+        unmet = optax.tree.zeros_like(Quality.unknown().to_average())
+        start = (optax.tree.zeros_like(x), jnp.zeros((), first.loss.dtype), unmet, none, none)
         change, loss, quality, gradients, products = jax.lax.fori_loop(0, self.outer_steps, step, start)
         metrics = {"outer_loss": loss / self.outer_steps}
         return Reply((change, quality), metrics=metrics, gradients=gradients, products=products)

@@ -42,8 +42,9 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.algorithms.iterative_regularization import IterativeRegularization, State
-from fedbilevel.algorithms.memory import FirstAnswers, Kept, Memory
+from fedbilevel.algorithms.memory import FirstAnswers, Memory
 from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.answers import Kept
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require, require_count, unknown
@@ -93,6 +94,9 @@ class FISM(FirstAnswers, IterativeRegularization):
     def answer_like(self, x: PyTree) -> PyTree:
         """Of the shapes of a client's answer without a tolerance."""
         return x, jnp.zeros(())
+
+    def noise_objection(self) -> str:
+        return "its server divides by the mean of 1/n_i, of how many samples a client has, which noise would spoil"
 
     @phase
     def walk(self, client: Client, message: PyTree, key: Array) -> Reply:

@@ -31,6 +31,7 @@ from jax import Array
 from fedbilevel.algorithms.batches import Batches
 from fedbilevel.algorithms.neumann_step import check_neumann_step
 from fedbilevel.core.algorithm import phase
+from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at, config, positive, static
 from fedbilevel.core.errors import require, require_count, unknown
@@ -58,13 +59,14 @@ class Quality(NamedTuple):
         return cls(jnp.asarray(-1), jnp.zeros(()))
 
     @classmethod
-    def of_clients(cls, means: tuple[Array, Array]) -> "Quality":
+    def of_clients(cls, means: Withheld) -> "Quality":
         """From the share of clients that met negative curvature, and their mean residual."""
-        met, residual = means
+        met, residual = means.withheld
         return cls(jnp.where(met > 0, 0, -1), residual)
 
-    def to_average(self) -> tuple[Array, Array]:
-        return (self.negative_curvature >= 0).astype(float), self.residual
+    def to_average(self) -> Withheld:
+        """What a client tells of its own: not under privacy, where the least noise would be negative curvature."""
+        return Withheld(((self.negative_curvature >= 0).astype(float), self.residual))
 
 
 class Estimate(NamedTuple):

@@ -122,6 +122,11 @@ class IterativeRegularization:
             allowed = f"at most 2, with H's strong convexity μ = {mu:.3g} (assumption 6 (i) of FISM's paper)"
             require(product <= 2 * (1 + 1e-6), f"{type(self).__name__}: lr·regularization·μ", product, allowed)
 
+    def noise_objection(self) -> str:
+        if self.tolerance is None:
+            return ""
+        return f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
+
     def init(self, x: PyTree, y: PyTree) -> State:
         standstill = None if self.tolerance is None else Standstill.before(x)
         return State(x, x, jnp.zeros(()), jnp.zeros((), jnp.int32), standstill, self.init_own(x))

@@ -23,37 +23,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fedbilevel.core.answers import Change, Kept
 from fedbilevel.core.config import config, static
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree
 
 ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, without anyone being missing
-
-
-class Kept(NamedTuple):
-    """What a client keeps of its last answer."""
-
-    answer: PyTree
-    asked: Array  # the exchange in which it was asked for; -1 before the first
-
-    @classmethod
-    def nothing(cls, like: PyTree) -> "Kept":
-        return cls(jax.tree.map(jnp.zeros_like, like), jnp.asarray(-1, jnp.int32))
-
-
-class Change(NamedTuple):
-    """What a client replies; the mean is what the server adds."""
-
-    answer: PyTree  # u − the last u
-    joins: Array  # 1 in the first answer, then 0
-    exchanges: Array  # t − the last t
-
-    @classmethod
-    def since(cls, kept: Kept, answer: PyTree, asked: Array) -> tuple["Change", Kept]:
-        """From the last answer to this one, asked for in exchange `asked`, and what to keep now."""
-        joins, exchanges = (kept.asked < 0).astype(float), (asked - kept.asked).astype(float)
-        return cls(optax.tree.sub(answer, kept.answer), joins, exchanges), Kept(answer, asked)
 
 
 class Memory(NamedTuple):
@@ -75,9 +51,10 @@ class Memory(NamedTuple):
         All answers of before become one exchange older, those replaced by t_i − (their last t_i) younger; a first
         answer brings t − t_i = (t + 1) − (t_i − (−1)).
         """
-        age = self.age + self.weight + (self.exchanges + 1) * change.joins - change.exchanges
+        joins, exchanges = change.joins.public, change.exchanges.public
+        age = self.age + self.weight + (self.exchanges + 1) * joins - exchanges
         total = optax.tree.add(self.total, change.answer)
-        return Memory(total, self.weight + change.joins, age, self.exchanges + 1)
+        return Memory(total, self.weight + joins, age, self.exchanges + 1)
 
     @property
     def mean(self) -> PyTree:

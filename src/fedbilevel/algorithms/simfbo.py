@@ -46,10 +46,11 @@ from jax import Array
 
 from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.algorithms.local_directions import LocalDirections, descend
-from fedbilevel.algorithms.memory import FirstAnswers, Kept, Memory
+from fedbilevel.algorithms.memory import FirstAnswers, Memory
 from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
 from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.answers import Kept, Public
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import config, positive, static, steps
 from fedbilevel.core.errors import require
@@ -220,21 +221,24 @@ class ShroFBO(SingleLoop):
         return RobustState(self.first_state(x, y), jnp.zeros(()), jnp.zeros(()))
 
     def answer(self, x: PyTree, y: PyTree) -> PyTree:
-        return super().answer(x, y), jnp.zeros(()), jnp.zeros(())
+        return super().answer(x, y), Public(jnp.zeros(())), Public(jnp.zeros(()))
 
     @phase(takes=LIKE, gives=(LIKE, WHOLE, WHOLE))
     def normalised_updates(self, client: Client, message: PyTree, key: Array) -> Reply:
-        """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights."""
+        """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights.
+
+        τ_i is the algorithm's or the population's, which the server knows, and no matter of the client's data.
+        """
         start, number = self.opened(message)
         reply = self.own_updates(client, start, key)
         work = self.coefficients.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
-        return self.remembered(client, reply._replace(update=(h, work, jnp.ones_like(work))), number)
+        return self.remembered(client, reply._replace(update=(h, Public(work), Public(jnp.ones_like(work)))), number)
 
     def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
         answer, memory = self.latest(fed, self.normalised_updates, state.iterate, state.simfbo.memory, key)
         h, work, share = answer
-        now = work / share
+        now = work.public / share.public
         rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
         server = self.server_update(state.simfbo, optax.tree.scale(rho, h), memory)
         return RobustState(server, state.work + now, state.rounds + 1)

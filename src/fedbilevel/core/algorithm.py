@@ -18,6 +18,7 @@ complaint(state) -> str        why the run must not go on, or ""
 warning(state) -> str          what the user should know of it, or ""; said once
 units(anatomy, kept, importance, holder)   the units of its submodel, for a client of limited capacity, and
 alike                          whether those of one capacity hold the same; both left out: trains whole models alone
+noise_objection() -> str       why it cannot do with replies that clients clip and noise, or ""; left out: it can
 columns(state) -> {name: number}      what the server can say of itself, for the rows of the history
 with_own(state, clients) -> state     the server's state with what clients keep for themselves put in its place, for
                                results and metrics of a simulation, which has their states (leaves (M, ...)) at hand
@@ -106,6 +107,11 @@ def with_own(algorithm: Any, state: Any, clients: PyTree) -> Any:
 def finished(algorithm: Any, state: Any) -> Any:
     """Whether the algorithm says that nothing is left to do, a boolean."""
     return algorithm.finished(state) if hasattr(algorithm, "finished") else False
+
+
+def noise_objection(algorithm: Any) -> str:
+    """Why clients must not clip and noise their replies, or ""."""
+    return algorithm.noise_objection() if hasattr(algorithm, "noise_objection") else ""
 
 
 def fresh_cohorts(algorithm: Any) -> int:

@@ -12,7 +12,8 @@ from fedbilevel.core.tree import PyTree
 class Reply(NamedTuple):
     """What a phase hands back.
 
-    `update` is averaged over the cohort; `state` is the client's own next state, which never leaves it; `metrics`
+    `update` is averaged over the cohort, and under privacy clipped and noised but for parts that are marked (see
+    core/answers.py); `state` is the client's own next state, which never leaves it; `metrics`
     (scalars by name) are averaged into the history and never fed back; `gradients` and `products` count the batch
     gradients and the Hessian- or Jacobian-vector products that the client computed, for the ledger and the clock; an
     asynchronous exchange asks for these two of everyone, so they had better not depend on what a loop finds.

@@ -13,17 +13,30 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from fedbilevel.core.errors import NonFiniteError, require
+from fedbilevel.core.algorithm import noise_objection
+from fedbilevel.core.answers import Public, Withheld
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.accounting import BudgetSpentError, Spent
 
 SECRET_BYTES = 32
+
+
+class NoiseError(ConfigurationError):
+    """The algorithm cannot do with replies that are clipped and noised; the message says why, and nothing of data."""
+
+
+def check_noise(algorithm: Any) -> None:
+    """Refuse an algorithm, with the fields that it has, whose numbers noise would spoil."""
+    if objection := noise_objection(algorithm):
+        raise NoiseError(f"Site.privacy: {type(algorithm).__name__} does not bear noised replies: {objection}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,9 @@ class Privacy:
     ) -> tuple[PyTree, Spent]:
         """What may be sent in place of `update`, and the account to store before it is sent.
 
+        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/answers.py); all else is
+        the vector that is clipped and noised.
+
         The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
         is never used twice, so that every reply has noise of its own, one that repeats a question too: asking again
         averages the noise, and that is what the account charges for. (Noise that came back with the same question
@@ -89,7 +105,7 @@ class Privacy:
         be lost and a number come back, the noise still differs wherever one of the others does.
 
         Args:
-            update: a pytree of floating leaves.
+            update: a pytree of floating leaves, but for its public parts.
             secret: of `load_secret`; it must not leave the client.
             spent: the account so far.
             context: what names the question: the run, round, exchange and phase.
@@ -104,14 +120,15 @@ class Privacy:
             NonFiniteError: the update holds a NaN or an infinity.
         """
         after = self.charge(spent)
-        vector = clipped(flat(update), self.clip)
+        private = jax.tree.map(lambda part: None if is_marked(part) else part, update, is_leaf=is_marked)
+        vector = clipped(flat(private), self.clip)
         deviation = self.clip * self.noise_multiplier
         key = noise_key(secret, after.total, context, vector, deviation)
         vector = vector + deviation * gaussian(key, vector.size)
-        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, update))
+        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, private))
         parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty one
         sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
-        return jax.tree.unflatten(structure, sent), after
+        return jax.tree.map(told, update, jax.tree.unflatten(structure, sent), is_leaf=is_marked), after
 
 
 def load_secret(path: str | Path) -> bytes:
@@ -130,6 +147,18 @@ def load_secret(path: str | Path) -> bytes:
     secret = path.read_bytes()
     require(len(secret) == SECRET_BYTES, f"the length of {path}", len(secret), f"{SECRET_BYTES} bytes")
     return secret
+
+
+def is_marked(part: object) -> bool:
+    """Whether a part of an update is no part of the vector that is clipped and noised."""
+    return isinstance(part, Public | Withheld)
+
+
+def told(part: PyTree, noised: PyTree) -> PyTree:
+    """What is sent of one part of an update; `noised` is what is sent of it if it is not marked."""
+    if isinstance(part, Withheld):
+        return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), part)
+    return jax.tree.map(np.asarray, part) if isinstance(part, Public) else noised
 
 
 def flat(update: PyTree) -> np.ndarray:

@@ -28,7 +28,8 @@ from fedbilevel.flower.client_state import Kept, states_for
 from fedbilevel.flower.contract import Call, Contract, difference, draw_up
 from fedbilevel.flower.guard import Guard
 from fedbilevel.flower.limits import Limits, Patience
-from fedbilevel.flower.privacy import Privacy
+from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
+from fedbilevel.flower.released import released, without_answers
 from fedbilevel.flower.store import FolderStore, Store
 from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, is_run, layout, to_bytes
 
@@ -75,6 +76,8 @@ class Site:
         require(self.id >= 0, "Site.id", self.id, "0 or more")
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
+        if self.privacy is not None:
+            check_noise(self.algorithm)
         kept = self.privacy is None or self.folder is not None
         require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
 
@@ -139,10 +142,13 @@ class Desk:
         message = self.message(call, ask)
         self.count(ask, store)
         at_start, before = (None, None) if ask.fresh else self.states(ask, store)
-        reply = self.played(call.phase, message, ask, before)
+        seen = before if self.guard is None else without_answers(before)
+        reply = self.played(call.phase, message, ask, seen)
         answer = replace(blank, layout=layout(reply.update))
         if self.guard is not None:  # metrics and counts of work tell of the data, too
             sent, epsilon = self.guard.protect(reply.update, [ask.run, ask.round, ask.exchange, ask.phase])
+            sent, state = released(sent, before, reply.state)
+            reply = reply._replace(state=state)
             answer = replace(answer, payload=to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
         else:
             answer = replace(
@@ -242,7 +248,7 @@ def run_phase(phase: str, algorithm: Any, round: Any, client: Client, message: P
 
 def in_words(error: Exception) -> str:
     """What a server is told of an error: of those that are not made for it, which may name files, only the kind."""
-    meant = isinstance(error, Refusal | BudgetSpentError | FloorError)
+    meant = isinstance(error, Refusal | BudgetSpentError | FloorError | NoiseError)
     return str(error) if meant else f"{type(error).__name__}; the client's log says more"
 
 

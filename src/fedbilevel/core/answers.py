@@ -1,0 +1,62 @@
+"""What parts of an update are, for clients whose replies are clipped and noised: see docs/privacy.md.
+
+Without privacy the marks change nothing. Both sides have them from the algorithm's own code, and the contract of a
+federation shows them as parts of the paths; no message decides what a client noises.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.core.tree import PyTree
+
+
+class Public(NamedTuple):
+    """A part of an update that says nothing of the client's data: it is sent as it is, neither clipped nor noised.
+
+    Only for what would be the same with any other data, of any number of samples: counts that the server's messages and
+    the algorithm's fields determine.
+    """
+
+    public: Any
+
+
+class Withheld(NamedTuple):
+    """A part of an update that tells of the data, and that noise would make useless: under privacy zeros are sent.
+
+    For diagnostics of which 0 means that nothing was met; a method must not rely on them to be right.
+    """
+
+    withheld: Any
+
+
+class Kept(NamedTuple):
+    """What a client keeps of its last answer. Under privacy that is what it sent."""
+
+    answer: PyTree
+    asked: Array  # the exchange in which it was asked for; -1 before the first
+
+    @classmethod
+    def nothing(cls, like: PyTree) -> "Kept":
+        return cls(jax.tree.map(jnp.zeros_like, like), jnp.asarray(-1, jnp.int32))
+
+
+class Change(NamedTuple):
+    """What a client replies; the mean is what the server adds.
+
+    `joins` and `exchanges` are public: the server knows whose answers have counted and what it asked when.
+    """
+
+    answer: PyTree  # u − the last u; under privacy u is clipped and noised first, so that noise does not add up
+    joins: Public  # 1 in the first answer, then 0
+    exchanges: Public  # t − the last t
+
+    @classmethod
+    def since(cls, kept: Kept, answer: PyTree, asked: Array) -> tuple["Change", Kept]:
+        """From the last answer to this one, asked for in exchange `asked`, and what to keep now."""
+        joins, exchanges = (kept.asked < 0).astype(float), (asked - kept.asked).astype(float)
+        change = optax.tree.sub(answer, kept.answer)
+        return cls(change, Public(joins), Public(exchanges)), Kept(answer, asked)

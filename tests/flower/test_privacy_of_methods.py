@@ -1,0 +1,212 @@
+"""Every method with clients who clip and noise their replies: which numbers are noised, and who is refused."""
+
+from dataclasses import replace
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.client import Client
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.engine import Flower
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
+from fedbilevel.flower.site import Desk, Site
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Ask, from_bytes, to_bytes
+from fedbilevel.tasks.quadratic import inner, outer, quadratic
+
+CLIENTS = 3
+SINGLE = fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:3], batch))
+MINIMAX = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y))
+SIMPLE = fb.SimpleBilevel(
+    lambda x: jnp.vdot(x, x) / 2,
+    lambda x, batch: inner(jnp.zeros(2), jnp.tile(x, 2)[:3], batch),
+    fb.projections.box(-0.3, 0.5),
+)
+LIGHT = {"batch_size": None, "inner_rounds": 1, "neumann_terms": 2, "local_steps": 1}
+CASES = {  # one for each method at least
+    "AFBO": (fb.AFBO(first=2, inverse="cg", **LIGHT), None),
+    "AFBO, own x": (fb.AFBO(own_x=True, **LIGHT), None),
+    "AggITD": (fb.AggITD(batch_size=None, inner_rounds=2, local_steps=1, outer_lr=0.01), None),
+    "BiFISTA": (fb.BiFISTA(lr=0.1), SIMPLE),
+    "FedAvg": (fb.FedAvg(batch_size=None), SINGLE),
+    "FedAvgS": (fb.FedAvgS(batch_size=None), MINIMAX),
+    "FedBiO": (fb.FedBiO(batch_size=None), None),
+    "FedBiOAcc": (fb.FedBiOAcc(batch_size=None, local_steps=2), None),
+    "FedLin": (fb.FedLin(batch_size=None), SINGLE),
+    "FedMBO": (fb.FedMBO(**LIGHT), None),
+    "FedNest": (fb.FedNest(**LIGHT), None),
+    "FedNestSGD": (fb.FedNestSGD(**LIGHT), None),
+    "IRG": (fb.IRG(lr=0.1), SIMPLE),
+    "LFedNest": (fb.LFedNest(inverse="cg", **LIGHT), None),
+    "RABO": (fb.RABO(inverse="cg", **LIGHT), None),
+    "RAFBO": (fb.RAFBO(perturbation=1e5, **LIGHT), None),
+    "SDBO": (fb.SDBO(batch_size=None, consensus_steps=2, iterations=2, planes=2), None),
+    "ShroFBO": (fb.ShroFBO(batch_size=None), None),
+    "ShroFBO, the first two": (fb.ShroFBO(batch_size=None, first=2), None),
+    "SimFBO": (fb.SimFBO(batch_size=None, local_steps=2), None),
+    "SimFBO, the first one": (fb.SimFBO(batch_size=None, local_steps=2, first=1), None),
+}
+REFUSED = {
+    "ADBO": (fb.ADBO(), "SDBO's send them whole"),
+    "FISM": (fb.FISM(), "divides by the mean of 1/n_i"),
+    "IRIG": (fb.IRIG(), "divides by the mean of 1/n_i"),
+    "IRG, tolerance": (fb.IRG(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
+    "BiFISTA, tolerance": (fb.BiFISTA(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
+    "FedNest, cg": (fb.FedNest(inverse="cg"), "negative curvature that is none; inverse = 'series'"),
+    "FedNestSGD, cg, merged": (fb.FedNestSGD(inverse="cg", merged=True), "conjugate gradient by noised products"),
+    "FedMBO, cg": (fb.FedMBO(inverse="cg"), "conjugate gradient by noised products"),
+}
+QUICK = {"ShroFBO, the first two"}
+ROUNDS = 3
+LARGEST = 9.42  # of a standard normal number, as `gaussian` makes them
+
+
+def test_every_method_is_here():
+    named = {type(algorithm) for algorithm, _ in (CASES | REFUSED).values()}
+    assert named == set(fb.ALGORITHMS.values())
+
+
+def kept_in(folder, number):
+    """A client's folder with a secret that is always the same."""
+    folder.mkdir(parents=True)
+    (folder / "secret").write_bytes(bytes([number] * 32))
+    (folder / "secret").chmod(0o600)
+    (folder / "account.json").write_text("{}")
+    return folder
+
+
+def played(case, folder=None, privacy=None):
+    """The run of a case; the second client is the slowest, where that matters."""
+    algorithm, problem = CASES[case]
+    task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4), local_steps=[1, 2, 3])
+    if isinstance(problem, fb.SimpleBilevel | fb.SingleLevel):
+        task = replace(task, x0=0.1 * jnp.ones(2), y0=None)
+    clients = fb.Clients(task.clients.outer, weights=task.clients.weights) if problem is MINIMAX else task.clients
+    algorithm_problem = problem or task.problem
+
+    def site(run, node):
+        k = node["partition-id"]
+        own = {} if privacy is None else {"privacy": privacy, "folder": kept_in(folder / str(k), k)}
+        one = clients.inner is clients.outer
+        return Site(
+            id=k, algorithm=algorithm, problem=algorithm_problem, x0=task.x0, y0=task.y0, works=not one,
+            outer=clients.outer.row(k), inner=None if one else clients.inner.row(k), **own)  # fmt: skip
+
+    grid = InProcess(client_app(site), CLIENTS, delay=lambda client, message: [1.0, 5.0, 1.1][client])
+    return fb.solve(
+        algorithm, algorithm_problem, fb.RemoteClients.of(clients), task.x0, task.y0, rounds=ROUNDS, eval_every=1,
+        engine=Flower(grid=grid, name=federations.NAME))  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
+def test_noise_is_in_what_tells_of_data_alone(case, tmp_path):
+    """With a clip that nothing reaches and noise of deviation σ = 1e-9, all numbers are off by some σ: each of a
+    reply's at most 30 numbers by 9.42σ, in at most 15 exchanges a run, passed on to a state by maps whose Lipschitz
+    constants, over all rounds, are below 10: together less than 9.42·√30·15·10·σ < 1e4·σ. With σ = 1 the numbers that
+    do not tell of data are still exactly what they are without noise, or say nothing."""
+    plain = played(case)
+    close = played(case, tmp_path / "close", Privacy(clip=1e6, noise_multiplier=1e-15, delta=1e-5))
+    for exact, noised in zip(jax.tree.leaves(plain.state), jax.tree.leaves(close.state), strict=True):
+        np.testing.assert_allclose(noised, exact, rtol=0, atol=1e4 * 1e-9)
+    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (plain.state, close.state)), strict=True))
+    noisy = played(case, tmp_path / "noisy", Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5))
+    assert bookkeeping(case, noisy.state) == bookkeeping(case, plain.state)
+    for rows in zip(plain.history.rows, noisy.history.rows, strict=True):
+        mine, theirs = ({k: row[k] for k in BOOKS & row.keys()} for row in rows)
+        assert mine == theirs
+        assert not {"outer_loss", "inner_loss"} & rows[1].keys()
+
+
+BOOKS = {"round", "exchanges", "replies", "bytes_up", "bytes_down", "staleness", "delay", "inner_delay", "outer_delay"}
+COUNTS = {"weight", "age", "exchanges", "work", "rounds", "without", "everyone", "made", "k", "steps", "public"}
+
+
+def bookkeeping(case, state):
+    """The numbers of a state that clients have a part in and that do not tell of data, and those that are withheld
+    (0 where a federation's own products are noised: what the server meets it meets)."""
+    own = getattr(CASES[case][0], "hypergradient", "") == "local"
+    named = COUNTS | {"withheld", "negative_curvature"} if own else COUNTS
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    found = {jax.tree_util.keystr(path): np.asarray(leaf).tolist() for path, leaf in leaves}
+    return {path: value for path, value in found.items() if named & set(path.split("."))}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_method_that_noise_would_spoil_is_refused_by_name(case, tmp_path):
+    algorithm, why = REFUSED[case]
+    said = f"Site.privacy: {type(algorithm).__name__} does not bear noised replies: .*{why}"
+    with pytest.raises(NoiseError, match=said):
+        check_noise(algorithm)
+
+
+def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
+    """The client at once; the server, who knows algorithm and fields, as the reason why nobody is there."""
+    task, privacy = federations.TASK, Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    algorithm = fb.FedNest(inverse="cg")
+    with pytest.raises(NoiseError, match="FedNest"):
+        federations.site(algorithm, 0, privacy=privacy, folder=tmp_path)
+    grid = InProcess(federations.app(algorithm, privacy=privacy, folder=tmp_path), 6)
+    with pytest.raises(
+        ExchangeError, match=r"0 clients are here .*Site\.privacy: FedNest does not bear noised replies"
+    ):
+        federations.solve(algorithm, grid, task=task, terms=Terms(join=1.0))
+
+
+def asked(desk, round, message, **more):
+    """The answer of a client, and its update, to a message of the only phase there is."""
+    (call,) = desk.contract.calls.values()
+    ask = Ask(
+        run=federations.NAME, contract=desk.contract.digest, round=round, exchange=0, phase=call.phase, call=call.name,
+        key=np.asarray(jax.random.key_data(jax.random.key(5))).tobytes(), key_kind="threefry2x32", weight=0.25,
+        payload=to_bytes(message), **more)  # fmt: skip
+    answer = desk.answer(ask, None)
+    assert answer.refused == ""
+    return from_bytes(answer.payload, call.update)
+
+
+def test_counts_do_not_eat_the_clip(tmp_path):
+    """ShroFBO's τ = 50 beside an h of norm C: h leaves as it is, to 9.42·zC, and τ and the 1 exactly. In one vector
+    with them it would be C/√(C² + 50² + 1) of itself."""
+    algorithm = fb.ShroFBO(batch_size=None, local_steps=50, client_lr=1e-6)
+    start = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
+    (h, tau, one) = asked(Desk(federations.site(algorithm, 0)), 0, start)
+    size = float(optax.tree.norm(h))
+    privacy = Privacy(clip=size * (1 + 1e-9), noise_multiplier=1e-9, delta=1e-5)
+    desk = Desk(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 0)))
+    (sent, *counts) = asked(desk, 0, start)
+    assert size < 25  # half of τ: it would show
+    assert [count.public for count in counts] == [tau.public, one.public] == [50, 1]
+    for mine, theirs in zip(sent, h, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=LARGEST * 1e-9 * privacy.clip)
+
+
+def test_noise_does_not_add_up_over_differences(tmp_path):
+    """After 100 answers, sent as differences, their sum is the last one with one noise: each entry off by 9.42σ at
+    most. Noise on the differences would be 10σ in the root mean square, and more than that in some of 8 entries."""
+    algorithm, sigma = fb.SimFBO(batch_size=None, local_steps=1, first=1), 0.5
+    privacy = Privacy(clip=5e5, noise_multiplier=1e-6, delta=1e-5)
+    desk = Desk(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 3)))
+    iterate = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
+    total, joins, exchanges = optax.tree.zeros_like(iterate), 0.0, 0.0
+    counted = {}
+    for round in range(100):
+        change = asked(desk, round, (iterate, np.asarray(round, np.int32)), **counted)
+        counted = {"counted_round": round, "counted_exchange": 0, "settled_round": round, "settled_exchange": 0}
+        total = optax.tree.add(total, change.answer)
+        joins, exchanges = joins + change.joins.public, exchanges + change.exchanges.public
+    assert (float(joins), float(exchanges)) == (1.0, 100.0)
+    exact = algorithm.own_updates(reference_client(desk), iterate, jax.random.key(0)).update
+    off = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(total, exact, strict=True))
+    assert sigma / 2 < off <= LARGEST * sigma  # 8 numbers all below ½: chance 0.0005
+
+
+def reference_client(desk):
+    return Client(desk.problem, desk.outer, desk.inner, jnp.asarray(0), jnp.asarray(0.25), None, None)
