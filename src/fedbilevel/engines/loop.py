@@ -97,9 +97,9 @@ class Loop:
                     carry, speed = self.advance(run, carry, stretch)
                 except LostProcess:
                     raise  # what the carry held went into the stretch
-                except ExchangeError:
+                except ExchangeError as error:
                     if self.plan.path:
-                        self.save(carry)
+                        self.save(self.back_to(getattr(error, "carry", None) or carry, result.round))
                     raise
                 result = self.result(run, carry)
                 end = self.ending(result)
@@ -124,6 +124,16 @@ class Loop:
             means = np.asarray(total, float) / np.asarray(weight, float)
             self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9)
+
+    def back_to(self, carry: Carry, round: int) -> Carry:
+        """The carry to save, which may be of before `round`, as an engine knows that to be the last good one: what came
+        after it is then forgotten, but for its costs."""
+        good = int(carry.round)
+        if good < round:
+            self.history.rows[:] = [row for row in self.history.rows if row["round"] <= good]
+            self.ledger.rounds = good
+            self.losses.clear()
+        return carry
 
     def ending(self, result: Result) -> str:
         """Why the algorithm has nothing left to do, or ""."""

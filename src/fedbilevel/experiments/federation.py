@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
-SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float, "norm-bound": float}
-"""Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. norm-bound = 0 sets none."""
+NORMS = {"norm-factor", "norm-bound"}
+SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float}
+SERVER |= dict.fromkeys(sorted(NORMS), float)
+"""Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. Of NORMS 0 sets no bound."""
 
 LIMITS = {  # node configuration -> field of `flower.Limits`
     "max-local-steps": "local_steps",
@@ -160,8 +162,9 @@ def terms(config: Config) -> Any:
     from fedbilevel.flower import Terms
 
     given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
-    bound = given.pop("norm-bound", 0.0)
-    return Terms(**given, norm_bound=bound or None)
+    for name in NORMS & given.keys():
+        given[name.replace("-", "_")] = given.pop(name) or None
+    return Terms(**given)
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.contract import Call
 from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, require_layout
+from fedbilevel.flower.wire import NOT_FINITE, Answer, Ask, Refusal, from_bytes, layout, require_layout
 
 LARGEST = 2**31 - 1  # that a ledger's book can hold for a round
 
@@ -23,6 +24,7 @@ class Counted:
     answer: Answer
     call: Call
     update: PyTree
+    norm: float  # Euclidean, of the whole update
     metrics: dict[str, float]
 
 
@@ -41,8 +43,11 @@ def accepted(outcome: Answer | Refusal, ask: Ask, call: Call, client: int, terms
     require_layout("its update", outcome.layout, layout(call.update))
     update = from_bytes(outcome.payload, call.update)
     if bad := nonfinite_leaves(update):
-        raise Refusal(f"its update is not finite in {', '.join(bad)}")
-    if terms.norm_bound is not None and (norm := euclidean(update)) > terms.norm_bound:
+        raise Refusal(f"its update is {NOT_FINITE} {', '.join(bad)}")
+    if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
+        raise Refusal(f"its update has numbers whose squares overflow in {jax.tree_util.keystr(huge[0]) or 'value'}")
+    norm = euclidean(update)
+    if terms.norm_bound is not None and norm > terms.norm_bound:
         raise Refusal(f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}")
     metrics = outcome.numbers()
     if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
@@ -54,7 +59,16 @@ def accepted(outcome: Answer | Refusal, ask: Ask, call: Call, client: int, terms
         raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
     if not 0 <= outcome.delta < 1:
         raise Refusal(f"it cannot have spent δ = {outcome.delta}")
-    return Counted(outcome, call, update, metrics)
+    return Counted(outcome, call, update, norm, metrics)
+
+
+def too_large(leaf: np.ndarray) -> bool:
+    """Whether squares of its numbers are infinite, in their own dtype or, where that is a short one, in float32: no
+    loss, norm or product of such numbers would be a number."""
+    if not is_floating(leaf):
+        return False
+    largest = math.sqrt(max(float(jnp.finfo(leaf.dtype).max), float(np.finfo(np.float32).max)))
+    return bool(np.max(np.abs(leaf.astype(np.float64)), initial=0.0) > largest)
 
 
 def euclidean(tree: PyTree) -> float:

@@ -32,10 +32,12 @@ from fedbilevel.flower.credentials import public_keys
 from fedbilevel.flower.exchange_log import ExchangeLog
 from fedbilevel.flower.fed import FlowerFed
 from fedbilevel.flower.lanes import Lanes
+from fedbilevel.flower.norms import Norms
 from fedbilevel.flower.records import Post
 from fedbilevel.flower.roster import Roster
 from fedbilevel.flower.submodels import SubmodelFlowerFed, contracts
 from fedbilevel.flower.terms import Rests, Terms
+from fedbilevel.flower.undoing import SpoiledError, Undoing
 from fedbilevel.flower.versions import require_flower, tested
 from fedbilevel.flower.wire import is_run
 
@@ -104,7 +106,8 @@ class FlowerRun:
         keys = {} if engine.keys is None else public_keys(Path(engine.keys), len(clients))
         self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock, own, keys)
         self.courier = Courier(post, self.roster, self.terms, self.clock)
-        self.rests = Rests()
+        self.rests, self.norms = Rests(), Norms(self.terms.norm_factor)
+        self.undoing = Undoing(self)
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
         self.settled = self.counted.copy()  # the same before this round
         self.lanes = Lanes.of(carry.desk)
@@ -123,19 +126,38 @@ class FlowerRun:
             raise ExchangeError(f"{here} clients are here where {needed} of {len(everyone)} are needed{told}")
 
     def advance(self, carry: Carry, rounds: int) -> Progress:
-        """One round."""
-        round = int(carry.round)
-        keys, self.settled = round_keys(self.key, round), self.counted.copy()
-        began = self.clock.time()
-        fed = self.fed(at(self.algorithm, carry.round), keys, carry)
-        state = fed.algorithm.round(fed, carry.state, keys.algorithm)
-        if bad := nonfinite_leaves(state):
-            raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
+        """One round, and again what has to be undone; of that only the costs are left."""
+        end, began, undone = int(carry.round) + 1, self.clock.time(), book.empty()
+        self.undoing.times = 0
+        while True:
+            fed = self.fed(at(self.algorithm, carry.round), round_keys(self.key, int(carry.round)), carry)
+            try:
+                carry = self.play(fed, carry)
+            except (SpoiledError, NonFiniteError) as error:
+                carry = self.undoing.back(error)
+                self.counted = np.array(carry.clients)
+            except ExchangeError as error:
+                if int(carry.round) == end - 1:
+                    raise
+                raise SpoiledError(str(error), 0, carry) from error  # what it was to go on from is not to be kept
+            else:
+                if int(carry.round) == end:
+                    break
+            undone = book.merge(undone, fed.book._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
-        costs = book.stack([fed.told()])._replace(privacy=fed.privacy, time=book.in_parts(ticks)[None])
-        carry = Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
-        return Progress(carry, 1, costs)
+        costs = book.stack([book.merge(undone, fed.told())])
+        return Progress(carry, 1, costs._replace(privacy=fed.privacy, time=book.in_parts(ticks)[None]))
+
+    def play(self, fed: FlowerFed, carry: Carry) -> Carry:
+        """The round that the carry begins."""
+        self.settled = self.counted.copy()
+        self.undoing.begin(carry, fed.own)
+        state = fed.algorithm.round(fed, carry.state, fed.keys.algorithm)
+        if bad := nonfinite_leaves(state):
+            raise NonFiniteError(f"round {fed.round}, server update: {', '.join(bad)} is not finite")
+        self.undoing.end()
+        return Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
 
     def fed(self, algorithm: Any, keys: RoundKeys, carry: Carry) -> FlowerFed:
         """The exchanges of the round that the carry begins."""

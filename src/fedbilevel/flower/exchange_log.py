@@ -55,6 +55,10 @@ class ExchangeLog:
         log.info(text, *head, len(line["answered"]), line["asked"], *numbers)
         for client, why in line.get("refused", {}).items():
             log.warning("round %d exchange %d %s: client %s does not count: %s", *head, client, why)
+        self.note(line)
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Write a line of the file."""
         self.write(json.dumps(line) + "\n")
 
     def write(self, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,12 +12,13 @@ from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.flower.contract import Call, Contract
-from fedbilevel.flower.counting import accepted
+from fedbilevel.flower.counting import Counted, accepted, euclidean
 from fedbilevel.flower.courier import Letter
 from fedbilevel.flower.exchange_log import Exchange
 from fedbilevel.flower.lanes import Arrival
 from fedbilevel.flower.records import reading
-from fedbilevel.flower.wire import Ask, Refusal
+from fedbilevel.flower.undoing import SpoiledError
+from fedbilevel.flower.wire import Ask, Refusal, from_bytes, tells_of_numbers
 
 if TYPE_CHECKING:
     from fedbilevel.flower.engine import FlowerRun
@@ -73,13 +74,15 @@ class Gathering:
         """Ask, again where too few answer; the answers that count, in the order of `works`.
 
         Raises:
-            ExchangeError: they are too few.
+            ExchangeError: they are too few; a SpoiledError where most of those who are asked met such numbers.
         """
         run, logged = self.run, 0
         reasons: dict[int, str] = {}
         places = {client: place for place, client in enumerate(self.works)}
+        without = run.undoing.without.get(self.question.round, set())
         for attempt in range(run.terms.attempts):
-            rested = [c for c in self.works if attempt or not run.rests.resting(c, self.question.round)]
+            here = [client for client in self.works if client not in without]
+            rested = [c for c in here if attempt or not run.rests.resting(c, self.question.round)]
             left = [client for client in rested if client not in self.done]
             if attempt:
                 run.roster.wait(left, missing := self.needed - len(self.answers), missing)
@@ -90,7 +93,13 @@ class Gathering:
             reasons |= self.failed
             logged = len(self.answers)
             if len(self.answers) >= self.needed:
+                norms = {one.client: one.counted.norm for one in self.answers}
+                run.norms.note(self.question.phase, list(norms.values()))
+                run.undoing.hear(norms)
                 return sorted(self.answers, key=lambda one: places[one.client])
+        spoiled = [why for why in reasons.values() if tells_of_numbers(why)]
+        if 2 * len(spoiled) >= len(self.works):
+            raise SpoiledError(self.complaint(reasons), self.question.number)
         raise ExchangeError(self.complaint(reasons))
 
     def attempt(self, left: list[int]) -> list[Ask]:
@@ -102,8 +111,9 @@ class Gathering:
         while True:
             self.keep_others()
             sent += self.send(left)
-            self.count()
             hope = any(self.question.concerns(ask) or client in wanted for client, ask in courier.asks())
+            if self.question.first or not hope:  # all of them at once, where all are waited for
+                self.count()
             if self.enough() or not hope:
                 return sent
             courier.look(began)
@@ -114,8 +124,9 @@ class Gathering:
     def keep_others(self) -> None:
         """Put aside what has come in for another kind of question: its clients are idle."""
         for letter in [letter for letter in self.run.courier.ready if not self.question.concerns(letter.ask)]:
-            if one := self.accept(letter):
-                self.run.lanes.kept[letter.ask.phase].append(one)
+            kept = self.run.lanes.kept[letter.ask.phase]
+            if one := self.accept(letter, self.opened(letter), [other.counted.norm for other in kept]):
+                kept.append(one)
 
     def send(self, left: list[int]) -> list[Ask]:
         """Ask whoever is idle and was not asked yet."""
@@ -141,25 +152,38 @@ class Gathering:
         def turn(letter: Letter) -> tuple[bool, int, int]:
             return letter.client in self.overdue, asked[letter.client], letter.client
 
-        for letter in sorted(self.run.courier.ready, key=turn):
+        letters = [(letter, self.opened(letter)) for letter in sorted(self.run.courier.ready, key=turn)]
+        here = [one.counted.norm for one in self.answers] + [c.norm for _, c in letters if isinstance(c, Counted)]
+        for letter, opened in letters:
             if self.enough():
                 return
-            if one := self.accept(letter):
+            if one := self.accept(letter, opened, here):
                 self.answers.append(one)
                 self.done.add(letter.client)
             self.overdue.discard(letter.client)
 
-    def accept(self, letter: Letter) -> Arrival | None:
-        """Take an answer, if it is right in every respect; else say why not.
-
-        From now on its client is told that it counts, which what it keeps goes by, though it may be used only later.
-        """
+    def opened(self, letter: Letter) -> Counted | Refusal:
+        """An answer that is right in itself, or why it is not."""
         run, (client, ask, outcome) = self.run, letter
-        run.courier.ready.remove(letter)
         try:
             with reading():
                 call = run.roster.contract_of(client).calls[ask.call]
-                counted = accepted(outcome, ask, call, client, run.terms, len(run.clients))
+                return accepted(outcome, ask, call, client, run.terms, len(run.clients))
+        except Refusal as refusal:
+            return refusal
+
+    def accept(self, letter: Letter, counted: Counted | Refusal, here: Sequence[float]) -> Arrival | None:
+        """Take an answer, if it is right in itself and of a usual norm; else say why not. `here`: see `Norms.check`.
+
+        From now on its client is told that it counts, which what it keeps goes by, though it may be used only later.
+        """
+        run, (client, ask, _) = self.run, letter
+        run.courier.ready.remove(letter)
+        try:
+            if isinstance(counted, Refusal):
+                raise counted
+            call = counted.call
+            run.norms.check(ask.phase, counted.norm, here, lambda: euclidean(from_bytes(ask.payload, call.message)))
         except Refusal as refusal:
             other = "" if self.question.concerns(ask) else f"round {ask.round}, phase {ask.phase}: "
             self.failed[client] = other + str(refusal)

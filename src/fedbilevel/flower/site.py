@@ -31,7 +31,7 @@ from fedbilevel.flower.limits import Limits, Patience
 from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.released import released, without_answers
 from fedbilevel.flower.store import FolderStore, Store
-from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, is_run, layout, to_bytes
+from fedbilevel.flower.wire import FAILED, NOT_FINITE, Answer, Ask, Refusal, from_bytes, is_run, layout, to_bytes
 
 log = logging.getLogger("fedbilevel.client")
 
@@ -184,12 +184,12 @@ class Desk:
             x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
             reply = self.patience.run(lambda: self.play(phase, message, ask, state, x64))
             if bad := nonfinite_leaves((reply.update, reply.metrics)):
-                raise Refusal(f"the reply is not finite in {', '.join(bad)}")
+                raise Refusal(f"the reply is {NOT_FINITE} {', '.join(bad)}")
         except Exception:
             if self.guard is None:
                 raise
             log.exception("phase %s of round %d failed", phase, ask.round)
-            raise Refusal("the phase failed; the client's log says more") from None
+            raise Refusal(FAILED) from None
         return reply
 
     def play(self, phase: str, message: PyTree, ask: Ask, state: PyTree, x64: bool) -> Reply:
@@ -227,7 +227,7 @@ class Desk:
         self.site.limits.check_message(ask.work, len(ask.payload))
         message = from_bytes(ask.payload, call.message)
         if bad := nonfinite_leaves(message):
-            raise Refusal(f"the message is not finite in {', '.join(bad)}")
+            raise Refusal(f"the message is {NOT_FINITE} {', '.join(bad)}")
         if not 0 < ask.weight <= 1 or not 0 <= ask.round < 2**31 or ask.exchange < 0:
             raise Refusal(f"weight {ask.weight}, round {ask.round}, exchange {ask.exchange} make no sense")
         return jax.tree.map(

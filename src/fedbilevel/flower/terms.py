@@ -19,7 +19,8 @@ class Terms:
         deadline: seconds that a client has for an answer, the way there and back included.
         attempts: how often those who have not answered are asked, before the run stops below its quorum.
         join: seconds to wait for clients that are not online, at the start and before another attempt.
-        norm_bound: the largest Euclidean norm that an update may have; None sets no bound.
+        norm_factor: how many times as long as usual an update may be (see norms.py); None sets no such bound.
+        norm_bound: the largest Euclidean norm that an update may have, in any case; None sets no bound.
         poll: seconds between two looks for answers, at most.
     """
 
@@ -27,6 +28,7 @@ class Terms:
     deadline: float = 120.0
     attempts: int = 3
     join: float = 60.0
+    norm_factor: float | None = 1000.0
     norm_bound: float | None = None
     poll: float = 0.5
 
@@ -36,7 +38,8 @@ class Terms:
         for name in ("deadline", "join", "poll"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"Terms.{name}", value, "a positive number of seconds")
-        bound = self.norm_bound
+        factor, bound = self.norm_factor, self.norm_bound
+        require(factor is None or 1 <= factor < math.inf, "Terms.norm_factor", factor, "1 or more, or None")
         require(bound is None or 0 < bound < math.inf, "Terms.norm_bound", bound, "positive, or None")
 
     def needed(self, cohort: int) -> int:

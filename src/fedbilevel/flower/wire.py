@@ -32,6 +32,16 @@ class Refusal(FedbilevelError):
         super().__init__("".join(character if character.isprintable() else "�" for character in line))
 
 
+NOT_FINITE = "not finite in"
+FAILED = "the phase failed; the client's log says more"
+"""All that a client under privacy says of an error."""
+
+
+def tells_of_numbers(why: str) -> bool:
+    """Whether a refusal, a client's or ours, may be for numbers that are not finite."""
+    return NOT_FINITE in why or FAILED in why
+
+
 def is_run(name: str) -> bool:
     """Whether this may be the name of a run; clients keep files under it."""
     return re.fullmatch(r"[0-9a-f]{8,64}", name) is not None

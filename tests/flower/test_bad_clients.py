@@ -1,0 +1,266 @@
+"""One client whose answers are out of all proportion: what is refused, what is undone, what neither can do.
+
+The federations follow targets, y ← y + ½·mean(t_i − y), which NumPy does as well: a run has to be that of the answers
+that should have counted.
+"""
+
+import json
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+
+import federations
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.config import static
+from fedbilevel.core.errors import ExchangeError, NonFiniteError
+from fedbilevel.core.tree import XY
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.engine import Flower
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.norms import Norms
+from fedbilevel.flower.site import Site
+from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.wire import Refusal
+
+ROUNDS = 6
+BAD = 1  # the client
+
+
+@fb.algorithm
+class Following:
+    """y follows the clients' targets; y⁴ overflows long before y does, with clients or, `there`, on the server."""
+
+    there: bool = static(False)
+    keeps: bool = static(False)
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    def init_client(self, x, y):
+        return jnp.zeros(()) if self.keeps else None
+
+    @fb.phase
+    def towards(self, client, y, key):
+        """A client that keeps anything counts its answers, and adds 0.01 for each before."""
+        target = jnp.mean(client.outer_batch(key, None)["t"], 0)
+        calls = client.state if self.keeps else 0.0
+        size = 0.0 if self.there else jnp.sum(y**4)
+        state = calls + 1 if self.keeps else None
+        return fb.Reply(target - y + 0.01 * calls, state=state, metrics={"size": size + 0.0})
+
+    def round(self, fed, state, key):
+        step = fed.mean(self.towards, state.y, key)
+        size = 0 * jnp.sum(step**4) if self.there else 0.0
+        return XY(state.x, state.y + 0.5 * step + size)
+
+
+PROBLEM = fb.Bilevel(lambda x, y, batch: jnp.sum(y) + jnp.sum(batch["t"]), lambda x, y, batch: jnp.vdot(y, y) + x[0])
+X0, Y0 = np.zeros(1), np.zeros(3)
+
+
+def targets(clients):
+    """Honest ones differ a hundredfold."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(clients, 3)) * 10 ** rng.uniform(-1, 1, (clients, 1))
+
+
+def bad(attack):
+    """A fault: the answer's numbers times a factor, or that number in their place."""
+
+    def fault(answer, message):
+        numbers = np.frombuffer(answer.payload)
+        return replace(answer, payload=np.asarray(attack(numbers), float).tobytes())
+
+    return fault
+
+
+def filled(value):
+    return bad(lambda numbers: np.full_like(numbers, value))
+
+
+@cache
+def app_of(clients, there, keeps, folder=None):
+    """The clients' app, which keeps their programs from test to test."""
+    t, algorithm = targets(clients), Following(there=there, keeps=keeps)
+
+    def site(run, node):
+        k = node["partition-id"]
+        own = {"outer": {"t": t[k, None]}, "folder": folder}
+        return Site(id=k, algorithm=algorithm, problem=PROBLEM, x0=X0, y0=Y0, **own)
+
+    return client_app(site)
+
+
+def play(clients, faults, terms=None, *, there=False, keeps=False, folder=None, rounds=ROUNDS, log=None, **more):
+    """The run in which `faults[client, round]` are done."""
+    algorithm, app = Following(there=there, keeps=keeps), app_of(clients, there, keeps, folder)
+    app = federations.misbehaving(app, {(c, r, 0): fault for (c, r), fault in faults.items()})
+    example = {"t": np.zeros((1, 3))}
+    engine = Flower(grid=InProcess(app, clients), name=federations.NAME, terms=terms or Terms(join=1.0), log=log)
+    known = fb.RemoteClients(clients, example, example)
+    return fb.solve(algorithm, PROBLEM, known, X0, Y0, rounds=rounds, key=1, engine=engine, **more)
+
+
+def by_hand(clients, absent=(), keeps=False, rounds=ROUNDS):
+    """y of each round, when (client, round) in `absent` do not count."""
+    t, y, calls = targets(clients), Y0, np.zeros(clients)
+    for round in range(rounds):
+        here = [c for c in range(clients) if (c, round) not in absent]
+        y = y + 0.5 * np.mean([t[c] - y + 0.01 * keeps * calls[c] for c in here], axis=0)
+        calls[here] += 1
+    return y
+
+
+def said(log):
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    refused = {(int(c), line["round"]): why for line in lines for c, why in line.get("refused", {}).items()}
+    return refused, [(line["round"], line["without"]) for line in lines if "undone" in line]
+
+
+# Out of proportion
+
+
+@pytest.mark.parametrize(
+    ("clients", "round", "value"),
+    [(3, 0, 3e38), (3, 3, 1e30), (5, 0, np.nan), (5, 3, -1e9), (5, 2, 1e200), (20, 0, 1e30), (20, 3, 3e38)],
+)
+def test_what_is_out_of_proportion_does_not_count(clients, round, value, tmp_path):
+    log = tmp_path / "log.jsonl"
+    result = play(clients, {(BAD, round): filled(value)}, log=log)
+    np.testing.assert_allclose(result.y, by_hand(clients, {(BAD, round)}), rtol=1e-12)
+    refused, undone = said(log)
+    assert set(refused) == {(BAD, round)}
+    assert undone == []
+
+
+def test_what_is_refused_is_said(tmp_path):
+    """Median of three norms; the factor and its name are in the sentence."""
+    log = tmp_path / "log.jsonl"
+    play(3, {(BAD, 0): filled(1e30)}, log=log)
+    middle = np.sort(np.linalg.norm(np.delete(targets(3), BAD, 0), axis=1))[-1]
+    (why,) = said(log)[0].values()
+    expected = f"its update has a norm of 1.73e+30, where {middle:.3g} is usual and {1000 * middle:.3g} the bound"
+    assert why == f"{expected} (norm_factor = 1000)"
+
+
+def test_lies_within_proportion_count():
+    """Signs turned, or a hundredfold: nothing here tells such a lie from the truth."""
+    for factor in (-1, 100):
+        result = play(5, {(BAD, 0): bad(lambda numbers, factor=factor: factor * numbers)}, rounds=1)
+        t = targets(5)
+        t[BAD] *= factor
+        np.testing.assert_allclose(result.y, 0.5 * t.mean(0), rtol=1e-12)
+
+
+def test_without_a_factor_anything_counts():
+    result = play(5, {(BAD, 0): filled(1e30)}, terms=Terms(norm_factor=None), rounds=1)
+    np.testing.assert_allclose(result.y, np.full(3, 1e29), rtol=1e-12)
+
+
+@pytest.mark.parametrize("cohort", [1, 2])
+def test_of_one_or_two_the_first_counts_and_the_next_are_measured_by_the_past(cohort, tmp_path, caplog):
+    """Round 0 has no past, which is said once; later 1e30 is refused by it, and asked again in the same round."""
+    drawn, late = federations.cohorts(ROUNDS, cohort, 6), ROUNDS - 1
+    faults = {(drawn[0][0], 0): bad(lambda numbers: 5000 * numbers), (drawn[late][0], late): filled(1e30)}
+    log = tmp_path / "log.jsonl"
+    end = pytest.raises(ExchangeError, match=f"round {late}") if cohort == 1 else nullcontext()
+    with caplog.at_level(logging.WARNING, "fedbilevel.server"), end:
+        play(6, faults, cohort=cohort, log=log)
+    assert (drawn[late][0], late) in said(log)[0]
+    assert (drawn[0][0], 0) not in said(log)[0]
+    told = [record.getMessage() for record in caplog.records if "fewer than 3" in record.getMessage()]
+    assert len(told) == 1
+
+
+# What is usual
+
+
+def check(norms, phase, norm, here, message=0.0):
+    norms.check(phase, norm, here, lambda: message)
+
+
+def test_the_larger_of_here_and_the_past_is_usual():
+    norms = Norms(10.0)
+    check(norms, "a", 1e9, [1e9, 1.0])  # two, and nothing before
+    with pytest.raises(Refusal, match="norm of 31, where 3 is usual and 30 the bound"):
+        check(norms, "a", 31.0, [1.0, 3.0, 31.0])
+    norms.note("a", [1.0, 3.0, 5.0])
+    assert norms.usual("a", [0.1, 0.2, 0.3]) == 3.0  # near the end all are short: the past holds
+    assert norms.usual("a", [7.0, 8.0, 9.0]) == 8.0  # all have grown
+    assert norms.usual("b", [7.0]) is None  # another phase
+    with pytest.raises(Refusal):
+        check(norms, "a", 31.0, [31.0])
+
+
+def test_zeros_say_nothing():
+    """Most have nothing to correct, one has; and all have nothing."""
+    norms = Norms(10.0)
+    check(norms, "a", 5.0, [0.0, 0.0, 0.0, 5.0])
+    check(norms, "a", 0.0, [0.0, 0.0, 0.0])
+    norms.note("a", [0.0, 0.0])
+    assert norms.usual("a", [0.0, 0.0, 0.0]) is None
+
+
+def test_what_is_no_longer_than_the_point_is_no_harm():
+    """Rounding errors for most, a real step for one."""
+    check(Norms(10.0), "a", 5.0, [1e-17, 2e-17, 5.0], message=0.5)
+    with pytest.raises(Refusal, match="5 the bound"):
+        check(Norms(10.0), "a", 5.1, [1e-17, 2e-17, 5.1], message=0.5)
+
+
+# Undone
+
+ANY = Terms(norm_factor=None, join=1.0)  # what the bound would have kept out comes in
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "clients keep state"])
+@pytest.mark.parametrize("there", [False, True], ids=["clients see it", "the server sees it"])
+@pytest.mark.parametrize("round", [0, 3])
+def test_a_round_that_spoils_everything_is_undone(round, there, keeps, tmp_path, caplog):
+    """1e100 is finite, its fourth power is not. The round is played again without that client, which also sits out the
+    next; all that clients keep is as if it had never been."""
+    log = tmp_path / "log.jsonl"
+    result = play(5, {(BAD, round): filled(1e100)}, ANY, there=there, keeps=keeps, log=log,
+                  checkpoint=tmp_path / "c.npz", checkpoint_every=1, eval_every=1)  # fmt: skip
+    absent = {(BAD, round)} if there else {(BAD, round), (BAD, round + 1)}
+    np.testing.assert_allclose(result.y, by_hand(5, absent, keeps), rtol=1e-12)
+    assert said(log)[1] == [(round, [BAD])]
+    assert f"round {round} is undone" in caplog.text
+    assert [row["round"] for row in result.history.rows] == list(range(ROUNDS + 1))
+    assert result.ledger.rounds == ROUNDS
+
+
+def test_who_comes_back_to_it_is_undone_again(tmp_path):
+    """It spoils every round that it is asked in; y still ends where the others' targets are."""
+    log, rounds = tmp_path / "log.jsonl", 16
+    result = play(5, {(BAD, round): filled(1e100) for round in range(rounds)}, ANY, rounds=rounds, log=log)
+    undone = said(log)[1]
+    assert len(undone) >= 3
+    assert all(without == [BAD] for _, without in undone)
+    others = np.delete(targets(5), BAD, 0).mean(0)
+    np.testing.assert_allclose(result.y, others, atol=2.0**-rounds * np.max(np.abs(others)) * (1 + 1e-9))
+
+
+def test_where_it_cannot_be_undone_the_last_good_state_is_kept(tmp_path):
+    """A cohort of one has nobody to go on without. The run ends, and goes on from before the round when resumed: the
+    numbers are those of a run in which nothing happened."""
+    place = {"checkpoint": tmp_path / "c.npz", "checkpoint_every": 1, "eval_every": 1}
+    with pytest.raises(ExchangeError, match=r"round 3, .*not finite.*; round 2 leads there, and the state before it"):
+        play(1, {(0, 2): filled(1e100)}, ANY, keeps=True, folder=tmp_path, **place)
+    result = play(1, {}, ANY, keeps=True, folder=tmp_path, resume=True, **place)
+    np.testing.assert_allclose(result.y, by_hand(1, keeps=True), rtol=1e-12)
+    assert [row["round"] for row in result.history.rows] == list(range(ROUNDS + 1))
+    assert result.ledger.rounds == ROUNDS
+
+
+def test_a_run_that_is_spoiled_from_the_start_ends(tmp_path):
+    """Everyone's first answer spoils the sum: three rounds are undone, then the error says so."""
+    log = tmp_path / "log.jsonl"
+    with pytest.raises(NonFiniteError, match=r"round 0, server update: .* also without clients 0, 1, 2 leads there"):
+        play(8, {(c, 0): filled(1e100) for c in range(8)}, ANY, there=True, log=log)
+    assert said(log)[1] == [(0, [0]), (0, [0, 1]), (0, [0, 1, 2])]
