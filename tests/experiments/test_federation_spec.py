@@ -15,6 +15,7 @@ from fedbilevel.cli import main
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.flower_app import write_app
 from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.terms import Terms
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-folders"
 NODE = {"partition-id": 0}
@@ -202,3 +203,12 @@ def test_keys_are_made_once(tmp_path, capsys):
 def test_without_a_command_flower_says_which_there_are(capsys):
     assert main(["flower"]) == 2
     assert "new, keys or demo" in capsys.readouterr().err
+
+
+def test_of_bounds_on_norms_0_is_none():
+    assert federation.terms({}) == Terms()
+    assert federation.terms({"norm-factor": 0.0}) == Terms(norm_factor=None)
+    assert federation.terms({"norm-factor": 50.0, "norm-bound": 0.0}) == Terms(norm_factor=50.0)
+    assert federation.terms({"norm-bound": 3.0}) == Terms(norm_bound=3.0)
+    with pytest.raises(fb.ConfigurationError, match=r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"):
+        federation.terms({"norm-factor": 0.5})

@@ -90,7 +90,7 @@ def app_of(clients, there, keeps, folder=None):
 
     def site(run, node):
         k = node["partition-id"]
-        own = {"outer": {"t": t[k, None]}, "folder": folder}
+        own = {"outer": {"t": t[k, None]}, "folder": folder, "limits": federations.FREE}
         return Site(id=k, algorithm=algorithm, problem=PROBLEM, x0=X0, y0=Y0, **own)
 
     return client_app(site)

@@ -93,7 +93,8 @@ def played(case, folder=None, privacy=None):
 
     def site(run, node):
         k = node["partition-id"]
-        own = {} if privacy is None else {"privacy": privacy, "folder": kept_in(folder / str(k), k)}
+        noised = {} if privacy is None else {"privacy": privacy, "folder": kept_in(folder / str(k), k)}
+        own = {"limits": federations.FREE, **noised}
         one = clients.inner is clients.outer
         return Site(
             id=k, algorithm=algorithm, problem=algorithm_problem, x0=task.x0, y0=task.y0, works=not one,

@@ -45,7 +45,7 @@ def accepted(outcome: Answer | Refusal, ask: Ask, call: Call, client: int, terms
     if bad := nonfinite_leaves(update):
         raise Refusal(f"its update is {NOT_FINITE} {', '.join(bad)}")
     if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
-        raise Refusal(f"its update has numbers whose squares overflow in {jax.tree_util.keystr(huge[0]) or 'value'}")
+        raise Refusal(f"the square of its update is {NOT_FINITE} {jax.tree_util.keystr(huge[0]) or 'value'}")
     norm = euclidean(update)
     if terms.norm_bound is not None and norm > terms.norm_bound:
         raise Refusal(f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}")

@@ -124,8 +124,9 @@ class Gathering:
     def keep_others(self) -> None:
         """Put aside what has come in for another kind of question: its clients are idle."""
         for letter in [letter for letter in self.run.courier.ready if not self.question.concerns(letter.ask)]:
-            kept = self.run.lanes.kept[letter.ask.phase]
-            if one := self.accept(letter, self.opened(letter), [other.counted.norm for other in kept]):
+            kept, opened = self.run.lanes.kept[letter.ask.phase], self.opened(letter)
+            own = [opened.norm] if isinstance(opened, Counted) else []
+            if one := self.accept(letter, opened, [*own, *(other.counted.norm for other in kept)]):
                 kept.append(one)
 
     def send(self, left: list[int]) -> list[Ask]:
