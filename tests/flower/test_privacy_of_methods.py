@@ -178,7 +178,7 @@ def test_counts_do_not_eat_the_clip(tmp_path):
     with them it would be C/√(C² + 50² + 1) of itself."""
     algorithm = fb.ShroFBO(batch_size=None, local_steps=50, client_lr=1e-6)
     start = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
-    (h, tau, one) = asked(Desk(federations.site(algorithm, 0)), 0, start)
+    (h, tau, one) = asked(Desk(federations.site(algorithm, 0, folder=tmp_path / "plain")), 0, start)
     size = float(optax.tree.norm(h))
     privacy = Privacy(clip=size * (1 + 1e-9), noise_multiplier=1e-9, delta=1e-5)
     desk = Desk(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 0)))
