@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedbilevel import experiments
+from fedbilevel.experiments import toml
 from fedbilevel.experiments.own_task import task_maker
 from fedbilevel.experiments.parts import task_of
+from run_folders import write_run
 
 SOURCE = """
 import jax.numpy as jnp
@@ -115,3 +117,46 @@ def test_wrong_fields_are_explained(arguments: list[str], words: str, run) -> No
     code, _, error = run("run", *arguments)
     assert code == 2
     assert words in error
+
+
+SPY = """
+from pathlib import Path
+
+Path(__file__).with_name("executed").touch()
+from mine import make
+"""
+
+
+@pytest.fixture
+def foreign(here) -> Path:
+    """A finished run, its task made by a file beside it that leaves a trace wherever it is executed."""
+    (here / "sub" / "spy.py").write_text(SPY)
+    spec = experiments.configure(task="quadratic", settings=["rounds=20"])
+    folder = write_run(here / "foreign", spec)
+    tables = spec.tables() | {"task": {"name": "sub/spy.py:make", "clients": 2, "extra": "none"}}
+    (folder / "spec.toml").write_text(toml.dumps(tables))
+    return folder
+
+
+def test_reading_a_run_executes_nothing(foreign, here, run) -> None:
+    fields = experiments.load_run(foreign).spec.task.fields
+    assert fields == {"clients": 2, "extra": None}  # as they stand: what the task would say of them is not asked
+    assert run("compare", foreign)[0] == 0
+    named = foreign / "spec.toml"
+    named.write_text(named.read_text().replace("sub/spy.py:make", "sub.spy:make"))
+    assert run("compare", foreign)[0] == 0
+    (here / "series").mkdir()
+    foreign.rename(here / "series" / "simfbo")
+    code, _, error = run("compare", "quadratic", "--algorithms", "simfbo", "--out", here / "series")
+    assert (code, "differs in task.name: 'sub.spy:make' there" in error) == (2, True)
+    assert not (here / "sub" / "executed").exists()
+
+
+@pytest.mark.parametrize("arguments", [["run", "--spec", "foreign/spec.toml"], ["run", "--resume", "foreign"]])
+def test_playing_a_spec_says_whose_code_it_runs(arguments, foreign, here, run) -> None:
+    (foreign / "checkpoint.npz").write_bytes(b"PK\5\6" + bytes(18))  # an archive without members
+    code, _, error = run(*arguments)
+    said, wrong = error.splitlines()
+    assert said == "fedbilevel: foreign/spec.toml names a task of your own: this runs the code of sub/spy.py"
+    assert (code, "unknown field of task 'extra'" in wrong) == (2, True)
+    assert (here / "sub" / "executed").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedbilevel.cli.shared import OK, TASK_HELP, Add, count, prepare_jax, settings
+from fedbilevel.cli.shared import OK, TASK_HELP, Add, count, prepare_jax, settings, spec_tables
 
 DEMO_TEXT = """\
 Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
@@ -45,10 +45,10 @@ def _help(options: argparse.Namespace) -> int:
 
 
 def _new(options: argparse.Namespace) -> int:
-    from fedbilevel.experiments import configure, toml
+    from fedbilevel.experiments import configure
     from fedbilevel.experiments.flower_app import write_app
 
-    base = toml.read(Path(options.spec)) if options.spec else None
+    base = spec_tables(Path(options.spec)) if options.spec else None
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
     said = [*clients, *settings(options)]
     spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=said)

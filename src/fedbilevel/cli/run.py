@@ -22,6 +22,7 @@ from fedbilevel.cli.shared import (
     seed,
     seeds,
     settings,
+    spec_tables,
     tune,
 )
 
@@ -147,9 +148,7 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 def _spec(options: argparse.Namespace) -> Spec:
     """The spec that the options describe."""
-    from fedbilevel.experiments import toml
-
-    base = toml.read(Path(options.spec)) if options.spec else None
+    base = spec_tables(Path(options.spec)) if options.spec else None
     prepare_jax()
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.series import seeded
@@ -168,6 +167,10 @@ def _resume(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     prepare_jax()
     from fedbilevel.cli.playing import go_on
+    from fedbilevel.experiments import Folder
+
+    if (described := Folder(options.resume).spec).is_file():  # of several processes, process 0 has the folder
+        spec_tables(described)
 
     go_on(options.resume, options.rounds, options.quiet)
     return OK

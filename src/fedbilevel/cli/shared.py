@@ -43,7 +43,8 @@ several processes, on one or more hosts:
 
 your own task:
   NAME is a fedbilevel.tasks.Task, or a function that returns one; the function's keyword arguments are then the
-  fields of [task].
+  fields of [task]. A spec that names such a task names code: --spec and --resume run it, and say whose it is before.
+  So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes nothing of them.
 
 exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
   5 too few clients answered or another process was lost, 130 interrupted
@@ -83,6 +84,22 @@ def fail(code: int, sentence: str) -> int:
     """Say what went wrong, and give the exit code back."""
     print(f"fedbilevel: {sentence}", file=sys.stderr)
     return code
+
+
+def spec_tables(path: Path) -> dict[str, Any]:
+    """The tables of a spec that is about to be played. Where its task is a user's own, playing it executes code that
+    a file names and not the command line: that is said on standard error, before it happens."""
+    from fedbilevel.experiments import toml
+
+    tables = toml.read(path)
+    task = tables.get("task")
+    name = task.get("name") if isinstance(task, dict) else task
+    if isinstance(name, str):
+        from fedbilevel.experiments.own_task import code_of
+
+        if code := code_of(name):
+            print(f"fedbilevel: {path} names a task of your own: this runs the code of {code}", file=sys.stderr)
+    return tables
 
 
 def count(text: str) -> int:

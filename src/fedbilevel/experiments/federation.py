@@ -28,7 +28,7 @@ from fedbilevel.experiments.own_task import task_maker
 from fedbilevel.experiments.parts import Parts, algorithm_of
 from fedbilevel.experiments.places import write_json
 from fedbilevel.experiments.runner import complete
-from fedbilevel.experiments.spec import Spec, assign, fields_of, read_spec
+from fedbilevel.experiments.spec import Spec, assign, fields_of, read_like
 from fedbilevel.tasks import Task
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def require_same(spec: Spec, place: Folder) -> None:
     """Refuse to go on in a folder with a run of another spec."""
     if not place.spec.is_file():
         return
-    mine, theirs = spec.tables(), read_spec(place.spec).tables()
+    mine, theirs = spec.tables(), read_like(place.spec, spec).tables()
     differ = {f"{s}.{f}" for s in mine for f in {**mine[s], **theirs[s]} if mine[s].get(f) != theirs[s].get(f)}
     if differ:
         changed = ", ".join(sorted(differ))

@@ -80,7 +80,7 @@ class LoadedRun:
 
 
 def load_run(path: str | Path) -> LoadedRun:
-    """Read a finished run's folder.
+    """Read a finished run's folder. Nothing of it is executed: the code of a user's own task is not needed.
 
     Raises:
         ConfigurationError: it is not a run folder, or its run has not finished.
@@ -96,4 +96,4 @@ def load_run(path: str | Path) -> LoadedRun:
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{folder.path} is damaged: {error}") from error
-    return LoadedRun(folder, read_spec(folder.spec), history, ledger, summary)
+    return LoadedRun(folder, read_spec(folder.spec, run_code=False), history, ledger, summary)

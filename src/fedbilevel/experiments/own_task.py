@@ -41,6 +41,11 @@ def own_file(name: str) -> Path | None:
     return Path(place) if _is_file(place) else None
 
 
+def code_of(name: str) -> str:
+    """The file or module whose code makes the task, if it is a user's own; else ""."""
+    return "" if name in TASKS else name.rpartition(":")[0]
+
+
 def task_maker(name: str) -> Callable[..., Task]:
     """The function that makes a task.
 

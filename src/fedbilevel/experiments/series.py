@@ -12,7 +12,7 @@ from typing import Any
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.places import require_free
-from fedbilevel.experiments.spec import Spec, read_spec
+from fedbilevel.experiments.spec import Spec, read_like
 
 Series = Mapping[Path, Spec]
 
@@ -47,7 +47,7 @@ def _require_run(folder: Path, place: Path, spec: Spec) -> None:
     if not found.spec.is_file():
         require_free(place)
         return
-    if changed := difference(read_spec(found.spec), spec):
+    if changed := difference(read_like(found.spec, spec), spec):
         raise ConfigurationError(f"cannot continue the runs in {folder}: {found.spec} differs in {changed}")
     if not found.checkpoint.is_file() and not finished(place):
         found.sweep()

@@ -21,8 +21,8 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.engines.clock import Clock
 from fedbilevel.experiments import schema, toml
-from fedbilevel.experiments.own_task import full_name, label, task_maker
-from fedbilevel.experiments.presets import METHODS, preset
+from fedbilevel.experiments.own_task import code_of, full_name, label, task_maker
+from fedbilevel.experiments.presets import METHODS, Preset, preset
 
 
 @dataclass(frozen=True)
@@ -142,26 +142,29 @@ SECTIONS = [section.name for section in dataclasses.fields(Spec)]
 DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
 
 
-def resolve(tables: Mapping[str, Any]) -> Spec:
+def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
     """A complete spec from as much of one as is given: {"task": {"name": …, …}, "algorithm": …, …}.
+
+    Args:
+        run_code: execute the file, or import the module, that holds a user's own task, and check the task's fields
+            against it; False does neither, and leaves these fields as they stand.
 
     Raises:
         ConfigurationError: a section, a name or a field that does not exist, or a value that does not fit it.
     """
     given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     given |= {_section(name): _table(name, fields) for name, fields in tables.items()}
-    task, task_fields = _named(given["task"], DEFAULT_TASK)
-    algorithm, algorithm_fields = _named(given["algorithm"], METHODS.get(task, DEFAULT_ALGORITHM))
+    task, task_fields = _named("task", given["task"], DEFAULT_TASK)
+    algorithm, algorithm_fields = _named("algorithm", given["algorithm"], METHODS.get(task, DEFAULT_ALGORITHM))
     task = full_name(task)
-    known = fields_of(task, algorithm)
-    data = known["task"].get("data")
-    values = preset(task, task_fields.get("data", data.default) if data else None)
+    known = _fields_besides_task(algorithm)
+    task_fields, values = _completed(task, task_fields, run_code)
     plan = schema.complete("run", known["run"], given["run"], {**values.of_run(algorithm), **_implied(given["run"])})
     engine = schema.complete("engine", known["engine"], given["engine"], {})
     clock = Clock(**schema.complete("clock", known["clock"], given["clock"], {}))
     _check_time_passes(plan, clock)
     return Spec(
-        Named(task, schema.complete("task", known["task"], task_fields, values.of_task(task_fields.get("network")))),
+        Named(task, task_fields),
         Named(algorithm, schema.complete("algorithm", known["algorithm"], algorithm_fields, values.of(algorithm))),
         RunPlan(**plan),
         EnginePlan(**engine),
@@ -171,10 +174,13 @@ def resolve(tables: Mapping[str, Any]) -> Spec:
 
 def fields_of(task: str, algorithm: str) -> dict[str, dict[str, schema.Field]]:
     """The fields of each section, for this task and this algorithm."""
+    return {"task": schema.of_function(task_maker(task)), **_fields_besides_task(algorithm)}
+
+
+def _fields_besides_task(algorithm: str) -> dict[str, dict[str, schema.Field]]:
     if algorithm not in ALGORITHMS:
         raise unknown("algorithm", algorithm, ALGORITHMS)
     return {
-        "task": schema.of_function(task_maker(task)),
         "algorithm": schema.of_algorithm(ALGORITHMS[algorithm]),
         "run": schema.of_algorithm(RunPlan),
         "engine": schema.of_algorithm(EnginePlan),
@@ -182,9 +188,25 @@ def fields_of(task: str, algorithm: str) -> dict[str, dict[str, schema.Field]]:
     }
 
 
-def read_spec(path: str | Path) -> Spec:
-    """A spec from a TOML file; what the file leaves out is filled in."""
-    return resolve(toml.read(Path(path)))
+def _completed(task: str, given: Mapping[str, Any], run_code: bool) -> tuple[dict[str, Any], Preset]:
+    """All fields of the task, and its presets."""
+    if code_of(task) and not run_code:
+        return {name: None if value == "none" else value for name, value in given.items()}, preset(task, None)
+    known = schema.of_function(task_maker(task))
+    data = given.get("data", known["data"].default) if "data" in known else None
+    values = preset(task, data if isinstance(data, str) else None)
+    return schema.complete("task", known, given, values.of_task(given.get("network"))), values
+
+
+def read_spec(path: str | Path, *, run_code: bool = True) -> Spec:
+    """A spec from a TOML file; what the file leaves out is filled in. For `run_code` see `resolve`."""
+    return resolve(toml.read(Path(path)), run_code=run_code)
+
+
+def read_like(path: str | Path, spec: Spec) -> Spec:
+    """The spec in a run's folder, to be compared with `spec`: no other code than that of its task is run."""
+    found = read_spec(path, run_code=False)
+    return read_spec(path) if found.task.name == spec.task.name else found
 
 
 def assign(spec: Spec, settings: Sequence[str]) -> Spec:
@@ -285,9 +307,10 @@ def _table(name: str, fields: Any) -> dict[str, Any]:
     return dict(fields)
 
 
-def _named(table: dict[str, Any], default: str) -> tuple[str, dict[str, Any]]:
+def _named(section: str, table: dict[str, Any], default: str) -> tuple[str, dict[str, Any]]:
     name = table.pop("name", default)
-    return str(name), table
+    require(isinstance(name, str), f"{section}.name", name, "text")
+    return name, table
 
 
 def _implied(said: Mapping[str, Any]) -> dict[str, Any]:
