@@ -77,7 +77,7 @@ def test_what_was_decoded_is_kept_under_the_checksum_of_its_archive(tiny, monkey
     np.testing.assert_array_equal(first.train.images, again.train.images)
     damaged = folders("omniglot")[-1] / kept[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(data.DataError, match=f"{kept[0]} cannot be read .* delete it, and it is made again"):
+    with pytest.raises(data.DataError, match=rf"{kept[0]} cannot be read \(delete it, and it is made again\): "):
         data.load_characters("omniglot")
 
 

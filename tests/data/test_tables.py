@@ -48,12 +48,21 @@ def test_libsvm_files_are_read(folder):
     [
         (bz2.compress(LINES)[:-4], "not a bz2 file"),
         (LINES, "not a bz2 file"),
-        (bz2.compress(LINES.replace(b"1e-3", b"one")), "libsvm's format"),
+        (bz2.compress(b"\n" + LINES.replace(b"1e-3", b"one")), "line 3: expected a label, 1 or -1, and up to 3 pairs"),
+        (bz2.compress(LINES.replace(b"1e-3", b"nan")), "line 2: expected a label"),
+        (bz2.compress(LINES.replace(b"1e-3", b"1e400")), "line 2 has a value that is not finite in float32"),
+        (bz2.compress(LINES.replace(b"1e-3", b"-1e39")), "line 2 has a value that is not finite in float32"),
+        (bz2.compress(LINES.replace(b"2:1e-3", b"1.5:2")), "line 2: expected a label"),
+        (bz2.compress(LINES.replace(b"3:-2", b"1:-2")), "line 1 has an index that comes twice"),
+        (bz2.compress(LINES.replace(b"-1\n", b"nan\n")), "line 3: expected a label"),
+        (bz2.compress(LINES.replace(b"-1\n", b"0\n")), "line 3: expected a label"),
+        (bz2.compress(LINES.replace(b"3:-2", b"2:1 3:1 3:2")), "line 1: expected a label, 1 or -1, and up to 3 pairs"),
+        (bz2.compress(b"1\n-1\n1\n1\n"), "3 positive rows"),  # no entries at all
         (bz2.compress(LINES + b"-1 1:1\n"), "5 lines; expected 4"),
-        (bz2.compress(LINES.replace(b"3:4", b"3:4 5")), "each a label and pairs"),
+        (bz2.compress(LINES.replace(b"3:4", b"3:4 5")), "line 4: expected a label"),
         (bz2.compress(LINES.replace(b"-1\n", b"1\n")), "3 positive rows"),
-        (bz2.compress(LINES.replace(b"3:4", b"4:4")), "indices 1 to 4"),
-        (bz2.compress(LINES.replace(b"3:4", b"0:4")), "indices 0 to 3"),
+        (bz2.compress(LINES.replace(b"3:4", b"4:4")), "line 4 has an index that is not one of 1 to 3"),
+        (bz2.compress(LINES.replace(b"3:4", b"0:4")), "line 4 has an index that is not one of 1 to 3"),
     ],
 )
 def test_other_content_is_refused(folder, content, words):

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedbilevel.data.errors import DataError
 from fedbilevel.data.files import read_bytes, temporary
 from fedbilevel.data.packing import Packed, starts
+from fedbilevel.data.reading import mapped, read_json, reading
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fedbilevel-clients", 1
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # array names become file names
@@ -55,17 +56,17 @@ def open_clients(folder: str | Path) -> Packed:
     truncated or does not match the manifest.
     """
     root = Path(folder)
-    try:
-        manifest = json.loads(read_bytes(root / MANIFEST))
+    problem = f"is not a manifest of {FORMAT} version {VERSION}"
+    manifest = read_json(read_bytes(root / MANIFEST), root / MANIFEST, problem)
+    with reading(root / MANIFEST, problem):
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format is {manifest['format']!r} {manifest['version']!r}")
-        entries = dict(manifest["arrays"])
-        arrays = {name: _open(root, name, entry) for name, entry in entries.items()}
+        arrays = {name: _open(root, name, entry) for name, entry in dict(manifest["arrays"]).items()}
         size = np.array(_open(root, "size", manifest["size"]))
-    except DataError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{root / MANIFEST} is not a manifest of {FORMAT} version {VERSION}: {error}.") from error
+        if size.ndim != 1 or size.dtype.kind not in "iu" or not arrays:
+            raise ValueError("it has no arrays, or sizes that are not integers, one per client")
+    if size.max(initial=0) > min(map(len, arrays.values())):
+        raise DataError(f"{root} has a client of {size.max()} samples, more than it has rows.")
     start, total = starts(size), int(size.sum())
     for name, array in arrays.items():
         if len(array) != total:
@@ -138,13 +139,11 @@ def _open(root: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
     if not NAME.fullmatch(name):
         raise ValueError(f"array name {name!r}")
     path = root / f"{name}.npy"
+    shape, dtype, length = list(entry["shape"]), str(entry["dtype"]), int(entry["bytes"])
     found = path.stat().st_size if path.is_file() else 0
-    if found != entry["bytes"]:
-        raise DataError(f"{path} has {found:,} bytes, expected {entry['bytes']:,}: it is missing or truncated.")
-    try:
-        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be mapped: {error}.") from error
-    if list(array.shape) != list(entry["shape"]) or array.dtype.str != entry["dtype"]:
-        raise DataError(f"{path} holds {array.shape} {array.dtype.str}, expected {entry['shape']} {entry['dtype']}.")
+    if found != length:
+        raise DataError(f"{path} has {found:,} bytes, expected {length:,}: it is missing or truncated.")
+    array = mapped(path, "cannot be mapped")
+    if list(array.shape) != shape or array.dtype.str != dtype or not shape:
+        raise DataError(f"{path} holds {array.shape} {array.dtype.str}, expected {shape} {dtype}.")
     return array

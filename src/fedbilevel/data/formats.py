@@ -1,22 +1,22 @@
 """File formats: IDX (MNIST, Fashion-MNIST) and the CIFAR-10 binary archive."""
 
-import gzip
-import io
-import lzma
+import math
 import struct
 import tarfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.data.errors import DataError
+from fedbilevel.data.reading import Expanded, reading
 
 BATCH, SIDE, CHANNELS = 10_000, 32, 3
 RECORD = 1 + CHANNELS * SIDE * SIDE  # one label byte, then the planes R, G, B
 CIFAR_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR_TEST = ("test_batch.bin",)
+CIFAR_LIMIT = 200_000_000  # bytes; expanded, the official archive has 184 MB
+IDX_LIMIT = 100_000_000  # bytes; the longest of the published files has 47 MB
 
 
 def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]:
@@ -26,17 +26,15 @@ def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]
     the entries. ndim: the number of axes it must have. where: the name for errors. Returns uint8, read-only.
     DataError if it cannot be unpacked, or if its magic, axes or length are wrong.
     """
-    try:
-        raw = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{where} is not a whole gzip file: {error}.") from error
+    with reading(where, "is not a whole gzip file"):
+        raw = Expanded(content, "gzip", IDX_LIMIT, where).read()
     magic, start = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
     if raw[:4] != magic or len(raw) < start:
         raise DataError(
             f"{where} starts with {raw[:4].hex(' ')}, expected {magic.hex(' ')} (IDX, {ndim} axes of bytes)."
         )
     shape = struct.unpack(f">{ndim}i", raw[4:start])
-    expected = int(np.prod(shape, dtype=np.int64))
+    expected = math.prod(shape)
     if min(shape) < 0 or len(raw) - start != expected:
         raise DataError(f"{where} holds {len(raw) - start:,} entries, expected {expected:,} for its shape {shape}.")
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
@@ -47,15 +45,16 @@ def parse_cifar(
 ) -> tuple[tuple[NDArray[np.uint8], NDArray[np.int32]], tuple[NDArray[np.uint8], NDArray[np.int32]]]:
     """(images, labels) of the 50,000 training and of the 10,000 test records of a CIFAR-10 binary archive.
 
-    Images (n, 32, 32, 3) uint8, labels (n,) int32. Any compression that `tarfile` knows. Nothing is unpacked
-    to disk. DataError if the archive is damaged, a batch has another size, or the classes are not equally
-    frequent.
+    Images (n, 32, 32, 3) uint8, labels (n,) int32. Compressed by gzip or xz. Nothing is unpacked to disk. DataError
+    if the archive is damaged or expands to more than CIFAR_LIMIT bytes, a batch has another size, or the classes
+    are not equally frequent.
     """
-    try:
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            batches = _batches(archive, where)
-    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        raise DataError(f"{where} is not a whole tar archive: {error}.") from error
+    form = "gzip" if content[:2] == b"\x1f\x8b" else "xz"
+    with (
+        reading(where, "is not a whole tar archive"),
+        tarfile.open(fileobj=Expanded(content, form, CIFAR_LIMIT, where), mode="r|") as archive,  # type: ignore[call-overload]
+    ):
+        batches = _batches(archive, where)
     train, test = ([batches[name] for name in names] for names in (CIFAR_TRAIN, CIFAR_TEST))
     return _records(train, where), _records(test, where)
 

@@ -8,10 +8,8 @@ import hashlib
 import importlib.util
 import io
 import zipfile
-import zlib
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +17,13 @@ from numpy.typing import NDArray
 from fedbilevel.data import files
 from fedbilevel.data.drawings import SIDE, Drawings
 from fedbilevel.data.errors import DataError
+from fedbilevel.data.reading import mapped, printable, reading
 from fedbilevel.data.sources import SOURCES
 
 NAME = "omniglot"
 DRAWINGS, EDGE = 20, 105
+LARGEST = 100_000  # bytes of an image file; drawings of the published archives have a few hundred
+ENCRYPTED = 0x1  # of a zip entry's flags
 PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 659)}  # alphabets, characters
 MEAN, STD = SOURCES[NAME].mean[0], SOURCES[NAME].std[0]
 
@@ -44,14 +45,10 @@ def _read(filename: str, progress: files.Progress | None) -> Drawings:
     official = next(file for file in SOURCES[NAME].files if file.name == filename)
     content = files.read_bytes(path) if path else files.read(NAME, official, progress)
     where = str(path or files.folders(NAME)[-1] / filename)
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            names = _names(archive, where, *PUBLISHED[filename])
-            images = _kept(archive, names, hashlib.sha256(content).hexdigest(), where)
-    except (zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(
-            f"{where} is no zip archive, or a damaged one ({error}): delete it and fetch it again."
-        ) from error
+    with reading(where, "is no zip archive, or a damaged one (delete it and fetch it again)"):
+        archive = zipfile.ZipFile(io.BytesIO(content))
+    names = _names(archive, where, *PUBLISHED[filename])
+    images = _kept(archive, names, hashlib.sha256(content).hexdigest(), where)
     alphabets, alphabet = np.unique([PurePosixPath(name).parts[1] for name in names[::DRAWINGS]], return_inverse=True)
     return Drawings(images, alphabet.astype(np.int32), tuple(alphabets.tolist()))
 
@@ -74,14 +71,11 @@ def _kept(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str)
     cache = files.folders(NAME)[-1] / f"{checksum}-{SIDE}.npy"
     shape = (len(names) // DRAWINGS, DRAWINGS, SIDE, SIDE)
     if cache.is_file():
-        try:
-            images: NDArray[np.uint8] = np.load(cache, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{cache} cannot be read ({error}): delete it, and it is made again.") from error
+        images: NDArray[np.uint8] = mapped(cache, "cannot be read (delete it, and it is made again)")
         if images.shape != shape or images.dtype != np.uint8:
             raise DataError(f"{cache} has {images.dtype} of shape {images.shape}: delete it, and it is made again.")
-        return images
-    images = shrunk(np.stack([_ink(archive.read(name), f"{name} in {where}") for name in names])).reshape(shape)
+        return np.array(images)
+    images = shrunk(np.stack([_ink(*_png(archive, name, where)) for name in names])).reshape(shape)
     _keep(cache, images)
     return images
 
@@ -95,19 +89,27 @@ def _keep(cache: Path, images: NDArray[np.uint8]) -> None:
         raise DataError(f"{cache} cannot be written ({error}): point XDG_CACHE_HOME to a folder that can.") from error
 
 
+def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
+    """One image file, and its name for errors. Of the methods of compression, stored and deflated are bounded."""
+    place, entry = f"{printable(name)} in {where}", archive.getinfo(name)
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & ENCRYPTED:
+        raise DataError(f"{place} is encrypted, or compressed in a rare way; expected one that is stored or deflated.")
+    if entry.file_size > LARGEST:
+        raise DataError(f"{place} has {entry.file_size:,} bytes; expected at most {LARGEST:,}.")
+    with reading(place, "cannot be unpacked"), archive.open(entry) as file:
+        return file.read(LARGEST), place  # read() without a number expands more than the entry says
+
+
 def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
     """(EDGE, EDGE): where a drawing is black."""
     if importlib.util.find_spec("PIL") is None:
         raise DataError('Decoding Omniglot needs Pillow, which is not installed: pip install "fedbilevel[cli]".')
     from PIL import Image
 
-    try:
-        with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-            pixels: NDArray[Any] = np.asarray(image.convert("1"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{where} is no PNG image: {error}.") from error
-    if pixels.shape != (EDGE, EDGE):
-        raise DataError(f"{where} has {pixels.shape} pixels; expected {(EDGE, EDGE)}.")
+    with reading(where, "is no PNG image"), Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+        if image.size != (EDGE, EDGE):  # known before any pixel is decoded
+            raise DataError(f"{where} has {image.size[::-1]} pixels; expected {(EDGE, EDGE)}.")
+        pixels: NDArray[np.bool_] = np.asarray(image.convert("1"))
     return ~pixels
 
 

@@ -1,9 +1,7 @@
 """`load_table`: rows of numbers with a class each, from files on this machine."""
 
-import bz2
-import gzip
 import io
-import zlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +12,13 @@ from numpy.typing import NDArray
 from fedbilevel.data import files
 from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.errors import DataError, unknown_name
+from fedbilevel.data.reading import Expanded, reading
 
 COVERTYPE_COLUMNS = 55  # 54 features and the label
+COVERTYPE_LIMIT = 100_000_000  # bytes; expanded, all of its rows have 75 MB
+LIBSVM_PAIR = 32  # characters of a pair index:value, at most; the published files have up to 12
+LINE = re.compile(rb"\s*[+-]?1(\.0*)?(\s+\d+:[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?)*\s*")
+LARGEST = float(np.finfo(np.float32).max)
 Rows = tuple[NDArray[np.float32], NDArray[np.int32]]
 
 
@@ -67,11 +70,9 @@ def covtype(name: str) -> tuple[Rows, Rows, int]:
     published split into halves that are alike: every fifth row is a test row.
     """
     path = _found(name, "covtype.data.gz", "covtype.subset.data.gz")
-    try:
-        text = gzip.decompress(files.read_bytes(path))
-        table = np.loadtxt(io.BytesIO(text), np.int32, delimiter=",", ndmin=2)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(f"{path} is not a gzipped table of integers, separated by commas: {error}.") from error
+    with reading(path, "is not a gzipped table of integers, separated by commas"):
+        text = Expanded(files.read_bytes(path), "gzip", COVERTYPE_LIMIT, path).read()
+        table = np.loadtxt(io.BytesIO(text), np.int32, delimiter=",", ndmin=2, comments=None)
     label = table[:, -1] - 1
     if table.shape[1] != COVERTYPE_COLUMNS or set(np.unique(label)) != set(range(7)):
         raise DataError(f"{path} has {table.shape[1]} columns; expected {COVERTYPE_COLUMNS}, the last a class, 1 to 7.")
@@ -96,29 +97,40 @@ def libsvm(name: str) -> tuple[Rows, Rows, int]:
 def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
     """Rows (count, features) and labels 0 or 1 of a bz2 file with lines «±1 index:value index:value …».
 
-    Indices count from 1; what a line does not name is 0. DataError if it is no such file, or rows or positive ones are
-    fewer or more.
+    Indices count from 1; what a line does not name is 0. DataError, with the number of the line, where a label is not
+    1 or -1, an index is not a whole number up to `features` or comes twice, or a value is not finite in float32; and if
+    rows, or positive ones, are fewer or more than expected.
     """
-    try:
-        lines = bz2.decompress(files.read_bytes(path)).split(b"\n")
-        lines = [line for line in lines if line.strip()]
-        numbers = np.array(b" ".join(lines).replace(b":", b" ").split(), np.float64)
-    except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path} is not a bz2 file in libsvm's format: {error}.") from error
-    entries = np.array([line.count(b":") for line in lines], np.int64)
-    starts = np.cumsum(2 * entries + 1) - (2 * entries + 1)
-    if len(lines) != count or len(numbers) != len(lines) + 2 * entries.sum():
+    limit = count * (features + 1) * LIBSVM_PAIR
+    with reading(path, "is not a bz2 file in libsvm's format"):
+        whole = Expanded(files.read_bytes(path), "bz2", limit, path).read()
+    lines = [(number, line) for number, line in enumerate(whole.split(b"\n"), 1) if line.strip()]
+    if len(lines) != count:
         raise DataError(f"{path} has {len(lines):,} lines; expected {count:,}, each a label and pairs index:value.")
+    for number, line in lines:
+        if not LINE.fullmatch(line) or line.count(b":") > features:
+            raise DataError(
+                f"{path}, line {number}: expected a label, 1 or -1, and up to {features} pairs index:value."
+            )
+    entries = np.array([line.count(b":") for _, line in lines], np.int64)
+    numbers = np.array(b" ".join(line for _, line in lines).replace(b":", b" ").split(), np.float64)
+    starts = np.cumsum(2 * entries + 1) - (2 * entries + 1)
     label = (numbers[starts] > 0).astype(np.int32)
-    pairs = np.delete(numbers, starts).reshape(-1, 2)
-    index = pairs[:, 0].astype(np.int64) - 1
-    if label.sum() != positive or index.min() < 0 or index.max() >= features:
-        raise DataError(
-            f"{path} has {label.sum():,} positive rows and indices {index.min() + 1} to {index.max() + 1}; expected "
-            f"{positive:,}, and 1 to {features}."
-        )
+    index, value = np.delete(numbers, starts).reshape(-1, 2).T
+    row = np.repeat(np.arange(count), entries)
+    _, first = np.unique(row * (features + 1) + np.clip(index, 0, features), return_index=True)
+    wrong = {
+        f"an index that is not one of 1 to {features}": (index < 1) | (index > features),
+        "an index that comes twice": ~np.isin(np.arange(len(index)), first),
+        "a value that is not finite in float32": ~(np.abs(value) <= LARGEST),
+    }
+    for what, where in wrong.items():
+        if where.any():
+            raise DataError(f"{path}, line {lines[row[np.argmax(where)]][0]} has {what}.")
+    if label.sum() != positive:
+        raise DataError(f"{path} has {label.sum():,} positive rows; expected {positive:,}.")
     rows = np.zeros((count, features), np.float32)
-    rows[np.repeat(np.arange(count), entries), index] = pairs[:, 1]
+    rows[row, index.astype(np.int64) - 1] = value
     return rows, label
 
 

@@ -1,0 +1,103 @@
+"""Files of some kilobytes that expand to 50 MB: they are refused after a few more bytes than there should be."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedbilevel import data
+from fedbilevel.data import formats, omniglot, tables
+
+BIG, LIMIT = 50_000_000, 300_000  # bytes
+ZEROS = bytes(BIG)
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for owner, name in ((tables, "COVERTYPE_LIMIT"), (formats, "CIFAR_LIMIT"), (formats, "IDX_LIMIT")):
+        monkeypatch.setattr(owner, name, LIMIT)
+
+
+def refused(read: Callable[[], Any], words: str) -> None:
+    """It is refused in these words, and no tenth of what it expands to was ever in memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(data.DataError, match=words):
+            read()
+        assert tracemalloc.get_traced_memory()[1] < BIG / 10
+    finally:
+        tracemalloc.stop()
+
+
+def put(*names: str, content: bytes) -> Path:
+    path = Path(data.files.folders(names[0])[0], *names[1:])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_tables() -> None:
+    put("covtype", "covtype.data.gz", content=gzip.compress(ZEROS, 1))
+    refused(lambda: data.load_table("covtype"), r"covtype\.data\.gz expands to more than 300,000 bytes")
+    path = put("libsvm", "a9a.bz2", content=bz2.compress(ZEROS, 1))
+    # 4 lines of 3 pairs and a label, of 32 characters each
+    refused(lambda: tables.parse_libsvm(path, 3, 4, 2), r"a9a\.bz2 expands to more than 512 bytes")
+
+
+def test_idx() -> None:
+    content = gzip.compress(bytes((0, 0, 8, 1)) + struct.pack(">i", BIG) + ZEROS, 1)
+    refused(lambda: formats.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
+
+
+@pytest.mark.parametrize("packed", [gzip.compress, partial(lzma.compress, preset=0)])
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_cifar_archive(packed: Callable[[bytes], bytes], kind: bytes) -> None:
+    member = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
+    member.size, member.type = BIG, kind
+    content = packed(member.tobuf() + ZEROS)
+    refused(lambda: formats.parse_cifar(content, "file"), "file expands to more than 300,000 bytes")
+
+
+@pytest.mark.parametrize(
+    ("packing", "said", "words"),
+    [
+        (zipfile.ZIP_DEFLATED, BIG, "has 50,000,000 bytes; expected at most 100,000"),
+        (zipfile.ZIP_DEFLATED, 90_000, "0709_01.png in .* cannot be unpacked: Bad CRC-32"),
+        (zipfile.ZIP_BZIP2, BIG, "compressed in a rare way"),
+        (zipfile.ZIP_LZMA, 90_000, "compressed in a rare way"),
+    ],
+)
+def test_an_omniglot_archive(monkeypatch: pytest.MonkeyPatch, packing: int, said: int, words: str) -> None:
+    """The archive's own table may say the truth of an image's length, or not."""
+    monkeypatch.setattr(omniglot, "PUBLISHED", dict.fromkeys(omniglot.PUBLISHED, (1, 1)))
+    monkeypatch.setattr(omniglot, "DRAWINGS", 1)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", packing) as archive:
+        archive.writestr("images_background/Aleph/character01/0709_01.png", ZEROS, compresslevel=1)
+    content = out.getvalue().replace(struct.pack("<I", BIG), struct.pack("<I", said))
+    put("omniglot", "images_background.zip", content=content)
+    refused(lambda: data.load_characters("omniglot"), words)
+
+
+def test_a_header_that_claims_more_than_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The shape of a .npy file is its writer's word; an array of it is mapped, not made."""
+    folder = data.write_clients(tmp_path / "population", [1], [{"x": np.zeros((1, 2))}])
+    whole = (folder / "x.npy").read_bytes()
+    (folder / "x.npy").write_bytes(whole.replace(b"(1, 2), }       ", b"(1, 9999999), } "))
+    assert len((folder / "x.npy").read_bytes()) == len(whole)
+    refused(lambda: data.open_clients(folder), r"x\.npy cannot be mapped: mmap length is greater than file size")
