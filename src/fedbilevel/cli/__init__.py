@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _exit_code(error)
         if code is None or options.debug:
             raise
-        return fail(code, str(error))
+        return fail(code, _sentence(error))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -59,6 +59,15 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, CheckpointError | OSError):
         return NOT_WRITTEN
     return BAD_INPUT if isinstance(error, FedbilevelError | DataError) else None
+
+
+def _sentence(error: BaseException) -> str:
+    """What to say of an error; of the operating system's own the file and the reason, without a number."""
+    from fedbilevel.core.errors import FedbilevelError
+
+    if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _version() -> str:

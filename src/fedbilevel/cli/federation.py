@@ -48,7 +48,7 @@ def _new(options: argparse.Namespace) -> int:
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.flower_app import write_app
 
-    base = spec_tables(Path(options.spec)) if options.spec else None
+    base = spec_tables(Path(options.spec), options.task) if options.spec else None
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
     said = [*clients, *settings(options)]
     spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=said)

@@ -78,12 +78,14 @@ def _run_together(options: argparse.Namespace) -> int:
     except BaseException as error:
         if hosts.here.service is None:
             raise  # nobody is waiting
-        part(_told(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else str(error))
+        from fedbilevel.cli import _sentence
+
+        part(_told(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else _sentence(error))
 
 
 def _told(error: BaseException, debug: bool) -> int:
     """Say what went wrong; the exit code."""
-    from fedbilevel.cli import _exit_code
+    from fedbilevel.cli import _exit_code, _sentence
 
     if isinstance(error, SystemExit):
         return int(error.code or OK)  # and it was said
@@ -92,7 +94,7 @@ def _told(error: BaseException, debug: bool) -> int:
     code = _exit_code(error) if isinstance(error, Exception) else None
     if code is None or debug:
         traceback.print_exception(error)
-    return 1 if code is None else fail(code, str(error))
+    return 1 if code is None else fail(code, _sentence(error))
 
 
 def _check_together(options: argparse.Namespace) -> None:
@@ -148,7 +150,7 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 def _spec(options: argparse.Namespace) -> Spec:
     """The spec that the options describe."""
-    base = spec_tables(Path(options.spec)) if options.spec else None
+    base = spec_tables(Path(options.spec), options.task) if options.spec else None
     prepare_jax()
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.series import seeded

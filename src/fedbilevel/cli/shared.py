@@ -86,15 +86,18 @@ def fail(code: int, sentence: str) -> int:
     return code
 
 
-def spec_tables(path: Path) -> dict[str, Any]:
-    """The tables of a spec that is about to be played. Where its task is a user's own, playing it executes code that
-    a file names and not the command line: that is said on standard error, before it happens."""
+def spec_tables(path: Path, task: str | None = None) -> dict[str, Any]:
+    """The tables of a spec that is about to be played, with another task where one is given.
+
+    Where its own task is a user's, playing it executes code that a file names and not the command line: that is said on
+    standard error, before it happens.
+    """
     from fedbilevel.experiments import toml
 
     tables = toml.read(path)
-    task = tables.get("task")
-    name = task.get("name") if isinstance(task, dict) else task
-    if isinstance(name, str):
+    table = tables.get("task")
+    name = table.get("name") if isinstance(table, dict) else table
+    if isinstance(name, str) and task is None:
         from fedbilevel.experiments.own_task import code_of
 
         if code := code_of(name):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedbilevel.data import files
 from fedbilevel.data.drawings import SIDE, Drawings
 from fedbilevel.data.errors import DataError
-from fedbilevel.data.reading import mapped, printable, reading
+from fedbilevel.data.reading import in_a_line, mapped, printable, reading
 from fedbilevel.data.sources import SOURCES
 
 NAME = "omniglot"
@@ -86,7 +86,9 @@ def _keep(cache: Path, images: NDArray[np.uint8]) -> None:
         with files.appearing(cache) as part, open(part, "xb") as out:
             np.save(out, images, allow_pickle=False)
     except OSError as error:
-        raise DataError(f"{cache} cannot be written ({error}): point XDG_CACHE_HOME to a folder that can.") from error
+        raise DataError(
+            f"{cache} cannot be written ({in_a_line(error)}): point XDG_CACHE_HOME to a folder that can."
+        ) from error
 
 
 def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:

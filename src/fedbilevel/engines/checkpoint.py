@@ -3,19 +3,20 @@
 import json
 import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.errors import CheckpointError
+from fedbilevel.core.errors import CheckpointError, FedbilevelError, in_a_line
 from fedbilevel.core.tree import PyTree
 
 META = "__meta__"
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile)
-"""What reading a damaged or foreign archive may raise; ValueError includes JSON's and Unicode's."""
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def save(path: Path, tree: PyTree, meta: dict[str, Any]) -> None:
@@ -36,37 +37,97 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
     Raises:
         CheckpointError: not a checkpoint, or one of another model or algorithm; the message names the leaf.
     """
-    try:
-        arrays = _read(path)
-        header = json.loads(arrays.pop(META).tobytes())
-        meta, dtypes = header["meta"], header["dtypes"]
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path} is not a readable checkpoint: {error}") from error
-    expected = {_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(like)}
-    if odd := sorted(expected ^ set(arrays)):
-        raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
+    expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
+    with reading(path), _opened(path) as archive:
+        meta, dtypes = _header(archive)
+        if odd := sorted(set(expected) ^ {name.removesuffix(".npy") for name in archive.namelist()} - {META}):
+            raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
+        arrays = {name: _leaf(archive, path, name, dtypes[name], leaf) for name, leaf in expected.items()}
 
     def restore(place: Any, leaf: Any) -> Any:
-        name = _name(place)
-        return _restore(path, name, arrays[name], dtypes[name], leaf)
+        restored = jnp.asarray(arrays[_name(place)])
+        return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else restored
 
     return jax.tree_util.tree_map_with_path(restore, like), meta
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    stored = np.load(path, allow_pickle=False)
-    if isinstance(stored, np.ndarray):
-        raise ValueError("it holds a single array")
-    with stored:
-        if META not in stored.files:
-            raise ValueError("it was not written by this library")
-        return {name: stored[name] for name in stored.files}
+def load_meta(path: Path) -> dict[str, Any]:
+    """The JSON object that `save` was given, without the arrays.
+
+    Raises:
+        CheckpointError: not a checkpoint.
+    """
+    with reading(path), _opened(path) as archive:
+        return _header(archive)[0]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong inside into a CheckpointError.
+
+    Anyone may have written the file, and what libraries raise for damaged ones is not documented.
+    """
+    try:
+        yield
+    except FedbilevelError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a readable checkpoint: {in_a_line(error)}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive, if nothing in it expands: what is read takes no more memory than the file is long."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("its arrays are compressed, as this library does not write them")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("its arrays are longer together than the file")
+        yield archive
+
+
+def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `save` was given beside the arrays, and the arrays' dtypes."""
+    if f"{META}.npy" not in archive.namelist():
+        raise ValueError("it was not written by this library")
+    with archive.open(f"{META}.npy") as file:
+        _head(file)
+        header = json.loads(file.read())
+    return dict(header["meta"]), dict(header["dtypes"])
+
+
+def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected: Any) -> np.ndarray:
+    """An array; its header is looked at first, so that no more memory is taken than the leaf should have."""
+    with archive.open(f"{name}.npy") as file:
+        shape, stored = _head(file)
+        if shape != expected.shape or dtype != str(expected.dtype):
+            raise CheckpointError(
+                f"{path} belongs to another model: {name} is {dtype}{list(shape)} there, "
+                f"{expected.dtype}{list(expected.shape)} here"
+            )
+        opaque = stored.kind == "V" and stored.itemsize == expected.dtype.itemsize  # as NumPy writes bfloat16
+        if stored != expected.dtype and not opaque:
+            raise ValueError(f"{name} is stored as {stored}, not as {dtype}")
+    with archive.open(f"{name}.npy") as file:
+        array = np.lib.format.read_array(file, allow_pickle=False)
+        if file.read(1):  # and at the end the checksum is compared
+            raise ValueError(f"{name} is longer than its shape")
+    if array.dtype == bool and np.any(array.view(np.uint8) > 1):
+        raise ValueError(f"{name} has flags that are neither true nor false")
+    return array.view(expected.dtype)
+
+
+def _head(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype by the header of a .npy file, which is read up to its first entry."""
+    shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+    return shape, dtype
 
 
 def write_atomically(path: Path, write: Any) -> None:
     """Call write(file) on a temporary file beside `path`, flush it to disk, then rename it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "wb") as file:
@@ -76,6 +137,13 @@ def write_atomically(path: Path, write: Any) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into a CheckpointError that names the path and the reason."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}; nothing was changed") from error
 
@@ -90,14 +158,3 @@ def _plain(leaf: Any) -> Any:
 
 def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _restore(path: Path, name: str, array: np.ndarray, dtype: str, like: Any) -> Any:
-    expected = _plain(like)
-    if array.shape != expected.shape or dtype != str(expected.dtype):
-        raise CheckpointError(
-            f"{path} belongs to another model: {name} is {dtype}{list(array.shape)} there, "
-            f"{expected.dtype}{list(expected.shape)} here"
-        )
-    restored = jnp.asarray(array if array.dtype == expected.dtype else array.view(expected.dtype))
-    return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(like)) if _is_key(like) else restored

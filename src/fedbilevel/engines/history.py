@@ -1,6 +1,7 @@
 """What a run measured, row by row."""
 
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,20 @@ class History:
 
     @classmethod
     def from_jsonl(cls, text: str) -> "History":
-        return cls([_row(json.loads(line)) for line in text.splitlines() if line.strip()])
+        """What `to_jsonl` wrote. ValueError: it is something else."""
+        return cls.of([json.loads(line) for line in text.splitlines() if line.strip()])
+
+    @classmethod
+    def of(cls, rows: Any) -> "History":
+        """From rows as JSON has them. ValueError: they are no numbers by name, or a round is no whole number."""
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict) or not all(map(is_number, row.values())):
+                raise ValueError(f"row {number} of the history is no table of numbers")
+            if type(row.get("round")) is not int or row["round"] < 0:
+                raise ValueError(f"row {number} of the history does not say its round")
+        return cls(list(rows))
 
 
-def _row(parsed: Any) -> Row:
-    return {str(name): value for name, value in parsed.items()}
+def is_number(value: Any) -> bool:
+    """Whether a value that JSON held is a number; of integers, one that is no larger than a float can be."""
+    return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)

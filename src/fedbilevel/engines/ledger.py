@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,21 @@ class Ledger:
     delta: float = 0.0
     ticks: int = 0  # that exchanges took, by the engine's clock
     flops: int | None = None  # 0 where a count begins
+
+    @classmethod
+    def of(cls, fields: Any) -> "Ledger":
+        """From fields as JSON has them. TypeError: they are others, or of other types."""
+        made = cls(**fields)
+        for name, value in vars(made).items():
+            if name == "exchanges_by_phase":
+                fits = isinstance(value, dict) and all(type(count) is int for count in value.values())
+            elif name in ("epsilon", "delta"):
+                fits = type(value) in (int, float)
+            else:
+                fits = type(value) is int or (name == "flops" and value is None)
+            if not fits:
+                raise TypeError(f"{name} of the ledger is {value!r}")
+        return made
 
     def add(self, book: Book, rounds: int, costs: Mapping[Call, int | None] | None = None) -> None:
         """Add a book whose leaves are (rounds,) arrays or scalars; `costs`: what a client's answer costs, in flops."""

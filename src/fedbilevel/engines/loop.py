@@ -206,16 +206,22 @@ class Loop:
         assert self.plan.path is not None
         with hosts.copy_of(self.plan.path) as path:
             carry, meta = files.load(path, carry)
+        with files.reading(self.plan.path):
+            self.continue_from(meta)
+        done = int(carry.round)
+        require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
+        hosts.here.saved = str(self.plan.path)
+        return carry
+
+    def continue_from(self, meta: dict[str, Any]) -> None:
+        """Take up what was measured so far, if it is of this run."""
         for name in {**meta["identity"], **self.plan.identity}:
             mine, theirs = self.plan.identity.get(name), meta["identity"].get(name)
             if theirs != mine:
                 raise CheckpointError(f"{self.plan.path} belongs to another run: its {name} is {theirs}, not {mine}")
-        done = int(carry.round)
-        require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
-        self.history, self.ledger = History(meta["history"]), Ledger(**meta["ledger"])
-        self.seconds, self.losses = meta["seconds"], meta["losses"]
-        hosts.here.saved = str(self.plan.path)
-        return carry
+        self.history, self.ledger = History.of(meta["history"]), Ledger.of(meta["ledger"])
+        self.seconds = float(meta["seconds"])
+        self.losses = {str(name): [float(value) for value in values] for name, values in meta["losses"].items()}
 
 
 def agree(tell: Callable[[], str], interrupted: bool, speed: float) -> tuple[str, bool, float]:

@@ -46,9 +46,18 @@ Callback = Callable[[Result, Row | None], str | None]
 def load_result(path: str | Path, x0: PyTree, y0: PyTree) -> Result:
     """Read what `Result.save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
     tree, meta = checkpoint.load(Path(path), _variables(x0, y0))
-    history, ledger = History(meta.pop("history")), Ledger(**meta.pop("ledger"))
     x, y = join(tree["x"], split(x0)[1]), join(tree["y"], split(y0)[1])
-    return Result(x, y, history=history, ledger=ledger, **meta)
+    with checkpoint.reading(Path(path)):
+        return Result(
+            x,
+            y,
+            round=int(meta["round"]),
+            rounds=int(meta["rounds"]),
+            history=History.of(meta["history"]),
+            ledger=Ledger.of(meta["ledger"]),
+            compile_seconds=float(meta["compile_seconds"]),
+            stopped=str(meta["stopped"]),
+        )
 
 
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:

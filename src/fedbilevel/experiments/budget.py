@@ -7,15 +7,11 @@ rounds, so where that is depends on the numbers alone, not on speed or interrupt
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
-import numpy as np
-
-from fedbilevel.core.errors import CheckpointError
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines.history import Row
+from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import solve
 from fedbilevel.experiments.parts import Parts
@@ -84,9 +80,6 @@ def rounds_done(checkpoint: Path, budget: Budget) -> int | None:
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
-        with np.load(checkpoint, allow_pickle=False) as stored:
-            rows: list[Row] = json.loads(stored[files.META].tobytes())["meta"]["history"]
-    except files.UNREADABLE as error:
-        raise CheckpointError(f"{checkpoint} is not a readable checkpoint: {error}") from error
-    return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None
+    with files.reading(checkpoint):
+        rows = History.of(files.load_meta(checkpoint)["history"]).rows
+        return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.errors import ConfigurationError, in_a_line, require, unknown
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
@@ -204,10 +204,15 @@ def run_name(place: Folder) -> str:
     """Of the run in a folder, under which clients keep their state; a new one for a run that begins."""
     if not _name_file(place).is_file():
         return secrets.token_hex(16)
+    from fedbilevel.flower.wire import is_run
+
     try:
-        return str(json.loads(_name_file(place).read_text())["name"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigurationError(f"{_name_file(place)} is damaged: {error}") from error
+        name = json.loads(_name_file(place).read_text())["name"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"{_name_file(place)} is damaged: {in_a_line(error)}") from error
+    fits = isinstance(name, str) and is_run(name)
+    require(fits, f"the name in {_name_file(place)}", str(name)[:200], "8 to 64 hexadecimal digits")
+    return str(name)
 
 
 def _name_file(place: Folder) -> Path:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.engines.history import History
+from fedbilevel.core.errors import ConfigurationError, in_a_line, require
+from fedbilevel.engines.history import History, is_number
+from fedbilevel.engines.ledger import Ledger
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.places import default_path
 from fedbilevel.experiments.spec import Spec, read_spec
+
+COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "seconds")  # columns that every row has
+LARGEST = 1e300  # of a cost: sums of some are floats yet
+KINDS = {  # of what a summary says
+    ("task", "algorithm", "metric", "stopped"): lambda value: isinstance(value, str),
+    ("data",): lambda value: isinstance(value, str | None),
+    ("seed", "rounds", "best_round"): lambda value: type(value) is int and is_number(value),
+    ("final", "best", "seconds_in_rounds", "seconds_compiling", "seconds_in_all"): is_number,
+}
 
 
 @dataclass(frozen=True)
@@ -90,10 +102,37 @@ def load_run(path: str | Path) -> LoadedRun:
     require(folder.spec.is_file(), "run folder", str(folder.path), "the folder of a run (it has no spec.toml)")
     if not folder.summary.is_file():
         raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
-    try:
+    spec = read_spec(folder.spec, run_code=False)
+    with _reading(folder.history):
         history = History.from_jsonl(folder.history.read_text(encoding="utf-8"))
-        ledger = json.loads(folder.ledger.read_text(encoding="utf-8"))
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{folder.path} is damaged: {error}") from error
-    return LoadedRun(folder, read_spec(folder.spec, run_code=False), history, ledger, summary)
+    with _reading(folder.ledger):
+        ledger = asdict(Ledger.of(json.loads(folder.ledger.read_text(encoding="utf-8"))))
+    with _reading(folder.summary):
+        summary = _checked(json.loads(folder.summary.read_text(encoding="utf-8")))
+    with _reading(folder.history):
+        for row in (*history.rows, summary["last_row"]):
+            if wrong := [name for name in COSTS if not 0 <= row.get(name, -1) <= LARGEST]:
+                raise ValueError(f"round {row['round']} has no {wrong[0]}, or none that is a cost")
+        if not any(summary["metric"] in row for row in history.rows):
+            raise ValueError(f"it does not have the run's metric, {summary['metric']}")
+    return LoadedRun(folder, spec, history, ledger, summary)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turn whatever is wrong with a file, which anyone may have written, into a ConfigurationError."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ConfigurationError(f"{file} is damaged: {in_a_line(error)}") from error
+
+
+def _checked(summary: Any) -> dict[str, Any]:
+    """A summary in which everything has its type. ValueError or LookupError: it is none."""
+    if not isinstance(summary, dict):
+        raise ValueError("it is no table")
+    for names, fits in KINDS.items():
+        for name in names:
+            if not fits(summary[name]):
+                raise ValueError(f"{name} is {str(summary[name])!r}")
+    return {**summary, "last_row": History.of([summary["last_row"]]).rows[0]}

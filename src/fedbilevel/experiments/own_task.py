@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedbilevel.core.errors import ConfigurationError, unknown
+from fedbilevel.core.errors import ConfigurationError, in_a_line, unknown
 from fedbilevel.tasks import TASKS, Task
 
 
@@ -26,7 +26,7 @@ def is_task(name: str) -> bool:
 def full_name(name: str) -> str:
     """The name as a spec records it: files by their absolute path, so that a run can be resumed from anywhere."""
     place, _, attribute = name.rpartition(":")
-    return f"{Path(place).expanduser().resolve()}:{attribute}" if _is_file(place) else name
+    return f"{_path(place)}:{attribute}" if _is_file(place) else name
 
 
 def label(name: str) -> str:
@@ -62,7 +62,7 @@ def task_maker(name: str) -> Callable[..., Task]:
                 f"task {name!r} needs the name of a Task, or of a function making one: {name}:NAME"
             )
         raise unknown("task", name, TASKS)
-    module = _from_file(Path(place)) if _is_file(place) else _by_name(place)
+    module = _from_file(place) if _is_file(place) else _by_name(place)
     if attribute not in vars(module):
         raise unknown(f"name in {place}", attribute, _candidates(module))
     found = vars(module)[attribute]
@@ -89,8 +89,15 @@ def _is_file(place: str) -> bool:
     return place.endswith(".py") or "/" in place
 
 
-def _from_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+def _path(place: str) -> Path:
+    try:
+        return Path(place).expanduser().resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # a zero byte; a loop of links; ~ of nobody
+        raise ConfigurationError(f"{place[:200]!r} is not the name of a file: {in_a_line(error)}") from error
+
+
+def _from_file(place: str) -> ModuleType:
+    path = _path(place)
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
     return _executed(path, path.stat().st_mtime_ns)

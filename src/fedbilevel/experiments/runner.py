@@ -16,6 +16,7 @@ from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import hosts
+from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Callback, Result
@@ -191,9 +192,10 @@ class Scribe:
 
     def open(self) -> None:
         """Take away what marks a finished run, write what describes this one."""
-        self.place.path.mkdir(parents=True, exist_ok=True)
-        for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
-            file.unlink(missing_ok=True)
+        with writing(self.place.path):
+            self.place.path.mkdir(parents=True, exist_ok=True)
+            for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
+                file.unlink(missing_ok=True)
         write_text(self.place.spec, self.spec.to_toml())
         write_json(self.place.environment, environment.describe())
         self.opened = True

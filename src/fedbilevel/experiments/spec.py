@@ -200,7 +200,11 @@ def _completed(task: str, given: Mapping[str, Any], run_code: bool) -> tuple[dic
 
 def read_spec(path: str | Path, *, run_code: bool = True) -> Spec:
     """A spec from a TOML file; what the file leaves out is filled in. For `run_code` see `resolve`."""
-    return resolve(toml.read(Path(path)), run_code=run_code)
+    tables = toml.read(Path(path))
+    try:
+        return resolve(tables, run_code=run_code)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
 
 
 def read_like(path: str | Path, spec: Spec) -> Spec:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, in_a_line
 
+DEPTH = 10  # of lists and tables in each other; what a field may be has 3 at most
+LONGEST = 200  # characters of a wrong text in an error
 WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
 
 
@@ -45,27 +47,47 @@ def parse_value(text: str) -> Any:
     """A TOML value, or a bare word as text: 3, 0.1, true, [64, 32], {name = "adam"}, mnist."""
     try:
         document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        if text and set(text) <= WORD:
+    except (ValueError, RecursionError):
+        if text and set(text) <= WORD and not text.isdecimal():
             return text
         raise ConfigurationError(
-            f"{text!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)"
+            f"{text[:LONGEST]!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)"
         ) from None
     if list(document) != ["value"]:
-        raise ConfigurationError(f"{text!r} is not a single TOML value")
+        raise ConfigurationError(f"{text[:LONGEST]!r} is not a single TOML value")
+    _check(text[:LONGEST], document["value"])
     return document["value"]
 
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a TOML file; errors name the file, and the line where the notation is wrong."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigurationError(f"there is no file {path}") from None
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {in_a_line(error)}") from error
+    for name, content in document.items():
+        _check(f"{path}: {name[:LONGEST]!r}", content)
+    return document
+
+
+def _check(where: str, content: Any, depth: int = 0) -> None:
+    """Refuse what no field could be: dates, integers beyond the 64 bits of TOML's, tables within tables without end."""
+    if isinstance(content, Mapping | list):
+        if depth == DEPTH:
+            raise ConfigurationError(f"{where} has lists and tables in each other to a depth of more than {DEPTH}")
+        for item in content.values() if isinstance(content, Mapping) else content:
+            _check(where, item, depth + 1)
+    elif isinstance(content, int):
+        if not -(2**63) <= content < 2**63:
+            raise ConfigurationError(f"{where} has an integer of more than 64 bits")
+    elif not isinstance(content, str | float):
+        raise ConfigurationError(
+            f"{where} has {str(content)!r}, a date or a time: numbers, text, lists and tables only"
+        )
 
 
 def _key(name: str) -> str:

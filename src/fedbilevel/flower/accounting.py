@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require, require_count
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, in_a_line, require, require_count
 
 SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
 
@@ -83,5 +83,6 @@ class Spent:
         """
         try:
             return cls({float(noise_multiplier): count for noise_multiplier, count in json.loads(text).items()})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"this is not a stored privacy account: {text[:200]!r} ({error})") from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            said = f"{text[:200]!r} ({in_a_line(error)})"
+            raise ConfigurationError(f"this is not a stored privacy account: {said}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.flower.versions import require_flower
+
+LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")  # of a host name, between its dots
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def make(
         days: how long the certificates are valid.
 
     Raises:
-        ConfigurationError: one of the files exists (nothing is overwritten, nothing written), or an argument is wrong.
+        ConfigurationError: one of the files exists, or an argument is wrong; nothing was written.
+        OSError: the directory cannot be written to.
     """
     require_flower()  # which brings `cryptography`
     require(clients >= 0, "clients", clients, "at least 0")
@@ -60,8 +64,8 @@ def make(
     files = [found.ca, found.certificate, found.key, *found.clients, *map(found.public, range(clients))]
     if existing := [file.name for file in files if file.exists()]:
         raise ConfigurationError(f"{directory}: {', '.join(existing)} would be overwritten; choose another directory")
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority, certificate, key = certify(names, timedelta(days=days))
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     write(found.ca, authority)
     write(found.certificate, certificate)
     write(found.key, key, private=True)
@@ -135,6 +139,8 @@ def general_name(name: str):  # type: ignore[no-untyped-def]
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
+        fits = len(name) <= 253 and all(map(LABEL.fullmatch, name.removeprefix("*.").split(".")))
+        require(fits, "a name of the server", name, "an address, or a host name of ASCII letters, digits, - and dots")
         return x509.DNSName(name)
 
 

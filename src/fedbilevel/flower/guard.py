@@ -28,7 +28,8 @@ class Guard:
         with self.turn():
             if not owner.exists():
                 write_atomically(owner, lambda file: file.write(str(client).encode()))
-            require(owner.read_text() == str(client), "Site.id", client, f"{owner.read_text()[:20]}, whose {folder} is")
+            whose = owner.read_text(errors="replace")
+            require(whose == str(client), "Site.id", client, f"{whose[:20]}, whose {folder} is")
             if not secret.exists() and not self.account.exists():  # never later: an account must not begin anew
                 self.write(Spent())
             self.read()
@@ -44,7 +45,10 @@ class Guard:
     def read(self) -> Spent:
         if not self.account.exists():
             raise ConfigurationError(f"{self.account} is missing: what has left this client is not known; restore it")
-        return Spent.from_json(self.account.read_text())
+        try:
+            return Spent.from_json(self.account.read_text(errors="replace"))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self.account} is damaged, restore it: {error}") from error
 
     def write(self, spent: Spent) -> None:
         write_atomically(self.account, lambda file: file.write(spent.to_json().encode()))

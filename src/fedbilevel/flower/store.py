@@ -62,7 +62,10 @@ class FolderStore:
         if not path.exists():
             return None
         trees, tag = checkpoint.load(path, {name: getattr(like, name) for name in TREES})
-        return Kept(tag["round"], tag["exchange"], tuple(tag["counted"]), *(trees[name] for name in TREES))
+        with checkpoint.reading(path):
+            round, exchange = tag["counted"]
+            counted = int(round), int(exchange)
+            return Kept(int(tag["round"]), int(tag["exchange"]), counted, *(trees[name] for name in TREES))
 
     def save(self, run: str, kept: Kept) -> None:
         tag = {"round": kept.round, "exchange": kept.exchange, "counted": kept.counted}
