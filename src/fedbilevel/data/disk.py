@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedbilevel.data.errors import DataError
 from fedbilevel.data.files import read_bytes, temporary
 from fedbilevel.data.packing import Packed, starts
-from fedbilevel.data.reading import mapped, read_json, reading
+from fedbilevel.data.reading import mapped, printable, read_json, reading
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fedbilevel-clients", 1
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # array names become file names
@@ -67,7 +67,10 @@ def open_clients(folder: str | Path) -> Packed:
             raise ValueError("it has no arrays, or sizes that are not integers, one per client")
     if size.max(initial=0) > min(map(len, arrays.values())):
         raise DataError(f"{root} has a client of {size.max()} samples, more than it has rows.")
-    start, total = starts(size), int(size.sum())
+    try:
+        start, total = starts(size), int(size.sum())
+    except DataError as error:
+        raise DataError(f"{root / 'size.npy'}: {error}") from error
     for name, array in arrays.items():
         if len(array) != total:
             raise DataError(f"{root} has {len(array)} rows of {name!r}, expected {total}, the sum of the sizes.")
@@ -145,5 +148,6 @@ def _open(root: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
         raise DataError(f"{path} has {found:,} bytes, expected {length:,}: it is missing or truncated.")
     array = mapped(path, "cannot be mapped")
     if list(array.shape) != shape or array.dtype.str != dtype or not shape:
-        raise DataError(f"{path} holds {array.shape} {array.dtype.str}, expected {shape} {dtype}.")
+        expected = printable(f"{shape} {dtype}")
+        raise DataError(f"{path} holds {array.shape} {array.dtype.str}, expected {expected}.")
     return array
