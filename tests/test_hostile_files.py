@@ -61,7 +61,7 @@ def encoded(texts: Iterator[str]) -> Iterator[bytes]:
 
 
 def alternating(*several: Iterator[bytes]) -> Iterator[bytes]:
-    for some in zip(*several, strict=True):
+    for some in zip(*several, strict=False):  # up to the end of the shortest
         yield from some
 
 
