@@ -36,6 +36,10 @@ class CapacityWarning(UserWarning):
     """The run goes on, but clients are sent more than their capacity."""
 
 
+class InfluenceWarning(UserWarning):
+    """The run goes on, but x or y does not enter a loss that it should be chosen by."""
+
+
 class ExchangeError(FedbilevelError):
     """Too few clients answered; the message names round and phase, and what those said who refused."""
 

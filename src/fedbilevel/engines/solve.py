@@ -20,6 +20,7 @@ from fedbilevel.core.errors import (
     require,
     require_count,
 )
+from fedbilevel.core.influence import warn_without_influence
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
@@ -102,6 +103,7 @@ def solve(
     problem = problem.with_fixed(x_fixed, y_fixed)
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
     check_losses(problem, x, y, *clients.examples())
+    warn_without_influence(problem, x, y, *clients.examples(), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
 
     remote, worked = isinstance(clients, RemoteClients), clients.local_steps is not None

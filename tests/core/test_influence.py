@@ -1,0 +1,163 @@
+"""Is a problem whose x cannot move named as one, for the reason that holds, and no other problem?"""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fedbilevel as fb
+from fedbilevel.core.influence import warn_without_influence
+from fedbilevel.core.tree import split
+from fedbilevel.tasks import TASKS
+
+BATCH = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+X = Y = jnp.ones(2)
+
+
+def ridge(x, y, batch):
+    return jnp.mean((batch @ y - 1) ** 2) + jnp.sum(jnp.exp(x) * y**2)
+
+
+def fit(x, y, batch):
+    return jnp.mean((batch @ y) ** 2)
+
+
+def of_x(x, y, batch):
+    return jnp.mean(batch) * jnp.sum(x**2)
+
+
+def stopped(x, y, batch):
+    return ridge(lax.stop_gradient(x), y, batch)
+
+
+def rounded(x, y, batch):
+    return ridge(jnp.round(x), y, batch)
+
+
+def in_a_loop(x, y, batch):
+    def step(carry, xi):
+        return carry + lax.stop_gradient(xi) * jnp.sum(y**2), None
+
+    return lax.scan(step, 0.0, x)[0]
+
+
+@jax.custom_vjp
+def square(a):
+    return a**2
+
+
+square.defvjp(lambda a: (a**2, a), lambda a, g: (2 * a * g,))
+
+
+def both(x, y, batch):
+    return fit(x, y, batch) + of_x(x, y, batch)
+
+
+def simple(outer, inner, **more):
+    return fb.SimpleBilevel(outer, inner, fb.projections.ball(1.0), **more)
+
+
+PASSES = r"enters only where no derivative passes .* into the inner loss; for a method that goes by derivatives "
+STILL, ALONE = "x will not move$", "x follows the outer loss's own gradient in x alone$"
+DEGENERATE = {
+    "inner without x": (fb.Bilevel(fit, fit), ["^x does not influence the inner loss: " + STILL]),
+    "inner without x, outer with": (fb.Bilevel(both, fit), ["^x does not influence the inner loss: " + ALONE]),
+    "inner without y": (fb.Bilevel(fit, of_x), ["^y does not influence the inner loss: every y .* and " + STILL]),
+    "outer without y": (fb.Bilevel(of_x, ridge), ["^y does not influence the outer loss: " + ALONE]),
+    "outer without either": (fb.Bilevel(lambda x, y, b: b.mean(), ridge), ["^neither x nor y .* outer loss: " + STILL]),
+    "stop_gradient": (fb.Bilevel(fit, stopped), ["^x " + PASSES + STILL]),
+    "round": (fb.Bilevel(fit, rounded), ["^x " + PASSES + STILL]),
+    "integers": (fb.Bilevel(fit, lambda x, y, b: ridge(x.astype(int) * 1.0, y, b)), ["^x " + PASSES + STILL]),
+    "stop_gradient in a loop": (fb.Bilevel(fit, in_a_loop), ["^x " + PASSES + STILL]),
+    "stop_gradient, outer with x": (fb.Bilevel(both, stopped), ["^x " + PASSES + ALONE]),
+    "a sum of parts": (fb.Bilevel(fit, both), ["^x does not influence which y minimises the inner loss, .*: " + STILL]),
+    "corners": (
+        fb.Bilevel(fit, lambda x, y, b: jnp.sum(abs(x - y))),
+        ["^x enters only where .* into which y minimises .* second derivatives " + STILL],
+    ),
+    "inner with neither": (
+        fb.Bilevel(fit, lambda x, y, b: b.mean()),
+        ["^x does not .*" + STILL, "^y does not .*" + STILL],
+    ),
+    "minimax without x": (fb.Minimax(lambda x, y, b: -fit(x, y, b)), ["^x does not influence the loss: " + STILL]),
+    "minimax without y": (fb.Minimax(of_x), ["^y does not influence the loss: y will not move$"]),
+    "composition without x": (
+        fb.Compositional(lambda y, b: fit(None, y, b), lambda x, b: jnp.mean(b, 0)),
+        ["^x does not influence the inner function: " + STILL],
+    ),
+    "composition without y": (
+        fb.Compositional(lambda y, b: b.mean(), lambda x, b: x * jnp.mean(b, 0)),
+        ["^neither x nor y influences the outer function: " + STILL],
+    ),
+    "single level without x": (fb.SingleLevel(lambda x, b: b.mean()), ["^x does not influence the loss: " + STILL]),
+    "no preference": (
+        simple(lambda x: jnp.ones(()), lambda x, b: of_x(x, None, b)),
+        ["^x does not influence the outer loss: no minimiser of the inner one is preferred$"],
+    ),
+    "all minimise": (
+        simple(lambda x: jnp.sum(x**2), lambda x, b: b.mean()),
+        ["^x does not influence the inner loss: every x minimises it$"],
+    ),
+}
+SOUND = {
+    "x in the inner loss alone": fb.Bilevel(fit, ridge),
+    "x in both": fb.Bilevel(both, ridge),
+    "linear in x": fb.Bilevel(fit, lambda x, y, b: fit(x, y, b) + x @ y),
+    "custom derivatives": fb.Bilevel(fit, lambda x, y, b: fit(x, y, b) + jnp.sum(square(x * y))),
+    "in a loop": fb.Bilevel(fit, lambda x, y, b: lax.fori_loop(0, 3, lambda i, a: a + x @ y**2, 0.0)),
+    "half of x stopped": fb.Bilevel(fit, lambda x, y, b: ridge(x.at[0].set(lax.stop_gradient(x[0])), y, b)),
+    "minimax, a sum of parts": fb.Minimax(lambda x, y, b: of_x(x, y, b) - fit(x, y, b)),
+    "composition": fb.Compositional(lambda y, b: fit(None, y, b), lambda x, b: x * jnp.mean(b, 0)),
+    "single level": fb.SingleLevel(lambda x, b: of_x(x, None, b)),
+    "own subgradient": simple(lambda x: jnp.ones(()), lambda x, b: of_x(x, None, b), subgradient=lambda x: x),
+}
+
+
+def said(problem, x, y, *examples):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_without_influence(problem, x, y, *examples, stacklevel=1)
+    assert {one.category for one in caught} <= {fb.InfluenceWarning}
+    return sorted(str(one.message) for one in caught)
+
+
+def y_of(problem):
+    return None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else Y
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_what_cannot_move_is_named_with_the_reason(case):
+    problem, expected = DEGENERATE[case]
+    found = said(problem, X, y_of(problem), BATCH, BATCH)
+    assert len(found) == len(expected), found
+    for text, words in zip(found, expected, strict=True):
+        assert re.search(words, text), text
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_nothing_is_said_of_a_sound_problem(case):
+    assert said(SOUND[case], X, y_of(SOUND[case]), BATCH, BATCH) == []
+
+
+OWN = [*sorted(set(TASKS) - {"few_shot"}), pytest.param("few_shot", marks=pytest.mark.slow)]  # downloaded characters
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nothing_is_said_of_the_librarys_own_tasks(name):
+    task = TASKS[name]()
+    (x, x_fixed), (y, y_fixed) = split(task.x0), split(task.y0)
+    assert said(task.problem.with_fixed(x_fixed, y_fixed), x, y, *task.clients.examples()) == []
+
+
+@pytest.mark.parametrize("case", ["stop_gradient", "a sum of parts"])
+def test_solve_says_it_at_the_users_line_and_x_stays(case):
+    """The claim itself: after rounds of a method that goes by derivatives x has not moved by a bit."""
+    samples = [np.ones((3, 2), np.float32)] * 2
+    with pytest.warns(fb.InfluenceWarning, match="will not move") as caught:
+        result = fb.solve(fb.SimFBO(), DEGENERATE[case][0], fb.Clients(samples, samples), X, Y, rounds=3)
+    assert caught[0].filename == __file__
+    assert np.array_equal(result.x, X)
