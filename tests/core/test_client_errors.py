@@ -1,5 +1,6 @@
 """Is every mistake in describing a population refused, in words that name the field?"""
 
+import jax
 import numpy as np
 import pytest
 
@@ -7,6 +8,7 @@ from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.errors import ConfigurationError
 
 GOOD = np.zeros((3, 4, 2))
+TWO = {"u": np.zeros((2, 2)), "t": np.zeros(2)}
 ENTRIES = [np.zeros((n, 2)) for n in (4, 1, 2)]
 
 
@@ -29,17 +31,58 @@ SAMPLES = {
     "sizes of the wrong length": (GOOD, {"sizes": [4, 4]}, r"_sizes .*\(3,\)"),
     "sizes that are no integers": (GOOD, {"sizes": [4.0, 2.5, 4.0]}, "_sizes .*integers"),
     "sizes beside a list": (ENTRIES, {"sizes": [4, 1, 2]}, "_sizes .*left out"),
-    "a NaN": (with_value(np.nan), {}, r"NaN or infinity, first at index \(6, 1\)"),
+    "a NaN": (with_value(np.nan), {}, r"NaN or infinity, first in sample 2 of client 1, entry \(1,\)$"),
     "an infinity": (with_value(-np.inf, np.float32), {}, "NaN or infinity"),
-    "a NaN in a list": ([np.zeros((2, 2)), np.full((1, 2), np.nan)], {}, "NaN or infinity"),
+    "a NaN in a list": ([np.zeros((2, 2)), np.full((1, 2), np.nan)], {}, "first in sample 0 of client 1, entry"),
+    "a NaN in the padding": (
+        with_value(np.nan),
+        {"sizes": [4, 2, 4]},
+        "in row 6 of what is stored, which is no client",
+    ),
+    "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, r"\['t'\] of client 0 is a list of plain values"),
+    "lists in place of arrays": ([[[1.0, 2.0], [3.0, 4.0]]], {}, "of client 0 is a list of plain values.*asarray"),
+    "stacked lists": ({"u": [[1.0, 2.0], [3.0, 4.0]]}, {}, r"\['u'\] is a list of plain values"),
+    "strings": (
+        [{"t": np.arange(2)}, {"t": np.array(["a", "b"])}],
+        {},
+        r"\['t'\] of client 1 holds strings; .*integers",
+    ),
+    "strings, stacked": ({"t": np.array([["a"], ["b"]])}, {}, r"\['t'\] holds strings; encode them as integers"),
+    "objects": ([{"t": np.array(["a", None])}], {}, r"\['t'\] of client 0 holds Python objects"),
+    "dates": ([np.array(["2020-01-01"], "datetime64[D]")], {}, "of client 0 holds dates"),
+    "PRNG keys": (
+        [{"k": jax.random.split(jax.random.key(0), 3)}],
+        {},
+        r"\['k'\] of client 0 holds PRNG keys; .*key_data",
+    ),
+    "PRNG keys, stacked": (jax.random.split(jax.random.key(0), (2, 3)), {}, "holds PRNG keys"),
+    "strings, flat": (Ragged({"t": np.array(["a"])}, np.array([0]), np.array([1])), {}, r"\['t'\] holds strings"),
+    "a tuple of clients": (tuple(ENTRIES), {}, r"\[0\] \(4, 2\), .*; several clients come in a list, not in a tuple"),
+    "no arrays": ([None, None], {}, "client 0 disagree .* no arrays"),
     "a NaN in one leaf": ({"u": GOOD, "t": with_value(np.nan)}, {}, r"\['t'\] holds NaN"),
     "leaves of different lengths": ({"u": GOOD, "t": GOOD[:, :3]}, {}, r"\['t'\] \(3, 3, 2\), \['u'\] \(3, 4, 2\)"),
     "leaves of different lengths in a list": ([{"u": np.zeros(3), "t": np.zeros(2)}], {}, "client 0 disagree"),
     "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, "client 0 disagree"),
     "one leading axis": (np.zeros(3), {}, "two leading axes"),
     "nothing": ({}, {}, "two leading axes"),
-    "entries of different structure": ([{"u": np.zeros(2)}, {"t": np.zeros(2)}], {}, "different tree structures"),
-    "samples of different shape": ([np.zeros((2, 2)), np.zeros((2, 3))], {}, "differ in shape"),
+    "entries of different structure": ([[np.zeros(2)], (np.zeros(2),)], {}, r"client 1 is a .*\(\(\*,\)\), client 0 a"),
+    "another key": (
+        [{"u": np.zeros(2)}, {"t": np.zeros(2)}],
+        {},
+        r"client 1 has \['t'\], which client 0 has not; lacks",
+    ),
+    "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, r"client 1 has \['w'\], which client 0 has not$"),
+    "a key missing in the first": ([{"u": TWO["u"]}, TWO, TWO], {}, r"client 0 lacks \['t'\], which client 1 has$"),
+    "samples of different shape": (
+        [np.zeros((2, 2)), np.zeros((2, 3))],
+        {},
+        r"array is of shape \(3,\) in client 1, \(2,\) in client 0$",
+    ),
+    "other features": (
+        [TWO, TWO, TWO | {"u": np.zeros((2, 5))}],
+        {},
+        r"a sample's \['u'\] is of shape \(5,\) in client 2, \(2,\) in client 0$",
+    ),
     "a row beyond the end": (flat([0, 8], [3, 3]), {}, "row 1 .*10"),
     "a row before the beginning": (flat([-1, 3], [3, 3]), {}, "row 0 "),
     "starts and sizes of different lengths": (flat([0, 3, 6], [3, 3]), {}, "start.*size"),
@@ -92,3 +135,31 @@ def test_bad_weights_are_refused(weights, words):
 def test_bad_local_steps_are_refused(steps):
     with pytest.raises(ConfigurationError, match=r"Clients\.local_steps = .*pair \(low, high\).* or 3 positive"):
         Clients(GOOD, GOOD, local_steps=steps)
+
+
+class Frame:
+    """What is asked of a data frame, of pandas or of polars: its columns' names, and each column's array."""
+
+    def __init__(self, **columns):
+        self.data, self.columns = columns, list(columns)
+
+    def __getitem__(self, name):
+        return Frame.Column(self.data[name])
+
+    def to_numpy(self):
+        raise AssertionError("columns have dtypes of their own")
+
+    class Column(list):
+        def to_numpy(self):
+            return np.asarray(self)
+
+
+def test_a_data_frame_is_the_dict_of_its_columns():
+    clients = Clients([Frame(age=[1.5, 2.5], label=[0, 1]), Frame(age=[3.5], label=[1])])
+    assert {name: a.tolist() for name, a in clients.outer.values.items()} == {
+        "age": [1.5, 2.5, 3.5],
+        "label": [0, 1, 1],
+    }
+    assert clients.outer.values["label"].dtype == int
+    with pytest.raises(ConfigurationError, match=r"Clients.outer\['label'\] of client 0 holds strings"):
+        Clients([Frame(label=["a", "b"])])

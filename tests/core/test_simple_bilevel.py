@@ -61,7 +61,10 @@ MADE = {
     "X that is none": (lambda: problem(project=None), r"SimpleBilevel\.project = None .*a function"),
     "μ = 0": (lambda: problem(strong_convexity=0.0), r"SimpleBilevel\.strong_convexity = 0\.0 .*positive and finite"),
     "an empty client": (lambda: fb.Clients([ROWS[0], ROWS[1][:0]]), r"Clients\.outer: client 1 is empty"),
-    "NaN in a sample": (lambda: fb.Clients([ROWS[0], ROWS[1] * np.nan]), r"Clients\.outer.*NaN.*first at index"),
+    "NaN in a sample": (
+        lambda: fb.Clients([ROWS[0], ROWS[1] * np.nan]),
+        r"Clients\.outer.*NaN.*first in sample 0 of client 1",
+    ),
 }
 SOLVED = {
     "γ₁λ₁μ > 2": (

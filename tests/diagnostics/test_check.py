@@ -300,7 +300,7 @@ class TestRefusals:
             self.check(task, x=np.array([0, np.nan, 0, 0]))
 
     def test_shapes_that_the_losses_do_not_take(self, task):
-        with pytest.raises(ConfigurationError, match=r"shapes \(3,\) and \(5,\)"):
+        with pytest.raises(ConfigurationError, match=r"it was given x: leaf \(3,\); y: leaf \(5,\)"):
             self.check(task, x=np.zeros(3))
 
     def test_a_problem_of_one_level_is_named_by_its_kind(self, task):

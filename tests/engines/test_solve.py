@@ -12,6 +12,7 @@ import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic
 
 ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
+SERVER_DIVERGED = r"round 0, server update: \.iterate\.y is not finite; smaller steps may help, fb\.diagnose suggests"
 DIVERGING = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e300, 1e-3))
 
 
@@ -129,7 +130,7 @@ def test_a_start_that_is_not_finite(task):
 def test_divergence_names_round_and_quantity(task, engine):
     """The clients' sums of five gradients are finite, above 1.1 in some entry; the server's step of 1.7e308 is not."""
     algorithm = fb.SimFBO(local_steps=5, batch_size=None, client_lr=1e-9, server_lr=fb.XYV(1e-3, 1.7e308, 1e-3))
-    with pytest.raises(fb.NonFiniteError, match=r"round 0, server update: \.iterate\.y is not finite"):
+    with pytest.raises(fb.NonFiniteError, match=SERVER_DIVERGED):
         run(task, algorithm, rounds=50, engine=engine)
 
 
@@ -178,7 +179,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_bits(task, tmp_path):
         if result.round == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=f"saved after round [48] of 9 to {path}; .* with resume=True goes on"):
         run(task, rounds=9, eval_every=4, checkpoint=path, checkpoint_every=100, callbacks=[press])
     resumed = run(task, rounds=9, eval_every=4, checkpoint=path, resume=True)
     assert same_bits(whole.state, resumed.state)
@@ -233,8 +234,6 @@ def test_a_checkpoint_of_another_run_is_refused(task, tmp_path):
         run(task, checkpoint=path, resume=True, key=9)
     with pytest.raises(fb.CheckpointError, match="belongs to another run: its cohort"):
         run(task, checkpoint=path, resume=True, cohort=2)
-    with pytest.raises(fb.CheckpointError, match="not a readable checkpoint"):
-        run(task, checkpoint=tmp_path / "none.npz", resume=True)
 
 
 def test_resuming_with_more_rounds_equals_the_longer_run(task, tmp_path):

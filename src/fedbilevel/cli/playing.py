@@ -103,4 +103,4 @@ def _what_stays(folder: Path) -> str:
         return _ELSEWHERE
     if Folder(folder).checkpoint.is_file():
         return f"the last good checkpoint stays in {folder}"
-    return "no checkpoint had been written; smaller step sizes may help"
+    return "no checkpoint had been written"

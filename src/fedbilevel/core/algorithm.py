@@ -131,6 +131,8 @@ def takes_everyone(algorithm: Any) -> bool:
 
 def check_solves(algorithm: Any, problem: Problem) -> None:
     """Refuse a problem of a kind that the algorithm is not for, naming the algorithms that are."""
+    kinds_of = "a Bilevel, Minimax, Compositional, SingleLevel or SimpleBilevel"
+    require(isinstance(problem, Problem), "problem", problem, kinds_of)
     if isinstance(problem, _solves(type(algorithm))):
         return
     ours = {cls.__name__ for cls in CLASSES if cls.__module__.startswith("fedbilevel.")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedbilevel.core.entries import arrays_of, require_alike
 from fedbilevel.core.errors import ConfigurationError, FloorError, require
 from fedbilevel.core.problem import Minimax, Padded, Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, shapes
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,15 @@ class Ragged:
     @classmethod
     def stacked(cls, name: str, arrays: PyTree, sizes: np.ndarray | None) -> Ragged:
         """From leaves (clients, samples, ...); client i uses its first sizes[i] samples. Copies nothing."""
-        shapes = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(arrays)}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        hint = "; several clients come in a list, not in a tuple" if type(arrays) is tuple else ""
+        arrays = arrays_of(f"Clients.{name}", arrays)
+        leading = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(arrays)}
+        if len(leading) != 1 or len(next(iter(leading))) != 2:
             raise ConfigurationError(
-                f"Clients.{name}: every leaf needs the same two leading axes (clients, samples), got {_shapes(arrays)}"
+                f"Clients.{name}: every leaf needs the same two leading axes (clients, samples), got "
+                f"{shapes(arrays)}{hint}"
             )
-        clients, samples = shapes.pop()
+        clients, samples = leading.pop()
         size = np.full(clients, samples) if sizes is None else np.asarray(sizes)
         fits = size.shape == (clients,) and np.issubdtype(size.dtype, np.integer)
         require(fits, f"Clients.{name}_sizes", sizes, f"integers of shape ({clients},)")
@@ -47,15 +51,11 @@ class Ragged:
     @classmethod
     def listed(cls, name: str, entries: Sequence[PyTree]) -> Ragged:
         """From one pytree per client with leaves (samples, ...)."""
-        structures = {jax.tree.structure(entry) for entry in entries}
-        if len(structures) != 1:
-            raise ConfigurationError(f"Clients.{name}: the entries have different tree structures: {structures}")
+        entries = [arrays_of(f"Clients.{name}", entry, f" of client {i}") for i, entry in enumerate(entries)]
+        require_alike(f"Clients.{name}", entries)
         size = np.array(
             [_length(f"Clients.{name}: leaves of client {i}", entry) for i, entry in enumerate(entries)], np.int64
         )
-        trailing = {tuple(np.shape(leaf)[1:] for leaf in jax.tree.leaves(entry)) for entry in entries}
-        if len(trailing) != 1:
-            raise ConfigurationError(f"Clients.{name}: the samples of the entries differ in shape: {trailing}")
         flat = jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
         return cls(flat, np.cumsum(size) - size, size).checked(name)
 
@@ -78,8 +78,15 @@ class Ragged:
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.values):
             if not isinstance(leaf, np.memmap):  # memory maps are checked row by row, when they are read
-                check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
+                check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, self.place)
         return self
+
+    def place(self, i: int) -> str:
+        """Whose sample stands at place i of the flat arrays, in words."""
+        holders = np.flatnonzero((self.start <= i) & (i < self.start + self.size))
+        if not holders.size:
+            return f"in row {i} of what is stored, which is no client's sample"
+        return f"in sample {i - self.start[holders[0]]} of client {holders[0]}"
 
     def joined(self) -> Ragged:
         """All rows as one, in order."""
@@ -107,8 +114,8 @@ class Clients:
     """The population: each client's samples for the two losses, its weight, and how much local work it does.
 
     Args:
-        outer: samples of the outer loss: one pytree per client in a list (of unequal lengths), or one pytree of
-            stacked arrays with leading axes (client, sample), or a `Ragged`.
+        outer: samples of the outer loss: one pytree of arrays per client in a list (of unequal lengths), or one pytree
+            of stacked arrays with leading axes (client, sample), or a `Ragged`. A data frame is a dict of columns.
         inner: samples of the inner loss, likewise; None where both losses read the same samples (minimax problems),
             or only the outer one reads any (single-level problems).
         weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
@@ -118,7 +125,8 @@ class Clients:
         capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
 
     Raises:
-        ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree.
+        ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree, clients whose
+            samples differ in keys or shapes, what are no numbers; the message names client and key.
     """
 
     outer: Ragged
@@ -171,6 +179,7 @@ class Clients:
 
 def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
     if isinstance(data, Ragged):
+        arrays_of(f"Clients.{name}", data.values)
         return data.checked(name)
     if isinstance(data, list):
         require(len(data) > 0, f"Clients.{name}", data, "a list with one entry per client")
@@ -228,13 +237,16 @@ def _length(what: str, tree: PyTree) -> int:
     """The common length of the leading axes of all leaves; `what` names them in the error."""
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
     if len(lengths) != 1 or () in lengths:
-        raise ConfigurationError(f"{what} disagree in their leading (sample) axis: {_shapes(tree)}")
+        raise ConfigurationError(f"{what} disagree in their leading (sample) axis: {shapes(tree)}")
     return int(lengths.pop()[0])
 
 
-def _shapes(tree: PyTree) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return ", ".join(f"{jax.tree_util.keystr(path) or 'leaf'} {np.shape(leaf)}" for path, leaf in leaves)
+def require_clients(got: object) -> Clients:
+    """What is given as clients, if it is a population with its samples; a ConfigurationError otherwise."""
+    if not isinstance(got, Clients):
+        made = "fedbilevel.Clients(outer, inner) makes them of lists with one entry per client"
+        raise ConfigurationError(f"clients = a {type(got).__name__} is not allowed: it must be Clients; {made}")
+    return got
 
 
 def check_samples(problem: Problem, clients: Any) -> None:
@@ -243,11 +255,12 @@ def check_samples(problem: Problem, clients: Any) -> None:
     require(not one, "Clients.inner", "other samples than outer", "left out for a Minimax problem, which has one loss")
 
 
-def check_finite(name: str, array: Any) -> None:
-    """Raise ConfigurationError if a floating array holds NaN or infinity."""
+def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
+    """Raise ConfigurationError if a floating array holds NaN or infinity; `place` says in words whose row i is."""
     if jnp.issubdtype(array.dtype, jnp.floating) and not np.all(np.isfinite(array)):
-        where = np.argwhere(~np.isfinite(array))[0]
-        raise ConfigurationError(f"{name} holds NaN or infinity, first at index {tuple(int(i) for i in where)}")
+        row, *within = (int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        entry = f", entry {tuple(within)}" if within else ""
+        raise ConfigurationError(f"{name} holds NaN or infinity, first {place(row)}{entry}")
 
 
 @jax.tree_util.register_dataclass

@@ -60,6 +60,11 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationErr
     return ConfigurationError(f"unknown {kind} {str(name)!r}{hint} (allowed: {', '.join(names)})")
 
 
+def diverged(where: str, what: str) -> NonFiniteError:
+    """The error for numbers that stopped being finite in the course of a run, with what to try."""
+    return NonFiniteError(f"{where}{what} is not finite; smaller steps may help, fb.diagnose suggests some")
+
+
 def require(holds: bool, field: str, got: object, allowed: str) -> None:
     """Raise ConfigurationError unless `holds`: «field = got: allowed»."""
     if not holds:

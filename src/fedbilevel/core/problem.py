@@ -13,6 +13,7 @@ import optax
 from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require
+from fedbilevel.core.functions import explained, require_function
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
 
@@ -73,8 +74,8 @@ class Bilevel(Problem):
     indirect: ClassVar[Indirect] = "inverse"
 
     def __init__(self, outer: Loss, inner: Loss, *, structure: Structure | None = None) -> None:
-        _require_function("Bilevel.outer", outer, "(x, y, batch)")
-        _require_function("Bilevel.inner", inner, "(x, y, batch)")
+        require_function("Bilevel.outer", outer, "x, y, batch")
+        require_function("Bilevel.inner", inner, "x, y, batch")
         self._set(outer, inner, structure)
 
 
@@ -90,7 +91,7 @@ class Minimax(Bilevel):
     indirect: ClassVar[Indirect] = "none"
 
     def __init__(self, loss: Loss, *, structure: Structure | None = None) -> None:
-        _require_function("Minimax.loss", loss, "(x, y, batch)")
+        require_function("Minimax.loss", loss, "x, y, batch")
         self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure)
 
 
@@ -113,8 +114,8 @@ class Compositional(Bilevel):
         *,
         structure: Structure | None = None,
     ) -> None:
-        _require_function("Compositional.outer", outer, "(y, batch)")
-        _require_function("Compositional.inner", inner, "(x, batch)")
+        require_function("Compositional.outer", outer, "y, batch")
+        require_function("Compositional.inner", inner, "x, batch")
 
         mean_inner = _mean_over(inner)
 
@@ -142,7 +143,7 @@ class SingleLevel(Problem):
     indirect: ClassVar[Indirect] = "none"
 
     def __init__(self, loss: Callable[[PyTree, PyTree], Array], *, structure: Structure | None = None) -> None:
-        _require_function("SingleLevel.loss", loss, "(x, batch)")
+        require_function("SingleLevel.loss", loss, "x, batch")
         self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure)
 
 
@@ -183,11 +184,11 @@ class SimpleBilevel(Problem):
         strong_convexity: float | None = None,
     ) -> None:
         if outer is not None:
-            _require_function("SimpleBilevel.outer", outer, "(x), or None on a client")
-        _require_function("SimpleBilevel.inner", inner, "(x, batch)")
-        _require_function("SimpleBilevel.project", project, "(x) -> the nearest point of X")
+            require_function("SimpleBilevel.outer", outer, "x", ", or None on a client")
+        require_function("SimpleBilevel.inner", inner, "x, batch")
+        require_function("SimpleBilevel.project", project, "x", " -> the nearest point of X")
         if subgradient is not None:
-            _require_function("SimpleBilevel.subgradient", subgradient, "(x), or None")
+            require_function("SimpleBilevel.subgradient", subgradient, "x", ", or None")
             require(outer is not None, "SimpleBilevel.subgradient", subgradient, "None where outer is")
         mu = strong_convexity
         fits = mu is None or (is_number(mu) and mu > 0)
@@ -235,14 +236,11 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return mean_function
 
 
-def _require_function(field: str, got: object, arguments: str) -> None:
-    require(callable(got), field, got, f"a function {arguments}")
-
-
 def check_losses(problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree) -> None:
-    """Trace both losses once, without computing: each must give a real scalar."""
+    """Trace both losses once, without computing: each must take x, y and its batch, and give a real scalar."""
     for name, loss, batch in (("outer", problem.outer, outer_batch), ("inner", problem.inner, inner_batch)):
-        shape = jax.eval_shape(loss, x, y, batch)
+        with explained(f"the {name} loss", x=x, y=y, batch=batch):
+            shape = jax.eval_shape(loss, x, y, batch)
         if getattr(shape, "shape", None) != () or not jnp.issubdtype(shape.dtype, jnp.floating):
             raise ConfigurationError(
                 f"the {name} loss must return one real number (the mean over the batch); it returned {shape}"

@@ -60,6 +60,13 @@ def is_floating(leaf: object) -> bool:
     return isinstance(leaf, float) if dtype is None else bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+def shapes(tree: PyTree) -> str:
+    """Every leaf's path and shape, for messages, e.g. "['b'] (), ['w'] (4,)"; of many leaves, the first eight."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    said = [f"{jax.tree_util.keystr(path) or 'leaf'} {np.shape(leaf)}" for path, leaf in leaves[:8]]
+    return ", ".join([*said, *(["…"] if len(leaves) > len(said) else [])]) or "no arrays"
+
+
 def epsilon(*trees: PyTree) -> float:
     """ε of the coarsest floating type among all leaves, 0 where none is floating."""
     types = [jnp.result_type(getattr(leaf, "dtype", leaf)) for leaf in jax.tree.leaves(trees) if is_floating(leaf)]

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.client import require_clients
+from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import PyTree, is_floating, join, nonfinite_leaves, split
 
@@ -34,9 +34,8 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Point:
     require(
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
     )
-    require(isinstance(clients, Clients), "clients", clients, "Clients")
     assert isinstance(problem, Bilevel)
-    assert isinstance(clients, Clients)
+    clients = require_clients(clients)
     given = [leaf for leaf in jax.tree.leaves((x, y)) if is_floating(leaf)]
     single = any(jnp.asarray(leaf).dtype != jnp.float64 for leaf in given)
     (x, x_fixed), (y, y_fixed) = split(x), split(y)
@@ -45,14 +44,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Point:
         require(not nonfinite_leaves(tree), name, nonfinite_leaves(tree), "finite in every leaf")
     x, y = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x, y))
     problem = problem.with_fixed(x_fixed, y_fixed)
-    try:
-        check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(
-            f"the losses do not take x and y of shapes {_shapes(x)} and {_shapes(y)}: {error}"
-        ) from error
+    check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
     return Point(problem, x, y, x_fixed, single)
 
 

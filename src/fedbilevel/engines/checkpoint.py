@@ -71,6 +71,8 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except FedbilevelError:
         raise
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no file {path} to resume from or to load") from None
     except Exception as error:
         raise CheckpointError(f"{path} is not a readable checkpoint: {in_a_line(error)}") from error
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from fedbilevel.core.errors import NonFiniteError, require
+from fedbilevel.core.functions import explained, require_function
 from fedbilevel.core.tree import PyTree, all_finite, join
 from fedbilevel.engines.history import Row
 
@@ -18,7 +19,7 @@ class Evaluation:
 
     def __init__(self, metrics: Mapping[str, Metric], x_fixed: PyTree, y_fixed: PyTree) -> None:
         for name, metric in metrics.items():
-            require(callable(metric), f"metrics[{name!r}]", metric, "a function (x, y) -> one number")
+            require_function(f"metrics[{name!r}]", metric, "x, y", " -> one number")
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)
         self.compiled: dict[str, Callable[[PyTree, PyTree], Any]] = {}
 
@@ -36,7 +37,8 @@ class Evaluation:
 
     def compile(self, name: str, x: PyTree, y: PyTree) -> Callable[[PyTree, PyTree], Any]:
         metric, (x_fixed, y_fixed) = self.metrics[name], self.fixed
-        closed = jax.make_jaxpr(lambda x, y: metric(join(x, x_fixed), join(y, y_fixed)))(x, y)
+        with explained(f"metrics[{name!r}]", x=x, y=y):
+            closed = jax.make_jaxpr(lambda x, y: metric(join(x, x_fixed), join(y, y_fixed)))(x, y)
         shapes = [aval.shape for aval in closed.out_avals]
         require(shapes == [()], f"the value of metrics[{name!r}]", shapes, "one number")
 

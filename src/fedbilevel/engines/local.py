@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedbilevel.core.algorithm import finished, fresh_cohorts, is_asynchronous
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import NonFiniteError, require, require_count
+from fedbilevel.core.errors import diverged, require, require_count
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines import hosts
@@ -334,7 +334,7 @@ class LocalRun:
             clock, cutting = self.layout.clock, self.layout.cutting
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, cutting)
             replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
-        raise NonFiniteError(f"round {round}, {bad} is not finite")
+        raise diverged(f"round {round}, ", bad)
 
     def close(self) -> None:
         self.source.close()

@@ -22,9 +22,9 @@ from fedbilevel.core.algorithm import finished, with_own
 from fedbilevel.core.errors import (
     CheckpointError,
     ExchangeError,
-    NonFiniteError,
     NumericalError,
     NumericalWarning,
+    diverged,
     require,
 )
 from fedbilevel.core.tree import join, nonfinite_leaves
@@ -109,7 +109,7 @@ class Loop:
                 if self.plan.save_due(result.round) or (self.plan.path and (reason or stop)):
                     self.save(carry)
         if stop:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(self.left_off(result.round))
         return replace(result, stopped=reason)
 
     def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
@@ -135,6 +135,13 @@ class Loop:
             self.losses.clear()
         return carry
 
+    def left_off(self, round: int) -> str:
+        """Where an interrupted run stands, and how to go on."""
+        if self.plan.path is None:
+            return f"ended after round {round} of {self.plan.rounds}; nothing was saved, as no checkpoint was asked for"
+        saved = f"saved after round {round} of {self.plan.rounds} to {self.plan.path}"
+        return f"{saved}; the same call with resume=True goes on from there"
+
     def ending(self, result: Result) -> str:
         """Why the algorithm has nothing left to do, or ""."""
         return f"{type(self.algorithm).__name__} has finished" if finished(self.algorithm, result.state) else ""
@@ -154,7 +161,7 @@ class Loop:
         if self.here and hasattr(self.algorithm, "with_own"):
             state = with_own(self.algorithm, state, local(carry.clients))
             if bad := nonfinite_leaves(state.x):
-                raise NonFiniteError(f"round {int(carry.round)} or before, x: {', '.join(bad)} is not finite")
+                raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
         state = jax.tree.map(jnp.copy, state)
         x_fixed, y_fixed = self.evaluation.fixed
         return Result(

@@ -13,7 +13,7 @@ from jax import Array
 from fedbilevel.core.algorithm import finished, parts_of, phase_name
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import NonFiniteError
+from fedbilevel.core.errors import diverged
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
@@ -126,7 +126,7 @@ class ReferenceFed:
         sums, reply = ask(i, work)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
         if bad := nonfinite_leaves(reply.update) + losses:
-            raise NonFiniteError(f"round {self.round}, phase {name}, client {i}: {', '.join(bad)} is not finite")
+            raise diverged(f"round {self.round}, phase {name}, client {i}: ", ", ".join(bad))
         if reply.state is not None and keep:
             self.states = jax.tree.map(lambda full, new: full.at[i].set(new), self.states, reply.state)
         return sums
@@ -226,7 +226,7 @@ class ReferenceRun:
                 state = algorithm.round(fed, carry.state, keys.algorithm)
                 fed.book = fed.told()
             if bad := nonfinite_leaves(state):
-                raise NonFiniteError(f"round {round}, server update: {', '.join(bad)} is not finite")
+                raise diverged(f"round {round}, server update: ", ", ".join(bad))
             carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.desk)
             books.append(fed.book)
             if finished(algorithm, state):
@@ -270,6 +270,8 @@ def _samples(name: str, clients: Clients, i: int) -> Samples:
     size, row = int(rows.size[i]), rows.row(i)
     for path, leaf in jax.tree_util.tree_leaves_with_path(row):
         if isinstance(leaf, np.memmap):
-            check_finite(f"Clients.{name}{jax.tree_util.keystr(path)} of client {i}", leaf)
+            check_finite(
+                f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, lambda row: f"in sample {row} of client {i}"
+            )
     values = jax.tree.map(jnp.asarray, row)
     return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True)

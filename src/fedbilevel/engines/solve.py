@@ -14,12 +14,13 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import check_algorithm, check_fields, check_solves
-from fedbilevel.core.client import Clients, check_samples
+from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import (
     require,
     require_count,
 )
+from fedbilevel.core.functions import require_function
 from fedbilevel.core.influence import warn_without_influence
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
@@ -83,6 +84,7 @@ def solve(
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
+    clients = clients if isinstance(clients, RemoteClients) else require_clients(clients)
     check_samples(problem, clients)
     require_count("rounds", rounds)
     require_count("eval_every", eval_every, optional=True)
@@ -90,6 +92,8 @@ def solve(
     require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
     cohort = check_cohort(cohort, len(clients))
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
+    for i, callback in enumerate(callbacks):
+        require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
     path = None if checkpoint is None else Path(checkpoint)
     key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)

@@ -40,9 +40,11 @@ class Resident:
         if int(np.max(start + rows.size)) >= 2**31:  # rows need not be in order
             raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
         mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(rows.values)]
+        here = True if layout.shares is None else layout.shares.owner(np.arange(len(start))) == layout.shares.mine
+        held = Ragged(values, start, np.where(here, rows.size, 0))
         for (path, leaf), unseen in zip(jax.tree_util.tree_leaves_with_path(values), mapped, strict=True):
             if unseen:  # whatever is not mapped was checked when the population was described
-                check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf)
+                check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, held.place)
         return (share(values, mesh) if layout.shares else replicate(values, mesh)), start
 
     def inputs(self, round: int) -> Round:
@@ -145,8 +147,12 @@ def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
                 continue
             start, size = int(rows.start[i]), int(rows.size[i])
             out[place, :size] = leaf[start : start + size]
-        check_finite(f"Clients.{name}{jax.tree_util.keystr(path)} of the cohort {ids[:3]}…", out)
-        return out.reshape(-1, *leaf.shape[1:])
+        flat = out.reshape(-1, *leaf.shape[1:])
+        check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", flat, of_whom)
+        return flat
+
+    def of_whom(i: int) -> str:
+        return f"in sample {i % longest} of client {ids[i // longest]}"
 
     return jax.tree_util.tree_map_with_path(gather, rows.values)
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import takes_everyone
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import ExchangeError, NonFiniteError, require
+from fedbilevel.core.errors import ExchangeError, diverged, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import nonfinite_leaves
@@ -155,7 +155,7 @@ class FlowerRun:
         self.undoing.begin(carry, fed.own)
         state = fed.algorithm.round(fed, carry.state, fed.keys.algorithm)
         if bad := nonfinite_leaves(state):
-            raise NonFiniteError(f"round {fed.round}, server update: {', '.join(bad)} is not finite")
+            raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         self.undoing.end()
         return Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
 

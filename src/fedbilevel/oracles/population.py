@@ -177,7 +177,7 @@ def _chunked(rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int |
     def take(path: tuple, leaf: np.ndarray) -> Array:
         taken = leaf[index]
         if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
-            check_finite(f"samples{jax.tree_util.keystr(path)}", taken)
+            check_finite(f"samples{jax.tree_util.keystr(path)}", taken, lambda row: rows.place(int(index[row])))
         return jnp.asarray(taken.reshape(chunks, size, *leaf.shape[1:]))
 
     return jax.tree_util.tree_map_with_path(take, rows.values), jnp.asarray(weights.reshape(chunks, size), float)

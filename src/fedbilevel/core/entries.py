@@ -1,0 +1,88 @@
+"""What users hand over as samples, made a pytree of arrays of numbers; what is none is refused, by client and key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.tree import PyTree
+
+NOT_NUMBERS = {
+    "S": "holds strings; encode them as integers, the same for all clients",
+    "O": "holds Python objects; make numbers of them (categories: integers, the same for all clients)",
+    "M": "holds dates; make numbers of them, such as days since one of them",
+}
+NOT_NUMBERS |= {"U": NOT_NUMBERS["S"], "T": NOT_NUMBERS["S"], "m": NOT_NUMBERS["M"]}
+"""What to do about arrays of these kinds of dtypes, by NumPy's letters."""
+
+
+def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:
+    """The same pytree with arrays of numbers as leaves; of a data frame, the dict of its columns.
+
+    Raises:
+        ConfigurationError: plain lists of numbers, strings, dates, objects, PRNG keys; the message begins with `field`,
+            the key and `whose` (" of client 3").
+    """
+    if hasattr(data, "columns") and hasattr(data, "to_numpy"):
+        data = {name: data[name].to_numpy() for name in data.columns}
+    found = jax.tree_util.tree_leaves_with_path(data, is_leaf=_is_plain)
+    arrays = [_array(f"{field}{jax.tree_util.keystr(path)}{whose}", leaf) for path, leaf in found]
+    return jax.tree.unflatten(jax.tree.structure(data, is_leaf=_is_plain), arrays)
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether this is a list or tuple, at any depth, of numbers and strings that are no arrays."""
+    plain = int | float | complex | str | bytes | np.generic
+    return isinstance(node, list | tuple) and len(node) > 0 and all(isinstance(a, plain) or _is_plain(a) for a in node)
+
+
+def _array(name: str, leaf: Any) -> Any:
+    if _is_plain(leaf):
+        kind = type(leaf).__name__
+        raise ConfigurationError(f"{name} is a {kind} of plain values; make an array of it, np.asarray(…)")
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ConfigurationError(f"{name} holds PRNG keys; store jax.random.key_data of them, and wrap it in the loss")
+    array = leaf if isinstance(leaf, np.ndarray | jax.Array) else np.asanyarray(leaf)
+    if advice := NOT_NUMBERS.get(array.dtype.kind):
+        raise ConfigurationError(f"{name} {advice}")
+    return array
+
+
+def require_alike(field: str, entries: Sequence[PyTree]) -> None:
+    """Refuse clients whose samples are not built, or not shaped, as most clients' are; the first such is named."""
+    keys = [frozenset(_shapes_by_key(entry)) for entry in entries]
+    if odd := _odd_one(keys):
+        one, other = odd
+        more, less = ", ".join(sorted(keys[one] - keys[other])), ", ".join(sorted(keys[other] - keys[one]))
+        said = [f"has {more}, which client {other} has not"] * bool(more)
+        said += [f"lacks {less}, which client {other} has"] * bool(less)
+        raise ConfigurationError(f"{field}: client {one} {'; '.join(said)}")
+    structures = [jax.tree.structure(entry) for entry in entries]
+    if odd := _odd_one(structures):
+        one, other = odd
+        raise ConfigurationError(f"{field}: client {one} is a {structures[one]}, client {other} a {structures[other]}")
+    for key in sorted(keys[0]):
+        trailing = [_shapes_by_key(entry)[key][1:] for entry in entries]
+        if odd := _odd_one(trailing):
+            one, other = odd
+            text = f"of shape {trailing[one]} in client {one}, {trailing[other]} in client {other}"
+            raise ConfigurationError(f"{field}: a sample's {key} is {text}")
+
+
+def _shapes_by_key(entry: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(entry)
+    return {jax.tree_util.keystr(path) or "array": np.shape(leaf) for path, leaf in leaves}
+
+
+def _odd_one(values: Sequence[Hashable]) -> tuple[int, int] | None:
+    """The first place whose value is not the most frequent one, and the first whose value is; None where all agree."""
+    (usual, count), *_ = Counter(values).most_common(1)
+    if count == len(values):
+        return None
+    return next(i for i, value in enumerate(values) if value != usual), values.index(usual)

@@ -1,0 +1,117 @@
+"""Is what does not fit together refused in a sentence, before anything is compiled?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+
+
+def outer(x, y, batch):
+    return jnp.mean((batch["u"] @ y["w"] + y["b"] - batch["t"]) ** 2)
+
+
+def inner(x, y, batch):
+    return outer(x, y, batch) + jnp.sum(jnp.exp(x) * y["w"] ** 2)
+
+
+def entries(features=3):
+    return [{"u": np.ones((n, features), np.float32), "t": np.ones(n, np.float32)} for n in (4, 2)]
+
+
+PROBLEM, CLIENTS = fb.Bilevel(outer, inner), fb.Clients(entries(), entries())
+X, Y = jnp.zeros(3), {"w": jnp.zeros(3), "b": jnp.zeros(())}
+GIVEN = r"; it was given x: leaf \(3,\); y: \['b'\] \(\), \['w'\] \(3,\); batch: \['t'\] \(1,\), \['u'\] "
+WRONG = {
+    "a list for clients": (
+        {"clients": entries()},
+        r"clients = a list is not allowed: .*fedbilevel\.Clients\(outer, inner",
+    ),
+    "a function for the problem": ({"problem": outer}, "problem = <function outer .* it must be a Bilevel, Minimax"),
+    "x0 of another shape": (
+        {"x0": jnp.zeros(2)},
+        r"the inner loss fails \(TypeError: .*\(2,\).*; it was given x: leaf \(2,\); y: .*\['w'\] \(3,\); batch",
+    ),
+    "y0 of another shape": (
+        {"y0": {"w": jnp.zeros(5), "b": jnp.zeros(())}},
+        r"the outer loss fails \(TypeError: .*y: .*\['w'\] \(5,\); batch: \['t'\] \(1,\), \['u'\] \(1, 3\)$",
+    ),
+    "y0 of another structure": ({"y0": jnp.zeros(3)}, r"the outer loss fails \(.*y: leaf \(3,\)"),
+    "other samples": (
+        {"clients": fb.Clients(entries(4), entries())},
+        r"the outer loss fails \(.*" + GIVEN + r"\(1, 4\)$",
+    ),
+    "a missing key": (
+        {"clients": fb.Clients([{"v": np.ones(2)}], entries()[:1])},
+        r"the outer loss fails \(KeyError: 'u'\).* batch: \['v'\] \(1,\)$",
+    ),
+    "a metric of one argument": (
+        {"metrics": {"m": lambda x: 0.0}},
+        r"metrics\['m'\] takes \(x\); .* a function \(x, y\)",
+    ),
+    "a metric of three": ({"metrics": {"m": outer}}, r"metrics\['m'\] takes \(x, y, batch\); .* a function \(x, y\)"),
+    "a metric that fails": (
+        {"metrics": {"m": lambda x, y: y["q"]}, "engine": fb.Reference()},
+        r"metrics\['m'\] fails \(KeyError: 'q'\); it was given x: leaf \(3,\); y: ",
+    ),
+    "a callback of one argument": (
+        {"callbacks": [lambda row: None]},
+        r"callbacks\[0\] takes \(row\); .*\(result, row\)",
+    ),
+}
+
+
+def run(**changed):
+    given = {"problem": PROBLEM, "clients": CLIENTS, "x0": X, "y0": Y, "rounds": 2} | changed
+    return fb.solve(fb.SimFBO(local_steps=1, batch_size=2), **given)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused_with_what_was_given(case):
+    changed, words = WRONG[case]
+    with pytest.raises(fb.ConfigurationError, match=words):
+        run(**changed)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: fb.Bilevel(lambda x, y: 0.0, inner),
+            r"Bilevel\.outer takes \(x, y\); it must be a function \(x, y, batch\)",
+        ),
+        (lambda: fb.Bilevel(outer, lambda x, y, batch, more: 0.0), r"Bilevel\.inner takes \(x, y, batch, more\); "),
+        (lambda: fb.Minimax(lambda x, y: 0.0), r"Minimax\.loss takes \(x, y\); .*\(x, y, batch\)$"),
+        (lambda: fb.Compositional(outer, lambda x, b: x), r"Compositional\.outer takes .*\(y, batch\)$"),
+        (lambda: fb.SingleLevel(outer), r"SingleLevel\.loss takes .*\(x, batch\)$"),
+        (
+            lambda: fb.SimpleBilevel(outer, lambda x, b: 0.0, fb.projections.ball(1.0)),
+            r"SimpleBilevel\.outer .*\(x\), or None",
+        ),
+    ],
+)
+def test_losses_with_other_arguments_are_refused_when_the_problem_is_made(make, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        make()
+
+
+def test_losses_may_take_their_arguments_in_any_way():
+    """They are called by position: whatever Python lets that do is allowed, and what shows no signature."""
+    for loss in (lambda *a: 0.0, jax.jit(outer), lambda x, y, batch, scale=2.0: 0.0, np.hypot):
+        fb.Bilevel(loss, loss)
+
+
+def test_the_users_own_error_is_the_cause():
+    with pytest.raises(fb.ConfigurationError) as raised:
+        run(x0=jnp.zeros(2))
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_a_missing_and_a_damaged_checkpoint_are_named(tmp_path):
+    missing, damaged = tmp_path / "none.npz", tmp_path / "bad.npz"
+    damaged.write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(fb.CheckpointError, match=f"^there is no file {missing} to resume from"):
+        run(checkpoint=missing, resume=True)
+    with pytest.raises(fb.CheckpointError, match=f"^{damaged} is not a readable checkpoint: "):
+        run(checkpoint=damaged, resume=True)
