@@ -32,7 +32,7 @@ name = "cost"
 version = "1.0.0"
 description = "Exchanges and bare messages, in turn"
 license = "Apache-2.0"
-dependencies = ["fedbilevel[flower]"]
+dependencies = []
 [tool.hatch.build.targets.wheel]
 packages = ["."]
 [tool.flwr.app]

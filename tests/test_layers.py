@@ -16,16 +16,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW_EXPERIMENTS = {"diagnostics", "engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
 ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py and public.py
+    "extras": set(),
     "core": set(),
-    "data": set(),
+    "data": {"extras"},
     "oracles": {"core"},
     "algorithms": {"oracles", "core"},
-    "engines": {"core"},
+    "engines": {"core", "extras"},
     "diagnostics": {"core", "oracles", "engines"},
-    "flower": {"root", "core", "engines"},
+    "flower": {"root", "core", "engines", "extras"},
     "tasks": {"core", "data"},
-    "experiments": {"root", *BELOW_EXPERIMENTS},
-    "cli": {"root", "experiments", *BELOW_EXPERIMENTS},
+    "experiments": {"root", "extras", *BELOW_EXPERIMENTS},
+    "cli": {"root", "extras", "experiments", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "tasks", "data"},
 }
 ARRAYS = {"jax", "optax", "numpy"}
@@ -79,6 +80,13 @@ def forbidden(source: str, path: Path) -> list[str]:
         if wrong:
             found.append(f"{path}:{line}: {room} may not import {name}")
     return found
+
+
+def test_public_names_are_what_a_user_is_shown() -> None:
+    import fedbilevel
+
+    shown = {name for name in dir(fedbilevel) if not name.startswith("__")}
+    assert shown == set(fedbilevel.__all__)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

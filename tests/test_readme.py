@@ -33,3 +33,14 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     program = "\n".join(text for language, text in blocks(page) if language == "python")
     assert program
     exec(compile(program, page, "exec"), {"__name__": "__main__"})
+
+
+def test_installing_is_explained_before_it_is_needed_and_never_by_a_name_on_an_index():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.index("## Quick start") < readme.index("## Install") < readme.index("```python")
+    written = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").iterdir()]
+    files = [ROOT / "README.md", *(file for file in written if file.suffix in (".md", ".py"))]
+    by_name = re.compile(r"""(pip install|dependencies = \[)\s*["']?fedbilevel""")
+    assert [str(file) for file in files if by_name.search(file.read_text(encoding="utf-8"))] == []
+    assert by_name.search('pip install "fedbilevel[cli]"')
+    assert by_name.search('dependencies = ["fedbilevel[cli,flower]==0.1.0"]')

@@ -20,4 +20,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *import_module("fedbilevel.public").__all__]
+    return [*(name for name in globals() if name.startswith("__")), *import_module("fedbilevel.public").__all__]

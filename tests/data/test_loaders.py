@@ -187,7 +187,7 @@ def test_digits_constants_are_those_of_its_training_pixels():
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(data.DataError, match=r'pip install "fedbilevel\[cli\]"'):
+    with pytest.raises(data.DataError, match=r'clone of the repository, pip install "\.\[cli\]"'):
         data.load("digits")
 
 

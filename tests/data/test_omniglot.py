@@ -106,7 +106,7 @@ def test_an_image_that_is_none_is_refused_by_name(tiny, monkeypatch, content, wh
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(tiny, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(data.DataError, match=r'needs Pillow, .* pip install "fedbilevel\[cli\]"'):
+    with pytest.raises(data.DataError, match=r'needs Pillow, .* clone .*, pip install "\.\[cli\]"'):
         data.load_characters("omniglot")
 
 

@@ -33,6 +33,12 @@ def test_lines_of_json_give_back_the_same_numbers():
     assert History.from_jsonl("") == History()
 
 
+def test_lines_of_json_go_to_a_file_and_come_back(tmp_path):
+    path = tmp_path / "new" / "history.jsonl"
+    assert History(ROWS).to_jsonl(path) == path.read_text() == History(ROWS).to_jsonl()
+    assert History.from_jsonl(path) == History(ROWS)
+
+
 def test_two_histories_share_no_rows():
     one, other = History(), History()
     one.rows.append({"round": 0})

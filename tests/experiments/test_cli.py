@@ -104,6 +104,31 @@ def test_algorithms_and_tasks_are_listed(run) -> None:
     assert "hidden=[64]" in shown
 
 
+def test_one_algorithm_or_task_is_shown_by_its_name(run) -> None:
+    code, shown, _ = run("algorithms", "simfbo")
+    assert code == 0
+    assert all(words in shown for words in ("arXiv:2305.19442", "good for", "local_steps=5"))
+    assert "fednest" not in shown
+    code, shown, _ = run("tasks", "quadratic")
+    assert code == 0
+    assert "dim_x=5" in shown
+    assert "hidden=" not in shown
+    for kind, misspelt, meant in (("algorithm", "SimFBOO", "simfbo"), ("task", "quadratc", "quadratic")):
+        code, _, error = run(f"{kind}s", misspelt)
+        assert code == 2
+        assert error.startswith(f"fedbilevel: unknown {kind} {misspelt!r}; did you mean {meant!r}? (allowed: ")
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_pipe_gets_no_colours_and_its_own_width(run, monkeypatch, variable) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    code, shown, _ = run("tasks", "quadratic")
+    assert code == 0
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) > 100
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["run", "--rounds", "x"], []])
 def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
     program = (

@@ -153,6 +153,7 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
     folder = tmp_path / "My-App"
     assert main(["flower", "new", str(folder), "--task", "quadratic", "--clients", "3", "--rounds", "7"]) == 0
     project = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert project["project"]["dependencies"] == []  # a name that is on no index is not to be fetched from one
     assert project["tool"]["flwr"]["app"]["components"] == {
         "serverapp": "my_app.server_app:app",
         "clientapp": "my_app.client_app:app",

@@ -36,6 +36,14 @@ number = 3
 
 def wrong():
     return number
+
+
+def loss(x, y, batch):  # is no task, nor is what says that it returns something else
+    return jnp.mean(batch)
+
+
+def size(x=None) -> float:
+    return 0.0
 """
 
 
@@ -86,7 +94,8 @@ def test_a_changed_file_is_read_again(here) -> None:
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("sub/mine.py:mkae", "unknown name in sub/mine.py 'mkae'; did you mean 'make'? (allowed: make, ready, wrong)"),
+        ("sub/mine.py:mkae", "unknown task in sub/mine.py 'mkae'; did you mean 'make'? (allowed: make, ready, wrong)"),
+        ("sub/neighbour.py:make", "there is no 'make' in sub/neighbour.py, nor any Task or function that returns one"),
         ("sub/mine.py", "needs the name of a Task, or of a function making one: sub/mine.py:NAME"),
         ("sub/mine.py:number", "mine.py:number is of type int; it must be a Task, or a function that returns one"),
         ("sub/mine.py:wrong", "mine.py:wrong returned int; it must return a Task"),

@@ -81,7 +81,13 @@ def test_a_run_is_extended(tmp_path, run) -> None:
     assert run(*QUADRATIC, "--rounds", 50, "--out", long)[0] == 0
     assert outcome(short) == outcome(long)
     assert (short / "spec.toml").read_text() == (long / "spec.toml").read_text()
-    assert json.loads((short / "summary.json").read_text())["rounds"] == 50
+    summary = json.loads((short / "summary.json").read_text())
+    assert summary["rounds"] == 50
+    assert {name for name in summary if name.startswith("seconds")} == {
+        "seconds_in_rounds",  # of the whole run
+        "seconds_compiling_this_time",
+        "seconds_this_time",
+    }
 
 
 def test_what_marks_a_finished_run_is_gone_while_it_is_extended(tmp_path, run, monkeypatch) -> None:

@@ -51,6 +51,7 @@ def test_a_clients_halves_belong_together_and_no_two_clients_share_a_key(tmp_pat
     for client, path in enumerate(made.clients):
         public = load_ssh_public_key(made.public(client).read_bytes())
         assert load_ssh_private_key(path.read_bytes(), None).public_key() == public
+        assert public.curve.name == "secp384r1"  # as said, and as Flower makes by itself
         numbers.append(public.public_numbers())  # type: ignore[union-attr]
     assert len(set(numbers)) == 3
 

@@ -170,7 +170,7 @@ def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog: pytest.Lo
 
 def test_without_flower_the_message_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda: None)
-    with pytest.raises(ConfigurationError, match=r'pip install "fedbilevel\[flower\]"'):
+    with pytest.raises(ConfigurationError, match=r'in a clone of the repository, pip install "\.\[flower\]"'):
         versions.require_flower()
 
 

@@ -9,7 +9,7 @@ class Batches:
     """How many samples a client draws at a time.
 
     Args:
-        batch_size: samples per draw for each loss; None takes all samples.
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
     """
 
     batch_size: int | None = static(32)

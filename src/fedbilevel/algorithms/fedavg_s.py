@@ -49,7 +49,7 @@ class FedAvgS:
         local_steps: τ_i, where the population does not give each client its own.
         outer_lr: α; a client's step on x is α/τ_i.
         inner_lr: β; a client's step on y is β/τ_i.
-        batch_size: samples per draw; None takes all samples.
+        batch_size: samples per draw, with replacement; None takes all samples.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)

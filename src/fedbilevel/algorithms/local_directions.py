@@ -19,7 +19,7 @@ class LocalDirections:
 
     Args:
         local_steps: τ, where the population does not give each client its own.
-        batch_size: samples per draw for each loss; None takes all samples.
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
         client_lr: the client's step sizes for x, y, v: numbers or schedules over rounds.
         independent_batches: a draw of its own for each of the three directions.
     """

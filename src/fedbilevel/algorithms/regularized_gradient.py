@@ -45,7 +45,7 @@ class WholeSubgradient(IterativeRegularization):
     """What the two share.
 
     Args: those of `IterativeRegularization`, and
-        batch_size: samples per draw; None takes all samples.
+        batch_size: samples per draw, with replacement; None takes all samples.
     """
 
     batch_size: int | None = static(None)
@@ -80,7 +80,7 @@ class IRG(WholeSubgradient):
     """Iteratively regularized subgradient method: one step of all clients together in a round.
 
     Args: those of `IterativeRegularization`, and
-        batch_size: samples per draw; None takes all samples.
+        batch_size: samples per draw, with replacement; None takes all samples.
 
     Mikhail V. Solodov. "An Explicit Descent Method for Bilevel Convex Optimization". Journal of Convex Analysis, 2007.
 
@@ -98,7 +98,7 @@ class BiFISTA(WholeSubgradient):
 
     Args: those of `IterativeRegularization`, of which lr is γ, at most 1/(L_F + λ₁ L_H), and lr_decay has no part, and
         momentum: α, above 3.
-        batch_size: samples per draw; None takes all samples.
+        batch_size: samples per draw, with replacement; None takes all samples.
 
     Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel Optimization:
     Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389.

@@ -43,7 +43,7 @@ class LocalDescent(Submodels):
     Args: those of `Submodels`, and
         local_steps: τ_i, where the population does not give each client its own.
         outer_lr: α; a client's step is α/τ_i.
-        batch_size: samples per draw; None takes all samples.
+        batch_size: samples per draw, with replacement; None takes all samples.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)

@@ -148,14 +148,16 @@ def settings(options: argparse.Namespace) -> list[str]:
 
 
 def console(quiet: bool = False) -> Console:
-    """The terminal; pipes and log files have 160 columns, so that they do not wrap."""
+    """The terminal; pipes and log files have 160 columns, so that they do not wrap, and no colours, whatever the
+    environment says."""
     try:
         from rich.console import Console
     except ImportError:
         from fedbilevel.core.errors import ConfigurationError
+        from fedbilevel.extras import missing
 
-        raise ConfigurationError('the command line needs rich: pip install "fedbilevel[cli]"') from None
-    made = Console(quiet=quiet)
+        raise ConfigurationError(f"the command line needs {missing('rich', 'cli')}") from None
+    made = Console(quiet=quiet, force_terminal=sys.stdout.isatty())
     if not made.is_terminal:
         made.width = 160
     return made

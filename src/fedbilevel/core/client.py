@@ -276,7 +276,7 @@ class Samples:
     floor: int = field(default=1, metadata={"static": True})  # a draw of fewer samples is refused, by the client itself
 
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
-        """`batch_size` samples drawn uniformly with replacement, or every sample when it is None."""
+        """`batch_size` samples drawn uniformly with replacement, or every sample once when it is None."""
         if batch_size is not None:
             chosen = self.start + self.drawn(key, batch_size)
             return jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values)
@@ -350,7 +350,7 @@ class Client:
     work: Array | None  # this client's number of local steps in this round, if the population says one
 
     def outer_batch(self, key: Array, batch_size: int | None) -> PyTree:
-        """Samples for the outer loss: `batch_size` draws, or all of them when it is None."""
+        """Samples for the outer loss: `batch_size` draws with replacement, or all of them when it is None."""
         return self.outer.batch(key, batch_size)
 
     def inner_batch(self, key: Array, batch_size: int | None) -> PyTree:

@@ -55,8 +55,9 @@ class CheckpointError(FedbilevelError, OSError):
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a misspelt name: offers the nearest valid one and lists them all."""
     names = sorted(allowed)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    lower = {one.lower(): one for one in names}
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
+    hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
     return ConfigurationError(f"unknown {kind} {str(name)!r}{hint} (allowed: {', '.join(names)})")
 
 

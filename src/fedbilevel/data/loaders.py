@@ -11,6 +11,7 @@ from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.errors import DataError, unknown_name
 from fedbilevel.data.sources import SOURCES
 from fedbilevel.data.tables import TABLES
+from fedbilevel.extras import missing
 
 # Mean and standard deviation of the training images of `digits()` (all pixels together), as for MNIST; the
 # tests derive them again.
@@ -61,9 +62,7 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
     """Pixels (1797, 64) and labels (1797,), from scikit-learn's file: importing scikit-learn would take seconds."""
     found = importlib.util.find_spec("sklearn")
     if found is None:
-        raise DataError(
-            'The data set "digits" needs scikit-learn, which is not installed: pip install "fedbilevel[cli]".'
-        )
+        raise DataError(f'The data set "digits" needs {missing("scikit-learn", "cli")}.')
     for folder in found.submodule_search_locations or []:
         if (file := Path(folder, DIGITS_FILE)).is_file():
             table = np.loadtxt(file, delimiter=",")

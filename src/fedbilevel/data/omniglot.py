@@ -19,6 +19,7 @@ from fedbilevel.data.drawings import SIDE, Drawings
 from fedbilevel.data.errors import DataError
 from fedbilevel.data.reading import in_a_line, mapped, printable, reading
 from fedbilevel.data.sources import SOURCES
+from fedbilevel.extras import missing
 
 NAME = "omniglot"
 DRAWINGS, EDGE = 20, 105
@@ -105,7 +106,7 @@ def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
 def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
     """(EDGE, EDGE): where a drawing is black."""
     if importlib.util.find_spec("PIL") is None:
-        raise DataError('Decoding Omniglot needs Pillow, which is not installed: pip install "fedbilevel[cli]".')
+        raise DataError(f"Decoding Omniglot needs {missing('Pillow', 'cli')}.")
     from PIL import Image
 
     with reading(where, "is no PNG image"), Image.open(io.BytesIO(png), formats=["PNG"]) as image:

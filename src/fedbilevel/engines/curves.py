@@ -12,6 +12,7 @@ import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.engines.history import History, Row
+from fedbilevel.extras import missing
 
 # M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -176,7 +177,7 @@ def require_panel(panel: str, curves: Sequence[Curve]) -> None:
 def require_matplotlib() -> None:
     """Say what to install where Matplotlib is missing, before anything was computed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError('plots need matplotlib, which is not installed: pip install "fedbilevel[cli]"')
+        raise ConfigurationError(f"plots need {missing('matplotlib', 'cli')}")
 
 
 def require_size(size: object) -> None:

@@ -3,11 +3,13 @@
 import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedbilevel.core.errors import unknown
+from fedbilevel.engines import checkpoint
 
 Row = dict[str, float | int]
 
@@ -37,13 +39,21 @@ class History:
     def columns(self) -> list[str]:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
-    def to_jsonl(self) -> str:
-        """One JSON object per line."""
-        return "".join(json.dumps(row) + "\n" for row in self.rows)
+    def to_jsonl(self, path: str | Path | None = None) -> str:
+        """One JSON object per line, as text; given a path, it is written there, too, atomically."""
+        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        if path is not None:
+            checkpoint.write_atomically(Path(path), lambda file: file.write(text.encode()))
+        return text
 
     @classmethod
-    def from_jsonl(cls, text: str) -> "History":
-        """What `to_jsonl` wrote. ValueError: it is something else."""
+    def from_jsonl(cls, source: str | Path) -> "History":
+        """The history that `to_jsonl` wrote: from its text, or from the file at a `Path`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         return cls.of([json.loads(line) for line in text.splitlines() if line.strip()])
 
     @classmethod

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.errors import unknown
 from fedbilevel.experiments import schema, toml
 from fedbilevel.tasks import TASKS
 
 MISSING = "–"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,19 @@ class TaskFacts:
     fields: dict[str, Any]  # defaults
 
 
-def algorithms() -> list[AlgorithmFacts]:
-    """Every algorithm, by name. The facts stand under fixed headings ("Needs: …") in the docstring of its class or, for
-    what classes of a file have in common, in that of its module."""
-    return [_algorithm(name, cls) for name, cls in sorted(ALGORITHMS.items())]
+def algorithms(name: str | None = None) -> list[AlgorithmFacts]:
+    """Every algorithm by name, or the one of that name. The facts stand under fixed headings ("Needs: …") in the
+    docstring of its class or, for what classes of a file have in common, in that of its module."""
+    return [_algorithm(name, cls) for name, cls in _chosen("algorithm", ALGORITHMS, name)]
+
+
+def _chosen(kind: str, known: Mapping[str, T], name: str | None) -> list[tuple[str, T]]:
+    """All that is known, in order, or what has that name."""
+    if name is None:
+        return sorted(known.items(), key=lambda item: item[0])
+    if name not in known:
+        raise unknown(kind, name, known)
+    return [(name, known[name])]
 
 
 def _algorithm(name: str, cls: Any) -> AlgorithmFacts:
@@ -64,12 +75,12 @@ def _algorithm(name: str, cls: Any) -> AlgorithmFacts:
     )
 
 
-def algorithm_fields() -> list[tuple[list[str], dict[str, str]]]:
+def algorithm_fields(name: str | None = None) -> list[tuple[list[str], dict[str, str]]]:
     """(algorithms, their fields with defaults in TOML's notation); algorithms that agree in all of them together."""
     found: list[tuple[list[str], dict[str, str]]] = []
-    for algorithm, cls in sorted(ALGORITHMS.items()):
+    for algorithm, cls in _chosen("algorithm", ALGORITHMS, name):
         known = schema.of_algorithm(cls).items()
-        fields = {name: toml.value(field.accept("algorithm", field.default, field.default)) for name, field in known}
+        fields = {key: toml.value(field.accept("algorithm", field.default, field.default)) for key, field in known}
         alike = next((names for names, others in found if others == fields), None)
         if alike is None:
             found.append(([algorithm], fields))
@@ -78,14 +89,14 @@ def algorithm_fields() -> list[tuple[list[str], dict[str, str]]]:
     return found
 
 
-def tasks() -> list[TaskFacts]:
-    """Every task, by name."""
+def tasks(name: str | None = None) -> list[TaskFacts]:
+    """Every task by name, or the one of that name."""
     found = []
-    for name, function in sorted(TASKS.items()):
+    for task, function in _chosen("task", TASKS, name):
         module = inspect.getmodule(function)
-        whole = module is not None and module.__name__.rpartition(".")[2] == name
+        whole = module is not None and module.__name__.rpartition(".")[2] == task
         title = _line(inspect.getdoc(module if whole else function) or "")
-        found.append(TaskFacts(name, title, {f.name: f.default for f in schema.of_function(function).values()}))
+        found.append(TaskFacts(task, title, {f.name: f.default for f in schema.of_function(function).values()}))
     return found
 
 

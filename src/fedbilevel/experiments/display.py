@@ -126,7 +126,7 @@ def _clock(seconds: float) -> str:
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """The outcome of a run."""
-    metric, row = summary["metric"], summary["last_row"]
+    metric, row, compiling = summary["metric"], summary["last_row"], summary["seconds_compiling_this_time"]
     table = titled(_title(summary), frame=box.HEAVY_HEAD, header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -143,7 +143,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         **({"GFLOP": measure.gflop(row["flops"])} if "flops" in row else {}),
         **holders(row),
         "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",
-        "this time": f"{summary['seconds_compiling']:.1f} s compiling, {summary['seconds_in_all']:.1f} s in all",
+        "this time": f"{compiling:.1f} s compiling, {summary['seconds_this_time']:.1f} s in all",
     }
     lines |= {"stopped": summary["stopped"]} if summary["stopped"] else {}
     for name, value in lines.items():
@@ -168,7 +168,7 @@ def summary_line(name: Path, summary: dict[str, Any]) -> str:
     """The outcome of one of several runs, in a line."""
     metric, exchanges = summary["metric"], summary["last_row"]["exchanges"]
     value = measure.text(metric, summary["final"])
-    length = f"{summary['rounds']:,} rounds, {exchanges:,} exchanges, {summary['seconds_in_all']:.1f} s"
+    length = f"{summary['rounds']:,} rounds, {exchanges:,} exchanges, {summary['seconds_this_time']:.1f} s"
     return f"{name}  {metric} {value}  ({length})"
 
 

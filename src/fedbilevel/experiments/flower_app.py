@@ -34,7 +34,9 @@ name = "{name}"
 version = "1.0.0"
 description = "{title}"
 license = "Apache-2.0"
-dependencies = ["fedbilevel[cli,flower]=={version}"]
+# fedbilevel {version} is installed beforehand, from a clone of its repository: pip install ".[cli,flower]". It is on no
+# package index; named here, it would be fetched from one, where anybody may register the name.
+dependencies = []
 
 [tool.hatch.build.targets.wheel]
 packages = ["."]

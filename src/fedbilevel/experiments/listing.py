@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.columns import Columns
@@ -28,26 +28,26 @@ WIDTHS = {"paper": 20, "submodels": 9}  # "Author et al. 2023," and the number o
 NARROW_BELOW, STACKED_BELOW, ALL_FROM = 72, 110, 150  # columns of the terminal
 
 
-def algorithms_table(width: int) -> Table:
-    """Every algorithm and what its docstring says of it; the narrower the terminal, the less stands side by side."""
-    return _stacked_facts(width) if width < STACKED_BELOW else _facts_in_columns(width >= ALL_FROM)
+def algorithms_table(width: int, name: str | None = None) -> Table:
+    """Every algorithm, or the one of that name, and what its docstring says of it; the narrower the terminal, the less
+    stands side by side."""
+    found = catalogue.algorithms(name)
+    if width < STACKED_BELOW or len(found) == 1:
+        return _stacked("algorithms", [(one.name, _lines(one, width)) for one in found], width)
+    return _facts_in_columns(found, width >= ALL_FROM)
 
 
-def _facts_in_columns(everything: bool) -> Table:
+def _facts_in_columns(algorithms: Sequence[AlgorithmFacts], everything: bool) -> Table:
     table = titled("algorithms", frame=box.SIMPLE)
     table.show_lines = True
     table.add_column("name", no_wrap=True, style="bold")
     shown = [name for name in HEADINGS if everything or name not in ("client_state", "cost", "submodels")]
     for name in shown:
         table.add_column(HEADINGS[name], ratio=SHARES.get(name), width=WIDTHS.get(name), overflow="fold")
-    for one in catalogue.algorithms():
+    for one in algorithms:
         table.add_row(one.name, *(folding(getattr(one, name)) for name in shown))
     table.expand = True
     return table
-
-
-def _stacked_facts(width: int) -> Table:
-    return _stacked("algorithms", [(one.name, _lines(one, width)) for one in catalogue.algorithms()], width)
 
 
 def _lines(one: AlgorithmFacts, width: int) -> Group:
@@ -62,20 +62,20 @@ def _lines(one: AlgorithmFacts, width: int) -> Group:
     return Group(folding(one.title), beside)
 
 
-def algorithm_fields_table(width: int) -> Table:
-    """The fields of the algorithms and their defaults, in TOML's notation; algorithms with the same ones together."""
+def algorithm_fields_table(width: int, name: str | None = None) -> Table:
+    """The fields of the algorithms, or of one, and their defaults, in TOML's notation; those with the same together."""
     rows = []
-    for names, fields in catalogue.algorithm_fields():
-        items = (f"{name}={default}" for name, default in fields.items())
+    for names, fields in catalogue.algorithm_fields(name):
+        items = (f"{field}={default}" for field, default in fields.items())
         rows.append(("\n".join(names), _side_by_side(items)))
     return _stacked("fields of the algorithms and their defaults", rows, width)
 
 
-def tasks_table(width: int) -> Table:
-    """Every task with its fields and their defaults, in TOML's notation."""
+def tasks_table(width: int, name: str | None = None) -> Table:
+    """Every task, or the one of that name, with its fields and their defaults, in TOML's notation."""
     rows = []
-    for one in catalogue.tasks():
-        fields = (f"{name}={toml.value(default).strip(chr(34))}" for name, default in one.fields.items())
+    for one in catalogue.tasks(name):
+        fields = (f"{field}={toml.value(default).strip(chr(34))}" for field, default in one.fields.items())
         rows.append((one.name, Group(folding(one.title), _side_by_side(fields))))
     return _stacked("tasks, their fields and defaults", rows, width)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,9 @@ def task_maker(name: str) -> Callable[..., Task]:
         raise unknown("task", name, TASKS)
     module = _from_file(place) if _is_file(place) else _by_name(place)
     if attribute not in vars(module):
-        raise unknown(f"name in {place}", attribute, _candidates(module))
+        if tasks := _candidates(module):
+            raise unknown(f"task in {place}", attribute, tasks)
+        raise ConfigurationError(f"there is no {attribute!r} in {place}, nor any Task or function that returns one")
     found = vars(module)[attribute]
     if isinstance(found, Task):
         return lambda: found
@@ -132,10 +135,18 @@ def _let_import(folder: Path) -> None:
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """Names in a module that may be tasks: its Tasks and its own functions."""
+    """Names in a module that may be tasks: its Tasks, and those of its own functions that may make one."""
     own = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
-    return [
-        name
-        for name, thing in own.items()
-        if isinstance(thing, Task) or (callable(thing) and getattr(thing, "__module__", None) == module.__name__)
-    ]
+    return [name for name, thing in own.items() if isinstance(thing, Task) or _may_make_one(thing, module)]
+
+
+def _may_make_one(thing: Any, module: ModuleType) -> bool:
+    """Whether this is a function of the module that says it returns a Task or, saying nothing, needs no arguments."""
+    if not inspect.isfunction(thing) or thing.__module__ != module.__name__:
+        return False
+    signature = inspect.signature(thing)
+    if signature.return_annotation is not inspect.Signature.empty:
+        return signature.return_annotation in (Task, "Task")
+    return all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()
+    )

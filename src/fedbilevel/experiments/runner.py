@@ -204,14 +204,14 @@ class Scribe:
         if not self.opened:
             self.open()
         if row is not None and time.monotonic() - self.written >= HISTORY_SECONDS:
-            write_text(self.place.history, result.history.to_jsonl())
+            result.history.to_jsonl(self.place.history)
             self.written = time.monotonic()
 
 
 def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
     """Write what is known at the end; the summary last, so that it marks a finished run."""
     write_text(place.spec, spec.to_toml())
-    write_text(place.history, result.history.to_jsonl())
+    result.history.to_jsonl(place.history)
     write_json(place.ledger, asdict(result.ledger))
     result.save(place.result)
     if plot:
@@ -220,7 +220,8 @@ def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: floa
 
 
 def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str, Any]:
-    """The few numbers that people compare."""
+    """The few numbers that people compare. Seconds in rounds are those of the whole run, also before a resumption; what
+    else took time, compiling above all, is known of this time alone."""
     rows = [row for row in result.history.rows if metric in row]
     values = [row[metric] for row in rows]
     best = measure.best(metric, values)
@@ -238,6 +239,6 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
         "best_round": rows[values.index(best)]["round"],
         "last_row": last,
         "seconds_in_rounds": last["seconds"],
-        "seconds_compiling": result.compile_seconds,
-        "seconds_in_all": seconds,
+        "seconds_compiling_this_time": result.compile_seconds,
+        "seconds_this_time": seconds,
     }

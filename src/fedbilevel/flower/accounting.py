@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, in_a_line, require, require_count
+from fedbilevel.extras import missing
 
 SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
 
@@ -61,10 +62,7 @@ class Spent:
         try:
             import dp_accounting  # type: ignore[import-untyped]
         except ImportError:
-            message = (
-                'accounting for privacy needs dp-accounting, which is not installed: pip install "fedbilevel[flower]"'
-            )
-            raise ConfigurationError(message) from None
+            raise ConfigurationError(f"accounting for privacy needs {missing('dp-accounting', 'flower')}") from None
         accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
         for noise_multiplier, count in self.releases.items():
             accountant.compose(dp_accounting.GaussianDpEvent(noise_multiplier / SENSITIVITY), count)

@@ -15,7 +15,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import takes_everyone
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import ExchangeError, diverged, require
+from fedbilevel.core.errors import ExchangeError, NonFiniteError, diverged, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import nonfinite_leaves

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.extras import missing
 
 TESTED = ("1.41", "1.42")
-INSTALL = 'pip install "fedbilevel[flower]"'
 
 
 def installed() -> str | None:
@@ -26,7 +26,7 @@ def require_flower() -> str:
     """
     version = installed()
     if version is None:
-        raise ConfigurationError(f"this needs Flower, which is not installed: {INSTALL}")
+        raise ConfigurationError(f"this needs {missing('Flower', 'flower')}")
     return version
 
 
