@@ -111,10 +111,6 @@ def not_an_archive(path):
     path.write_text("rounds = 3\n")
 
 
-def no_file(path):
-    path.unlink()
-
-
 def nothing_in_it(path):
     path.write_bytes(b"")
 
@@ -149,11 +145,16 @@ def no_text(path):
     np.savez(path, __meta__=np.frombuffer(b"\xff\xfe", np.uint8))
 
 
+def test_a_missing_file_is_said_to_be_missing(saved):
+    saved.unlink()
+    with pytest.raises(CheckpointError, match=r"there is no file .*run\.npz to resume from"):
+        checkpoint.load(saved, tree())
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
         not_an_archive,
-        no_file,
         nothing_in_it,
         a_folder,
         a_pickle,

@@ -25,7 +25,7 @@ def made_up_run(
     summary = {"metric": metric, "final": values[-1], "best": min(values), "best_round": 1000, "stopped": ""}
     summary |= {"task": "quadratic", "algorithm": algorithm, "data": None, "seed": seed, "last_row": rows[-1]}
     summary |= {"rounds": rows[-1]["round"], "seconds_in_rounds": rows[-1]["seconds"]}
-    summary |= {"seconds_compiling": 1.5, "seconds_in_all": 12345.6}
+    summary |= {"seconds_compiling_this_time": 1.5, "seconds_this_time": 12345.6}
     spec = SPEC.replace(run={"seed": seed})
     named = SimpleNamespace(
         algorithm=SimpleNamespace(name=algorithm), run=spec.run, task=spec.task, data=spec.data, tables=spec.tables

@@ -22,7 +22,7 @@ KINDS = {  # of what a summary says
     ("task", "algorithm", "metric", "stopped"): lambda value: isinstance(value, str),
     ("data",): lambda value: isinstance(value, str | None),
     ("seed", "rounds", "best_round"): lambda value: type(value) is int and is_number(value),
-    ("final", "best", "seconds_in_rounds", "seconds_compiling", "seconds_in_all"): is_number,
+    ("final", "best", "seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time"): is_number,
 }
 
 
@@ -133,6 +133,8 @@ def _checked(summary: Any) -> dict[str, Any]:
         raise ValueError("it is no table")
     for names, fits in KINDS.items():
         for name in names:
+            if name not in summary:
+                raise ValueError(f"it has no {name}; another version may have written it")
             if not fits(summary[name]):
                 raise ValueError(f"{name} is {str(summary[name])!r}")
     return {**summary, "last_row": History.of([summary["last_row"]]).rows[0]}
