@@ -15,7 +15,7 @@ CLIENTS, DIM_X, DIM_Y = 4, 3, 4
 START = np.tile([0.3, -0.2, 0.1], (CLIENTS, 1))
 AFBO = {"batch_size": 2, "inner_rounds": 2, "local_steps": 2, "outer_lr": 0.3}
 METHODS = {
-    "SimFBO": fb.SimFBO(batch_size=2, local_steps=2, server_lr=fb.XYV(0.3, 0.1, 0.1)),
+    "SimFBO": fb.SimFBO(batch_size=2, local_steps=3, server_lr=0.1, coefficients=fb.Momentum(decay=0.5)),
     "AFBO, local": fb.AFBO(inverse="series", neumann_terms=2, **AFBO),
     "AFBO, global": fb.AFBO(hypergradient="global", **AFBO),
     "AFBO, all are first": fb.AFBO(hypergradient="global", first=CLIENTS, **AFBO),

@@ -38,6 +38,38 @@ def weights_of(coefficients, work):
     return [a(int(tau)) for tau in work]
 
 
+def local_loop(coefficients, d, start, eta, tau):
+    """z after τ steps: gradient steps, heavy ball, or FedProx, whose loss is the client's own plus (α/2η)‖z − start‖².
+
+    `start` and `eta` are vectors; each entry has its step size.
+    """
+    z, buffer = start, np.zeros_like(start)
+    for _ in range(tau):
+        if isinstance(coefficients, fb.Momentum):
+            buffer = coefficients.decay * buffer + d(z)
+            z = z - eta * buffer
+        elif isinstance(coefficients, fb.Proximal):
+            z = z - eta * (d(z) + coefficients.pull / eta * (z - start))
+        else:
+            z = z - eta * d(z)
+    return z
+
+
+def affine(task, i):
+    """(S, s) with (d_x, d_y, d_v) = S z − s at z = (x, y, v): on a quadratic the directions are affine in z."""
+    f, g = ({k: m[0] for k, m in rows.row(i).items()} for rows in (task.clients.outer, task.clients.inner))
+    zero = np.zeros((8, 8))
+    slopes = np.block([[np.eye(5), f["E"], g["B"].T],  # ∇x f − ∇²xy g v = x + E y + Bᵀ v
+                       [-g["B"], g["A"], zero],
+                       [-f["E"].T, -f["D"], g["A"]]])  # fmt: skip
+    return slopes, np.concatenate([np.zeros(5), g["c"], -f["D"] @ f["t"]])
+
+
+def spread(xyv):
+    """Three numbers as a vector with an entry for each of x, y and v."""
+    return np.repeat(np.array(xyv), (5, 8, 8))
+
+
 def run(algorithm, task, rounds, **options):
     return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
 
@@ -116,42 +148,119 @@ def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too(
 
 @pytest.mark.parametrize("name", sorted(COEFFICIENTS))
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
-def test_equals_algorithm_1_written_out(method, name):
-    """Three rounds against the equations (3)-(8) in NumPy, with matrices in place of differentiation."""
+def test_equals_local_loops_written_out(method, name):
+    """Three rounds against local loops and (4)-(8) in NumPy, with matrices in place of differentiation."""
     task = quadratic(clients=8, local_steps=WORK, noise=0.0)
     eta, gamma, radius = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2), 0.4
     algorithm = method(batch_size=None, client_lr=eta, server_lr=gamma, radius=radius, coefficients=COEFFICIENTS[name])
     state = run(algorithm, task, 3).state.iterate
-    expected = written_out(task, weights_of(COEFFICIENTS[name], WORK), eta, gamma, radius, method is fb.ShroFBO)
-    for computed, wanted in zip(state, expected, strict=True):
-        np.testing.assert_allclose(computed, wanted, rtol=1e-12, atol=1e-12)
+    expected = written_out(task, COEFFICIENTS[name], eta, gamma, radius, method is fb.ShroFBO)
+    np.testing.assert_allclose(np.concatenate(state), expected, rtol=1e-12, atol=1e-12)
     assert float(jnp.linalg.norm(state.v)) <= radius * (1 + 1e-12)
 
 
 def written_out(task, coefficients, eta, gamma, radius, normalised, rounds=3):
-    clients = task.clients
-    x, y, v = np.zeros(5), np.zeros(8), np.zeros(8)
-    touched = False
+    p, norms = task.clients.weights, [a.sum() for a in weights_of(coefficients, WORK)]
+    eta, gamma = spread(eta), spread(gamma)
+    z, touched = np.zeros(21), False
     for _ in range(rounds):
-        total, rho = [np.zeros(5), np.zeros(8), np.zeros(8)], 0.0
-        for i, a in enumerate(coefficients):
-            f, g = ({k: m[0] for k, m in rows.row(i).items()} for rows in (clients.outer, clients.inner))
-            xi, yi, vi, q = x, y, v, [0.0, 0.0, 0.0]
-            for a_k in a:
-                dy = g["A"] @ yi - g["B"] @ xi - g["c"]
-                dv = g["A"] @ vi - (f["D"] @ (yi - f["t"]) + f["E"].T @ xi)
-                dx = xi + f["E"] @ yi + g["B"].T @ vi  # ∇²xy g = −Bᵀ
-                q = [s + a_k * d for s, d in zip(q, (dx, dy, dv), strict=True)]
-                xi, yi, vi = xi - a_k * eta.x * dx, yi - a_k * eta.y * dy, vi - a_k * eta.v * dv
-            scale = clients.weights[i] / (a.sum() if normalised else 1)
-            total = [t + scale * s for t, s in zip(total, q, strict=True)]
-            rho += clients.weights[i] * a.sum()
-        factor = rho if normalised else 1.0
-        x, y, v = x - factor * gamma.x * total[0], y - factor * gamma.y * total[1], v - factor * gamma.v * total[2]
-        if np.linalg.norm(v) > radius:
-            v, touched = v * radius / np.linalg.norm(v), True
+        total = np.zeros(21)
+        for i, tau in enumerate(WORK):
+            slopes, shift = affine(task, i)
+            end = local_loop(coefficients, lambda at, s=slopes, b=shift: s @ at - b, z, eta, tau)
+            total += p[i] * (z - end) / eta / (norms[i] if normalised else 1)
+        z = z - (p @ norms if normalised else 1) * gamma * total
+        if np.linalg.norm(z[13:]) > radius:
+            z[13:] *= radius / np.linalg.norm(z[13:])
+            touched = True
     assert touched  # the projection took part
-    return x, y, v
+    return z
+
+
+def test_heavy_ball_at_a_finite_step():
+    """d = y, μ = 0.9, η = 0.05, τ = 10 from y = 1: m ← 0.9 m + y, y ← y − 0.05 m ends at −0.311.
+
+    Steps of a_k η with the final τ, which is SimFBO's (3) to the letter, end at +0.093: Π_k (1 − 0.05 a_k).
+    """
+    y, m = 1.0, 0.0
+    for _ in range(10):
+        m = 0.9 * m + y
+        y -= 0.05 * m
+    printed = np.prod([1 - 0.05 * (1 - 0.9 ** (10 - k)) / 0.1 for k in range(10)])
+    assert (round(y, 3), round(printed, 3)) == (-0.311, 0.093)
+    problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x), lambda x, y, batch: jnp.sum(y**2) / 2)
+    clients = fb.Clients([np.zeros((1, 1))], [np.zeros((1, 1))])
+    steps = {"local_steps": 10, "batch_size": None, "client_lr": 0.05, "server_lr": 0.05}
+    algorithm = fb.SimFBO(coefficients=fb.Momentum(decay=0.9), **steps)
+    result = fb.solve(algorithm, problem, clients, jnp.zeros(1), jnp.ones(1), rounds=1)
+    assert float(result.y[0]) == pytest.approx(y, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["momentum", "proximal"])
+def test_local_loops_of_drawn_length(name):
+    """One client with τ drawn from 1..4 in each round: ρ is the mean of the ‖a‖₁ before, its own in round 0."""
+    task, coefficients = quadratic(clients=1, local_steps=(1, 4), noise=0.0), COEFFICIENTS[name]
+    eta, gamma = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2)
+    algorithm = fb.ShroFBO(batch_size=None, client_lr=eta, server_lr=gamma, coefficients=coefficients)
+    result = run(algorithm, task, 8, eval_every=1)
+    work = np.diff(result.history["gradients"]).astype(int) // 2  # a gradient of g and one of f for each step
+    assert set(work) > {1, 4}
+    norms = [a.sum() for a in weights_of(coefficients, work)]
+    slopes, shift = affine(task, 0)
+    z = np.zeros(21)
+    for round, tau in enumerate(work):
+        end = local_loop(coefficients, lambda at: slopes @ at - shift, z, spread(eta), tau)
+        rho = np.mean(norms[: max(round, 1)])
+        z = z - rho * spread(gamma) * (z - end) / spread(eta) / norms[round]
+    np.testing.assert_allclose(np.concatenate(result.state.iterate), z, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (fb.ShroFBO, "momentum"),
+        pytest.param(fb.ShroFBO, "proximal", marks=SLOW),
+        pytest.param(fb.SimFBO, "momentum", marks=SLOW),
+        pytest.param(fb.SimFBO, "proximal", marks=SLOW),
+    ],
+)
+def test_ends_of_local_loops_at_finite_steps(method, name):
+    """At rest Σ p_i c_i q_i = 0, c_i being 1 or, with ShroFBO, 1/‖a_i‖₁, whatever the length of the local steps.
+
+    As d_i is affine, so is q_i = K_i z − k_i, which the local loop gives at the unit vectors: the end is the solution
+    of Σ p_i c_i (K_i z − k_i) = 0. With ‖a_i‖₁ the 1-norm of other coefficients than those of the loop, it would not
+    tend to x* for η → 0: the distance is measured for two η, and falls in proportion within a tenth.
+    """
+    task, coefficients = quadratic(clients=8, local_steps=WORK, condition=5, noise=0.0), COEFFICIENTS[name]
+    p, norms = task.clients.weights, np.array([a.sum() for a in weights_of(coefficients, WORK)])
+    scale = 1 / norms if method is fb.ShroFBO else np.ones(8)
+    exact = solution(task.clients, p * scale * norms / (p * scale * norms).sum()).x
+
+    def end(eta):
+        matrix, vector = np.zeros((21, 21)), np.zeros(21)
+        for i, tau in enumerate(WORK):
+            slopes, shift = affine(task, i)
+
+            def q(z, d=lambda at, s=slopes, b=shift: s @ at - b, tau=tau):
+                return (z - local_loop(coefficients, d, z, eta, tau)) / eta
+
+            at_zero = q(np.zeros(21))
+            matrix += p[i] * scale[i] * np.stack([q(e) - at_zero for e in np.eye(21)], axis=1)
+            vector -= p[i] * scale[i] * at_zero
+        return np.linalg.solve(matrix, vector)
+
+    size = fb.XYV(0.01, 0.1, 0.1)
+    algorithm = method(
+        batch_size=None,
+        client_lr=size,
+        server_lr=fb.XYV(*(lr / norms.max() for lr in SERVER)),
+        coefficients=coefficients,
+    )
+    expected = end(spread(size))
+    np.testing.assert_allclose(np.concatenate(run(algorithm, task, 4_000).state.iterate), expected, rtol=1e-8)
+    assert relative_error(expected[:5], exact) > 1e-2  # far from what vanishing steps would give
+    twice, once = (end(spread(size) / by)[:5] - exact for by in (100, 200))
+    assert np.linalg.norm(twice - 2 * once) < 0.1 * np.linalg.norm(twice)
 
 
 @SLOW
@@ -247,29 +356,16 @@ def test_schedules_are_read_at_the_round():
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("tau", [1, 2, 7])
-def test_momentum_coefficients_are_those_of_heavy_ball(tau):
-    """u ← μu + d, z ← z − u moves z by Σ a_k d_k in τ steps, for any gradients d."""
-    d, mu = np.random.default_rng(0).normal(size=tau), 0.7
-    z = u = 0.0
-    for d_k in d:
-        u = mu * u + d_k
-        z -= u
-    momentum = fb.Momentum(decay=mu)
-    assert -z == pytest.approx(sum(float(momentum.at(k, tau)) * d[k] for k in range(tau)), rel=1e-12)
-    assert float(momentum.total(tau)) == pytest.approx(sum(float(momentum.at(k, tau)) for k in range(tau)), rel=1e-12)
-
-
-@pytest.mark.parametrize("tau", [1, 2, 7])
-def test_proximal_coefficients_are_those_of_a_pull_to_the_start(tau):
-    """z ← z − d − α(z − z_0) moves z by Σ a_k d_k in τ steps, for any gradients d."""
-    d, alpha = np.random.default_rng(0).normal(size=tau), 0.3
-    z = 0.0
-    for d_k in d:
-        z = z - d_k - alpha * z
-    proximal = fb.Proximal(pull=alpha)
-    assert -z == pytest.approx(sum(float(proximal.at(k, tau)) * d[k] for k in range(tau)), rel=1e-12)
-    assert float(proximal.total(tau)) == pytest.approx(sum(float(proximal.at(k, tau)) for k in range(tau)), rel=1e-12)
+@pytest.mark.parametrize("name", sorted(COEFFICIENTS))
+def test_coefficients_are_what_the_steps_make_of_each_gradient(name):
+    """Any seven gradients d_k: z moves by −η Σ a_k d_k, in which a_k are the paper's; and their sum is `total`."""
+    gradients = np.random.default_rng(0).normal(size=7)
+    for tau in (1, 2, 7):
+        coming = iter(gradients)
+        moved = -local_loop(COEFFICIENTS[name], lambda z, c=coming: next(c), np.zeros(1), np.ones(1), tau)
+        (a,) = weights_of(COEFFICIENTS[name], [tau])
+        assert moved == pytest.approx(a @ gradients[:tau], rel=1e-12)
+        assert float(COEFFICIENTS[name].total(tau)) == pytest.approx(a.sum(), rel=1e-12)
 
 
 def test_projection():

@@ -78,7 +78,12 @@ def everything(result):
 
 
 CASES = {
-    "SimFBO, importance": (fb.SimFBO(local_steps=2, batch_size=3), BILEVEL, {}, None),
+    "SimFBO, importance": (
+        fb.SimFBO(local_steps=3, batch_size=3, coefficients=fb.Momentum(decay=0.5)),
+        BILEVEL,
+        {},
+        None,
+    ),
     "RABO, random units, work": (fb.RABO(policy="random", batch_size=3), BILEVEL, {"local_steps": (1, 3)}, 4),
     "RABO, global, fresh cohorts": (
         fb.RABO(policy="covered", batch_size=3, hypergradient="global", inverse="random", neumann_terms=3),

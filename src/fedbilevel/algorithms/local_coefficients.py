@@ -1,24 +1,36 @@
-"""Local coefficients a_0..a_{τ−1}: how a client weighs the gradients of its τ local steps.
+"""Local coefficients a_0..a_{τ−1}: how a client's gradients d_0..d_{τ−1} make up its τ local steps.
 
 Jianyu Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization" (FedNova),
-NeurIPS 2020, section 4: local optimizers whose total update is a linear combination Σ a_k d_k of their gradients.
+NeurIPS 2020, section 4: local optimizers whose total update is a linear combination of their gradients,
+
+    z_0 − z_τ = η Σ_{k<τ} a_k d_k,   d_k taken at z_k.
+
+The a_k depend on τ, but for plain steps: on its way the iterate is z_k = z_0 − η Σ_{j<k} a_j d_j with the a_j of k
+steps. So a client carries the sum q of the steps so far and what its optimizer remembers, and no a_k. Their sum ‖a‖₁
+depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weighted mean of the d_k.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from fedbilevel.core.config import config, fraction
+from fedbilevel.core.tree import PyTree, move, scaled
 
 Count = int | Array
 
 
 class Coefficients(Protocol):
-    """a_k ≥ 0 for 0 ≤ k < τ."""
+    """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0."""
 
-    def at(self, k: Count, tau: Count) -> Any:
-        """a_k."""
+    def begin(self, like: PyTree) -> PyTree:
+        """What is remembered beside q, at the start; q and d have the shapes of `like`."""
+        ...
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """The next q, and what is remembered then, d being the gradient at z_0 − ηq."""
         ...
 
     def total(self, tau: Count) -> Array:
@@ -30,8 +42,11 @@ class Coefficients(Protocol):
 class Plain:
     """Gradient steps: a_k = 1."""
 
-    def at(self, k: Count, tau: Count) -> Any:
-        return 1
+    def begin(self, like: PyTree) -> PyTree:
+        return None
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        return optax.tree.add(q, d), None
 
     def total(self, tau: Count) -> Array:
         return jnp.asarray(tau, float)
@@ -39,12 +54,16 @@ class Plain:
 
 @config
 class Momentum:
-    """Heavy-ball momentum μ = `decay`: a_k = (1 − μ^{τ−k}) / (1 − μ)."""
+    """Heavy ball with momentum μ = `decay`, from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ)."""
 
     decay: float = fraction(0.9)
 
-    def at(self, k: Count, tau: Count) -> Any:
-        return (1 - jnp.power(self.decay, tau - k)) / (1 - self.decay)
+    def begin(self, like: PyTree) -> PyTree:
+        return optax.tree.zeros_like(like)
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        m = move(d, self.decay, memory)
+        return optax.tree.add(q, m), m
 
     def total(self, tau: Count) -> Array:
         mu = self.decay
@@ -53,12 +72,15 @@ class Momentum:
 
 @config
 class Proximal:
-    """Steps on the loss plus a pull to the start, of strength α = `pull` per step: a_k = (1 − α)^{τ−1−k}."""
+    """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; α = `pull`; a_k = (1 − α)^{τ−1−k}."""
 
     pull: float = fraction(0.1)
 
-    def at(self, k: Count, tau: Count) -> Any:
-        return jnp.power(1 - self.pull, tau - 1 - k)
+    def begin(self, like: PyTree) -> PyTree:
+        return None
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        return optax.tree.add(scaled(1 - self.pull, q), d), None
 
     def total(self, tau: Count) -> Array:
         return (1 - jnp.power(1 - self.pull, tau)) / self.pull

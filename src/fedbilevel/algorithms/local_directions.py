@@ -9,7 +9,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, static, steps
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.tree import XYV, move
+from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
 
@@ -38,17 +38,19 @@ class LocalDirections:
     ) -> Directions:
         """Σ_k a_k d_k along the local steps, and the sums of the two losses.
 
-        The local iterate is start − η·q throughout, so that q is all there is to carry.
+        The local iterate is start − η·q throughout, q being the sum if these were all the steps.
         """
 
-        def step(k: Array, total: Directions) -> Directions:
+        def step(k: Array, carry: tuple[Directions, PyTree]) -> tuple[Directions, PyTree]:
+            total, memory = carry
             local = descend(start, self.client_lr, total.step)
             now = self.directions(client, local, jax.random.fold_in(key, k))
-            a_k = coefficients.at(k, tau)
-            q = jax.tree.map(lambda q, d: q + (a_k * d).astype(q.dtype), total.step, now.step)
-            return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss)
+            q, memory = coefficients.step(total.step, memory, now.step)
+            return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss), memory
 
-        return jax.lax.fori_loop(0, tau, step, self.no_directions(client, start, key))
+        nothing = self.no_directions(client, start, key)
+        total, _ = jax.lax.fori_loop(0, tau, step, (nothing, coefficients.begin(nothing.step)))
+        return total
 
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
         """The three directions at `local`, on the samples that the key draws."""

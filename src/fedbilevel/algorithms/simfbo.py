@@ -3,12 +3,13 @@
 Yifan Yang, Peiyao Xiao, Kaiyi Ji. "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel
 Learning". NeurIPS 2023, arXiv:2305.19442. Algorithm 1.
 
-The server sends (x, y, v). Client i, for k = 0..τ_i − 1, steps all three at once                                (3)
+The server sends (x, y, v). Client i makes τ_i steps on all three at once, along                            (3)
 
-    (y, v, x) ← (y, v, x) − a_k (η_y d_y, η_v d_v, η_x d_x)
     d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i        d_x = ∇x f_i − ∇²xy g_i v
 
-and replies with q_i = Σ_k a_k (d_y, d_v, d_x). The server, with P_r the projection on the ball of radius r,
+by plain steps (y, v, x) ← (y, v, x) − (η_y d_y, η_v d_v, η_x d_x), by heavy ball or by FedProx (`coefficients`), and
+replies with q_i = Σ_k a_k (d_y, d_v, d_x) = (start − end)/η. The server, with P_r the projection on the ball of radius
+r,
 
     SimFBO    (y, v, x) ← (y − γ_y q_y, P_r(v − γ_v q_v), x − γ_x q_x),   q = Σ_{i∈C} p̃_i q_i, p̃_i = (M/P) p_i  (4), (5)
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} p̃_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁                     (6)-(8)
@@ -31,7 +32,10 @@ Departures from the paper:
    that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
 3. The server's step is an optax transformation of q, scaled by γ; the paper's is the default, plain descent.
 4. The paper waits for its cohort; `first` does not.
-5. Clients of limited capacity step on submodels; every entry of q is then the mean over those who hold it.
+5. The paper's (3) multiplies the k-th step by a_k, of all τ_i steps: under momentum the largest step comes first, under
+   a proximal pull last. That is heavy ball or FedProx, whose a_k these are, for vanishing η only. Here clients make the
+   steps of heavy ball and FedProx: q_i is Σ_k a_k d_k as in the paper, with d_k at the points that these come to.
+6. Clients of limited capacity step on submodels; every entry of q is then the mean over those who hold it.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_simfbo_async.py, test_own_x.py and
 tests/engines/test_agreement.py.
@@ -92,7 +96,7 @@ class SingleLoop(Submodels, LocalDirections, FirstAnswers):
     Args: those of `LocalDirections`, where `client_lr` is η, those of `FirstAnswers`, those of `Submodels`, and
         server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
-        coefficients: a_k, which make the local steps plain, momentum or proximal ones.
+        coefficients: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
         server_optimizer: an optax optimizer, fed with q; its updates are scaled by γ.
         own_x: x is split by client (see own_x.py): each keeps its block and makes γ's plain step p_i γ_x q_i itself,
             once for each of its replies; a cohort of P clients thus moves x by P/M of what the server would. SimFBO's.
