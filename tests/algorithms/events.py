@@ -85,10 +85,10 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
     c, s, wait = algorithm.delay_penalty, algorithm.neumann_step, algorithm.max_staleness
 
-    def series(matrix, b):
-        return s * sum(
-            np.linalg.matrix_power(np.eye(len(b)) - s * matrix, k) @ b for k in range(algorithm.neumann_terms)
-        )
+    terms = np.broadcast_to(algorithm.neumann_terms, len(times))
+
+    def series(matrix, b, terms):
+        return s * sum(np.linalg.matrix_power(np.eye(len(b)) - s * matrix, k) @ b for k in range(terms))
 
     for _ in range(rounds):
         for _ in range(algorithm.inner_rounds):
@@ -103,7 +103,7 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
             _, f, g = fed.members[i]
             b = outer_gradient(f, x, y)
             if algorithm.hypergradient == "local":
-                return [hypergradient(f, g, x, y, series(g["A"], b))]
+                return [hypergradient(f, g, x, y, series(g["A"], b, terms[i]))]
             return [hypergradient(f, g, x, y, v), g["A"] @ v - b]
 
         (h, *r), outer_delay = fed.first(n, "outer", outer, wait)

@@ -23,8 +23,10 @@ LOCAL = {"batch_size": None, "client_lr": 0.2, "inner_rounds": 2, "inner_lr": 0.
          "inverse": "series", "neumann_terms": 4, "neumann_step": 0.6}  # fmt: skip
 GLOBAL = {"batch_size": None, "client_lr": 0.2, "inner_rounds": 2, "inner_lr": 0.7, "outer_lr": 0.05,
           "system_lr": 0.4, "hypergradient": "global"}  # fmt: skip
+TERMS = (4, 1, 7, 2, 3)  # N_i
 CASES = {  # algorithm, rounds, clients that are never there
     "local": (fb.AFBO(first=2, **LOCAL), ()),
+    "local, each its own N_i": (fb.AFBO(first=2, **{**LOCAL, "neumann_terms": TERMS}), ()),
     "global, penalty, bounded": (fb.AFBO(first=1, max_staleness=3, delay_penalty=0.5, **GLOBAL), ()),
     "global, one never there": (fb.AFBO(first=2, **GLOBAL), (4,)),
     "local, waiting for all": (fb.AFBO(**LOCAL), ()),
@@ -46,7 +48,7 @@ def clock(absent=(), **options):
     return fb.Clock(network=TIMES, availability=[0.0 if i in absent else 1.0 for i in range(len(TIMES))], **options)
 
 
-SLOW = {"global, one never there", "local, waiting for all", "global, waiting for all", "local, all are first"}
+SLOW = {"local", "global, one never there", "local, waiting for all", "global, waiting for all", "local, all are first"}
 
 
 @pytest.mark.parametrize(
@@ -85,21 +87,20 @@ def alike():
 @pytest.mark.parametrize("kind", ["global", "local"])
 def test_ends_at_its_closed_form(kind, alike):
     """Delays shift no end: at rest all last answers are those of the point of rest. "global": x*. "local": not x*, but
-    where Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)] = 0, P_i the series of A_i, at y = Ā⁻¹(B̄x + c̄).
+    where Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)] = 0, P_i the N_i-term series of A_i, at y = Ā⁻¹(B̄x + c̄).
 
     Times vary: with fixed ones a client may happen to be done during inner exchanges alone, for ever."""
     fields = {**(GLOBAL if kind == "global" else LOCAL), "inner_lr": 0.1, "outer_lr": 0.01, "local_steps": 1}
-    if kind == "global":
-        fields["system_lr"] = 0.05
+    fields |= {"system_lr": 0.05} if kind == "global" else {"neumann_terms": TERMS}
     end = run(fb.AFBO(first=2, **fields), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5)))
     exact = solution(alike.clients).x
     if kind == "local":
         m, s = mean_matrices(alike), LOCAL["neumann_step"]
         to_y, offset = np.linalg.solve(m["A"], m["B"]), np.linalg.solve(m["A"], m["c"])
         matrix, right = np.zeros((3, 3)), np.zeros(3)
-        for p, f, g in members(alike):
+        for n, (p, f, g) in zip(TERMS, members(alike), strict=True):
             shrink = np.eye(4) - s * g["A"]
-            back = g["B"].T @ (s * sum(np.linalg.matrix_power(shrink, k) for k in range(LOCAL["neumann_terms"])))
+            back = g["B"].T @ (s * sum(np.linalg.matrix_power(shrink, k) for k in range(n)))
             matrix += p * (np.eye(3) + f["E"] @ to_y + back @ (f["D"] @ to_y + f["E"].T))
             right -= p * (f["E"] @ offset + back @ f["D"] @ (offset - f["t"]))
         biased = np.linalg.solve(matrix, right)
@@ -126,25 +127,41 @@ def test_with_local_steps_the_error_falls_as_the_client_step_does(task):
 
 
 def test_the_random_length_gives_the_series_on_average(task):
-    """H_i by APHE over 20,000 keys, within five standard errors of N s Σ_{k<N} (I − sA)^k/N ∇y f, every coordinate; its
-    product of always N factors would be another vector."""
-    fields = {**LOCAL, "inverse": "random"}
-    algorithm, s, terms = fb.AFBO(**fields), LOCAL["neumann_step"], LOCAL["neumann_terms"]
+    """H_i by APHE over 20,000 keys, within five standard errors of s Σ_{k<N_i} (I − sA)^k ∇y f, every coordinate, for
+    N_i = 4 and 7; a product of always N_i factors would be another vector, and so would the other's N_i."""
+    algorithm, s = fb.AFBO(**{**LOCAL, "inverse": "random", "neumann_terms": TERMS}), LOCAL["neumann_step"]
     x, y = np.array([0.3, -1.0, 0.5]), np.array([1.0, 0.2, -0.7, 0.4])
-    rows = [jax.tree.map(jnp.asarray, data.row(0)) for data in (task.clients.outer, task.clients.inner)]
-    counts = [len(next(iter(row.values()))) for row in rows]
-    outer, inner = (Samples(row, jnp.asarray(0), jnp.asarray(n), n, True) for row, n in zip(rows, counts, strict=True))
-    client = Client(task.problem.over_batches(), outer, inner, jnp.asarray(0), jnp.asarray(1.0), None, None)
-    directions = jax.jit(jax.vmap(lambda key: algorithm.outer_directions(client, (x, y, None), key).update[0]))
-    drawn = np.asarray(directions(jax.random.split(jax.random.key(0), 20_000)))
-    _, f, g = members(task)[0]
-    b, shrink = outer_gradient(f, x, y), np.eye(4) - s * g["A"]
-    powers = [np.linalg.matrix_power(shrink, k) @ b for k in range(terms + 1)]
-    wanted = hypergradient(f, g, x, y, s * sum(powers[:terms]))
-    errors = drawn.std(0, ddof=1) / np.sqrt(len(drawn))
-    assert np.all(np.abs(drawn.mean(0) - wanted) < 5 * errors)
-    fixed = hypergradient(f, g, x, y, terms * s * powers[terms])
-    assert np.any(np.abs(drawn.mean(0) - fixed) > 50 * errors)
+
+    @jax.jit
+    def directions(data, id, keys):
+        outer, inner = (Samples(rows, jnp.asarray(0), jnp.asarray(n), 4, True) for rows, n in data)
+        client = Client(task.problem.over_batches(), outer, inner, id, jnp.asarray(1.0), None, None)
+        return jax.vmap(lambda key: algorithm.outer_directions(client, (x, y, None), key))(keys)
+
+    for i, other in ((0, 7), (2, 4)):
+        rows = [jax.tree.map(jnp.asarray, part.row(i)) for part in (task.clients.outer, task.clients.inner)]
+        sizes = [len(next(iter(row.values()))) for row in rows]
+        padded = [
+            jax.tree.map(lambda a, n=n: jnp.resize(a, (4, *a.shape[1:])), row)
+            for row, n in zip(rows, sizes, strict=True)
+        ]
+        replies = directions(
+            list(zip(padded, sizes, strict=True)), jnp.asarray(i), jax.random.split(jax.random.key(i), 20_000)
+        )
+        drawn, spent = np.asarray(replies.update[0]), np.asarray(replies.products)
+        _, f, g = members(task)[i]
+        b, shrink = outer_gradient(f, x, y), np.eye(4) - s * g["A"]
+        powers = [np.linalg.matrix_power(shrink, k) @ b for k in range(8)]
+
+        def by(terms, f=f, g=g, powers=powers):
+            return hypergradient(f, g, x, y, s * sum(powers[:terms]))
+
+        errors = drawn.std(0, ddof=1) / np.sqrt(len(drawn))
+        assert np.all(np.abs(drawn.mean(0) - by(TERMS[i])) < 5 * errors)
+        assert np.any(np.abs(drawn.mean(0) - by(other)) > 10 * errors)
+        fixed = hypergradient(f, g, x, y, TERMS[i] * s * powers[TERMS[i]])
+        assert np.any(np.abs(drawn.mean(0) - fixed) > 50 * errors)
+        assert set(spent) == set(range(1, TERMS[i] + 1))  # N' with the Hessian, one with ∇²xy g
 
 
 @pytest.mark.parametrize(
@@ -158,12 +175,24 @@ def test_the_random_length_gives_the_series_on_average(task):
         ({"delay_penalty": 1.0, "own_x": True}, "AFBO.delay_penalty = 1.0 is not allowed: it must be 0 where own_x"),
         ({"merged": True}, "AFBO.merged"),
         ({"hypergradient": "locl"}, "did you mean 'local'"),
+        ({"neumann_terms": 0}, "AFBO.neumann_terms = 0 is not allowed: it must be a positive integer, or one for each"),
+        ({"neumann_terms": [3, 0]}, "AFBO.neumann_terms = [3, 0]"),
+        ({"neumann_terms": []}, "AFBO.neumann_terms = []"),
+        (
+            {"neumann_terms": [3, 2], "hypergradient": "global"},
+            "AFBO.neumann_terms = (3, 2) is not allowed: it must be one number where hypergradient = 'global'",
+        ),
     ],
 )
 def test_wrong_fields(fields, words):
     with pytest.raises(fb.ConfigurationError) as error:
         fb.AFBO(**fields)
     assert words in str(error.value)
+
+
+def test_numbers_of_terms_for_other_clients(task):
+    with pytest.raises(fb.ConfigurationError, match=r"AFBO\.neumann_terms = \(4, 1\) .* one for each of the 5 clients"):
+        run(fb.AFBO(**{**LOCAL, "neumann_terms": (4, 1)}), task, 1)
 
 
 def test_more_first_answers_than_clients(task):

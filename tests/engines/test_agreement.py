@@ -46,7 +46,10 @@ CASES = {
     "FedLin, single level": (fb.FedLin(batch_size=4), WORK),
     "FedAvg, single level": (fb.FedAvg(batch_size=None), (1, 4)),
     "FedAvg-S, minimax": (fb.FedAvgS(batch_size=None), (1, 4)),
-    "AFBO, local": (fb.AFBO(first=2, batch_size=4, inner_rounds=2, neumann_terms=2, delay_penalty=0.1), (1, 2)),
+    "AFBO, local": (
+        fb.AFBO(first=2, batch_size=4, inner_rounds=2, neumann_terms=[2, 3, 1, 4, 2, 1, 3, 5], delay_penalty=0.1),
+        (1, 2),
+    ),
     "AFBO, global": (fb.AFBO(first=3, max_staleness=2, batch_size=4, inner_rounds=2, hypergradient="global"), WORK),
     "AFBO, waiting for all": (fb.AFBO(batch_size=4, local_steps=2, inverse="series", neumann_terms=2), None),
     "asynchronous SimFBO": (fb.SimFBO(first=1, batch_size=4, local_steps=2), None),

@@ -128,6 +128,14 @@ def test_limits(limits, expected, ran):
         assert desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), memory()).refused == expected
 
 
+def test_the_largest_of_several_counts_is_limited():
+    """One number of terms for each client: a server could ask for any work by them."""
+    algorithm = fb.AFBO(neumann_terms=[2, 9], cg_iterations=8, batch_size=4)
+    Limits(local_steps=9).check_algorithm(algorithm)
+    with pytest.raises(Refusal, match=r"neumann_terms = \[2, 9\] is above this client's limit of 8 steps"):
+        Limits(local_steps=8).check_algorithm(algorithm)
+
+
 @fb.algorithm
 class Rounds(federations.Steps):
     """The same with a count that is work for clients."""

@@ -8,7 +8,7 @@ A round is K inner exchanges and an outer one, each of which ends with the first
 
     inner   y_{e+1} = y_e − η G_e,   G_e = ∇y g_i(x, y_e; ξ_e)         G_i = (1/E_i) Σ_e G_e
             y ← y − β_k mean_i G_i                                                                K exchanges
-    outer   H_i = ∇x f_i(x, y) − ∇²xy g_i(x, y) N s (I − s∇²yy g_i)^N' ∇y f_i,   N' uniform on {0..N−1}       (APHE)
+    outer   H_i = ∇x f_i(x, y) − ∇²xy g_i(x, y) N_i s (I − s∇²yy g_i)^N' ∇y f_i,   N' uniform on {0..N_i−1}   (APHE)
             x ← x − α mean_i H_i                                                                  one exchange
 
 mean_i: of everyone's last answers, whenever these were asked for, Σ p_i (.) / Σ p_i over those who have ever answered.
@@ -27,8 +27,9 @@ two products, by the same pass).
 Departures from the paper:
 1. Algorithm 1 leaves out the local step y_{e+1} = y_e − η G_e, lets i run to N and takes y^{t+1} = y^{t,K−1}: here
    there are local steps, of their own size η, i runs to M, and y^{t+1} = y^{t,K}.
-2. APHE starts from f_i where ∇y f_i is meant, and its product has N_i factors, always: it tends to 0 as N grows. Here
-   the length is random, which makes its expectation the series s Σ_{n<N} (I − s∇²yy g_i)^n. `inverse` has others.
+2. APHE starts from f_i where ∇y f_i is meant, and its product has N_i factors, always, times max_i N_i: it tends to 0
+   as N_i grows. Here the length is random and the factor N_i, which makes its expectation the series
+   s Σ_{n<N_i} (I − s∇²yy g_i)^n. `inverse` has others. N_i is one number for all unless `neumann_terms` has several.
 3. Server memory without a table: see memory.py. Delays count from when an answer was asked for, not from its arrival.
 4. Weights p_i for 1/M. Steps may be divided by 1 + c·delay (`delay_penalty`), as the paper says that delays want
    smaller ones, and α and β apart.
@@ -99,6 +100,7 @@ class AFBO(FirstAnswers, Alternating):
         client_lr: η, a client's step.
         inner_lr, outer_lr: β, α, the server's steps.
         hypergradient: "local" (APHE, for which `inverse` and what belongs to it are) or "global", with a v.
+        neumann_terms: N_i: one number for all, or one for each client.
         system_lr: γ, the server's step on v.
         delay_penalty: c: the server's steps are divided by 1 + c·(mean delay of the kind of answer).
         own_x: x is split by client (see own_x.py): each keeps its block and makes the step p_i α H_i by itself, once

@@ -28,12 +28,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fedbilevel.algorithms.alone import Alone
 from fedbilevel.algorithms.batches import Batches
 from fedbilevel.algorithms.neumann_step import check_neumann_step
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients, uniform_below
-from fedbilevel.core.config import at, config, positive, static
+from fedbilevel.core.config import at, config, counts, positive, static
 from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -132,7 +133,7 @@ class Hypergradient(OuterGradients):
     Args: that of `Batches`, and
         hypergradient: "global" or "local".
         inverse: "random", "parallel" (global only), "series" or "cg".
-        neumann_terms: N.
+        neumann_terms: N; of "local" also a number of its own for each client, N_i in the order of the clients.
         neumann_step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian; checked at the start with
             all samples, if `paired` with drawn batches. Where each of n samples has inner unknowns of its own, these
             have n/B times the curvature, and k n/B times where one is drawn k times.
@@ -150,7 +151,7 @@ class Hypergradient(OuterGradients):
 
     hypergradient: Literal["global", "local"] = static("global")
     inverse: Inverse = static("random")
-    neumann_terms: int = static(5)
+    neumann_terms: int | tuple[int, ...] = counts(5)
     neumann_step: float = positive(0.1)
     cg_iterations: int = static(20)
     cg_tolerance: float = positive(1e-3)
@@ -164,14 +165,22 @@ class Hypergradient(OuterGradients):
         for field, allowed in {"hypergradient": ("global", "local"), "inverse": get_args(Inverse)}.items():
             if getattr(self, field) not in allowed:
                 raise unknown(f"{name}.{field}", getattr(self, field), allowed)
-        for field in ("neumann_terms", "cg_iterations"):
-            require_count(f"{name}.{field}", getattr(self, field))
+        require_count(f"{name}.cg_iterations", self.cg_iterations)
+        one = self.hypergradient == "local" or isinstance(self.neumann_terms, int)
+        require(one, f"{name}.neumann_terms", self.neumann_terms, "one number where hypergradient = 'global'")
         both = self.hypergradient == "local" and self.inverse == "parallel"
         require(not both, f"{name}.inverse", "parallel", "'random', 'series' or 'cg' where hypergradient = 'local'")
         alone = self.hypergradient == "local" or not self.paired
         require(alone, f"{name}.paired", True, "False where hypergradient = 'global': clients draw at different times")
         fits = not self.merged or self.mergeable
         require(fits, f"{name}.merged", True, "False: with the other fields as they are it leaves out no exchange")
+
+    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+        """Refuse numbers of terms for more or fewer clients than there are."""
+        terms = self.neumann_terms
+        fits = isinstance(terms, int) or len(terms) == population
+        allowed = f"a positive integer, or one for each of the {population} clients"
+        require(fits, f"{type(self).__name__}.neumann_terms", terms, allowed)
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse a Neumann step at which the products grow, and pairs of which one is missing."""
@@ -191,10 +200,19 @@ class Hypergradient(OuterGradients):
         return self.hypergradient == "global" and self.inverse in ("cg", "parallel")
 
     @property
+    def most_terms(self) -> int:
+        """N, or the largest N_i."""
+        return self.neumann_terms if isinstance(self.neumann_terms, int) else max(self.neumann_terms)
+
+    def terms_of(self, client: Client) -> int | Array:
+        """N, or the client's N_i."""
+        return self.neumann_terms if isinstance(self.neumann_terms, int) else jnp.array(self.neumann_terms)[client.id]
+
+    @property
     def fresh(self) -> int:
         """Fresh cohorts per round: one for ∇y F, one for each product, one for h."""
         apart = self.fresh_cohorts and self.hypergradient == "global" and self.inverse != "cg"
-        return self.neumann_terms + 1 if apart else 0
+        return self.most_terms + 1 if apart else 0
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """The estimate of ∇Φ(x) at y, in the shape of x."""
@@ -218,10 +236,8 @@ class Hypergradient(OuterGradients):
             def product(fed: Fed, v: PyTree, key: Array, number: Any) -> PyTree:
                 return fed.mean(self.hessian_product, (x, y, v), key, unbiased=True, fresh=self.cohort(number))
 
-            v, _, quality = self.solve_system(fed, product, v, system_key)
-        h = fed.mean(
-            self.hypergradient_given, (x, y, v), last_key, unbiased=True, fresh=self.cohort(self.neumann_terms)
-        )
+            v, _, quality = self.solve_system(fed, product, v, system_key, self.most_terms)
+        h = fed.mean(self.hypergradient_given, (x, y, v), last_key, unbiased=True, fresh=self.cohort(self.most_terms))
         return Estimate(h, quality)
 
     def merged_estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
@@ -239,9 +255,9 @@ class Hypergradient(OuterGradients):
     def cohort(self, number: Any) -> Any:
         return number if self.fresh else None
 
-    def solve_system(self, loop: Any, product: Product, b: PyTree, key: Array) -> Solved:
+    def solve_system(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """H⁻¹b by the chosen inverse, with `loop.repeat` and `product` doing the exchanges, or a client's own loops."""
-        step, terms = self.neumann_step, self.neumann_terms
+        step = self.neumann_step
         draw_key, loop_key = jax.random.split(key)
         if self.inverse == "cg":  # one key: the same samples in every product
             end, quality = self.conjugate_gradient(loop, lambda loop, p: (product(loop, p, loop_key, 0), None), b, key)
@@ -308,7 +324,7 @@ class Hypergradient(OuterGradients):
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """N s ∇y f_i in the place of this client's N'_i, zeros in all others: leaves (N, …)."""
         draw_key, batch_key = jax.random.split(key)
-        terms = self.neumann_terms
+        terms = self.most_terms
         reply = self.outer_gradient(client, at, batch_key)
         chosen = (jnp.arange(terms) == uniform_below(draw_key, terms)) * terms * self.neumann_step
         slots = jax.tree.map(lambda leaf: jnp.multiply.outer(chosen, leaf).astype(leaf.dtype), reply.update)
@@ -340,7 +356,7 @@ class Hypergradient(OuterGradients):
         inner = inner_loss_on(problem, x, y, inner_batch)
         if problem.indirect == "inverse":
             product = self.own_products(client, x, y, inner.loss if self.paired else None, system_key)
-            v, spent, quality = self.solve_system(Alone, product, v, system_key)
+            v, spent, quality = self.solve_system(Alone, product, v, system_key, self.terms_of(client))
         cross = inner.pull(self.second_order.cross_of(inner.of_y, inner.features, y, v))
         return Own(loss, Estimate(optax.tree.sub(h, cross), quality), 1, spent + 1)
 
@@ -355,7 +371,7 @@ class Hypergradient(OuterGradients):
             loss = inner_loss_on(client.problem, x, y, client.inner_batch(key, self.batch_size)).loss
         if loss is not None:
             return lambda loop, v, key, number: self.second_order.hess_of(loss, y, v)
-        inner = inner_loss_at(client, x, y, self.batch_size, self.neumann_terms - 1)
+        inner = inner_loss_at(client, x, y, self.batch_size, self.most_terms - 1)
 
         def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
             samples = inner.draw(key)
@@ -375,20 +391,3 @@ def longest(by_length: PyTree) -> Array:
     some = [jnp.any(leaf.reshape(len(leaf), -1) != 0, axis=1) for leaf in jax.tree.leaves(by_length)]
     places = jnp.any(jnp.stack(some), axis=0)
     return jnp.max(jnp.where(places, jnp.arange(len(places)), 0))
-
-
-class Alone:
-    """Loops within one client, as `Fed.repeat` has them across the federation."""
-
-    @staticmethod
-    def repeat(n: Any, body: Callable[..., Any], carry: PyTree, key: Array, *, until: Any = None) -> PyTree:
-        if until is None:  # a loop of known length, if n is one
-            return jax.lax.fori_loop(0, n, lambda i, carry: body(Alone, carry, jax.random.fold_in(key, i)), carry)
-
-        def unfinished(loop: tuple[Array, PyTree]) -> Array:
-            return (loop[0] < n) & ~until(loop[1])
-
-        def step(loop: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
-            return loop[0] + 1, body(Alone, loop[1], jax.random.fold_in(key, loop[0]))
-
-        return jax.lax.while_loop(unfinished, step, (jnp.asarray(0), carry))[1]

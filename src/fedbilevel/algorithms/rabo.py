@@ -153,12 +153,13 @@ class RAFBO(Adaptive):
         h = optax.tree.add(f_x, scaled(share, along))
         return Own(loss, Estimate(h, Quality.unknown()), 1 + each * (count + 1), jnp.asarray(0))
 
-    def answer(self, client: Client, y: PyTree, key: Array) -> tuple[Callable[[PyTree], PyTree], int]:
+    def answer(self, client: Client, y: PyTree, key: Array) -> tuple[Callable[[PyTree], PyTree], Any]:
         """How y answers x, on batches that do not depend on x, and the gradients that one answer takes."""
-        terms: Any = self.neumann_terms if self.estimator == "coordinate" else 1
+        terms: Any = self.terms_of(client) if self.estimator == "coordinate" else 1
+        most = self.most_terms if self.estimator == "coordinate" else 1
 
         def end(x: PyTree) -> PyTree:
-            gradient = inner_loss_at(client, x, y, self.batch_size, terms).gradient
+            gradient = inner_loss_at(client, x, y, self.batch_size, most).gradient
             if self.estimator == "printed":
                 return gradient(y, key)
             return local_descent(gradient, y, terms, terms * self.neumann_step, key)  # the change: y itself cancels

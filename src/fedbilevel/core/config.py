@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.errors import is_count, require, unknown
 from fedbilevel.core.tree import XYV
 
 T = TypeVar("T", bound=type)
@@ -37,6 +37,11 @@ class Schedule:
 def static(default: Any) -> Any:
     """A field that shapes the compiled program (a count, a flag, a choice)."""
     return dataclasses.field(default=default, metadata={"static": True})
+
+
+def counts(default: int) -> Any:
+    """A static field that must be a positive integer, or several of them, one for each client; kept as a tuple then."""
+    return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
 def steps(x: Step, y: Step, v: Step) -> Any:
@@ -58,7 +63,9 @@ def fraction(default: float) -> Any:
     return dataclasses.field(default=default, metadata={"prepare": prepare})
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(static, steps, positive, fraction))
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(static, counts, steps, positive, fraction)
+)
 def config(cls: T) -> T:
     """Make a class a configuration: frozen keyword-only dataclass and pytree, its fields checked when built.
 
@@ -109,8 +116,8 @@ def hyperparameters(configuration: Any) -> dict[str, Any]:
     values = {jax.tree_util.keystr(path).lstrip("."): np.asarray(leaf).tolist() for path, leaf in leaves}
     for field in dataclasses.fields(configuration):
         value = getattr(configuration, field.name)
-        if field.metadata.get("static") and isinstance(value, int | float | str | None):
-            values[field.name] = value
+        if field.metadata.get("static") and isinstance(value, int | float | str | tuple | None):
+            values[field.name] = list(value) if isinstance(value, tuple) else value
     return values
 
 
@@ -140,6 +147,14 @@ def _prepare_number(
         numbers = np.asarray(value, float)
         require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
     return value
+
+
+def _prepare_counts(name: str, value: Any) -> Any:
+    several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    each = list(value) if several else [value]
+    fits = len(each) > 0 and all(map(is_count, each))
+    require(fits, name, value, "a positive integer, or one for each client")
+    return tuple(int(one) for one in each) if several else value
 
 
 def _prepare_steps(name: str, value: Any) -> Any:

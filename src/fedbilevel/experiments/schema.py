@@ -67,7 +67,7 @@ def of_algorithm(cls: Any) -> dict[str, Field]:
     """The fields of an algorithm, which is a dataclass."""
     hints = typing.get_type_hints(cls)
     return {
-        f.name: Field(f.name, hints[f.name], f.default, schedulable="prepare" in f.metadata)
+        f.name: Field(f.name, hints[f.name], f.default, "prepare" in f.metadata and not f.metadata.get("static"))
         for f in dataclasses.fields(cls)
     }
 

@@ -59,7 +59,8 @@ class Limits:
                 raise Refusal(f"{name} = {value} is above this client's limit of {self.batch_size}")
             if name == "batch_size" and value is not None and value < self.min_batch_size:
                 raise Refusal(f"{name} = {value} is below this client's floor of {self.min_batch_size}")
-            if type(value) is int and name != "batch_size" and value > self.local_steps:
+            largest = max(value, default=0) if isinstance(value, list) else value
+            if type(largest) is int and name != "batch_size" and largest > self.local_steps:
                 raise Refusal(f"{name} = {value} is above this client's limit of {self.local_steps} steps")
 
     def check_samples(self, count: int) -> None:
