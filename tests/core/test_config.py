@@ -1,14 +1,17 @@
 """Are hyperparameters checked when built, fixed or traced as declared, and able to follow a schedule or a sweep?"""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.local_coefficients import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.core.config import Schedule, at, config, fraction, positive, static, steps
+from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, steps
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import XYV
 
@@ -21,6 +24,14 @@ class Example:
     lr: XYV = steps(x=0.1, y=0.2, v=0.3)
     radius: float = positive(2.0)
     decay: float = fraction(0.5)
+
+
+def test_hyperparameters_are_what_json_holds():
+    """Numbers and words, several counts as a list; an optax optimizer, a tuple of functions, is left out."""
+    several, optimizer = (hyperparameters(one) for one in (AFBO(neumann_terms=np.array([2, 3])), SimFBO()))
+    assert several["neumann_terms"] == [2, 3]
+    assert json.loads(json.dumps([several, optimizer])) == [several, optimizer]
+    assert "server_optimizer" not in optimizer
 
 
 def test_defaults_stand():

@@ -116,8 +116,9 @@ def hyperparameters(configuration: Any) -> dict[str, Any]:
     values = {jax.tree_util.keystr(path).lstrip("."): np.asarray(leaf).tolist() for path, leaf in leaves}
     for field in dataclasses.fields(configuration):
         value = getattr(configuration, field.name)
-        if field.metadata.get("static") and isinstance(value, int | float | str | tuple | None):
-            values[field.name] = list(value) if isinstance(value, tuple) else value
+        several = isinstance(value, tuple) and all(map(is_count, value))  # an optax optimizer is a tuple, too
+        if field.metadata.get("static") and (several or isinstance(value, int | float | str | None)):
+            values[field.name] = list(value) if several else value
     return values
 
 
