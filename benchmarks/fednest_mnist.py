@@ -19,18 +19,18 @@ from fedbilevel.tasks.task import Task
 
 ROWS = (10, 50, 100)
 EPOCH = {"local_steps": 25, "batch_size": 64}
-PUBLISHED = {**EPOCH, "inner_lr": 0.25, "outer_lr": 0.01, "neumann_step": 0.01, "neumann_terms": 5}
+PUBLISHED = {**EPOCH, "inner_lr": 0.25, "outer_lr": 0.01, "neumann_step": 0.01, "neumann_terms": 5, "inverse": "random"}
 FASTER = {**PUBLISHED, "outer_lr": 0.03, "neumann_step": 0.02}
 METHODS = {
     "head only": fb.LFedNest(**{**PUBLISHED, "outer_lr": 1e-30}),
     "FedNest, published steps": fb.FedNest(**PUBLISHED),
     "LFedNest, published steps": fb.LFedNest(**PUBLISHED),
     "FedNest": fb.FedNest(**FASTER),
-    "FedNest, conjugate gradient": fb.FedNest(**{**FASTER, "outer_lr": 0.05}, inverse="cg", cg_iterations=5),
+    "FedNest, conjugate gradient": fb.FedNest(**{**FASTER, "outer_lr": 0.05, "inverse": "cg"}, cg_iterations=5),
     "FedNest-SGD": fb.FedNestSGD(**FASTER),
     "LFedNest": fb.LFedNest(**{**PUBLISHED, "outer_lr": 0.025}),
-    "FedMBO": fb.FedMBO(**FASTER),
-    "AggITD": fb.AggITD(inner_rounds=5, local_steps=5, batch_size=64, inner_lr=0.05, outer_lr=0.05),
+    "FedMBO": fb.FedMBO(**{**FASTER, "inverse": "parallel"}),
+    "AggITD": fb.AggITD(inner_rounds=5, local_steps=5, batch_size=64, inner_lr=0.05, outer_lr=0.05, inverse="random"),
     "FedBiO": fb.FedBiO(local_steps=5, batch_size=64, client_lr=0.02),
     "FedBiOAcc": fb.FedBiOAcc(local_steps=5, batch_size=64, client_lr=0.02),
     "SimFBO": fb.SimFBO(local_steps=5, batch_size=64, client_lr=0.05, server_lr=0.1, radius=10),

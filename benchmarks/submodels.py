@@ -101,7 +101,7 @@ def cost(make: Any, fields: dict[str, Any], methods: Methods = METHODS) -> None:
 
 def beside_fedmbo(measure: Any, whole: Task, cut: Task, fields: dict[str, Any], methods: Methods) -> Iterator[Any]:
     """(method, models, what it costs, what it costs on whole models, what FedMBO costs on these), FedMBO first."""
-    first = itself = measure(whole, fb.FedMBO(**fields))
+    first = itself = measure(whole, fb.FedMBO(**fields, inverse="parallel"))
     yield "FedMBO", "whole", first, first, first
     for name, (algorithm, more) in methods.items():
         for models, task in (("whole", whole), ("cut", cut)):
@@ -150,7 +150,7 @@ def seconds(make: Any, fields: dict[str, Any], methods: Methods, passes: int, ro
     print("| method, models | ms | of FedMBO's time, % | pass by pass | of its operations, % |")
     print("|---|---:|---:|---|---:|")
     runs = {
-        "FedMBO, whole": (tasks["whole"], fb.FedMBO(**fields)),
+        "FedMBO, whole": (tasks["whole"], fb.FedMBO(**fields, inverse="parallel")),
         **{
             f"{name}, {models}": (task, algorithm(**fields, **more))
             for name, (algorithm, more) in methods.items()

@@ -21,8 +21,8 @@ def run(algorithm, task, rounds, engine=None):
     return fb.solve(algorithm, task.problem, task.clients, X0, Y0, rounds=rounds, engine=engine)
 
 
-def method(cls=fb.FedMBO, **fields):
-    return cls(inner_lr=BETA, outer_lr=ALPHA, neumann_step=S, batch_size=None, **fields)
+def method(cls=fb.FedMBO, inverse="parallel", **fields):
+    return cls(inverse=inverse, inner_lr=BETA, outer_lr=ALPHA, neumann_step=S, batch_size=None, **fields)
 
 
 def draw(monkeypatch, *lengths):

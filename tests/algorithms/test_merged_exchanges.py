@@ -120,7 +120,7 @@ def test_products_of_lengths_that_nobody_drew_are_not_asked_for(monkeypatch):
     """Of N'_i = 1, 0, 1 the longest is 1: one product in place of N − 1."""
     lengths = iter((1, 0, 1) * 2)
     monkeypatch.setattr(estimator, "uniform_below", lambda key, bound: jnp.asarray(next(lengths)))
-    single, merged = both(quadratic(clients=M, dim_y=K), fb.FedMBO, 1)
+    single, merged = both(quadratic(clients=M, dim_y=K), fb.FedMBO, 1, inverse="parallel")
     same_point(single, merged)
     assert (single.ledger.exchanges, merged.ledger.exchanges) == (T + N + 1, T + 1 + 2)
     assert single.ledger.products - merged.ledger.products == M * (N - 2)
@@ -152,7 +152,7 @@ def test_cohorts_leave_the_mean_of_merged_products_where_it_is():
     b = sum(p * outer_gradient(f, X0, Y0) for p, f, _ in members(task))
     v = s * sum(np.linalg.matrix_power(np.eye(K) - s * mean["A"], n) @ b for n in range(N))
     expected = sum(p * hypergradient(f, g, X0, Y0, v) for p, f, g in members(task))
-    method = fb.FedMBO(merged=True, neumann_terms=N, neumann_step=s, batch_size=2)
+    method = fb.FedMBO(merged=True, inverse="parallel", neumann_terms=N, neumann_step=s, batch_size=2)
     drawn = sample(method, task.problem, task.clients, X0, Y0, draws=draws, cohort=2, engine=None, key=0)
     assert np.linalg.norm(drawn.mean - expected) < 4 * drawn.standard_error < np.linalg.norm(expected) / 8
     chance = np.diff((np.arange(N + 1) / N) ** 2)  # of each longest length

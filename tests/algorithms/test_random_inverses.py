@@ -19,13 +19,16 @@ TERMS, STEP, ALPHA = 8, 1.5, 0.05
 BURN_IN, BLOCKS, BLOCK, EVERY = 1_500, 32, 750, 30  # long against 1/(¾α) = 27 rounds, in which a distance falls e-fold
 PRECISION = 0.022  # standard errors, relative to ‖x*‖
 STEPS = {"inner_lr": STEP, "outer_lr": ALPHA, "batch_size": None}
-NEUMANN = {"neumann_terms": TERMS, "neumann_step": STEP, **STEPS}
+NEUMANN = {"inverse": "random", "neumann_terms": TERMS, "neumann_step": STEP, **STEPS}
 UNBIASED = {
     "FedNest": (fb.FedNest(local_steps=3, outer_steps=2, **NEUMANN), None),
     "FedNest, cohorts": (fb.FedNest(local_steps=1, **NEUMANN), 4),
-    "FedMBO": (fb.FedMBO(local_steps=1, **NEUMANN), None),
-    "FedMBO, cohorts": (fb.FedMBO(local_steps=1, **NEUMANN), 4),
-    "AggITD": (fb.AggITD(local_steps=1, inner_rounds=TERMS, **STEPS), None),  # its cohorts are not fresh
+    "FedMBO": (fb.FedMBO(local_steps=1, **{**NEUMANN, "inverse": "parallel"}), None),
+    "FedMBO, cohorts": (fb.FedMBO(local_steps=1, **{**NEUMANN, "inverse": "parallel"}), 4),
+    "AggITD": (
+        fb.AggITD(local_steps=1, inner_rounds=TERMS, inverse="random", **STEPS),
+        None,
+    ),  # its cohorts are not fresh
 }
 BIASED = {
     "local Hessians": (fb.LFedNest(local_steps=1, **NEUMANN), None),

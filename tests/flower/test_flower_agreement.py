@@ -33,8 +33,13 @@ CASES = {
     "FedNest, conjugate gradient, work of each client": (
         fb.FedNest(inverse="cg", cg_iterations=3, cg_tolerance=0.9, batch_size=4), "equal", [1, 2, 3, 1, 2], None
     ),
-    "LFedNest, random work": (fb.LFedNest(batch_size=4, inner_lr=0.1), "equal", (1, 3), None),
-    "FedMBO, fresh cohorts": (fb.FedMBO(inner_rounds=2, neumann_terms=2, batch_size=4), "equal", None, None),
+    "LFedNest, random work": (fb.LFedNest(inverse="random", batch_size=4, inner_lr=0.1), "equal", (1, 3), None),
+    "FedMBO, fresh cohorts": (
+        fb.FedMBO(inverse="parallel", inner_rounds=2, neumann_terms=2, batch_size=4),
+        "equal",
+        None,
+        None,
+    ),
     "two phases, a loop, client state": (TwoPhase(), "equal", None, None),
     "FedLin, single level": (fb.FedLin(batch_size=4), "equal", None, SINGLE_LEVEL),
     "FedAvg-S, minimax, ragged": (fb.FedAvgS(batch_size=None, local_steps=2), "ragged", None, MINIMAX),

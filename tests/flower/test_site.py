@@ -130,7 +130,7 @@ def test_limits(limits, expected, ran):
 
 def test_the_largest_of_several_counts_is_limited():
     """One number of terms for each client: a server could ask for any work by them."""
-    algorithm = fb.AFBO(neumann_terms=[2, 9], cg_iterations=8, batch_size=4)
+    algorithm = fb.AFBO(neumann_terms=[2, 9], cg_iterations=8, batch_size=8)
     Limits(local_steps=9).check_algorithm(algorithm)
     with pytest.raises(Refusal, match=r"neumann_terms = \[2, 9\] is above this client's limit of 8 steps"):
         Limits(local_steps=8).check_algorithm(algorithm)

@@ -29,7 +29,8 @@ Departures from the paper:
    there are local steps, of their own size η, i runs to M, and y^{t+1} = y^{t,K}.
 2. APHE starts from f_i where ∇y f_i is meant, and its product has N_i factors, always, times max_i N_i: it tends to 0
    as N_i grows. Here the length is random and the factor N_i, which makes its expectation the series
-   s Σ_{n<N_i} (I − s∇²yy g_i)^n. `inverse` has others. N_i is one number for all unless `neumann_terms` has several.
+   s Σ_{n<N_i} (I − s∇²yy g_i)^n; this series is the default, and `inverse` = "random" the product. N_i is one number
+   for all unless `neumann_terms` has several.
 3. Server memory without a table: see memory.py. Delays count from when an answer was asked for, not from its arrival.
 4. Weights p_i for 1/M. Steps may be divided by 1 + c·delay (`delay_penalty`), as the paper says that delays want
    smaller ones, and α and β apart.

@@ -11,7 +11,8 @@ A round makes N exchanges on y from y^0 = y, and one on x. With H_i = ∇²yy g_
 
     x ← x − α mean_i [∇x f_i(x, y^N) − λN ∇²xy g_i(x, y^N) r],   y ← y^N                               the last exchange
 
-"series" takes the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place of λN r.
+"series", the default, takes the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place
+of λN r. "random" is the paper's; λN r has a variance that grows with N.
 
 With τ = 1, H and ∇²xy G that do not depend on y, and ∇y F that is the same at y^0..y^N (f linear in y, or y^0 = y*(x)),
 that expectation is the derivative of F(x, y^N(x)), y^N(x) being N gradient steps from a fixed y^0: what unrolling
@@ -27,7 +28,8 @@ Departures from the paper:
    alone when a client makes τ > 1 steps.
 2. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
 3. All exchanges of a round ask the same cohort, so that with partial participation products of means are biased.
-4. What is drawn for r is drawn apart from the samples of the steps on y.
+4. The default is the expectation over Q.
+5. What is drawn for r is drawn apart from the samples of the steps on y.
 
 Checked in tests/algorithms/test_aggitd.py (closed forms, unrolling, exchanges) and tests/engines/test_agreement.py.
 """
@@ -72,12 +74,12 @@ class AggITD(InnerDescent, OuterGradients):
     Args: those of `InnerDescent`, where `inner_rounds` is N and `inner_lr` is λ, below 2/ℓ for ℓ the largest eigenvalue
         of the inner Hessian, and
         outer_lr: α.
-        inverse: "random" or "series".
+        inverse: "series" or "random".
     """
 
     inner_rounds: int = static(5)
     outer_lr: float = positive(0.1)
-    inverse: Inverse = static("random")
+    inverse: Inverse = static("series")
 
     def validate(self) -> None:
         super().validate()

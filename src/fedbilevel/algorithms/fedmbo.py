@@ -14,14 +14,15 @@ each client's own, that variance falls with their number, hence the paper's line
 client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each length apart, and each product takes in the
 next of these sums.
 
-Exchanges per round: T + N + 1; merged: T + N' + 2 for the longest N'_i drawn, by conjugate gradient with K products
-T + K + 1, the other inverses having nothing to merge. Client state: none.
+Exchanges per round: T + N + 1; merged, "parallel" T + N' + 2 for the longest N'_i drawn, by conjugate gradient with K
+products T + K + 1, the other inverses having nothing to merge. Client state: none.
 Cost per local step: a gradient of g.
 
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
 2. The T inner rounds ask the round's own cohort, the exchanges of the hypergradient a fresh one each.
-3. v may also be found with one length for all, by a deterministic series or by conjugate gradient (`inverse`).
+3. The default is the expectation of that v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F, for as many exchanges and
+   without variance, which grows with N. `inverse` = "parallel" is the paper's.
 
 Checked in tests/algorithms/test_fedmbo.py (closed forms, variance, exchanges) and tests/engines/test_agreement.py.
 """
@@ -32,7 +33,6 @@ import jax
 from jax import Array
 
 from fedbilevel.algorithms.fednest import Alternating, State
-from fedbilevel.algorithms.hypergradient import Inverse
 from fedbilevel.core.algorithm import algorithm
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
@@ -49,7 +49,6 @@ class FedMBO(Alternating):
     """
 
     hypergradient: Literal["global", "local"] = static("global")
-    inverse: Inverse = static("parallel")
 
     def validate(self) -> None:
         only = self.hypergradient == "global"

@@ -24,7 +24,9 @@ Departures from the paper:
    common part −βq (or −αh) is taken by the server, once, and only what clients drift beyond it is averaged,
    Σ p_i d_i / Σ p_i: q and the weights of one cohort are not independent, and their product would be biased.
 2. The first corrected step is along q (or h) itself, its correction being zero whatever is drawn.
-3. v may also be found by a deterministic series or by conjugate gradient (`inverse`), or locally (`hypergradient`).
+3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F: N exchanges, and none
+   of the variance, which grows with N. `inverse` = "random" is the paper's; v may also be found by conjugate gradient,
+   or locally (`hypergradient`).
 4. `merged` makes the exchanges fewer, and with full batches the numbers no others: see hypergradient.py for v and h.
    The drift of one step is zero and not asked for: of x for τ = 1, of y for `local_steps` = 1 where the population does
    not give clients numbers of their own. No reply is asked whether anyone goes on: those who did not answer may, and
@@ -174,7 +176,7 @@ class GlobalOuter(Nested):
 class FedNest(GlobalOuter):
     """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested`.
 
-    Exchanges per round: 2T + N' + 3; merged: 2T + N' + 2, by conjugate gradient with K products 2T + K + 1, all T fewer
+    Exchanges per round: 2T + N + 2; merged: 2T + N + 1, by conjugate gradient with K products 2T + K + 1, all T fewer
     with `local_steps` = 1 for everyone.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that differ much and an exact hypergradient, where exchanges are cheap.
@@ -221,7 +223,7 @@ class FedNest(GlobalOuter):
 class FedNestSGD(GlobalOuter):
     """FedNest with FedAvg's plain local steps on y. Fields: see `Nested`.
 
-    Exchanges per round: T + N' + 3; merged: T + N' + 2, by conjugate gradient with K products T + K + 1.
+    Exchanges per round: T + N + 2; merged: T + N + 1, by conjugate gradient with K products T + K + 1.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that are alike, with a global hypergradient.
     Cost per local step: a gradient of g (on x: two of f); a product with ∇²g per exchange of FedIHGP.

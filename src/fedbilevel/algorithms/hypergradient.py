@@ -4,7 +4,7 @@ With b = ∇y F, H = ∇²yy G, s the Neumann step (1/ℓ in papers) and N terms
 
     random     N' uniform on {0..N−1};  v = N s (I − sH)^N' b                  FedIHGP (FedNest, Algorithm 3)
     parallel   v = mean over clients of N s (I − sH)^N'_i ∇y f_i, each with its own N'_i           (FedMBO)
-    series     v = s Σ_{n<N} (I − sH)^n b, the expectation of the two above
+    series     v = s Σ_{n<N} (I − sH)^n b, the expectation of the two above; the default, as their variance grows with N
     cg         conjugate gradient, until ‖b − H v‖ ≤ tolerance·‖b‖
 
 "global": every product is a mean over clients and costs an exchange. "local": every client does all of it with its own
@@ -150,7 +150,7 @@ class Hypergradient(OuterGradients):
     """
 
     hypergradient: Literal["global", "local"] = static("global")
-    inverse: Inverse = static("random")
+    inverse: Inverse = static("series")
     neumann_terms: int | tuple[int, ...] = counts(5)
     neumann_step: float = positive(0.1)
     cg_iterations: int = static(20)

@@ -16,6 +16,7 @@ from fedbilevel.experiments.presets.table import (
     Fields,
     Preset,
     each,
+    randomly,
     xyv,
 )
 
@@ -37,7 +38,7 @@ ALGORITHMS: dict[str, Fields] = {
 PRESET = Preset(
     task={"hidden": [16]},
     shared={"local_steps": 20, "batch_size": 5},
-    algorithms=ALGORITHMS,
+    algorithms=randomly(ALGORITHMS),
     run={"rounds": 100, "eval_every": 10},
     networks={name: {"hidden": [16, 16, 16, 16]} for name in ("resnet12", "resnet18")},
 )

@@ -8,6 +8,7 @@ from fedbilevel.experiments.presets.table import (
     Fields,
     Preset,
     each,
+    randomly,
     xyv,
 )
 
@@ -49,10 +50,12 @@ MNIST: dict[str, Fields] = {
 }
 
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
-LIKE_MNIST = Preset(task={"validation": 0.2}, shared={"local_steps": 10, "batch_size": 64}, algorithms=MNIST, run=RUN)
+LIKE_MNIST = Preset(
+    task={"validation": 0.2}, shared={"local_steps": 10, "batch_size": 64}, algorithms=randomly(MNIST), run=RUN
+)
 
 PRESETS: dict[str | None, Preset] = {
-    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=DIGITS, run=RUN),
+    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=randomly(DIGITS), run=RUN),
     "mnist": LIKE_MNIST,
     "fashion-mnist": LIKE_MNIST,
 }

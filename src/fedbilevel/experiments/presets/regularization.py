@@ -1,6 +1,15 @@
 """Step sizes for regularization. One coefficient's slope is small, exp(x_j)‖W_j‖², and steps on x are large for it."""
 
-from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
+from fedbilevel.experiments.presets.table import (
+    FEDBIO,
+    HESSIAN_INVERTING,
+    SINGLE_LOOP,
+    Fields,
+    Preset,
+    each,
+    randomly,
+    xyv,
+)
 
 CUTTING: Fields = {
     "client_lr": xyv(20.0, 0.3, 0.002),
@@ -44,6 +53,6 @@ COVERTYPE: dict[str, Fields] = {
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
 
 PRESETS: dict[str | None, Preset] = {
-    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=ALGORITHMS, run=RUN),
-    "covtype": Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=COVERTYPE, run=RUN),
+    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=randomly(ALGORITHMS), run=RUN),
+    "covtype": Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=randomly(COVERTYPE), run=RUN),
 }

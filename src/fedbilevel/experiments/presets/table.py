@@ -10,6 +10,8 @@ OWN_HYPERGRADIENTS = ("lfednest", "rabo", "rafbo")
 SINGLE_LOOP = ("simfbo", "shrofbo")
 FEDBIO = ("fedbio", "fedbioacc")
 """Methods with the same fields."""
+RANDOM_LENGTHS = {**dict.fromkeys(("fednest", "fednest-sgd", "lfednest", "aggitd"), "random"), "fedmbo": "parallel"}
+"""The inverses of the papers, by products of random length. Their variance is small where N·s·ℓ is."""
 ALONE: Mapping[str, Fields] = {"irig": {"pooled": True}}
 """What methods for a single client need of [run]."""
 
@@ -38,6 +40,12 @@ class Preset:
 def each(algorithms: Iterable[str], fields: Fields) -> dict[str, Fields]:
     """The same fields for several algorithms."""
     return dict.fromkeys(algorithms, fields)
+
+
+def randomly(table: Mapping[str, Fields]) -> dict[str, Fields]:
+    """The same fields, with random lengths where they name no inverse and the method's paper has these."""
+    lengths = {name: {"inverse": RANDOM_LENGTHS[name]} if name in RANDOM_LENGTHS else {} for name in table}
+    return {name: {**lengths[name], **fields} for name, fields in table.items()}
 
 
 def xyv(x: float, y: float, v: float) -> dict[str, float]:
