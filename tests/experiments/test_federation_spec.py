@@ -158,7 +158,7 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
         "serverapp": "my_app.server_app:app",
         "clientapp": "my_app.client_app:app",
     }
-    known = {"settings", "out", *federation.SERVER}
+    known = {"settings", "out", "client-keys", *federation.SERVER}
     assert set(project["tool"]["flwr"]["app"]["config"]) == known
     made = read_spec(folder / "my_app" / "spec.toml")
     assert (made.run.rounds, made.task.fields["clients"]) == (7, 3)
