@@ -141,7 +141,7 @@ def test_what_is_out_of_proportion_does_not_count(clients, round, value, tmp_pat
 def test_what_is_refused_is_said(tmp_path):
     """Median of three norms; the factor and its name are in the sentence."""
     log = tmp_path / "log.jsonl"
-    play(3, {(BAD, 0): filled(1e30)}, log=log)
+    play(3, {(BAD, 0): filled(1e30)}, Terms(norm_factor=1000.0, join=1.0), log=log)
     middle = np.sort(np.linalg.norm(np.delete(targets(3), BAD, 0), axis=1))[-1]
     (why,) = said(log)[0].values()
     expected = f"its update has a norm of 1.73e+30, where {middle:.3g} is usual and {1000 * middle:.3g} the bound"

@@ -19,7 +19,7 @@ from fedbilevel.flower.wire import Ask
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)  # their compiled phases serve all tests
 COHORTS = federations.cohorts()
-TERMS = Terms(norm_bound=1e6, deadline=100.0, join=5.0)
+TERMS = Terms(norm_factor=1000.0, norm_bound=1e6, deadline=100.0, join=5.0)
 
 
 def refuse(answer, message):

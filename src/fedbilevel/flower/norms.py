@@ -8,6 +8,9 @@ Norms of 0 are left out of both medians: an update may rightly be 0 for most and
 what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges of
 this process. Where neither is known nothing is refused. The message's norm is there for updates that are rounding
 errors for most: what is no longer than some times the point itself cannot spoil it for good.
+
+The factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by Dirichlet's
+0.05, digits, a client's own hypergradients (LFedNest): the longest was 1,020 times the median.
 """
 
 from __future__ import annotations
