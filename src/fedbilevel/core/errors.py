@@ -58,7 +58,7 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationErr
     lower = {one.lower(): one for one in names}
     near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
     hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
-    return ConfigurationError(f"unknown {kind} {str(name)!r}{hint} (allowed: {', '.join(names)})")
+    return ConfigurationError(f"unknown {kind} {str(name)[:200]!r}{hint} (allowed: {', '.join(names)})")
 
 
 def diverged(where: str, what: str) -> NonFiniteError:

@@ -21,8 +21,11 @@ LARGEST = 1e300  # of a cost: sums of some are floats yet
 KINDS = {  # of what a summary says
     ("task", "algorithm", "metric", "stopped"): lambda value: isinstance(value, str),
     ("data",): lambda value: isinstance(value, str | None),
-    ("seed", "rounds", "best_round"): lambda value: type(value) is int and is_number(value),
-    ("final", "best", "seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time"): is_number,
+    ("seed", "rounds", "best_round"): lambda value: type(value) is int and 0 <= value <= LARGEST,
+    ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time"): lambda value: (
+        is_number(value) and 0 <= value <= LARGEST
+    ),
+    ("final", "best"): is_number,
 }
 
 

@@ -42,8 +42,10 @@ def gflop(flops: float) -> str:
 
 def mean_and_spread(metric: str, values: Sequence[float]) -> str:
     """Mean ± sample standard deviation, for people."""
-    mean = math.fsum(values) / len(values)
+    mean = sum(value / len(values) for value in values)
     if len(values) == 1:
         return text(metric, mean)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    spread = math.hypot(*(value - mean for value in values)) / math.sqrt(
+        len(values) - 1
+    )  # squares nothing that is large
     return f"{text(metric, mean).removesuffix(' %')} ± {text(metric, spread)}"
