@@ -45,7 +45,6 @@ def mean_and_spread(metric: str, values: Sequence[float]) -> str:
     mean = sum(value / len(values) for value in values)
     if len(values) == 1:
         return text(metric, mean)
-    spread = math.hypot(*(value - mean for value in values)) / math.sqrt(
-        len(values) - 1
-    )  # squares nothing that is large
+    deviation = math.hypot(*(value - mean for value in values))  # without squares, which may be too large for a float
+    spread = deviation / math.sqrt(len(values) - 1)
     return f"{text(metric, mean).removesuffix(' %')} ± {text(metric, spread)}"
