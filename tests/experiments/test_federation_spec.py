@@ -86,6 +86,18 @@ def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
     federation.serve(spec, lost, config)  # it is finished: nothing is asked
 
 
+def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp_path):
+    spec, out = spec.replace(run={"rounds": 1}), tmp_path / "a"
+    config = {"out": str(out), "quorum": 1.0, "attempts": 1, "join": 0.1, "deadline": 0.1}
+    app = federation.client_app(spec)
+    for _ in range(2):
+        with pytest.raises(fb.ExchangeError, match="2 clients are here where 3 of 3 are needed"):
+            federation.serve(spec, InProcess(app, 2), config)
+        assert not (out / "exchanges.jsonl").exists()
+    federation.serve(spec, InProcess(app, 3), config)
+    assert load_run(out).summary["rounds"] == 1
+
+
 def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path, monkeypatch):
     monkeypatch.chdir(hospitals)
     spec = read_spec("spec.toml").replace(run={"rounds": 3})

@@ -88,7 +88,8 @@ class Trial:
     """A federation of real processes and the runs that it plays, one after the other."""
 
     folder: Path
-    ports: int
+    ports: int | None  # the first; None: any
+    forgetful: int | None = FORGETFUL
     federation: Federation = field(init=False)
     console: Console = field(init=False)  # for runs; the federation's own stays free
     runs: int = 0
@@ -120,7 +121,7 @@ class Trial:
 
     def node_config(self, client):
         """What a client's SuperNode is told: all but one have a folder for what they keep."""
-        kept = "" if client == FORGETFUL else f" state-folder='{self.folder / 'states' / str(client)}'"
+        kept = "" if client == self.forgetful else f" state-folder='{self.folder / 'states' / str(client)}'"
         return f"partition-id={client} num-partitions={CLIENTS} min-batch-size=4 min-local-samples=6{kept}"
 
     def renew(self):
@@ -130,13 +131,21 @@ class Trial:
         shutil.rmtree(self.federation.directory / "credentials", ignore_errors=True)
         self.federation.start()
 
-    def left(self):
+    def pids(self):
         """Processes of this trial that run, by their environment: those too that nobody is the parent of."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if str(self.faults).encode() in (process / "environ").read_bytes():
-                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    found.append(int(process.name))
+        return found
+
+    def left(self):
+        """The commands of processes of this trial that still run."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
         return found
 
     def out(self):
@@ -239,8 +248,14 @@ class Submitted(threading.Thread):
 
     def refusals(self):
         """Why answers did not count."""
-        lines = map(json.loads, (self.out / "exchanges.jsonl").read_text().splitlines())
+        lines = exchanges_of(self.out / "exchanges.jsonl")
         return [why for line in lines for why in line.get("refused", {}).values()]
+
+    def result(self):
+        """The result in the run's folder."""
+        with mock.patch.dict(ALGORITHMS, KEPT):
+            task = build(read_spec(self.out / "spec.toml")).task
+        return load_result(self.out / "result.npz", task.x0, task.y0)
 
     def difference(self, **told):
         """How far x and y are from those of the run in which just those took part who did: see `replayed`."""
@@ -255,10 +270,15 @@ class Submitted(threading.Thread):
         return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
 
 
+def exchanges_of(log):
+    """The lines of a run's log of exchanges."""
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
 def exchanges(log):
     """(round, exchange) → (phase, clients that answered, in any attempt), of the last time that a round was played."""
     found = {}
-    for line in map(json.loads, log.read_text().splitlines()):
+    for line in exchanges_of(log):
         place = line["round"], line["exchange"]
         if line["exchange"] == 0 and line["attempt"] == 0:  # a round begins, maybe again
             found = {key: value for key, value in found.items() if key < place}

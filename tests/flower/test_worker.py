@@ -218,7 +218,7 @@ def test_worker_and_loop_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(private, "HOLD", 0.1)
     record = SimpleNamespace(active_until=datetime.now(UTC))
     state: Any = SimpleNamespace(lock_task_store=threading.Lock(), task_token_store={7: record})
-    meeting = private.Meeting(lambda quiet: 0.0, lambda *_: "task", lambda *_: "finished")
+    meeting = private.Meeting(lambda quiet: 0.0, lambda *_: "task", lambda *_: "finished", print, print)
     assert meeting.acquire("request", state) != "task"  # no message is complete: the question ends empty
     assert record.active_until.year == 1970  # what the worker had before is given up
     monkeypatch.setattr(private, "HOLD", 30.0)
@@ -238,7 +238,7 @@ def test_a_reply_that_never_becomes_complete_does_not_hold_the_node() -> None:
     pytest.importorskip("flwr")
     from fedbilevel.flower import private
 
-    meeting = private.Meeting(lambda quiet: 0.0, lambda *_: None, lambda *_: None)
+    meeting = private.Meeting(lambda quiet: 0.0, *[lambda *_: None] * 4)
 
     def yield_object_contents() -> None:  # the name of the function that waits for content
         meeting.sleep(0.01)

@@ -6,6 +6,7 @@ then END and the exit status.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -86,8 +87,8 @@ class Console:
 
 def main() -> None:
     """Carry out the commands on the standard input."""
-    from flwr.cli.app import app
-
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="flwr")
+    app = command.load()
     for line in sys.stdin:
         try:
             status = app(json.loads(line), standalone_mode=False) or 0

@@ -7,13 +7,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+from fedbilevel.flower import private
 
 Delay = Callable[[int, Message], float]
 
@@ -65,7 +65,7 @@ class InProcess(Grid):
         self.nodes, self.numbers = itertools.count(1), itertools.count(1)
         for client in range(clients):
             self.join(client)
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 0
+        private.be_server()
 
     def join(self, client: int) -> None:
         """Let a client come, as a new node that Flower knows nothing of yet."""
@@ -132,9 +132,9 @@ class InProcess(Grid):
                 return answers
             self.clock.sleep(end - self.clock.time())
 
-    def set_run(self, run: Run) -> None:
+    def set_run(self, run: object) -> None:
         raise NotImplementedError("there is no SuperLink that would know of runs")
 
     @property
-    def run(self) -> Run:
+    def run(self) -> NoReturn:
         raise NotImplementedError("there is no SuperLink that would know of runs")

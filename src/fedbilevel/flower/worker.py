@@ -5,8 +5,8 @@ was started with `--isolation process`; `fedbilevel.flower.supernode` starts bot
 not at all: the site's own answers in their place.
 
 A message that cannot be answered gets an error reply, and the worker goes on. It ends when its SuperNode has been out
-of reach for PATIENCE seconds, on SIGTERM, and when a run is stopped while one of its messages is being worked on: a
-computation cannot be interrupted, and the client should not work for nobody.
+of reach for PATIENCE seconds, on SIGTERM and Ctrl-C, and when a run is over while one of its messages is being worked
+on: a computation cannot be interrupted, and the client should not work for nobody.
 """
 
 from __future__ import annotations
@@ -133,8 +133,12 @@ class Heart:
             return True
 
 
-def answer(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any]) -> None:
-    """Work on the task just acquired. What goes wrong becomes an error reply, if there is a message to reply to."""
+def answer(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any]) -> tuple[Any, str]:
+    """Work on the task just acquired. What goes wrong becomes an error reply, if there is a message to reply to.
+
+    Returns:
+        what the task ends with: the client's context, and what went wrong, "" for nothing.
+    """
     start = time.perf_counter()
     message = context = None
     kind, failure = "unknown", ""
@@ -158,11 +162,10 @@ def answer(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any
     if reply is not None:
         failure = deliver(node, reply, context) or failure
         mark("push")
-    node.finish(context, failure)
-    mark("finish")
     stages = " ".join(f"{stage}={seconds:.3f}" for stage, seconds in times.items())
     total = time.perf_counter() - start
     logger.info("type=%s outcome=%s seconds=%.3f %s", kind, "error" if failure else "reply", total, stages)
+    return context, failure
 
 
 def deliver(node: Node, reply: Any, context: Any) -> str:
@@ -193,9 +196,10 @@ def serve(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any]
             if found:
                 heart.set(True)
                 try:
-                    answer(node, apps, error_reply)
+                    ended = answer(node, apps, error_reply)
                 finally:
-                    heart.set(False)
+                    heart.set(False)  # before the end: whoever has finished is as unknown as one who was given up
+                node.finish(*ended)
             elif reached - asked < 0.1:  # a SuperNode that does not hold the question open
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - a connection that comes back is used again
@@ -224,7 +228,8 @@ def main() -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("fedbilevel").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
     try:
         apps = Pinned(options.app) if options.app else Apps(private.load)
     except ConfigurationError as error:
