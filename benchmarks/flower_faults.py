@@ -6,7 +6,7 @@ and the largest difference of x and y from those of the run without the absent.
 
 `python benchmarks/flower_faults.py kills --times 30 --seed 0`: kill -9 for server, SuperLink, SuperNode or worker at
 random moments of a run, while another process takes all cores. Printed, a line for each: who was killed, in which
-exchange and how many seconds after it began, the seconds to the end of the next exchange that everybody answered, the
+exchange and how many seconds after it began, the seconds to the end of the first exchange begun afterwards, the
 largest difference of x and y, at the end of the run, from those of the undisturbed run. A run has six kills.
 """
 

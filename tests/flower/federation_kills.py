@@ -54,7 +54,7 @@ def plan(times, seed, longest):
     runs = []
     for first in range(0, times, EACH):
         some = victims[first : first + EACH]
-        places = sorted(rng.sample(range(ROUNDS * EXCHANGES - 1), len(some)))
+        places = sorted(rng.sample(range(ROUNDS * EXCHANGES - 2), len(some)))
         runs.append(
             [Moment(v, rng.randrange(CLIENTS), e, rng.uniform(0, longest)) for v, e in zip(some, places, strict=True)]
         )
@@ -87,8 +87,8 @@ def play(trial, moments, expected):
     """Play a run in which all this happens.
 
     Returns:
-        for each kill the seconds to the end of the next exchange that everybody answered; how far x and y are from
-        `expected`, at most.
+        for each kill the seconds to the end of the first exchange begun afterwards, answered by everybody; how far x
+        and y are from `expected`, at most.
     """
     out, seconds = trial.out(), []
     run = trial.submit(ALGORITHM, [], out, **CONFIG)
@@ -97,7 +97,7 @@ def play(trial, moments, expected):
         begun = partial(is_begun, out, moment.exchange)
         run.wait(begun, f"{moment} is not reached", LONGEST)
         time.sleep(moment.after)
-        before, killed = len(complete(log)), time.monotonic()
+        after, killed = len(complete(log)) + 2, time.monotonic()  # an exchange that begins after the kill
         os.kill(process(trial, moment), signal.SIGKILL)
         if moment.victim in ("server", "SuperLink"):
             run.give_up()
@@ -105,8 +105,8 @@ def play(trial, moments, expected):
                 trial.federation.superlink.wait(30)
                 trial.federation.restart_superlink(120)
                 gone(trial, COMMANDS["server"])
-            run = trial.submit(ALGORITHM, [], out, **CONFIG)
-        run.wait(lambda before=before: len(complete(log)) > before, f"it does not go on after {moment}", LONGEST)
+            run, after = trial.submit(ALGORITHM, [], out, **CONFIG), len(complete(log)) + 1
+        run.wait(lambda after=after: len(complete(log)) >= after, f"it does not go on after {moment}", LONGEST)
         seconds.append(time.monotonic() - killed)
     run.finish()
     pairs = zip(arrays(run), expected, strict=True)

@@ -147,6 +147,16 @@ def test_the_heart_beats_during_a_task_only_and_a_task_given_up_is_told() -> Non
     heart.set(False)
 
 
+def test_the_heart_rests_before_a_task_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat for a task that is finished is answered as one for a task given up, which ends the worker."""
+    events: list[Any] = []
+    monkeypatch.setattr(worker, "Heart", lambda *_: SimpleNamespace(set=events.append))
+    node = Fake(["a", "raises"])
+    node.finish = lambda *_: events.append("finish")  # type: ignore[method-assign]
+    serve(node)
+    assert events == [True, False, "finish"] * 2
+
+
 def test_the_interval_grows_with_the_quiet_time_between_its_bounds() -> None:
     assert supernode.interval(0.0, 0.05, 2.0) == 0.05
     assert supernode.interval(10.0, 0.05, 2.0) == 1.0
