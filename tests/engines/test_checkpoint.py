@@ -264,3 +264,64 @@ def test_a_folder_of_that_name_stays(tmp_path):
     with pytest.raises(CheckpointError, match="could not write"):
         checkpoint.save(tmp_path / "run.npz", {"x": jnp.ones(1)}, {})
     assert [file.name for file in tmp_path.iterdir()] == ["run.npz"]
+
+
+def stands(path):
+    """The round of what is at a path, and of what was there before."""
+    before = checkpoint.previous(path)
+    return [checkpoint.load(file, tree())[1]["round"] if file.exists() else None for file in (path, before)]
+
+
+def save_round(path, round, **options):
+    checkpoint.save(path, tree(), {"round": round}, **options)
+
+
+def no_links(*_):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_checkpoint_before_is_kept(saved, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    save_round(saved, 4, keep=True)
+    assert stands(saved) == [4, 3]
+    save_round(saved, 5, keep=True)
+    assert stands(saved) == [5, 4]
+    save_round(saved, 6)
+    assert stands(saved) == [6, 4]
+    assert sorted(file.name for file in saved.parent.iterdir()) == ["run.npz", "run.previous.npz"]
+
+
+def test_a_process_that_dies_between_the_two_files_loses_neither(saved, monkeypatch):
+    """The old file is linked to its new name, then the new file takes its place; os.replace does both."""
+    replace, calls = os.replace, []
+
+    def dies(source, target):
+        calls.append(target.name)
+        if target == saved:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        save_round(saved, 4, keep=True)
+    assert calls == ["run.previous.npz", "run.npz"]
+    assert stands(saved) == [3, 3]  # one file by two names
+    monkeypatch.undo()
+    save_round(saved, 4, keep=True)
+    assert stands(saved) == [4, 3]
+    assert sorted(file.name for file in saved.parent.iterdir()) == ["run.npz", "run.previous.npz"]
+
+
+def test_the_newest_that_can_be_read_is_found(saved):
+    save_round(saved, 4, keep=True)
+    assert checkpoint.newest(saved) == saved
+    saved.write_bytes(saved.read_bytes()[:-40])
+    assert checkpoint.newest(saved) == checkpoint.previous(saved)
+    saved.unlink()
+    assert checkpoint.exist(saved)
+    assert checkpoint.newest(saved) == checkpoint.previous(saved)
+    checkpoint.previous(saved).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"run\.npz is not a readable .*; .*run\.previous\.npz is not a readable"):
+        checkpoint.newest(saved)

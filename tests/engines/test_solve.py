@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.engines import checkpoint as files
 from fedbilevel.tasks.quadratic import quadratic
 
 ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
@@ -169,6 +170,27 @@ def test_the_last_good_checkpoint_stays(task, tmp_path):
     again = run(task, DIVERGING, rounds=1, checkpoint=path, resume=True)
     assert again.round == 1
     assert np.all(np.isfinite(again.y))
+
+
+def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
+    """Saves at rounds 0, 2, 4 and 6; the end of the run is at 6 again, which does not push round 4 out."""
+    path = tmp_path / "run.npz"
+    before = files.previous(path)
+    whole = run(task, rounds=6, eval_every=2, checkpoint=path)
+    path.write_bytes(path.read_bytes()[:1000])
+    kept = before.read_bytes()
+    with pytest.warns(fb.CheckpointWarning, match=r"run\.npz is not a readable checkpoint: .*run\.previous\.npz, round 4"):
+        again = run(task, rounds=6, eval_every=2, checkpoint=path, resume=True)
+    assert same_bits(whole.state, again.state)
+    assert again.history["round"].tolist() == [0, 2, 4, 6]
+    assert before.read_bytes() == kept  # what was damaged did not become the one before
+    assert run(task, rounds=6, eval_every=2, checkpoint=path, resume=True).round == 6
+    path.unlink()
+    with pytest.raises(fb.ConfigurationError, match="unless resume=True"):
+        run(task, rounds=6, checkpoint=path)
+    before.write_bytes(b"")
+    with pytest.raises(fb.CheckpointError, match=r"not a readable checkpoint.*; .*previous.npz is not a readable"):
+        run(task, rounds=6, checkpoint=path, resume=True)
 
 
 def test_ctrl_c_saves_and_resuming_ends_with_the_same_bits(task, tmp_path):

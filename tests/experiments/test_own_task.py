@@ -71,6 +71,22 @@ def test_it_runs_and_is_resumed_from_elsewhere(run, here) -> None:
     assert experiments.load_run(folder).summary["rounds"] == 5
 
 
+def test_a_task_that_was_changed_is_not_resumed_unasked(run, here) -> None:
+    folder = here / "run"
+    assert run("run", "sub/mine.py:make", "--rounds", 3, "--quiet", "--out", folder)[0] == 0
+    (here / "sub" / "mine.py").write_text(SOURCE.replace("jnp.sum(x**2)", "2 * jnp.sum(x**2)"))
+    code, _, error = run("run", "--resume", folder, "--rounds", 5, "--quiet")
+    assert code == 4
+    assert "belongs to another run: different now: outer loss; " in error
+    assert experiments.load_run(folder).summary["rounds"] == 3
+    code, _, error = run("run", "--resume", folder, "--rounds", 5, "--quiet", "--force")
+    assert code == 0
+    assert "warning: " in error
+    assert "is continued with other arguments: different now: outer loss" in error
+    assert experiments.load_run(folder).summary["rounds"] == 5
+    assert "--force goes with --resume" in run("run", "quadratic", "--force")[2]
+
+
 def test_a_task_that_is_ready_has_no_fields(here) -> None:
     spec = experiments.configure(task="sub/mine.py:ready")
     assert (spec.task.fields, len(task_of(spec).clients)) == ({}, 4)

@@ -25,13 +25,19 @@ def start(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, serie
 
 
 def go_on(
-    folder: Path, rounds: int | None, quiet: bool, task: Task | None = None, series: Path | None = None
+    folder: Path,
+    rounds: int | None,
+    quiet: bool,
+    task: Task | None = None,
+    series: Path | None = None,
+    *,
+    force: bool = False,
 ) -> Summary:
     """The run in a folder, from its checkpoint; its summary."""
     spec = resumable(Folder(folder), rounds)
     tune(spec)
     parts = build(spec, task)
-    play = lambda show: resume(folder, rounds=rounds, parts=parts, callbacks=[show])  # noqa: E731
+    play = lambda show: resume(folder, rounds=rounds, parts=parts, callbacks=[show], force=force)  # noqa: E731
     return _shown(spec, folder, quiet, parts, play, series)
 
 
@@ -40,7 +46,7 @@ def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, s
     place = Folder(folder)
     if place.summary.is_file():
         return load_run(folder).summary
-    if place.checkpoint.is_file():
+    if place.begun:
         return go_on(folder, None, quiet, task, series)
     return start(spec, folder, quiet, task, series)
 
@@ -67,7 +73,7 @@ def _shown(
         raise type(error)(f"{error}; {_what_stays(folder)}") from error
     except CheckpointError as error:
         full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full or not Folder(folder).checkpoint.is_file():
+        if not full or not Folder(folder).begun:
             raise
         advice = f"free some space, then {_CONTINUE.format(folder)}"
         raise CheckpointError(f"{error}; {advice}") from error
@@ -93,7 +99,7 @@ def _how_to_resume(folder: Path, series: Path | None) -> str:
         return f"interrupted; {_ELSEWHERE}"
     if series is not None:
         return f"interrupted; continue with the same command and --out {series}"
-    if Folder(folder).checkpoint.is_file():
+    if Folder(folder).begun:
         return f"interrupted; {_CONTINUE.format(folder)}"
     return "interrupted before the first checkpoint; there is nothing to resume"
 
@@ -101,6 +107,6 @@ def _how_to_resume(folder: Path, series: Path | None) -> str:
 def _what_stays(folder: Path) -> str:
     if not hosts.is_first():
         return _ELSEWHERE
-    if Folder(folder).checkpoint.is_file():
+    if Folder(folder).begun:
         return f"the last good checkpoint stays in {folder}"
     return "no checkpoint had been written"

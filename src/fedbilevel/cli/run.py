@@ -51,7 +51,10 @@ def add_to(add: Add) -> None:
     run.add_argument("--eval-every", type=count, metavar="N", help="rounds between evaluations")
     place = run.add_mutually_exclusive_group()
     place.add_argument("--out", type=Path, metavar="DIR", help="the run folder: new or empty (runs/…)")
-    place.add_argument("--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds and --quiet")
+    place.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds, --force, --quiet"
+    )
+    run.add_argument("--force", action="store_true", help="with --resume: though its task is not what it was")
     run.add_argument("--quiet", action="store_true", help="print nothing but the run's folder")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="play with others: where process 0 listens, or auto")
     run.add_argument("--processes", type=count, metavar="N", help="with --coordinator: how many there are")
@@ -108,6 +111,10 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def _play(options: argparse.Namespace) -> int:
+    if options.force and options.resume is None:
+        from fedbilevel.core.errors import ConfigurationError
+
+        raise ConfigurationError("--force goes with --resume")
     if options.resume is not None:
         return _resume(options)
     spec, folder = _chosen(options)
@@ -174,7 +181,7 @@ def _resume(options: argparse.Namespace) -> int:
     if (described := Folder(options.resume).spec).is_file():  # of several processes, process 0 has the folder
         spec_tables(described)
 
-    go_on(options.resume, options.rounds, options.quiet)
+    go_on(options.resume, options.rounds, options.quiet, force=options.force)
     return OK
 
 

@@ -40,6 +40,10 @@ class InfluenceWarning(UserWarning):
     """The run goes on, but x or y does not enter a loss that it should be chosen by."""
 
 
+class CheckpointWarning(UserWarning):
+    """The run goes on, but not quite from what a plain continuation would go on from."""
+
+
 class ExchangeError(FedbilevelError):
     """Too few clients answered; the message names round and phase, and what those said who refused."""
 

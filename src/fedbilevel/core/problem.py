@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.functions import explained, require_function
@@ -236,12 +237,19 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return mean_function
 
 
-def check_losses(problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree) -> None:
-    """Trace both losses once, without computing: each must take x, y and its batch, and give a real scalar."""
+def check_losses(
+    problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree
+) -> dict[str, ClosedJaxpr]:
+    """Trace both losses once, without computing: each must take x, y and its batch, and give a real scalar.
+
+    The traced programs, by name.
+    """
+    programs = {}
     for name, loss, batch in (("outer", problem.outer, outer_batch), ("inner", problem.inner, inner_batch)):
         with explained(f"the {name} loss", x=x, y=y, batch=batch):
-            shape = jax.eval_shape(loss, x, y, batch)
+            programs[f"{name} loss"], shape = jax.make_jaxpr(loss, return_shape=True)(x, y, batch)
         if getattr(shape, "shape", None) != () or not jnp.issubdtype(shape.dtype, jnp.floating):
             raise ConfigurationError(
                 f"the {name} loss must return one real number (the mean over the batch); it returned {shape}"
             )
+    return programs

@@ -19,8 +19,10 @@ META = "__meta__"
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def save(path: Path, tree: PyTree, meta: dict[str, Any]) -> None:
+def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False) -> None:
     """Write the leaves of `tree` and the JSON object `meta`, so that `path` is at any moment whole, old or new.
+
+    `keep`: what stood at `path` before is then at `previous(path)`.
 
     Raises:
         CheckpointError: no space, no permission; what stood at `path` before still does.
@@ -28,7 +30,44 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any]) -> None:
     arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format knows no bfloat16
     arrays[META] = np.frombuffer(json.dumps({"meta": meta, "dtypes": dtypes}).encode(), np.uint8)
-    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays), previous(path) if keep else None)
+
+
+def previous(path: Path) -> Path:
+    """Where the checkpoint before the one at `path` is kept: run.previous.npz beside run.npz."""
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
+def exist(path: Path) -> bool:
+    """Whether there is a checkpoint at `path`, or one before it."""
+    return path.exists() or previous(path).exists()
+
+
+def newest(path: Path) -> Path:
+    """The newest checkpoint that can be read: `path`, or else the one before it.
+
+    Raises:
+        CheckpointError: neither can.
+    """
+    if not (why := trouble(path)):
+        return path
+    if not previous(path).exists():
+        raise CheckpointError(why)
+    if also := trouble(previous(path)):
+        raise CheckpointError(f"{why}; {also}")
+    return previous(path)
+
+
+def trouble(path: Path) -> str:
+    """What is wrong with a checkpoint, which is read from end to end, in a sentence that names it; or ""."""
+    try:
+        with reading(path), _opened(path) as archive:
+            _header(archive)
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} does not have the content that it was written with")
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
@@ -126,8 +165,9 @@ def _head(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def write_atomically(path: Path, write: Any) -> None:
-    """Call write(file) on a temporary file beside `path`, flush it to disk, then rename it into place."""
+def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
+    """Call write(file) on a temporary file beside `path`, flush it to disk, then rename it into place; what was in that
+    place stays as `keep`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +176,8 @@ def write_atomically(path: Path, write: Any) -> None:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
+            if keep is not None and path.exists():
+                _keep(path, keep)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -148,6 +190,20 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error.strerror or error}; nothing was changed") from error
+
+
+def _keep(path: Path, other: Path) -> None:
+    """Have the file `path` at `other` too; where no file can have two names, at `other` alone."""
+    temporary = other.with_name(f".{other.name}.{os.getpid()}.tmp")
+    try:
+        os.link(path, temporary)
+    except OSError:
+        os.replace(path, other)
+        return
+    try:
+        os.replace(temporary, other)
+    finally:
+        temporary.unlink(missing_ok=True)  # it is still there if both were one file already
 
 
 def _name(path: Any) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from fedbilevel.core.algorithm import finished, with_own
 from fedbilevel.core.errors import (
     CheckpointError,
+    CheckpointWarning,
     ExchangeError,
     NumericalError,
     NumericalWarning,
@@ -33,6 +34,7 @@ from fedbilevel.engines import hosts
 from fedbilevel.engines.book import Call
 from fedbilevel.engines.engine import Carry, Run
 from fedbilevel.engines.evaluation import Evaluation
+from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.leaving import LostProcess
 from fedbilevel.engines.ledger import Ledger
@@ -50,7 +52,7 @@ class Plan:
     eval_every: int
     save_every: int
     path: Path | None
-    identity: dict[str, Any]
+    begun: Fingerprint
 
     def until_next_stop(self, round: int) -> int:
         """Rounds to the next row, save or end: multiples of absolute round numbers, so that resuming keeps them."""
@@ -77,6 +79,7 @@ class Loop:
     seconds: float = 0.0  # in rounds, without compilation and evaluation
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
     warned: bool = False
+    saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     here: bool = True  # whether the carry has the clients' own states
     costs: Mapping[Call, int] | None = None  # of a client's answer, in floating-point operations, where it is known
 
@@ -199,36 +202,63 @@ class Loop:
         path = self.plan.path
         assert path is not None
         meta = {
-            "identity": self.plan.identity,
+            "fingerprint": asdict(self.plan.begun),
             "history": self.history.rows,
             "ledger": asdict(self.ledger),
             "seconds": self.seconds,
             "losses": self.losses,
         }
-        hosts.decide(lambda: files.save(path, carry, meta))
+        round = int(carry.round)
+        hosts.decide(lambda: files.save(path, carry, meta, keep=self.saved not in (None, round)))
+        self.saved = round
         hosts.here.saved = str(path)
 
-    def restore(self, carry: Carry) -> Carry:
-        """Continue from the plan's checkpoint; `carry` gives structure and shapes."""
+    def restore(self, carry: Carry, force: bool) -> Carry:
+        """Continue from the plan's checkpoint; `carry` gives structure and shapes. `force`: though it is another's."""
         assert self.plan.path is not None
-        with hosts.copy_of(self.plan.path) as path:
-            carry, meta = files.load(path, carry)
-        with files.reading(self.plan.path):
+        path = self.plan.path
+        newest = Path(hosts.decide(lambda: str(files.newest(path))))
+        with hosts.copy_of(newest) as copy:
+            carry, meta = files.load(copy, carry)
+        with files.reading(newest):
+            self.compare(meta, force)
             self.continue_from(meta)
+        if newest == path:
+            self.saved = int(carry.round)
+        elif hosts.is_first():
+            _warn(f"{files.trouble(path)}: going on from {newest}, round {int(carry.round)}")
         done = int(carry.round)
         require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
         hosts.here.saved = str(self.plan.path)
         return carry
 
     def continue_from(self, meta: dict[str, Any]) -> None:
-        """Take up what was measured so far, if it is of this run."""
-        for name in {**meta["identity"], **self.plan.identity}:
-            mine, theirs = self.plan.identity.get(name), meta["identity"].get(name)
-            if theirs != mine:
-                raise CheckpointError(f"{self.plan.path} belongs to another run: its {name} is {theirs}, not {mine}")
+        """Take up what was measured so far."""
         self.history, self.ledger = History.of(meta["history"]), Ledger.of(meta["ledger"])
         self.seconds = float(meta["seconds"])
         self.losses = {str(name): [float(value) for value in values] for name, values in meta["losses"].items()}
+
+    def compare(self, meta: dict[str, Any], force: bool) -> None:
+        """Refuse the checkpoint of another run, naming what differs; or warn of it."""
+        path = self.plan.path
+        if "fingerprint" not in meta:
+            raise CheckpointError(f"{path} does not say what its run was begun with: an earlier version has written it")
+        before = Fingerprint(**meta["fingerprint"])
+        differences = self.plan.begun.differences(before)
+        if differences and not force:
+            advice = 'resume="force", in a shell --force, goes on with what is given now'
+            raise CheckpointError(f"{path} belongs to another run: {differences}; {advice}")
+        if differences:
+            _warn(f"{path} is continued with other arguments: {differences}")
+        if before.versions != self.plan.begun.versions:
+            versions = f"{before.versions} there, {self.plan.begun.versions} here"
+            _warn(f"whether losses and schedules are those that {path} was begun with is not known: {versions}")
+
+
+def _warn(text: str) -> None:
+    """Once, where there are several processes."""
+    if hosts.is_first():
+        warnings.warn(CheckpointWarning(text), stacklevel=5)
 
 
 def agree(tell: Callable[[], str], interrupted: bool, speed: float) -> tuple[str, bool, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jax import Array
 
 from fedbilevel.core.algorithm import check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, check_samples, require_clients
-from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import (
     require,
     require_count,
@@ -25,7 +25,8 @@ from fedbilevel.core.influence import warn_without_influence
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
-from fedbilevel.engines import hosts, submodels
+from fedbilevel.engines import checkpoint as files
+from fedbilevel.engines import fingerprint, hosts, submodels
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Metric
@@ -33,6 +34,9 @@ from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.local import Local
 from fedbilevel.engines.loop import Loop, Plan
 from fedbilevel.engines.result import Callback, Result
+
+Resume = bool | Literal["auto", "force"]
+RESUME = (False, True, "auto", "force")
 
 
 def solve(
@@ -51,7 +55,7 @@ def solve(
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     count_flops: bool = False,
 ) -> Result:
     """Run a federated algorithm.
@@ -71,7 +75,9 @@ def solve(
             returns a reason stops the run.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
         checkpoint_every: rounds between saves; None saves at each row. Also before round 0, at the end and on Ctrl-C.
-        resume: continue from `checkpoint`; the result is bit-identical to that of an unbroken run.
+        resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file is
+            there, and else starts; "force" is True, and goes on where arguments are others than those that the run was
+            begun with, with a warning that names them.
         count_flops: trace a round once more for what it costs the clients in operations (see flops.py): 0.2 to 1 s.
 
     Raises:
@@ -80,7 +86,8 @@ def solve(
             hold here; the last good checkpoint stays.
         ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint. Or another
             process was lost (engines.leaving.LostProcess); the last checkpoint stays.
-        CheckpointError: a checkpoint could not be written, or belongs to another run.
+        CheckpointError: a checkpoint could not be written or read, or belongs to another run: samples, start, losses,
+            hyperparameters, key or cohort are others; the message names them.
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
@@ -89,6 +96,7 @@ def solve(
     require_count("rounds", rounds)
     require_count("eval_every", eval_every, optional=True)
     require_count("checkpoint_every", checkpoint_every, optional=True)
+    require(resume in RESUME, "resume", resume, "True, False, 'auto' or 'force'")
     require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
     cohort = check_cohort(cohort, len(clients))
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
@@ -106,7 +114,7 @@ def solve(
         _check_start("y0", y0, y)
     problem = problem.with_fixed(x_fixed, y_fixed)
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
-    check_losses(problem, x, y, *clients.examples())
+    losses = check_losses(problem, x, y, *clients.examples())
     warn_without_influence(problem, x, y, *clients.examples(), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
 
@@ -114,36 +122,27 @@ def solve(
     carry = first_carry(algorithm, x, y, len(clients), remote)
     desk = open_desk(algorithm, problem, x, y, clients.examples(), worked, len(clients), remote)
     carry = carry._replace(desk=desk)
-    identity = {
-        "algorithm": type(algorithm).__name__,
-        "clients": len(clients),
-        "cohort": cohort,
-        "key": np.asarray(jax.random.key_data(key)).tolist(),
-        **hyperparameters(algorithm),
-    }
-    if clients.capacity is not None:
-        identity["capacity"] = hashlib.sha256(clients.capacity.tobytes()).hexdigest()
     chosen: Engine = engine or Local()
+    stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
     if (clock := getattr(chosen, "clock", None)) is not None:
         said = repr(clock)
-        identity["clock"] = said if len(said) < 500 else hashlib.sha256(said.encode()).hexdigest()
-    plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, identity)
+        stated["clock"] = said if len(said) < 500 else hashlib.sha256(said.encode()).hexdigest()
+    begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
+    plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
     hosts.here.saved = ""
     if hosts.count() > 1:
-        parts = {"engine": repr(chosen) if isinstance(chosen, Local) else type(chosen).__name__}
-        parts |= {"resume": str(resume), "metrics": ", ".join(sorted(metrics or {}))}
-        hosts.require_same(parts | _described(plan, clients, x, y))
-    fresh = lambda: resume or path is None or not path.exists()  # noqa: E731
-    taken = "a new file, unless resume=True continues from it"
-    hosts.decide(lambda: require(fresh(), "checkpoint", str(path), taken))
+        hosts.require_same(_in_common(plan, chosen, resume, metrics))
+    going_on = hosts.decide(lambda: _goes_on(path, resume))
+    if path is not None:
+        plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients)))
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
     loop = Loop(plan, evaluation, callbacks, algorithm, here=not remote)
     if count_flops:
         held = submodels.classes(algorithm, problem, clients, x, y)
         loop.costs = known_flops(algorithm, problem, clients, x, y, held)
         loop.ledger.flops = None if loop.costs is None else 0
-    if resume:
-        carry = loop.restore(carry)
+    if going_on:
+        carry = loop.restore(carry, force=resume == "force")
     run = chosen.start(algorithm, problem, clients, cohort, key, carry)
     try:
         return loop.play(run, carry)
@@ -151,31 +150,30 @@ def solve(
         run.close()
 
 
-def _described(plan: Plan, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> dict[str, Any]:
+def _goes_on(path: Path | None, resume: Resume) -> bool:
+    """Whether to continue from a checkpoint that is there."""
+    there = path is not None and files.exist(path)
+    if not resume:
+        require(not there, "checkpoint", str(path), "a new file, unless resume=True continues from it")
+    return there if resume == "auto" else bool(resume)
+
+
+def _in_common(plan: Plan, engine: Engine, resume: Resume, metrics: Mapping[str, Metric] | None) -> dict[str, Any]:
     """What several processes must have in common; but for the samples, of which each may have only its own."""
-    sizes = (clients.outer.size, clients.inner.size, clients.local_steps) if isinstance(clients, Clients) else ()
     return {
-        **plan.identity,
+        **plan.begun.stated,
+        **plan.begun.hashed,
+        **plan.begun.functions,
+        "engine": repr(engine) if isinstance(engine, Local) else type(engine).__name__,
+        "resume": str(resume),
+        "metrics": ", ".join(sorted(metrics or {})),
         "rounds": plan.rounds,
         "eval_every": plan.eval_every,
         "checkpoint_every": plan.save_every,
         "checkpoint": "None" if plan.path is None else "given",
-        "x0": _digest(x),
-        "y0": _digest(y),
-        "clients' weights": _digest(clients.weights),
-        "clients' numbers of samples or local steps": _digest(sizes),
         "jax_enable_x64": jnp.result_type(float) == np.float64,
         "JAX's backend": jax.default_backend(),
     }
-
-
-def _digest(tree: PyTree) -> str:
-    """A word that stands for a tree of arrays."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape} ".encode() + array.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _as_key(key: object) -> Array:

@@ -81,5 +81,5 @@ def rounds_done(checkpoint: Path, budget: Budget) -> int | None:
         CheckpointError: it cannot be read.
     """
     with files.reading(checkpoint):
-        rows = History.of(files.load_meta(checkpoint)["history"]).rows
+        rows = History.of(files.load_meta(files.newest(checkpoint))["history"]).rows
         return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError, in_a_line, require
+from fedbilevel.engines import checkpoint
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.experiments.own_task import label
@@ -71,6 +72,11 @@ class Folder:
     @property
     def plot(self) -> Path:
         return self.path / "plot.png"
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a checkpoint."""
+        return checkpoint.exist(self.checkpoint)
 
     def sweep(self) -> None:
         """Remove the temporary files of a process that was killed while it wrote."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
-from fedbilevel.engines import hosts
+from fedbilevel.engines import checkpoint, hosts
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Callback, Result
-from fedbilevel.engines.solve import solve
+from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import budget, environment, measure, plots
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.own_task import label
@@ -64,8 +63,11 @@ def resume(
     callbacks: Sequence[Callback] = (),
     plot: bool = True,
     parts: Parts | None = None,
+    force: bool = False,
 ) -> Result:
     """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger one.
+
+    `force` goes on though samples, losses or start are not what they were, with a warning that names them.
 
     Raises:
         CheckpointError: there is no checkpoint that fits; nothing was changed.
@@ -74,7 +76,7 @@ def resume(
     spec = resumable(place, rounds)
     if hosts.is_first():
         place.sweep()
-    return _play(spec, place, parts or build(spec), callbacks, plot, resume=True)
+    return _play(spec, place, parts or build(spec), callbacks, plot, resume="force" if force else True)
 
 
 def complete(
@@ -89,7 +91,7 @@ def complete(
     place = Folder(Path(folder))
     if place.summary.is_file():
         return
-    if place.checkpoint.is_file():
+    if place.begun:
         resume(folder, callbacks=callbacks, plot=plot, parts=parts)
     else:
         run(spec, folder, callbacks=callbacks, plot=plot, parts=parts)
@@ -103,11 +105,12 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
 def _resumable(place: Folder, rounds: int | None) -> Spec:
     if not place.spec.is_file():
         raise ConfigurationError(f"{place.path} is not the folder of a run: it has no spec.toml")
-    if not place.checkpoint.is_file():
+    if not place.begun:
         raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from")
-    if not zipfile.is_zipfile(place.checkpoint):  # an archive that was cut short has lost its table of contents
-        again = f"start the run again: fedbilevel run --spec {place.spec}"
-        raise CheckpointError(f"{place.checkpoint} is damaged, and nothing can be resumed from it; {again}")
+    try:
+        checkpoint.newest(place.checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
     spec = read_spec(place.spec)
     if rounds is not None and spec.run.rounds is None:
         column, amount = spec.run.budget or ("", 0)
@@ -119,7 +122,7 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
 
 
 def _play(
-    spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: bool
+    spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: Resume
 ) -> Result:
     if plot:
         hosts.decide(require_matplotlib)
@@ -150,7 +153,7 @@ def _play(
     return result
 
 
-def _length(spec: Spec, place: Folder, parts: Parts, resume: bool) -> tuple[int, int | None, list[Callback]]:
+def _length(spec: Spec, place: Folder, parts: Parts, resume: Resume) -> tuple[int, int | None, list[Callback]]:
     """Rounds at most, rounds between rows, and what ends the run before."""
     if spec.run.rounds is not None:
         return spec.run.rounds, spec.run.eval_every, []
@@ -171,7 +174,7 @@ def _opened(scribe: Scribe) -> Iterator[None]:
         hosts.decide(scribe.open)
         yield
     except BaseException:
-        if hosts.is_first() and not place.checkpoint.is_file():
+        if hosts.is_first() and not place.begun:
             with contextlib.suppress(OSError):
                 for file in (place.spec, place.environment):
                     file.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ def _require_run(folder: Path, place: Path, spec: Spec) -> None:
         return
     if changed := difference(read_like(found.spec, spec), spec):
         raise ConfigurationError(f"cannot continue the runs in {folder}: {found.spec} differs in {changed}")
-    if not found.checkpoint.is_file() and not finished(place):
+    if not found.begun and not finished(place):
         found.sweep()
         for file in (found.spec, found.environment):
             file.unlink(missing_ok=True)

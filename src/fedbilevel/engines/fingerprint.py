@@ -1,0 +1,289 @@
+"""What a run was begun with, in words that two runs can compare: arrays and functions by a hash, all else as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from itertools import pairwise
+from types import FunctionType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.config import Schedule, hyperparameters
+from fedbilevel.core.problem import Problem, SimpleBilevel
+from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import hosts
+from fedbilevel.engines.shares import Shares
+
+WHOLE = 2**24  # bytes up to which an array is read from end to end
+BLOCKS = 64  # of clients, each with a hash of its own, so that what differs can be told by client
+ROWS = 32  # of a block that are read, evenly spaced, where an array is larger
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process
+Hashes = dict[str, str]
+"""By the name of what differs where they do."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a run was begun with; `asdict` gives the JSON that a checkpoint has of it."""
+
+    stated: dict[str, Any]  # algorithm, hyperparameters, key, …
+    hashed: Hashes  # the start, and the population but for its samples
+    functions: Hashes  # losses, schedules, …
+    samples: dict[str, list[str | None]] = field(default_factory=dict)
+    """By loss, of each block of clients, if they were read; None where no process has all of a block."""
+    versions: str = f"jax {jax.__version__}, optax {optax.__version__}"
+    """Others may trace the same function to another program."""
+
+    def differences(self, before: Fingerprint) -> str:
+        """What is not as it was `before`, in words; functions that other versions traced are left out."""
+        old, new = before.stated, self.stated
+        said = [f"its {name} is {old.get(name)}, not {new.get(name)}" for name in _changed(old, new)]
+        hashes = _changed(before.hashed, self.hashed)
+        if before.versions == self.versions:
+            hashes += _changed(before.functions, self.functions)
+        population = new["clients"]
+        for loss in sorted(before.samples.keys() & self.samples.keys()) if population == old["clients"] else ():
+            pairs = zip(before.samples[loss], self.samples[loss], strict=True)
+            blocks = [number for number, (one, other) in enumerate(pairs) if one and other and one != other]
+            hashes += [f"{loss} samples of {clients_of(blocks, population)}"] if blocks else []
+        return "; ".join(said + ([f"different now: {', '.join(hashes)}"] if hashes else []))
+
+
+def take(
+    stated: dict[str, Any],
+    algorithm: Any,
+    problem: Problem,
+    clients: Clients | RemoteClients,
+    x: PyTree,
+    y: PyTree,
+    losses: Mapping[str, ClosedJaxpr],
+) -> Fingerprint:
+    """The fingerprint of a run, but for the samples (see `of_samples`).
+
+    Args:
+        stated: more that is compared as it is, in JSON.
+        losses: by name, as `check_losses` has traced them. The constants in them count, rules of their own that they
+            give JAX for derivatives do not.
+    """
+    programs = dict(losses)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
+        if isinstance(leaf, Schedule):
+            name = jax.tree_util.keystr(path).lstrip(".")
+            programs[f"schedule {name}"] = jax.make_jaxpr(leaf.function)(0)
+    if isinstance(problem, SimpleBilevel):
+        programs["projection"] = jax.make_jaxpr(problem.project)(x)
+        if problem.subgradient is not None:
+            programs["subgradient"] = jax.make_jaxpr(problem.subgradient)(x)
+    functions = {name: of_program(program) for name, program in programs.items()}
+    for one in fields(algorithm):
+        if isinstance(optimizer := getattr(algorithm, one.name), optax.GradientTransformation):
+            functions[one.name] = _short(*_made_of(optimizer))
+    hashed = {
+        "x0": of_tree(x),
+        "y0": of_tree(y),
+        "clients' weights": of_tree(clients.weights),
+        "clients' local steps": of_tree(clients.local_steps),
+        "clients' capacities": of_tree(clients.capacity),
+        "samples' shapes and types": _short(*_shapes(clients.examples())),
+    }
+    if isinstance(clients, Clients):
+        hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
+    kinds = {one.name: getattr(algorithm, one.name) for one in fields(algorithm)}
+    stated = {
+        "algorithm": type(algorithm).__name__,
+        "problem": type(problem).__name__,
+        "clients": len(clients),
+        **{name: type(kind).__name__ for name, kind in kinds.items() if is_dataclass(kind)},
+        **hyperparameters(algorithm),
+        **stated,
+    }
+    return Fingerprint(stated, hashed, functions)
+
+
+def of_samples(clients: Clients | RemoteClients) -> dict[str, list[str | None]]:
+    """A hash of each block of clients' samples, by loss: none of clients elsewhere. Several processes call it together,
+    and each reads the samples of its own clients."""
+    if isinstance(clients, RemoteClients):
+        return {}
+    sets = {"outer": clients.outer, "inner": clients.inner}
+    if clients.inner is clients.outer:
+        del sets["inner"]
+    bounds = _bounds(len(clients))
+    first, last = Shares(len(clients), hosts.count(), hosts.index(), 1).bounds[hosts.index() :][:2]
+    mine = (first <= bounds[:-1]) & (bounds[1:] <= last)
+    blocks = [slice(low, high) for low, high in pairwise(bounds)]
+    own = {
+        loss: [_of_block(rows, block) if here else None for block, here in zip(blocks, mine, strict=True)]
+        for loss, rows in sets.items()
+    }
+    every = hosts.gather(own)
+    return {loss: [_any(words) for words in zip(*(of[loss] for of in every), strict=True)] for loss in own}
+
+
+def _shapes(tree: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves]
+
+
+def _any(words: Iterable[str | None]) -> str | None:
+    return next(filter(None, words), None)
+
+
+def of_tree(tree: PyTree) -> str:
+    """A hash of the arrays and numbers of a tree, and of where they are in it."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return _short(*(part for path, leaf in leaves for part in (jax.tree_util.keystr(path), _of_array(leaf))))
+
+
+def of_program(program: ClosedJaxpr) -> str:
+    """A hash of what a traced function computes, the same in every process: no names, no addresses."""
+    return _short(*_told(program))
+
+
+def _of_block(rows: Ragged, clients: slice) -> str:
+    """A hash of the samples of some clients, one after the other; of large arrays of some of the samples."""
+    start, size = rows.start[clients], rows.size[clients]
+    ends = np.cumsum(size)
+    total, stored = int(ends[-1]), int(rows.size.sum())
+    parts: list[str | bytes] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(rows.values):
+        width = int(np.prod(leaf.shape[1:])) * leaf.dtype.itemsize
+        read = total if stored * width <= WHOLE else min(total, ROWS)
+        chosen = np.linspace(0, total - 1, read).astype(np.int64)
+        client = np.searchsorted(ends, chosen, side="right")
+        chosen += start[client] - (ends - size)[client]
+        array, together = np.asarray(leaf), bool(np.all(np.diff(chosen) == 1))
+        samples = array[chosen[0] : chosen[-1] + 1] if together else array[chosen]
+        parts += [jax.tree_util.keystr(path), _bytes_of(samples)]
+    return _short(*parts)
+
+
+def _bounds(population: int) -> np.ndarray:
+    """Block b has the clients bounds[b] … bounds[b + 1] − 1."""
+    count = min(BLOCKS, population)
+    return np.arange(count + 1, dtype=np.int64) * population // count
+
+
+def clients_of(blocks: list[int], population: int) -> str:
+    """Who is in some blocks: «client 3», «clients 0 to 7, 12»."""
+    bounds = _bounds(population)
+    ranges: list[list[int]] = []
+    for block in blocks:
+        low, high = int(bounds[block]), int(bounds[block + 1])
+        if ranges and ranges[-1][1] == low:
+            ranges[-1][1] = high
+        else:
+            ranges.append([low, high])
+    words = [str(low) if high == low + 1 else f"{low} to {high - 1}" for low, high in ranges]
+    return f"client{'s' if ranges[0][1] - ranges[0][0] > 1 or len(ranges) > 1 else ''} {', '.join(words)}"
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**old, **new} if old.get(name) != new.get(name)]
+
+
+def _of_array(leaf: Any) -> str:
+    """A hash of an array's type, shape and content: of a large one, of rows evenly spaced."""
+    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    some = array
+    if array.nbytes > WHOLE and array.ndim:
+        some = array[np.linspace(0, len(array) - 1, min(len(array), BLOCKS * ROWS)).astype(np.int64)]
+    return _short(str(array.dtype), str(array.shape), _bytes_of(some))
+
+
+def _bytes_of(array: np.ndarray) -> bytes:
+    """The content, in JAX's precision: NumPy's float64 are float32 unless JAX computes in float64."""
+    if array.dtype == object:
+        return ADDRESS.sub("", repr(array.tolist())).encode()
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False).tobytes()
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _told(value: Any) -> Iterator[str]:
+    """What is said of a program, or of a parameter of one of its operations."""
+    if isinstance(value, ClosedJaxpr):
+        yield from (_of_array(constant) for constant in value.consts)
+        yield from _told(value.jaxpr)
+    elif isinstance(value, Jaxpr):
+        yield from _steps(value)
+    elif isinstance(value, np.ndarray | np.generic | jax.Array):
+        yield _of_array(value)
+    elif isinstance(value, Mapping):
+        for name in sorted(value):
+            yield f"{name}="
+            yield from _told(value[name])
+    elif isinstance(value, tuple | list):
+        yield f"{len(value)}("
+        for one in value:
+            yield from _told(one)
+    elif callable(value) and not isinstance(value, type):
+        yield type(value).__name__
+    elif isinstance(value, set | frozenset):
+        yield from sorted(ADDRESS.sub("", repr(one)) for one in value)
+    else:
+        yield ADDRESS.sub("", repr(value))
+
+
+def _steps(program: Jaxpr) -> Iterator[str]:
+    """A program's operations, its variables numbered as they come."""
+    number: dict[Any, int] = {}
+
+    def named(v: Any) -> Iterator[str]:
+        if isinstance(v, Literal):
+            yield from _told(v.val)
+        else:
+            yield str(number.setdefault(v, len(number)))
+        yield f":{v.aval}"
+
+    for given in (*program.constvars, *program.invars):
+        yield from named(given)
+    for step in program.eqns:
+        yield step.primitive.name
+        yield from _told({name: value for name, value in step.params.items() if name != "name"})  # of a user's function
+        for used in (*step.invars, *step.outvars):
+            yield from named(used)
+    for result in program.outvars:
+        yield from named(result)
+
+
+def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
+    """What is said of a function that others have made, as optax does: its name, and what it closes over."""
+    if isinstance(function, FunctionType) and not any(function is one for one in within):
+        yield function.__qualname__
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        for one in (*cells, function.__defaults__, function.__kwdefaults__):
+            yield from _made_of(one, (*within, function))
+    elif isinstance(function, partial):
+        yield from _made_of((function.func, function.args, function.keywords), within)
+    elif isinstance(function, tuple | list):
+        for one in function:
+            yield from _made_of(one, within)
+    elif isinstance(function, Mapping):
+        yield from _made_of(list(function.items()), within)
+    elif not callable(function):
+        yield from _told(function)
+    else:
+        yield getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _short(*parts: str | bytes) -> str:
+    """A hash of some parts, each counted with its length."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(len(content).to_bytes(8) + content)
+    return digest.hexdigest()[:16]

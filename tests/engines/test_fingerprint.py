@@ -1,0 +1,236 @@
+"""Does a checkpoint know what its run was begun with, and say by name what is different now?"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.client import Ragged
+from fedbilevel.core.problem import check_losses
+from fedbilevel.engines import fingerprint
+
+RNG = np.random.default_rng(0)
+SAMPLES = [{"a": RNG.normal(size=(n, 2)), "b": RNG.normal(size=n)} for n in (3, 5, 4, 2, 6, 3)]
+SCALE = np.array([1.0, 2.0])
+
+
+def fit(x, y, batch):
+    return jnp.mean((batch["a"] @ (SCALE * y) - batch["b"]) ** 2)
+
+
+def ridge(x, y, batch):
+    return fit(x, y, batch) + jnp.exp(x) * jnp.vdot(y, y)
+
+
+def changed_samples(*clients):
+    return [
+        {**own, "b": own["b"] + 1e-3 * (np.arange(len(own["b"])) == 0)} if client in clients else own
+        for client, own in enumerate(SAMPLES)
+    ]
+
+
+def softer(x, y, batch):
+    return fit(x, y, batch) + 0.5 * jnp.exp(x) * jnp.vdot(y, y)
+
+
+def fit_scaled(scale):
+    return lambda x, y, batch: jnp.mean((batch["a"] @ (scale * y) - batch["b"]) ** 2)
+
+
+def taken(
+    outer=fit,
+    inner=ridge,
+    samples=SAMPLES,
+    x0=0.0,
+    y0=(0.0, 0.0),
+    algorithm=None,
+    kind=fb.Bilevel,
+    **clients,
+):
+    algorithm = algorithm or fb.SimFBO()
+    problem, clients = kind(outer, inner), fb.Clients(samples, samples, **clients)
+    x, y = jnp.asarray(x0), jnp.asarray(y0)
+    losses = check_losses(problem, x, y, *clients.examples())
+    made = fingerprint.take({}, algorithm, problem, clients, x, y, losses)
+    return dataclasses.replace(made, samples=fingerprint.of_samples(clients))
+
+
+def scheduled(start):
+    return fb.SimFBO(server_lr=optax.linear_schedule(start, 0.1, 100))
+
+
+CHANGES = {
+    "a sample": ({"samples": changed_samples(2)}, "different now: inner samples of client 2, outer samples of cl"),
+    "some clients' samples": ({"samples": changed_samples(0, 1, 2, 5)}, "inner samples of clients 0 to 2, 5, outer"),
+    "another order": ({"samples": [SAMPLES[i] for i in (0, 5, 2, 3, 4, 1)]}, "clients' numbers of samples"),
+    "fewer clients": ({"samples": SAMPLES[:5]}, "its clients is 6, not 5"),
+    "samples of another type": (
+        {"samples": [{**own, "b": own["b"].astype(np.float32)} for own in SAMPLES]},
+        "samples' shapes and types",
+    ),
+    "weights": ({"weights": [1, 1, 1, 1, 1, 2]}, "^different now: clients' weights$"),
+    "local steps": ({"local_steps": (1, 3)}, "^different now: clients' local steps$"),
+    "capacities": ({"capacity": [1, 1, 1, 1, 1, 0.5]}, "^different now: clients' capacities$"),
+    "x0": ({"x0": 0.1}, "^different now: x0$"),
+    "y0": ({"y0": (0.0, 1e-9)}, "^different now: y0$"),
+    "the inner loss": ({"inner": softer}, "^different now: inner loss$"),
+    "a constant of the outer loss": (
+        {"outer": fit_scaled(SCALE + np.array([0, 1e-9]))},
+        "^different now: outer loss$",
+    ),
+    "a step size": ({"algorithm": fb.SimFBO(server_lr=0.7)}, "its server_lr.x is 0.01, not 0.7"),
+    "a schedule": ({"algorithm": scheduled(0.3)}, "its server_lr.x is 0.01, not None; .*: schedule server_lr.x"),
+    "an optimizer": (
+        {"algorithm": fb.SimFBO(server_optimizer=optax.sgd(0.5))},
+        "^different now: server_optimizer$",
+    ),
+    "a kind of coefficients": (
+        {"algorithm": fb.SimFBO(coefficients=fb.Momentum())},
+        "its coefficients is Plain, not",
+    ),
+}
+"""Arguments that are not as they were; what is said about them."""
+
+
+@pytest.fixture(scope="module")
+def before():
+    return taken()
+
+
+def test_nothing_differs_in_a_second_look(before):
+    assert taken().differences(before) == ""
+    assert taken(algorithm=scheduled(0.2)).differences(taken(algorithm=scheduled(0.2))) == ""
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_differs_is_named(before, case):
+    changes, words = CHANGES[case]
+    assert re.search(words, taken(**changes).differences(before))
+
+
+def test_one_schedule_is_not_another():
+    said = taken(algorithm=scheduled(0.3)).differences(taken(algorithm=scheduled(0.2)))
+    assert said == "different now: schedule server_lr.x, schedule server_lr.y, schedule server_lr.v"
+
+
+def test_names_precision_and_layout_do_not_count(before):
+    """JAX computes here in float64, so that what NumPy has in float64 is what it gets."""
+
+    def renamed(x, y, batch):
+        return fit(x, y, batch)
+
+    padded = {name: np.full((6, 7, *SAMPLES[0][name].shape[1:]), 9.0) for name in "ab"}
+    for name in "ab":
+        for client, own in enumerate(SAMPLES):
+            padded[name][client, : len(own["b"])] = own[name]
+    sizes = np.array([len(own["b"]) for own in SAMPLES])
+    again = taken(outer=renamed, samples=Ragged.stacked("outer", padded, sizes))
+    assert again.differences(before) == ""
+
+
+def test_what_the_fingerprint_says_survives_json(before):
+    again = fingerprint.Fingerprint(**json.loads(json.dumps(dataclasses.asdict(before))))
+    assert taken().differences(again) == ""
+
+
+def test_other_versions_of_jax_do_not_make_another_loss(before):
+    old = dataclasses.replace(before, versions="jax 0.1", functions={"inner loss": "traced differently"})
+    assert taken().differences(old) == ""
+    assert taken(x0=1.0).differences(old) == "different now: x0"
+
+
+def test_of_a_large_array_evenly_spaced_samples_are_read(monkeypatch, tmp_path):
+    """1,000 clients with 100 samples in 64 blocks: 1,562 or 1,563 samples each, of which 32 are read, first and last
+    among them. The blocks of 1,000 begin with client ⌊1000 b/64⌋: 0, 15, 31, 46, …"""
+    monkeypatch.setattr(fingerprint, "WHOLE", 2**16)
+    values = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.float32, (100_000, 3))
+    rows = Ragged({"a": values}, np.arange(1000) * 100, np.full(1000, 100))
+    first = fingerprint.of_samples(fb.Clients(rows))
+    assert list(first) == ["outer"]
+    assert len(first["outer"]) == 64
+    values[1500] = 1  # client 15's first sample is the first of the second block
+    second = fingerprint.of_samples(fb.Clients(rows))
+    assert [old != new for old, new in zip(first["outer"], second["outer"], strict=True)] == [False, True] + 62 * [
+        False
+    ]
+    assert fingerprint.clients_of([1, 2, 63], 1000) == "clients 15 to 45, 984 to 999"
+    values[1501] = 1  # nobody looks there: the second of 1,600 samples, of which every 50th or so is read
+    assert fingerprint.of_samples(fb.Clients(rows)) == second
+
+
+PROGRAMS = """
+import jax, jax.numpy as jnp, numpy as np
+from fedbilevel.engines import fingerprint
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+table = np.arange(12.0).reshape(3, 4)
+
+def loss(x):
+    y = jax.nn.relu(x) + jax.nn.silu(clipped(x)) + jax.jit(lambda u: u @ table)(x[:3]).sum()
+    y, _ = jax.lax.scan(lambda c, t: (c * t, None), y, jnp.arange(3.0))
+    y = jax.lax.cond(y[0] > 0, jnp.sin, jnp.cos, y)
+    y = jax.lax.while_loop(lambda c: c.sum() < 0, lambda c: c + 1, y)
+    return jax.checkpoint(jnp.exp)(y).mean() + jax.random.normal(jax.random.key(3))
+
+print(fingerprint.of_program(jax.make_jaxpr(loss)(jnp.ones(4))))
+"""
+
+
+def test_a_loss_has_the_same_hash_in_every_process():
+    there = subprocess.run(
+        [sys.executable, "-c", PROGRAMS],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    here: list[str] = []
+    exec(PROGRAMS, {"print": here.append})
+    assert there.stdout == f"{here[0]}\n"
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A checkpoint after three rounds, and what goes on from it."""
+    clients = fb.Clients(SAMPLES, SAMPLES)
+    problem = fb.Bilevel(fit, ridge)
+
+    def play(rounds, problem=problem, x0=0.0, path=tmp_path / "run.npz", **options):
+        start = jnp.asarray(x0), jnp.zeros(2)
+        return fb.solve(fb.SimFBO(), problem, clients, *start, rounds=rounds, checkpoint=path, **options)
+
+    play(3)
+    return play
+
+
+def test_other_arguments_are_refused_unless_forced(begun, tmp_path):
+    words = "run.npz belongs to another run: different now: x0, inner loss; resume=.force., in a she"
+    with pytest.raises(fb.CheckpointError, match=words):
+        begun(6, fb.Bilevel(fit, softer), x0=1.0, resume=True)
+    with pytest.raises(fb.CheckpointError, match="inner loss"):
+        begun(6, fb.Bilevel(fit, softer), resume="auto")
+    with pytest.warns(fb.CheckpointWarning, match=r"run\.npz is continued with other arguments.*: inner loss"):
+        forced = begun(6, fb.Bilevel(fit, softer), resume="force")
+    assert forced.round == 6
+    assert begun(9, fb.Bilevel(fit, softer), resume=True).round == 9  # it is that run now
+
+
+def test_auto_starts_or_continues(begun, tmp_path):
+    whole = begun(6, path=tmp_path / "other.npz", resume="auto")
+    assert whole.history["round"].tolist() == [0, 6]
+    again = begun(6, resume="auto")
+    assert again.history["round"].tolist() == [0, 3, 6]
+    assert np.array_equal(again.y, whole.y)
+    with pytest.raises(fb.ConfigurationError, match="resume = 'maybe' is not allowed: it must be True, False, 'auto'"):
+        begun(6, resume="maybe")
