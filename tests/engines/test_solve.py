@@ -179,7 +179,8 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
     whole = run(task, rounds=6, eval_every=2, checkpoint=path)
     path.write_bytes(path.read_bytes()[:1000])
     kept = before.read_bytes()
-    with pytest.warns(fb.CheckpointWarning, match=r"run\.npz is not a readable checkpoint: .*run\.previous\.npz, round 4"):
+    said = r"run\.npz is not a readable checkpoint: .*run\.previous\.npz, round 4"
+    with pytest.warns(fb.CheckpointWarning, match=said):
         again = run(task, rounds=6, eval_every=2, checkpoint=path, resume=True)
     assert same_bits(whole.state, again.state)
     assert again.history["round"].tolist() == [0, 2, 4, 6]

@@ -125,9 +125,9 @@ def test_no_checkpoint_is_ever_without_its_spec(tmp_path, monkeypatch) -> None:
     seen = []
     save = checkpoint.save
 
-    def watched(path: Path, *arguments: object) -> None:
+    def watched(path: Path, *arguments: object, **options: object) -> None:
         seen.append((path.with_name("spec.toml").is_file(), path.with_name("environment.json").is_file()))
-        save(path, *arguments)
+        save(path, *arguments, **options)
 
     monkeypatch.setattr(checkpoint, "save", watched)
     experiments.run(experiments.configure(task="quadratic", settings=["rounds=5"]), tmp_path / "run", plot=False)

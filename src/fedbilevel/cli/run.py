@@ -146,9 +146,9 @@ def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
 def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
     """The spec and the folder that the options describe."""
     if options.out is not None and not options.seeds:
-        from fedbilevel.experiments.places import require_free
+        from fedbilevel.experiments import Folder
 
-        require_free(options.out)
+        Folder(options.out).require_free()
     spec = _spec(options)
     from fedbilevel.experiments import Folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -26,7 +27,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_l
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import fingerprint, hosts, submodels
+from fedbilevel.engines import fingerprint, hosts, lock, submodels
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Metric
@@ -86,7 +87,8 @@ def solve(
             hold here; the last good checkpoint stays.
         ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint. Or another
             process was lost (engines.leaving.LostProcess); the last checkpoint stays.
-        CheckpointError: a checkpoint could not be written or read, or belongs to another run: samples, start, losses,
+        CheckpointError: a checkpoint could not be written or read, another process writes it (its lock file,
+            .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses,
             hyperparameters, key or cohort are others; the message names them.
     """
     check_algorithm(algorithm)
@@ -132,22 +134,23 @@ def solve(
     hosts.here.saved = ""
     if hosts.count() > 1:
         hosts.require_same(_in_common(plan, chosen, resume, metrics))
-    going_on = hosts.decide(lambda: _goes_on(path, resume))
-    if path is not None:
-        plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients)))
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
     loop = Loop(plan, evaluation, callbacks, algorithm, here=not remote)
     if count_flops:
         held = submodels.classes(algorithm, problem, clients, x, y)
         loop.costs = known_flops(algorithm, problem, clients, x, y, held)
         loop.ledger.flops = None if loop.costs is None else 0
-    if going_on:
-        carry = loop.restore(carry, force=resume == "force")
-    run = chosen.start(algorithm, problem, clients, cohort, key, carry)
-    try:
-        return loop.play(run, carry)
-    finally:
-        run.close()
+    with nullcontext() if path is None else lock.held(path.with_name(f".{path.name}.lock"), path):
+        going_on = hosts.decide(lambda: _goes_on(path, resume))
+        if path is not None:
+            loop.plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients)))
+        if going_on:
+            carry = loop.restore(carry, force=resume == "force")
+        run = chosen.start(algorithm, problem, clients, cohort, key, carry)
+        try:
+            return loop.play(run, carry)
+        finally:
+            run.close()
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:

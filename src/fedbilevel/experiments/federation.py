@@ -86,7 +86,7 @@ def serve(spec: Spec, grid: Any, config: Config) -> None:
     require_same(spec, place)
     name = run_name(place)
     keys = config.get("client-keys") or None
-    engine = Flower(grid=grid, terms=terms(config), name=name, log=place.path / "exchanges.jsonl", keys=keys)
+    engine = Flower(grid=grid, terms=terms(config), name=name, log=place.exchanges, keys=keys)
 
     def note_name(result: Result, row: Row | None) -> None:
         if not _name_file(place).exists():
@@ -189,7 +189,7 @@ def seen_by(spec: Spec, party: str | int) -> Task:
 
 def require_same(spec: Spec, place: Folder) -> None:
     """Refuse to go on in a folder with a run of another spec."""
-    if not place.spec.is_file():
+    if not place.begun and not place.summary.is_file():
         return
     mine, theirs = spec.tables(), read_like(place.spec, spec).tables()
     differ = {f"{s}.{f}" for s in mine for f in {**mine[s], **theirs[s]} if mine[s].get(f) != theirs[s].get(f)}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import ConfigurationError, in_a_line, require
+from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, in_a_line, require
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.experiments.own_task import label
-from fedbilevel.experiments.places import default_path
+from fedbilevel.experiments.places import default_path, require_free
 from fedbilevel.experiments.spec import Spec, read_spec
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "seconds")  # columns that every row has
@@ -78,10 +79,55 @@ class Folder:
         """Whether there is a checkpoint."""
         return checkpoint.exist(self.checkpoint)
 
+    @property
+    def exchanges(self) -> Path:
+        return self.path / "exchanges.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
     def sweep(self) -> None:
         """Remove the temporary files of a process that was killed while it wrote."""
         for file in self.path.glob(".*.tmp"):
             file.unlink(missing_ok=True)
+
+    def remains(self) -> list[Path] | None:
+        """What a run left here that ended before its first checkpoint; None if there is anything else here."""
+        found = list(self.path.iterdir()) if self.path.is_dir() else []
+        ours = {self.spec, self.environment, self.lock, self.path / f".{self.checkpoint.name}.lock"}
+        for file in found:
+            empty = file == self.exchanges and file.stat().st_size == 0
+            if file not in ours and not empty and not file.match(".*.tmp"):
+                return None
+        return found
+
+    def require_free(self) -> None:
+        """Refuse a folder with anything but the remains of a run that ended before its first checkpoint."""
+        if self.remains() is None or not self.path.is_dir():
+            require_free(self.path)
+
+    def claim(self, spec: Spec) -> None:
+        """Make a free folder empty for a run, but for its lock, and say so; a spec that somebody may have written or
+        changed by hand is not thrown away."""
+        self.require_free()
+        if self.spec.exists() and not self._written() and self.spec.read_text(encoding="utf-8") != spec.to_toml():
+            require_free(self.path)
+        if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):
+            text = f"{self.path}: cleared what a run left there that ended before its first checkpoint"
+            warnings.warn(CheckpointWarning(f"{text} ({', '.join(names)})"), stacklevel=2)
+
+    def _written(self) -> bool:
+        """Whether the spec is as a run wrote it, which then wrote the environment."""
+        there = self.environment.exists()
+        return there and self.spec.stat().st_mtime <= self.environment.stat().st_mtime
+
+    def clear(self) -> list[Path]:
+        """Remove such remains, if nothing else is here; what they were."""
+        remains = [file for file in self.remains() or [] if file != self.lock]
+        for file in remains:
+            file.unlink(missing_ok=True)
+        return remains
 
 
 @dataclass(frozen=True)

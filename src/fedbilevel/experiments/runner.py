@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import CheckpointError, ConfigurationError
-from fedbilevel.engines import checkpoint, hosts
+from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError
+from fedbilevel.engines import checkpoint, hosts, lock
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.history import Row
@@ -24,7 +25,7 @@ from fedbilevel.experiments import budget, environment, measure, plots
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.parts import Parts, build
-from fedbilevel.experiments.places import require_free, write_json, write_text
+from fedbilevel.experiments.places import write_json, write_text
 from fedbilevel.experiments.spec import Spec, read_spec, resolve
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
@@ -42,7 +43,8 @@ def run(
 
     Args:
         spec: see `resolve` and `read_spec`.
-        folder: must not exist or be empty; None chooses runs/<task>-<algorithm>-<data>-<time>.
+        folder: must not exist, be empty, or hold no more than a run left that ended before its first checkpoint, which
+            is cleared with a warning; None chooses runs/<task>-<algorithm>-<data>-<time>.
         callbacks: see `fedbilevel.solve`.
         plot: draw plot.png, which needs matplotlib.
         parts: what the spec describes, where the caller has built it already.
@@ -52,8 +54,11 @@ def run(
         NumericalError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
     """
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
-    hosts.decide(lambda: require_free(place.path))
-    return _play(spec, place, parts or build(spec), callbacks, plot, resume=False)
+    hosts.decide(place.require_free)
+    parts = parts or build(spec)
+    with lock.held(place.lock, place.path):
+        hosts.decide(lambda: place.claim(spec))
+        return _play(spec, place, parts, callbacks, plot, resume=False)
 
 
 def resume(
@@ -67,6 +72,7 @@ def resume(
 ) -> Result:
     """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger one.
 
+    A run that ended before its first checkpoint is started again, with a warning.
     `force` goes on though samples, losses or start are not what they were, with a warning that names them.
 
     Raises:
@@ -74,9 +80,15 @@ def resume(
     """
     place = Folder(Path(folder))
     spec = resumable(place, rounds)
-    if hosts.is_first():
-        place.sweep()
-    return _play(spec, place, parts or build(spec), callbacks, plot, resume="force" if force else True)
+    parts = parts or build(spec)
+    with lock.held(place.lock, place.path):
+        hosts.decide(place.sweep)
+        begun = hosts.decide(lambda: place.begun)
+        if not begun and hosts.is_first():
+            text = f"{place.path} has no checkpoint yet: its run is started again"
+            warnings.warn(CheckpointWarning(text), stacklevel=2)
+        how: Resume = "auto" if not begun else "force" if force else True
+        return _play(spec, place, parts, callbacks, plot, resume=how)
 
 
 def complete(
@@ -105,10 +117,11 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
 def _resumable(place: Folder, rounds: int | None) -> Spec:
     if not place.spec.is_file():
         raise ConfigurationError(f"{place.path} is not the folder of a run: it has no spec.toml")
-    if not place.begun:
+    if not place.begun and place.remains() is None:
         raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from")
     try:
-        checkpoint.newest(place.checkpoint)
+        if place.begun:
+            checkpoint.newest(place.checkpoint)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
     spec = read_spec(place.spec)
@@ -159,7 +172,7 @@ def _length(spec: Spec, place: Folder, parts: Parts, resume: Resume) -> tuple[in
         return spec.run.rounds, spec.run.eval_every, []
     assert spec.run.budget is not None
     whole = spec.run.budget
-    done = hosts.decide(lambda: budget.rounds_done(place.checkpoint, whole)) if resume else None
+    done = hosts.decide(lambda: budget.rounds_done(place.checkpoint, whole) if resume and place.begun else None)
     rounds = budget.rounds_at_most(whole) if done is None else done
     return rounds, budget.rounds_between_rows(spec.run, parts), [budget.stop_after(whole)]
 
@@ -168,18 +181,15 @@ def _length(spec: Spec, place: Folder, parts: Parts, resume: Resume) -> tuple[in
 def _opened(scribe: Scribe) -> Iterator[None]:
     """Open a new run's folder, so that no checkpoint is ever without its spec; if the run ends before it has a
     checkpoint, leave nothing of the folder."""
-    place = scribe.place
-    made = [path for path in (place.path, *place.path.parents) if not path.exists()]
     try:
         hosts.decide(scribe.open)
         yield
     except BaseException:
-        if hosts.is_first() and not place.begun:
+        if hosts.is_first() and not scribe.place.begun:
             with contextlib.suppress(OSError):
-                for file in (place.spec, place.environment):
+                for file in (scribe.place.spec, scribe.place.environment):
                     file.unlink(missing_ok=True)
-                for path in made:
-                    path.rmdir()
+                scribe.place.clear()
         raise
 
 

@@ -29,8 +29,7 @@ def finished(place: Path) -> bool:
 
 
 def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ()) -> None:
-    """Refuse a folder with anything but some of these runs (and files of the names in `besides`); clear what a process
-    left that was killed before its run's first checkpoint."""
+    """Refuse a folder with anything but some of these runs (and files of the names in `besides`)."""
     if folder.exists() and not folder.is_dir():
         require_free(folder)
     above = {parent for place in series for parent in place.parents if folder in parent.parents}
@@ -44,16 +43,11 @@ def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ())
 
 def _require_run(folder: Path, place: Path, spec: Spec) -> None:
     found = Folder(place)
-    if not found.spec.is_file():
-        require_free(place)
+    if not found.begun and not finished(place):
+        found.require_free()
         return
     if changed := difference(read_like(found.spec, spec), spec):
         raise ConfigurationError(f"cannot continue the runs in {folder}: {found.spec} differs in {changed}")
-    if not found.begun and not finished(place):
-        found.sweep()
-        for file in (found.spec, found.environment):
-            file.unlink(missing_ok=True)
-        require_free(place)
 
 
 def difference(there: Spec, asked: Spec) -> str:

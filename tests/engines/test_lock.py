@@ -1,0 +1,106 @@
+"""Does a lock name its holder, let nobody else in, and hold nobody up when its holder is gone?"""
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines import lock
+from fedbilevel.tasks.quadratic import quadratic
+
+HOLD = """
+import sys
+from pathlib import Path
+from fedbilevel.engines import lock
+with lock.held(Path(sys.argv[1]), Path("runs/one")):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that holds the lock until it is killed, and its lock file."""
+    path = tmp_path / "deep" / ".lock"
+    command = [sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield path, process
+    process.kill()
+    process.communicate()
+
+
+def test_the_holder_is_named_and_a_killed_one_holds_nobody_up(other):
+    path, process = other
+    who = f"process {process.pid} on {re.escape(socket.gethostname())}, since 20.*"
+    with pytest.raises(fb.CheckpointError, match=f"^runs/two is in use by {who}; wait for it"):
+        lock.held(path, Path("runs/two")).__enter__()
+    process.kill()
+    process.wait()
+    assert path.exists()  # it could not tidy up
+    with lock.held(path, path.parent):
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    assert not path.exists()
+
+
+def test_folders_that_were_made_and_stayed_empty_go(tmp_path):
+    with lock.held(tmp_path / "a" / "b" / ".lock", tmp_path):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with lock.held(tmp_path / "a" / "b" / ".lock", tmp_path):
+        (tmp_path / "a" / "file").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_one(tmp_path, monkeypatch):
+    """Who opens the file before it is removed and locks it afterwards would hold what nobody sees."""
+    path, flock = tmp_path / ".lock", fcntl.flock
+    calls = []
+
+    def late(file, how):
+        calls.append(how)
+        if len(calls) == 1:
+            path.unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with lock.held(path, tmp_path):
+        assert path.read_text().startswith("process ")
+    assert len(calls) == 2
+
+
+def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
+    def none(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    words = "cannot be locked .No locks available.: nothing keeps a second run"
+    with pytest.warns(fb.CheckpointWarning, match=words), lock.held(tmp_path / ".lock", tmp_path):
+        pass
+
+
+def test_two_runs_do_not_write_one_checkpoint(tmp_path):
+    task, path, refused = quadratic(clients=3), tmp_path / "run.npz", []
+
+    def play(**options):
+        algorithm = fb.SimFBO(local_steps=1, batch_size=None)
+        start = jnp.zeros(5), jnp.zeros(8)
+        return fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, checkpoint=path, **options)
+
+    def second(result, row):
+        with pytest.raises(fb.CheckpointError, match=rf"run\.npz is in use by process {os.getpid()} on "):
+            play(resume=True)
+        refused.append(result.round)
+
+    play(callbacks=[second])
+    assert refused[0] == 0
+    assert play(resume=True).round == 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.npz", "run.previous.npz"]

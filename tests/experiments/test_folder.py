@@ -1,0 +1,112 @@
+"""What a run left that died early holds nobody up, and what anybody could want is not touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from command_line import QUADRATIC, outcome
+
+from fedbilevel import experiments
+from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError
+from fedbilevel.engines import lock
+from fedbilevel.experiments import runner
+from fedbilevel.experiments.folder import Folder
+
+SPEC = experiments.configure(task="quadratic", settings=["rounds=3"])
+
+
+@pytest.fixture
+def dead(tmp_path) -> Folder:
+    """The folder of a run that was killed while it compiled, and in the middle of writing."""
+    place = Folder(tmp_path / "dead")
+    runner.Scribe(SPEC, place).open()
+    for name in (".lock", ".checkpoint.npz.lock", ".checkpoint.npz.123.tmp"):
+        (place.path / name).write_text("process 123 on ghost, since then\n")
+    place.exchanges.touch()
+    return place
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.iterdir() if path.name != ".lock"]
+    return {path.name: b"" if path.is_dir() else path.read_bytes() for path in files}
+
+
+def test_a_run_starts_where_another_died(dead, run) -> None:
+    dead.require_free()  # looks, and touches nothing
+    assert dead.spec.is_file()
+    code, _, error = run(*QUADRATIC, "--rounds", 3, "--out", dead.path)
+    assert code == 0
+    cleared = "cleared what a run left there that ended before its first checkpoint"
+    assert error == (f"fedbilevel: warning: {dead.path}: {cleared} (environment.json, exchanges.jsonl, spec.toml)\n")
+    assert [path.name for path in dead.path.iterdir() if path.name.startswith(".")] == []
+    assert outcome(dead.path)[1][-1]["round"] == 3
+
+
+def test_resuming_what_died_before_its_first_checkpoint_starts_it_again(dead, run) -> None:
+    code, _, error = run("run", "--resume", dead.path, "--rounds", 4, "--quiet")
+    assert code == 0
+    assert error == f"fedbilevel: warning: {dead.path} has no checkpoint yet: its run is started again\n"
+    assert outcome(dead.path)[1][-1]["round"] == 4
+
+
+KEPT = {
+    "a file that is not ours": lambda place: (place.path / "notes.txt").touch(),
+    "a checkpoint": lambda place: place.checkpoint.touch(),
+    "the checkpoint before": lambda place: (place.path / "checkpoint.previous.npz").touch(),
+    "a row of history": lambda place: place.history.touch(),
+    "a result": lambda place: place.result.touch(),
+    "exchanges that were made": lambda place: place.exchanges.write_text('{"round": 0}\n'),
+    "a folder": lambda place: (place.path / "plots").mkdir(),
+    "a spec that was changed since": lambda place: os.utime(place.spec, (2**31, 2**31)),
+    "a spec written by hand": lambda place: [place.environment.unlink(), place.spec.write_text("# mine\n")],
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_anybody_could_want_is_refused_and_not_touched(dead, case) -> None:
+    KEPT[case](dead)
+    before = content(dead.path)
+    with pytest.raises(ConfigurationError, match="dead: that folder is not empty"):
+        experiments.run(SPEC, dead.path, plot=False)
+    with pytest.raises(ConfigurationError, match="dead: that folder is not empty"):
+        dead.claim(SPEC)
+    assert content(dead.path) == before
+
+
+def test_the_spec_that_is_asked_for_is_no_loss(dead) -> None:
+    dead.environment.unlink()  # killed between the two
+    with pytest.warns(CheckpointWarning, match=r"exchanges\.jsonl, spec\.toml"):
+        dead.claim(SPEC)
+
+
+def test_an_empty_folder_is_taken_without_a_word(tmp_path, recwarn) -> None:
+    place = Folder(tmp_path)
+    place.lock.touch()
+    place.claim(SPEC)
+    assert not recwarn.list
+
+
+def test_a_run_that_cannot_start_leaves_nothing(dead, monkeypatch) -> None:
+    """As a federation where too few clients come, whose log of exchanges is there already."""
+
+    def too_few(*_: object, **__: object) -> None:
+        assert dead.spec.is_file()
+        dead.exchanges.touch()
+        raise CheckpointError("2 clients are here where 3 are needed")
+
+    monkeypatch.setattr(runner, "solve", too_few)
+    with pytest.warns(CheckpointWarning, match="cleared"), pytest.raises(CheckpointError, match="2 clients"):
+        experiments.run(SPEC, dead.path, plot=False)
+    assert list(dead.path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused_by_the_name_of_its_holder(dead, run) -> None:
+    with lock.held(dead.lock, dead.path):
+        for arguments in (["run", "--resume", dead.path, "--quiet"], [*QUADRATIC, "--out", dead.path]):
+            code, _, error = run(*arguments)
+            assert code == 4
+            assert f"{dead.path} is in use by process {os.getpid()} on " in error
+            assert len(error.splitlines()) == 1
+        assert dead.spec.is_file()
