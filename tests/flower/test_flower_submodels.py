@@ -1,6 +1,8 @@
 """Clients who hold submodels, over Flower: the numbers of `Local`, small messages, answers of the wrong size."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from functools import cache
 
@@ -12,8 +14,10 @@ import pytest
 from federations import memory
 
 import fedbilevel as fb
+from fedbilevel.core.submodel import Anatomy
 from fedbilevel.core.tree import nbytes
 from fedbilevel.experiments import configure, federation, load_run, run
+from fedbilevel.flower import submodels
 from fedbilevel.flower.apps import client_app
 from fedbilevel.flower.engine import Flower
 from fedbilevel.flower.in_process import InProcess
@@ -199,3 +203,17 @@ def test_capacities_are_shares():
         site(IMPORTANCE, 0, 2)
     with pytest.raises(fb.ConfigurationError, match=r"RemoteClients\.capacity"):
         fb.RemoteClients(2, np.ones((1, 3)), capacity=[1.0])
+
+
+def test_what_cuts_messages_goes_with_the_anatomy():
+    def phase():
+        pass
+
+    phase.__parts__ = ("y", "y")
+    anatomy = Anatomy.of(fb.Structure(y="hidden"), jnp.zeros(3), jnp.zeros(4))
+    small = submodels.cut(anatomy, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
+    assert small.tolist() == [1.0, 3.0]
+    kept = [weakref.ref(thing) for thing in (anatomy, submodels.programs(anatomy).cut)]
+    del anatomy
+    gc.collect()
+    assert [thing() for thing in kept] == [None, None]

@@ -1,8 +1,10 @@
 """What a client answers, what it refuses, and that nothing is run then; what it gives away."""
 
+import gc
 import json
 import logging
 import threading
+import weakref
 from dataclasses import replace
 
 import federations
@@ -320,7 +322,21 @@ def test_a_client_that_cannot_start_says_so(caplog, tmp_path):
 def test_a_phase_is_compiled_once(desk):
     """Another round, weight or message is no new program."""
     desk.answer(ask(desk), memory())
-    before = sites.run_phase._cache_size()
+    before = sites.program(desk.problem)._cache_size()
+    assert before >= 1
     for round in range(5):
         assert desk.answer(ask(desk, round=round, weight=0.1 + round / 10), memory()).refused == ""
-    assert sites.run_phase._cache_size() == before
+    assert sites.program(desk.problem)._cache_size() == before
+
+
+def test_what_a_client_has_compiled_goes_with_its_problem():
+    """Losses, what they close over, and programs: nothing of JAX's caches for the whole process may hold them."""
+    task = federations.TASK.problem
+    problem = fb.Bilevel(lambda x, y, batch: task.outer(x, y, batch), lambda x, y, batch: task.inner(x, y, batch))
+    one = Desk(replace(federations.site(STEPS, 0), problem=problem))
+    assert one.answer(ask(one), memory()).refused == ""
+    kept = [weakref.ref(thing) for thing in (problem, problem.inner, sites.program(one.problem))]
+    assert all(thing() is not None for thing in kept)
+    del one, problem
+    gc.collect()
+    assert [thing() for thing in kept] == [None, None, None]

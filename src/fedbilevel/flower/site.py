@@ -6,9 +6,10 @@ import json
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import jax.numpy as jnp
@@ -240,10 +241,29 @@ class Desk:
         return jax.tree.map(np.asarray, init_client(self.site.algorithm, self.x, self.y))
 
 
-@partial(jax.jit, static_argnums=0)
 def run_phase(phase: str, algorithm: Any, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
     """What one client computes; data, state and hyperparameters are arguments of the program."""
-    return getattr(at(algorithm, round), phase)(client, message, jax.random.fold_in(key, client.id))
+    without: Any = None
+    reply: Reply = program(client.problem)(phase, algorithm, round, replace(client, problem=without), message, key)
+    return reply
+
+
+PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
+
+
+def program(problem: Problem) -> Any:
+    """What plays phases of a problem, compiled once for all clients here that share it. It goes when the problem does:
+    JAX keeps what is compiled as long as its function, and its arguments of other kinds than arrays with it."""
+    known: Any = ref(problem)
+
+    def play(phase: str, algorithm: Any, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
+        client = replace(client, problem=known())
+        reply: Reply = getattr(at(algorithm, round), phase)(client, message, jax.random.fold_in(key, client.id))
+        return reply
+
+    if problem not in PROGRAMS:
+        PROGRAMS[problem] = jax.jit(play, static_argnums=0)
+    return PROGRAMS[problem]
 
 
 def in_words(error: Exception) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import jax.numpy as jnp
@@ -88,17 +89,40 @@ class SubmodelFlowerFed(FlowerFed):
         return covered(self.book, holders)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
 def cut(anatomy: Anatomy, phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
     """A client's part of a phase's message."""
-    return anatomy.cut(parts_of(phase)[0], message, units)
+    return programs(anatomy).cut(phase, message, units)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
 def whole(anatomy: Anatomy, phase: Callable[..., Reply], sums: book.Sums, units: Units) -> book.Sums:
     """The sums of those who hold these units, put back into the whole."""
-    _, gives = parts_of(phase)
-    return put_back(anatomy, gives, sums, units)
+    put: book.Sums = programs(anatomy).whole(phase, sums, units)
+    return put
+
+
+class Programs(NamedTuple):
+    """`cut` and `whole` of one anatomy, compiled."""
+
+    cut: Any
+    whole: Any
+
+
+PROGRAMS: WeakKeyDictionary[Anatomy, Programs] = WeakKeyDictionary()
+
+
+def programs(anatomy: Anatomy) -> Programs:
+    """They go when the anatomy does: see `site.program`."""
+    known: Any = ref(anatomy)
+
+    def cut(phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
+        return known().cut(parts_of(phase)[0], message, units)
+
+    def whole(phase: Callable[..., Reply], sums: book.Sums, units: Units) -> book.Sums:
+        return put_back(known(), parts_of(phase)[1], sums, units)
+
+    if anatomy not in PROGRAMS:
+        PROGRAMS[anatomy] = Programs(jax.jit(cut, static_argnums=0), jax.jit(whole, static_argnums=0))
+    return PROGRAMS[anatomy]
 
 
 def contracts(general: Contract, cutting: Cutting) -> dict[int, Contract]:

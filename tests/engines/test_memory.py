@@ -1,0 +1,53 @@
+"""Does all that a `solve` was given, and all that it compiled, go when its caller lets go of it?"""
+
+import gc
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines.local import LocalRun
+
+
+def solved(engine, monkeypatch):
+    """Weak references to what one solve was given and to what it compiled, by name."""
+    rng = np.random.default_rng(0)
+    scale, samples = jnp.asarray(rng.normal(size=3)), rng.normal(size=(4, 5, 3))
+    programs = []
+    compile = LocalRun.compile
+
+    def noted(self, *arguments):
+        program = compile(self, *arguments)
+        programs.append(weakref.ref(program))
+        return program
+
+    def outer(x, y, batch):
+        return jnp.mean((batch @ (scale * y) - jnp.sum(x)) ** 2)
+
+    def inner(x, y, batch):
+        return outer(x, y, batch) + y @ y
+
+    def size(x, y):
+        return scale @ y
+
+    problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
+    algorithm = fb.SimFBO(local_steps=1, batch_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalRun, "compile", noted)
+        start = jnp.zeros(2), jnp.zeros(3)
+        result = fb.solve(algorithm, problem, clients, *start, rounds=1, engine=engine, metrics={"size": size})
+    given = {"problem": problem, "outer": outer, "inner": inner, "metric": size, "clients": clients, "result": result}
+    given |= {"a constant": scale, "samples": clients.inner.values, "algorithm": algorithm}
+    return {name: weakref.ref(thing) for name, thing in given.items()} | {
+        f"program {number}": program for number, program in enumerate(programs)
+    }
+
+
+@pytest.mark.parametrize("engine", [fb.Local(), fb.Local(stream=True)], ids=["resident", "streamed"])
+def test_nothing_is_kept(engine, monkeypatch):
+    kept = solved(engine, monkeypatch)
+    gc.collect()
+    assert "program 0" in kept
+    assert [name for name, thing in kept.items() if thing() is not None] == []
