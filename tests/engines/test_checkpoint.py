@@ -323,5 +323,5 @@ def test_the_newest_that_can_be_read_is_found(saved):
     assert checkpoint.exist(saved)
     assert checkpoint.newest(saved) == checkpoint.previous(saved)
     checkpoint.previous(saved).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"run\.npz is not a readable .*; .*run\.previous\.npz is not a readable"):
+    with pytest.raises(CheckpointError, match=r"no file .*run\.npz .*; .*run\.previous\.npz is not a readable"):
         checkpoint.newest(saved)
