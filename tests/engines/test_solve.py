@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
     with pytest.raises(fb.ConfigurationError, match="unless resume=True"):
         run(task, rounds=6, checkpoint=path)
     before.write_bytes(b"")
-    with pytest.raises(fb.CheckpointError, match=r"not a readable checkpoint.*; .*previous.npz is not a readable"):
+    with pytest.raises(fb.CheckpointError, match=r"there is no file .*; .*previous.npz is not a readable"):
         run(task, rounds=6, checkpoint=path, resume=True)
 
 
