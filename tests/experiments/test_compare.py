@@ -165,8 +165,9 @@ def test_milestones_and_the_exchanges_to_them(runs) -> None:
 def test_runs_that_measure_different_things_are_refused(runs, tmp_path) -> None:
     other = tmp_path / "other"
     shutil.copytree(runs / "shro" / "seed-0", other)
-    summary = (other / "summary.json").read_text()
-    (other / "summary.json").write_text(summary.replace('"relative_error"', '"test_accuracy"'))
+    for name in ("summary.json", "history.jsonl"):
+        file = other / name
+        file.write_text(file.read_text().replace('"relative_error"', '"test_accuracy"'))
     with pytest.raises(ConfigurationError, match=r"measure different things: relative_error .*, test_accuracy"):
         load_groups([runs / "sim", other])
 
