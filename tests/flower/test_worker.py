@@ -147,6 +147,16 @@ def test_the_heart_beats_during_a_task_only_and_a_task_given_up_is_told() -> Non
     heart.set(False)
 
 
+def test_a_task_that_takes_longer_than_the_patience_does_not_end_the_worker() -> None:
+    def slow(message: Any, context: Any) -> Any:
+        time.sleep(0.5)
+        return app(message, context)
+
+    node = Fake(["a", "b"])
+    serve(node, lambda run, fab: (slow, Path("/nowhere")))  # patience: 0.3 s
+    assert node.replies == ["a", "b"]
+
+
 def test_the_heart_rests_before_a_task_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beat for a task that is finished is answered as one for a task given up, which ends the worker."""
     events: list[Any] = []

@@ -191,8 +191,7 @@ def serve(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any]
     while time.monotonic() - reached < patience:
         asked = time.monotonic()
         try:
-            found = node.acquire()
-            reached, lost = time.monotonic(), False
+            found, lost = node.acquire(), False
             if found:
                 heart.set(True)
                 try:
@@ -200,8 +199,9 @@ def serve(node: Node, apps: Source, error_reply: Callable[[Any, Exception], Any]
                 finally:
                     heart.set(False)  # before the end: whoever has finished is as unknown as one who was given up
                 node.finish(*ended)
-            elif reached - asked < 0.1:  # a SuperNode that does not hold the question open
+            elif time.monotonic() - asked < 0.1:  # a SuperNode that does not hold the question open
                 time.sleep(0.05)
+            reached = time.monotonic()
         except Exception as error:  # noqa: BLE001 - a connection that comes back is used again
             if not lost:
                 logger.warning("the SuperNode is out of reach: %s", type(error).__name__)
