@@ -288,6 +288,37 @@ def test_a_question_for_a_task_does_not_hold_up_a_stop() -> None:
     assert [answer.HasField("task") for answer in answers] == [False]
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("the SuperLink says 500")])
+def test_a_loop_that_has_ended_ends_the_process(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower logs an error of the loop and returns; the thread that serves the worker would keep the process."""
+    ours = {
+        runtime_handlers: {"acquire_task": "acquire", "push_task_output": "finish"},
+        loop: {"_pull_and_store_message": "pull", "_push_messages": "push", "register_signal_handlers": "register"},
+    }
+    for module, names in ours.items():
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+    monkeypatch.setattr(loop, "time", loop.time)
+    monkeypatch.setattr(sys, "argv", [])
+    seen: dict[str, str] = {}
+
+    def flower_supernode() -> None:
+        seen.update({name: getattr(module, name).__name__ for module, names in ours.items() for name in names})
+        seen["sleep"] = loop.time.sleep.__qualname__
+        if error:
+            raise error
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr("flwr.supernode.cli.flower_supernode", flower_supernode)
+    monkeypatch.setattr(private.os, "_exit", leave)
+    with pytest.raises(SystemExit, match="1"):
+        private.run_supernode(["--insecure"], lambda quiet: 0.0)
+    assert seen == {**ours[runtime_handlers], **ours[loop], "sleep": "Meeting.sleep"}
+    assert sys.argv == ["flower-supernode", "--insecure"]
+
+
 def test_a_second_signal_does_not_interrupt_the_end() -> None:
     """A supervisor passes on the Ctrl-C that the terminal sent to all."""
     program = """
