@@ -33,7 +33,7 @@ ARRAYS = {"jax", "optax", "numpy"}
 # Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
 ONLY = {"core": ARRAYS, "oracles": ARRAYS, "algorithms": ARRAYS}
 NEVER = {room: {"flwr"} for room in ROOMS.keys() - {"flower"}} | {"data": {"flwr", "jax", "optax"}}
-HEAVY = {"flwr", "matplotlib", "sklearn", "rich"}
+HEAVY = {"flwr", "matplotlib", "sklearn", "rich", "pandas"}
 
 
 def room_of(path: Path) -> str:

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.entries import arrays_of, require_alike
 from fedbilevel.core.errors import ConfigurationError, FloorError, require
 from fedbilevel.core.problem import Minimax, Padded, Problem
 from fedbilevel.core.tree import PyTree, shapes
 
 
-@dataclass(frozen=True)
-class Ragged:
+@dataclass(frozen=True, repr=False)
+class Ragged(Shown):
     """Rows of unequal length, stored flat: row i is `values[start[i] : start[i] + size[i]]` of every leaf.
 
     No padding is stored, so a client with ten samples costs ten samples; leaves may be memory maps.
@@ -88,6 +89,15 @@ class Ragged:
             return f"in row {i} of what is stored, which is no client's sample"
         return f"in sample {i - self.start[holders[0]]} of client {holders[0]}"
 
+    def card(self) -> Card:
+        return Card(counted(len(self.size), "row") + " of unequal length", {"samples": self.in_words("row")})
+
+    def in_words(self, owner: str) -> str:
+        """How many samples there are, how many each owner has, and what one sample looks like."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.values)
+        shapes = listed([named_shape(path, leaf, axes_left_out=1) for path, leaf in leaves], width=60)
+        return f"{int(self.size.sum()):,}, {span(self.size)} a {owner}, each {shapes}"
+
     def joined(self) -> Ragged:
         """All rows as one, in order."""
         total = int(self.size.sum())
@@ -109,8 +119,8 @@ class Ragged:
         return jax.tree.map(lambda leaf: leaf[start:stop], self.values)
 
 
-@dataclass(frozen=True, init=False)
-class Clients:
+@dataclass(frozen=True, init=False, repr=False)
+class Clients(Shown):
     """The population: each client's samples for the two losses, its weight, and how much local work it does.
 
     Args:
@@ -131,7 +141,7 @@ class Clients:
 
     outer: Ragged
     inner: Ragged
-    weights: np.ndarray = field(repr=False)
+    weights: np.ndarray
     local_steps: np.ndarray | tuple[int, int] | None
     capacity: np.ndarray | None
 
@@ -164,6 +174,11 @@ class Clients:
     def __len__(self) -> int:
         return len(self.weights)
 
+    def card(self) -> Card:
+        inner = "the same" if self.inner is self.outer else self.inner.in_words("client")
+        samples = {"outer samples": self.outer.in_words("client"), "inner samples": inner}
+        return Card(counted(len(self), "client"), samples | terms_in_words(self))
+
     def examples(self) -> tuple[PyTree, PyTree]:
         """One sample's shapes for each loss, leaves (1, ...)."""
         return self.outer.example(), self.inner.example()
@@ -175,6 +190,19 @@ class Clients:
         """
         outer = self.outer.joined()
         return Clients(outer, None if self.inner is self.outer else self.inner.joined())
+
+
+def terms_in_words(clients: Any) -> dict[str, str]:
+    """Weights, local work and capacity of `Clients` or `RemoteClients`, for people."""
+    steps = clients.local_steps
+    work = "as the algorithm says" if steps is None else f"{span(steps)}, one number per client"
+    if isinstance(steps, tuple):
+        work = f"{span(steps)}, drawn for each client and round"
+    return {
+        "weights": span(clients.weights, ".3g"),
+        "local steps": work,
+        "capacity": "the whole model" if clients.capacity is None else f"{span(clients.capacity, '.3g')} of its units",
+    }
 
 
 def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from fedbilevel.core.client import Clients, checked_capacity, checked_local_steps, checked_weights
+from fedbilevel.core.card import Card, Shown, counted, listed, named_shape
+from fedbilevel.core.client import Clients, checked_capacity, checked_local_steps, checked_weights, terms_in_words
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.tree import PyTree
 
 
-@dataclass(frozen=True, init=False)
-class RemoteClients:
+@dataclass(frozen=True, init=False, repr=False)
+class RemoteClients(Shown):
     """A population whose samples are out of reach: how many clients, and what one sample looks like.
 
     Args:
@@ -28,7 +29,7 @@ class RemoteClients:
 
     outer: PyTree
     inner: PyTree
-    weights: np.ndarray = field(repr=False)
+    weights: np.ndarray
     local_steps: np.ndarray | tuple[int, int] | None
     capacity: np.ndarray | None
 
@@ -63,9 +64,18 @@ class RemoteClients:
     def __len__(self) -> int:
         return len(self.weights)
 
+    def card(self) -> Card:
+        examples = {"outer samples": _in_words(self.outer), "inner samples": _in_words(self.inner)}
+        return Card(f"{counted(len(self), 'client')}, elsewhere", examples | terms_in_words(self))
+
     def examples(self) -> tuple[PyTree, PyTree]:
         """One sample's shapes for each loss, leaves (1, ...)."""
         return self.outer, self.inner
+
+
+def _in_words(example: PyTree) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(example)
+    return f"each {listed([named_shape(path, leaf, axes_left_out=1) for path, leaf in leaves])}"
 
 
 def _one_sample(leaf: Any) -> jax.ShapeDtypeStruct:

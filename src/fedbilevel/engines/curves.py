@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
+from fedbilevel.core.reading import larger_is_better
 from fedbilevel.engines.history import History, Row
 from fedbilevel.extras import missing
 
@@ -47,11 +48,6 @@ class Curve:
     @property
     def rounds(self) -> np.ndarray:
         return self.costs["rounds"]
-
-
-def larger_is_better(metric: str) -> bool:
-    """Accuracies are to grow; errors and losses to fall."""
-    return "accuracy" in metric
 
 
 def time_of(row: Row) -> float:

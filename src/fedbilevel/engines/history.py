@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from fedbilevel.core.errors import unknown
+from fedbilevel.core import reading
+from fedbilevel.core.card import Card, Shown, counted, listed, span
+from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.engines import checkpoint
+from fedbilevel.engines.ledger import Ledger
 
 Row = dict[str, float | int]
 
 
-@dataclass
-class History:
+@dataclass(repr=False)
+class History(Shown):
     """Rows of numbers, one per evaluation; the columns of a row are its keys.
 
     Always there: round, exchanges, bytes_down, bytes_up, gradients, products, time (totals so far, see Ledger), seconds
@@ -38,6 +41,47 @@ class History:
     @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    @property
+    def measured(self) -> list[str]:
+        """The columns that are no costs: losses, coverage and metrics."""
+        return [name for name in self.columns if name not in ("round", "seconds", *Ledger.COLUMNS)]
+
+    def card(self) -> Card:
+        rounds = f", of rounds {span(self['round'])}" if self.rows else ""
+        costs = [name for name in self.columns if name not in self.measured]
+        lines = {"costs": listed(costs), "measured": listed(self.measured), "last": self.last_in_words()}
+        return Card(
+            f"History: {counted(len(self), 'row')}{rounds}", {name: text for name, text in lines.items() if text}
+        )
+
+    def last_in_words(self) -> str:
+        """What the last row measured."""
+        last = self.rows[-1] if self.rows else {}
+        return listed([f"{name} {reading.text(name, last[name])}" for name in self.measured if name in last])
+
+    def in_words(self) -> dict[str, str]:
+        """Of each loss and metric: the first, the best and the last value."""
+        lines = {}
+        for name in self.measured:
+            rows = [row for row in self.rows if name in row]
+            values = [row[name] for row in rows]
+            best = reading.best(name, values)
+            first, top, last = (reading.text(name, value) for value in (values[0], best, values[-1]))
+            lines[name] = f"{first} → {last}, best {top} at round {rows[values.index(best)]['round']:,}"
+        return lines
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame, one row per evaluation; NaN where a row lacks a column.
+
+        Raises:
+            ConfigurationError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ConfigurationError("to_pandas needs pandas, which is not installed: pip install pandas") from error
+        return pandas.DataFrame(self.rows, columns=self.columns)
 
     def to_jsonl(self, path: str | Path | None = None) -> str:
         """One JSON object per line, as text; given a path, it is written there, too, atomically."""

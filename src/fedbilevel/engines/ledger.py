@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedbilevel.core.card import Card, Shown, counted, listed
 from fedbilevel.engines.book import PART, Book, Call
 from fedbilevel.engines.clock import TICK
 
 
-@dataclass
-class Ledger:
+@dataclass(repr=False)
+class Ledger(Shown):
     """Totals since round 0; resuming continues them.
 
     An exchange is one message down to the cohort and one reply up. Bytes are those of the arrays, down to all who were
@@ -69,6 +70,26 @@ class Ledger:
         self.products += _total(book.products)
         whole, rest = np.asarray(book.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
         self.ticks += int(whole) * PART + int(rest)
+
+    def card(self) -> Card:
+        phases = [f"{name} {count:,}" for name, count in self.exchanges_by_phase.items()]
+        work = [counted(self.gradients, "gradient"), counted(self.products, "product")]
+        each = f"{self.gradients_per_client:.3g} and {self.products_per_client:.3g} of a client in an exchange"
+        lines = {
+            "exchanges": f"{self.exchanges:,}" + (f": {listed(phases)}" if phases else ""),
+            "traffic": f"{self.bytes_down / 1e6:,.3f} MB down, {self.bytes_up / 1e6:,.3f} MB up, the whole cohort's",
+            "work": f"{', '.join(work)}; {each}" + ("" if self.flops is None else f"; {self.flops / 1e9:,.3g} GFLOP"),
+            "time": f"{self.time:,.1f} s by the engine's clock",
+        }
+        if self.delta:
+            lines["privacy"] = f"ε = {self.epsilon:.4g} at δ = {self.delta:g}, the most that a client spent"
+        return Card(f"Costs of {counted(self.rounds, 'round')}", lines)
+
+    def in_short(self) -> str:
+        """The most important ones in a line."""
+        traffic = f"{(self.bytes_down + self.bytes_up) / 1e6:,.1f} MB"
+        work = f"{counted(self.gradients, 'gradient')}, {counted(self.products, 'product')}"
+        return f"{counted(self.exchanges, 'exchange')}, {traffic}, {work}"
 
     def columns(self) -> dict[str, float | int]:
         """Of a row of the history; what is not known is left out."""

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.card import Card, Shown, described
 from fedbilevel.core.errors import require, unknown
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines import checkpoint
@@ -12,8 +13,8 @@ from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.ledger import Ledger
 
 
-@dataclass
-class Result:
+@dataclass(repr=False)
+class Result(Shown):
     """Where a run stands: at its end, or, for callbacks, on the way."""
 
     x: PyTree
@@ -25,6 +26,22 @@ class Result:
     compile_seconds: float = 0.0
     stopped: str = ""  # why the run ended early, if it did
     state: Any = None  # the server's
+
+    def card(self) -> Card:
+        lines = {"x": described(self.x), "y": described(self.y), "last row": self.history.last_in_words()}
+        return Card(
+            self._title(), lines | {"costs": self.ledger.in_short(), "more": "summary(), plot(), history, ledger"}
+        )
+
+    def summary(self) -> Card:
+        """Each loss and metric from its first value to its last, and every cost: print it, or show it in a notebook."""
+        seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
+        spent = {"seconds": f"{seconds:,.1f} in rounds, {self.compile_seconds:,.1f} compiling"}
+        return Card(self._title(), self.history.in_words() | dict(self.ledger.card().lines) | spent)
+
+    def _title(self) -> str:
+        why = f", stopped: {self.stopped}" if self.stopped else ""
+        return f"Result: {self.round:,} of {self.rounds:,} rounds{why}"
 
     def save(self, path: str | Path) -> None:
         """Write x, y, history and ledger to one .npz file, atomically; `load_result` reads it back."""

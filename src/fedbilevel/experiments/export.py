@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.engines.curves import larger_is_better
+from fedbilevel.core.reading import larger_is_better
 from fedbilevel.engines.history import Row
 from fedbilevel.experiments import measure
 from fedbilevel.experiments.compare import Group, common_targets, tasks_of

@@ -7,7 +7,8 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
-from fedbilevel.engines.curves import larger_is_better, words
+from fedbilevel.core.reading import larger_is_better
+from fedbilevel.engines.curves import words
 from fedbilevel.experiments import measure
 from fedbilevel.experiments.compare import Group, common_seeds, common_targets, legend
 

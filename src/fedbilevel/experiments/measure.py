@@ -1,25 +1,25 @@
-"""How metrics are read: which way is better, how they are written, which levels count as milestones."""
+"""What is read off the metrics of runs: milestones and what it cost to reach them, means and spreads."""
 
 import math
 from collections.abc import Sequence
 
-from fedbilevel.engines.curves import larger_is_better, time_of
+from fedbilevel.core.reading import best, larger_is_better, text
+from fedbilevel.engines.curves import time_of
 from fedbilevel.engines.history import History
+
+__all__ = [
+    "best",
+    "cost_to",
+    "gflop",
+    "larger_is_better",
+    "levels",
+    "mean_and_spread",
+    "text",
+    "time_of",
+]
 
 LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
 TINY = [10.0**-power for power in range(1, 13)]
-
-
-def best(metric: str, values: Sequence[float]) -> float:
-    """The best of some values of a metric."""
-    return max(values) if larger_is_better(metric) else min(values)
-
-
-def text(metric: str, value: float | None) -> str:
-    """A value for people: accuracies in per cent, the rest in four digits."""
-    if value is None or math.isnan(value):
-        return "–"
-    return f"{100 * value:.2f} %" if larger_is_better(metric) else f"{value:.4g}"
 
 
 def levels(metric: str) -> Sequence[float]:

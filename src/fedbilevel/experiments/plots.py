@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.reading import larger_is_better
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.curves import (
     NARROW,
@@ -14,7 +15,6 @@ from fedbilevel.engines.curves import (
     axis_label,
     draw_history,
     draw_panel,
-    larger_is_better,
     new_figure,
     require_panel,
     time_of,

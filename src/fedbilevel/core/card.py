@@ -1,0 +1,96 @@
+"""What an object says of itself in a Python session: a few lines of text, or a table in a notebook."""
+
+from __future__ import annotations
+
+import html
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbilevel.core.tree import PyTree
+
+WIDTH = 110  # characters of a line
+
+
+@dataclass(frozen=True, repr=False)
+class Card:
+    """A title and a few named lines; `str` gives text, a notebook shows a table."""
+
+    title: str
+    lines: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        indent = max(map(len, self.lines), default=0)
+        return "\n".join(shortened(line) for line in (self.title, *self._texts(indent)))
+
+    def _texts(self, indent: int) -> list[str]:
+        return [f"  {name:<{indent}}  {text}" for name, text in self.lines.items()]
+
+    def _repr_html_(self) -> str:
+        style = 'style="text-align: left"'
+        rows = "".join(
+            f"<tr><th {style}>{html.escape(name)}</th><td {style}>{html.escape(text)}</td></tr>"
+            for name, text in self.lines.items()
+        )
+        return f"<table><caption {style}><b>{html.escape(self.title)}</b></caption><tbody>{rows}</tbody></table>"
+
+
+class Shown(ABC):
+    """Something whose repr is its card: at most six lines, whatever it holds."""
+
+    @abstractmethod
+    def card(self) -> Card:
+        """What it says of itself."""
+
+    def __repr__(self) -> str:
+        return repr(self.card())
+
+    def _repr_html_(self) -> str:
+        return self.card()._repr_html_()
+
+
+def shortened(text: str, width: int = WIDTH) -> str:
+    """One line of at most `width` characters; what was left off shows as "…"."""
+    line = " ".join(text.splitlines())
+    return line if len(line) <= width else line[: width - 2] + " …"
+
+
+def listed(parts: Sequence[str], width: int = WIDTH - 30) -> str:
+    """As many of the parts, separated by commas, as a line can hold, and how many more there are."""
+    text = ""
+    for i, part in enumerate(parts):
+        more = f"{text}, {part}" if text else part
+        if text and len(more) > width:
+            return f"{text}, … ({len(parts) - i} more)"
+        text = more
+    return text
+
+
+def described(tree: PyTree) -> str:
+    """How many numbers a tree of arrays holds, and the shapes and dtypes of its leaves."""
+    leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if hasattr(leaf, "dtype")]
+    if not leaves:
+        return "none"
+    total = sum(int(np.prod(leaf.shape)) for _, leaf in leaves)
+    return f"{counted(total, 'number')}: {listed([named_shape(path, leaf) for path, leaf in leaves])}"
+
+
+def named_shape(path: Any, leaf: Any, axes_left_out: int = 0) -> str:
+    """A leaf by its place in the tree, its shape and its dtype, such as "dense.kernel (784, 16) float32"."""
+    place = jax.tree_util.keystr(path, simple=True, separator=".")
+    return f"{place} {tuple(leaf.shape[axes_left_out:])} {leaf.dtype}".strip()
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 row", "1,200 rows"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def span(values: Any, form: str = ",") -> str:
+    """The smallest and the largest of some numbers: "3", or "3 to 12"."""
+    low, high = (format(end(values).item(), form) for end in (np.min, np.max))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,134 @@
+"""What a Python session and a notebook show: is it short, true, and harmless whatever an object holds?"""
+
+import sys
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+
+EVIL = "<script>alert('&')</script>"
+MANY = {f"{EVIL}{i}": jnp.ones((3, i + 1)) for i in range(200)}
+
+
+def history(rows=300):
+    first = [{"round": 0, "exchanges": 0, "seconds": 0.0, EVIL: 0.5, "test_accuracy": 0.1}]
+    later = [
+        {"round": i, "exchanges": 2 * i, "seconds": 0.1 * i, EVIL: 1 / i, "test_accuracy": 1 - 1 / i}
+        for i in range(1, rows)
+    ]
+    return fb.History(
+        first + later + [{"round": rows, "test_accuracy": 0.5} | {f"column_{i}": 1.0 for i in range(200)}]
+    )
+
+
+def ledger():
+    phases = {f"phase_{EVIL}_{i}": 10**9 for i in range(100)}
+    book = {
+        "rounds": 10**9,
+        "exchanges": 10**12,
+        "bytes_down": 10**18,
+        "bytes_up": 10**18,
+        "exchanges_by_phase": phases,
+    }
+    return fb.Ledger(**book, replies=1, gradients=10**15, products=10**15, flops=10**20, epsilon=1.0, delta=1e-5)
+
+
+def clients():
+    outer = [{f"{EVIL}{i}": np.ones((n, 3)) for i in range(50)} for n in range(1, 101)]
+    return fb.Clients(outer, local_steps=np.arange(1, 101), capacity=np.linspace(0.1, 1, 100))
+
+
+LARGE = {
+    "Result": lambda: fb.Result(MANY, MANY, 10**6, 10**6, history(), ledger(), stopped=EVIL * 20),
+    "History": history,
+    "Ledger": ledger,
+    "Clients": clients,
+    "Ragged": lambda: clients().outer,
+    "RemoteClients": lambda: fb.RemoteClients.of(clients()),
+}
+EMPTY = {
+    "Result": lambda: fb.Result(None, None, 0, 1, fb.History(), fb.Ledger()),
+    "History": fb.History,
+    "Ledger": fb.Ledger,
+    "Clients": lambda: fb.Clients([np.ones(1)]),
+}
+
+
+@pytest.mark.parametrize("make", [*LARGE.values(), *EMPTY.values()], ids=[*LARGE, *(f"empty {name}" for name in EMPTY)])
+def test_a_repr_is_at_most_six_lines_of_110_characters(make):
+    lines = repr(make()).splitlines()
+    assert 1 <= len(lines) <= 6
+    assert max(map(len, lines)) <= 110
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.open, self.text = set(), [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_notebook_gets_a_table_in_which_names_are_text(name):
+    made = LARGE[name]()
+    page = Tags()
+    page.feed(made._repr_html_())
+    page.close()
+    assert page.open == []
+    assert page.tags == {"table", "caption", "b", "tbody", "tr", "th", "td"}
+    assert EVIL in page.text
+
+
+def test_what_is_shown_is_true():
+    rows = [{"round": 0, "test_accuracy": 0.1}, {"round": 5, "test_accuracy": 0.9}, {"round": 9, "test_accuracy": 0.85}]
+    ledger = fb.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, products=0)
+    result = fb.Result({"w": jnp.ones((2, 3))}, None, 9, 9, fb.History(rows), ledger, stopped="enough")
+    assert repr(result).splitlines() == [
+        "Result: 9 of 9 rounds, stopped: enough",
+        "  x         6 numbers: w (2, 3) float64",
+        "  y         none",
+        "  last row  test_accuracy 85.00 %",
+        "  costs     1,234 exchanges, 2.0 MB, 1 gradient, 0 products",
+        "  more      summary(), plot(), history, ledger",
+    ]
+    summary = repr(result.summary())
+    assert "10.00 % → 85.00 %, best 90.00 % at round 5" in summary
+    assert "1.500 MB down, 0.500 MB up" in summary
+    population = fb.Clients([np.ones((2, 4)), np.ones((3, 4))], weights="size", local_steps=(1, 5))
+    assert repr(population).splitlines() == [
+        "2 clients",
+        "  outer samples  5, 2 to 3 a client, each (4,) float64",
+        "  inner samples  the same",
+        "  weights        0.4 to 0.6",
+        "  local steps    1 to 5, drawn for each client and round",
+        "  capacity       the whole model",
+    ]
+
+
+def test_pandas_gets_the_rows(monkeypatch):
+    """Stands in for pandas.DataFrame, which takes rows as dicts and fills what they lack with NaN."""
+    given = {}
+    frame = SimpleNamespace(DataFrame=lambda rows, columns: given.update(rows=rows, columns=columns) or "frame")
+    monkeypatch.setitem(sys.modules, "pandas", frame)
+    made = fb.History([{"round": 0}, {"round": 1, "loss": 2.0}])
+    assert made.to_pandas() == "frame"
+    assert given == {"rows": made.rows, "columns": ["round", "loss"]}
+
+
+def test_without_pandas_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(fb.ConfigurationError, match="pip install pandas"):
+        fb.History().to_pandas()
