@@ -50,7 +50,10 @@ def test_diagnose_prints_commands_that_ask_for_what_it_found(run, monkeypatch) -
         (["check", "quadratic", "--algorithm", "fednst"], "did you mean 'fednest'"),
         (["check", "quadratic", "--algorithm", "simfbo"], "simfbo makes no estimate of the hypergradient; these do: "),
         (["check", "nowhere.py:task"], "there is no file"),
-        (["diagnose", "quadratic", "--algorithm", "lfednest"], "must be one that fields are suggested for: fednest"),
+        (
+            ["diagnose", "quadratic", "--algorithm", "lfednest"],
+            "no fields are suggested for lfednest: they average",
+        ),
         (["diagnose", "quadratic", "--set", "clinets=3"], "did you mean 'clients'"),
         (["diagnose", "quadratic", "--set", "clients=0"], "clients = 0 is not allowed"),
     ],

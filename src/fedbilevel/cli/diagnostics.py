@@ -93,9 +93,11 @@ def _check(options: argparse.Namespace) -> int:
 def _diagnose(options: argparse.Namespace) -> int:
     terminal = console()
     prepare_jax()
-    from fedbilevel.diagnostics.diagnose import diagnose
+    from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
     from fedbilevel.experiments.parts import task_of
 
+    for name in options.algorithm or []:
+        require_suggested(name)
     specs = _specs(options, options.algorithm or list(SUGGESTED))
     spec = next(iter(specs.values()))
     tune(spec)

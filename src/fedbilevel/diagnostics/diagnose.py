@@ -9,32 +9,32 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedbilevel.core.card import Card, Shown
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
+from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.diagnostics.acceleration import Cycle
 from fedbilevel.diagnostics.measure import Measurements, measure
 from fedbilevel.diagnostics.point import point
 from fedbilevel.diagnostics.suggest import (
     DIGITS,
+    NOT_SUGGESTED,
+    SUGGESTED,
     Scales,
     momentum,
-    nested,
     radius,
     rounds_needed,
     scales,
-    single_loop,
 )
 
-METHODS = ("fednest", "shrofbo", "simfbo")
 UNDEFINED = (
     "the inner loss still curves downwards where its minimum was sought: y*(x) is not defined; add a ridge to it"
 )
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """What `diagnose` found; print it, or ask it for fields."""
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Shown):
+    """What `diagnose` found: print it for the whole report, or ask it for the fields of a method."""
 
     measurements: Measurements
     rounds: int  # that it plans for
@@ -79,36 +79,36 @@ class Diagnosis:
         return scales(self.measurements, self.dim_y, batch_size, self.weight, partial)
 
     def fields(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> dict[str, Any]:
-        """Constructor fields for "simfbo", "shrofbo" or "fednest".
+        """Constructor fields of a method, such as `SimFBO(**diagnosis.fields("simfbo"))`.
 
         Args:
-            algorithm: its name.
+            algorithm: its command-line name, a key of `fedbilevel.ALGORITHMS`.
             batch_size: samples per draw; None: full batches.
             cohort: clients per round; None: all.
+
+        Raises:
+            ConfigurationError: nothing that is measured says which fields suit the method, or y*(x) is not defined.
         """
-        require(
-            algorithm in METHODS, "algorithm", algorithm, f"one that fields are suggested for: {', '.join(METHODS)}"
-        )
+        require_suggested(algorithm)
         require_count("batch_size", batch_size, optional=True)
         require_count("cohort", cohort, optional=True)
         if self.measurements.response.negative_curvature:
             raise ConfigurationError(UNDEFINED)
-        s = self.scales(batch_size, cohort)
-        return nested(s, batch_size) if algorithm == "fednest" else single_loop(s, batch_size, self.work)
+        return SUGGESTED[algorithm](self.scales(batch_size, cohort), batch_size, self.work)
 
     def rounds_needed(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> float:
         """Rounds that those fields should need for a thousandfold smaller error; infinite where Φ is not convex."""
         chosen = self.fields(algorithm, batch_size=batch_size, cohort=cohort)
         s = self.scales(batch_size, cohort)
-        if algorithm == "fednest":
-            if isinstance(chosen["outer_lr"], Cycle):
-                return len(chosen["outer_lr"])
+        if isinstance(chosen.get("outer_lr"), Cycle):
+            return len(chosen["outer_lr"])
+        if "outer_lr" in chosen:
             return rounds_needed(s, chosen["outer_lr"], chosen["inner_rounds"] * chosen["inner_lr"])
         if "server_optimizer" in chosen:
             found = momentum(s)
             assert found
             return -DIGITS / math.log(found.radius)
-        tau, lr = chosen["local_steps"], chosen["server_lr"]
+        tau, lr = chosen["local_steps"], chosen.get("server_lr", chosen["client_lr"])
         return rounds_needed(s, tau * lr.x, tau * lr.y)
 
     def safe_steps(self, batch_size: int | None = None, cohort: int | None = None) -> dict[str, float]:
@@ -118,11 +118,39 @@ class Diagnosis:
         inner = 1 / s.smoothness
         return {"y, v": 2 * inner, "x": 2 / s.phi_smoothness, "x, single loop": 4 * s.outer_step(inner)}
 
+    def card(self) -> Card:
+        m, spread = self.measurements, self.measurements.spread
+        title = f"Diagnosis of {self.population} clients by {m.samples[0]} outer and {m.samples[1]} inner samples"
+        phi, undefined = m.response.curvature, m.response.negative_curvature
+        lines = {
+            "inner loss": f"curvature in y from {self.mu:.3g} to {self.smoothness:.3g}, κ = {self.condition:.3g}",
+            "outer loss": f"curvature in y up to {self.outer_smoothness:.3g}",
+            "clients": f"differ in ∇y g_i by {spread.inner_share:.0%} of its mean square, in ∇x f_i by "
+            f"{spread.outer_share:.0%}",
+            "Φ": UNDEFINED if undefined else f"curvature from {phi.smallest:.3g} to {phi.largest:.3g}",
+            "more": "print(…) for the report; fields(NAME) for a method",
+        }
+        return Card(title, lines)
+
     def __str__(self) -> str:
-        lines = [*self._inner(), *self._clients()]
+        """The report: fields for every method, or why there are none, then what was measured."""
+        found = [*self._inner(), *self._clients()]
         if self.measurements.response.negative_curvature:
-            return "\n".join([*lines, UNDEFINED])
-        return "\n".join([*lines, *self._objective(), *self._choice()])
+            return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *found])
+        return "\n".join([*self._fields(), "", *found, *self._objective(), *self._choice()])
+
+    def _fields(self) -> list[str]:
+        """Full batches and all clients; methods that are given the same fields share a line."""
+        lines = ["fields with full batches and all clients; fields(NAME, batch_size=…, cohort=…) for others:"]
+        alike: dict[str, list[str]] = {}
+        for name in SUGGESTED:
+            text = ", ".join(f"{field} = {_short(value)}" for field, value in self.fields(name).items())
+            alike.setdefault(f"{text}{self._needs(name)}", []).append(name)
+        lines += [f"  {', '.join(names)}: {text}" for text, names in alike.items()]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in NOT_SUGGESTED.items():
+            reasons.setdefault(reason, []).append(name)
+        return [*lines, *(f"  {', '.join(names)}: none; {reason}" for reason, names in reasons.items())]
 
     def _inner(self) -> list[str]:
         m, ends = self.measurements, self.measurements.here.inner
@@ -191,7 +219,6 @@ class Diagnosis:
             f"v to follow{heavy}{self._needs('simfbo')}",
             f"or FedNest with {nest['inner_rounds']} inner rounds of 1/L, conjugate gradient up to "
             f"{nest['cg_iterations']} products, x {steps}, up to {exchanges} exchanges a round{self._needs('fednest')}",
-            "with mini-batches: ask fields(name, batch_size=…, cohort=…)",
         ]
 
     def _needs(self, algorithm: str) -> str:
@@ -199,7 +226,26 @@ class Diagnosis:
         if math.isinf(needed):
             return "; Φ being not convex here, no number of rounds is predicted"
         late = f", more than the {self.rounds} that were planned" if needed > self.rounds else ""
-        return f"; a thousandfold smaller error should take about {needed:.2g} rounds{late}"
+        return f"; about {float(f'{needed:.2g}'):,.0f} rounds to a thousandth of the error{late}"
+
+
+def require_suggested(algorithm: str) -> None:
+    """Refuse a method that no fields are suggested for, with the reason."""
+    if algorithm not in {**SUGGESTED, **NOT_SUGGESTED}:
+        raise unknown("algorithm", algorithm, {**SUGGESTED, **NOT_SUGGESTED})
+    if algorithm in NOT_SUGGESTED:
+        raise ConfigurationError(f"no fields are suggested for {algorithm}: {NOT_SUGGESTED[algorithm]}")
+
+
+def _short(value: Any) -> str:
+    """A field's value in three digits."""
+    if isinstance(value, Cycle):
+        return f"a cycle of {len(value)} steps"
+    if isinstance(value, XYV):
+        return f"({', '.join(f'{name} {size:.3g}' for name, size in value._asdict().items())})"
+    if hasattr(value, "decay"):
+        return f"momentum {value.decay:.7g}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def diagnose(

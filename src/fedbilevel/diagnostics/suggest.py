@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ INNER_ROUNDS = 20  # of FedNest's epoch at the most
 TERMS = 10  # of its series at the most
 CG_TOLERANCE = 1e-6
 PATIENCE = 30.0  # κ above which plain descent is thought slow
-SOLVED = 8  # FedNest's inner rounds are then so many κ, which leave e^−8 of y's error
+SOLVED = 8  # inner rounds of so many κ leave e^−8 of y's error, and of a truncated series
 DIGITS = math.log(1000)  # an error reduced a thousandfold
 
 
@@ -126,8 +127,9 @@ def momentum(s: Scales) -> Momentum | None:
     return found if found.radius < 1 else None
 
 
-def nested(s: Scales, batch_size: int | None) -> dict[str, Any]:
-    """Fields of FedNest: conjugate gradient where its products are exact, a short series where they are noisy."""
+def nested(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedNest and FedNestSGD: conjugate gradient where its products are exact, a short series where they are
+    noisy. The clients' steps are inner_lr over their number, so that `work` changes nothing."""
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))
     outer_lr: float | Cycle = s.outer_step(rounds * step)
@@ -152,6 +154,41 @@ def nested(s: Scales, batch_size: int | None) -> dict[str, Any]:
     }
 
 
+def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedBiO and FedBiOAcc: SimFBO's without momentum, the clients' own steps being the only ones."""
+    tau = work or (LOCAL_STEPS if batch_size is not None else 1)
+    inner = 1 / s.smoothness
+    steps = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
+    return {"local_steps": tau, "batch_size": batch_size, "client_lr": steps}
+
+
+def recursive(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedBiOAcc: the newest gradient weighs ½ where clients drift, since its momentum adds that up."""
+    chosen = plain(s, batch_size, work)
+    return chosen if chosen["local_steps"] == 1 else {**chosen, "forgetting": 0.5}
+
+
+def nested_by_mean(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedMBO: FedNest's, but that a step on x is one, and short series have lengths of each client's own."""
+    chosen = nested(s, batch_size, work)
+    del chosen["outer_steps"]
+    return {**chosen, "inverse": "parallel"} if chosen["inverse"] == "series" else chosen
+
+
+def aggregated(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of AggITD: as many inner rounds as make its series long enough."""
+    kappa, step = s.condition, 1 / s.smoothness
+    rounds = min(INNER_ROUNDS, math.ceil(kappa)) if s.noisy else math.ceil(SOLVED * kappa)
+    return {
+        "local_steps": work or 1,
+        "inner_rounds": rounds,
+        "inner_lr": step,
+        "outer_lr": s.outer_step(rounds * step),
+        "inverse": "series",
+        "batch_size": batch_size,
+    }
+
+
 def radius(s: Scales) -> float:
     """r = ‖∇y F‖/μ, which bounds ‖v*‖ where it was measured, ten times over: ∇y F changes on the way."""
     return 10 * s.outer_gradient / s.mu
@@ -162,3 +199,37 @@ def rounds_needed(s: Scales, outer_step: float, inner_step: float) -> float:
     if s.phi_mu <= 0:
         return math.inf
     return DIGITS * max(1 / (outer_step * s.phi_mu), 1 / (inner_step * s.mu))
+
+
+SUGGESTED: dict[str, Callable[[Scales, int | None, int | None], dict[str, Any]]] = {
+    "aggitd": aggregated,
+    "fedbio": plain,
+    "fedbioacc": recursive,
+    "fedmbo": nested_by_mean,
+    "fednest": nested,
+    "fednest-sgd": nested,
+    "shrofbo": single_loop,
+    "simfbo": single_loop,
+}
+"""(scales, batch size, work) -> fields, by the method's command-line name."""
+
+_OWN = "they average clients' own hypergradients, while the curvature of Φ is what is measured"
+_SINGLE = "they solve single-level problems, and what is measured begins with an inner loss"
+_SIMPLE = "they solve simple bilevel problems, which have no y, and steps follow from the size of X"
+_PLANES = "nothing that is measured bounds the steps of the cutting planes' multipliers"
+NOT_SUGGESTED = {
+    "adbo": _PLANES,
+    "afbo": "steps depend on how late answers are, which a run alone shows",
+    "bi-fista": _SIMPLE,
+    "fedavg": _SINGLE,
+    "fedavg-s": "both players move at once, and what that bears depends on how ∇²xy F turns them, too",
+    "fedlin": _SINGLE,
+    "fism": _SIMPLE,
+    "irg": _SIMPLE,
+    "irig": _SIMPLE,
+    "lfednest": _OWN,
+    "rabo": _OWN,
+    "rafbo": _OWN,
+    "sdbo": _PLANES,
+}
+"""Why no fields are suggested for the other methods."""
