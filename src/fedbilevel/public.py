@@ -56,6 +56,7 @@ from fedbilevel.engines.cpu import tune_cpu
 from fedbilevel.engines.history import History
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.local import Local
+from fedbilevel.engines.per_client import PerClient
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.result import Result, load_result, stop_when, stop_without_progress
 from fedbilevel.engines.solve import solve
@@ -106,6 +107,7 @@ __all__ = [
     "NonFiniteError",
     "NumericalError",
     "NumericalWarning",
+    "PerClient",
     "Plain",
     "Proximal",
     "Public",

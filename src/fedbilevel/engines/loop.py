@@ -81,6 +81,7 @@ class Loop:
     warned: bool = False
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     here: bool = True  # whether the carry has the clients' own states
+    per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
     costs: Mapping[Call, int] | None = None  # of a client's answer, in floating-point operations, where it is known
 
     def play(self, run: Run, carry: Carry) -> Result:
@@ -185,7 +186,9 @@ class Loop:
             row[name] = math.fsum(values) / len(values)
         if hasattr(self.algorithm, "columns"):
             row |= {name: float(value) for name, value in self.algorithm.columns(result.state).items()}
-        for name, value in self.evaluation(result.round, result.state.x, result.state.y).items():
+        at = result.round, result.state.x, result.state.y
+        each = self.per_client(*at) if self.per_client else {}
+        for name, value in [*self.evaluation(*at).items(), *each.items()]:
             require(name not in row, "metrics", name, "named otherwise: the history has a column of that name")
             row[name] = value
         self.losses.clear()

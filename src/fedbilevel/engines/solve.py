@@ -27,13 +27,14 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_l
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import fingerprint, hosts, lock, submodels
+from fedbilevel.engines import fingerprint, hosts, lock, per_client, submodels
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Metric
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.local import Local
 from fedbilevel.engines.loop import Loop, Plan
+from fedbilevel.engines.per_client import Measure, PerClient
 from fedbilevel.engines.result import Callback, Result
 
 Resume = bool | Literal["auto", "force"]
@@ -53,6 +54,7 @@ def solve(
     engine: Engine | None = None,
     eval_every: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    metrics_per_client: Mapping[str, Measure | PerClient] | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
@@ -72,6 +74,9 @@ def solve(
         engine: Local() by default.
         eval_every: rounds between rows of the history; None writes the first and the last row only.
         metrics: functions (x, y) -> scalar by name, computed for every row.
+        metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
+            every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
+            gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.hosts); one that
             returns a reason stops the run.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
@@ -119,6 +124,8 @@ def solve(
     losses = check_losses(problem, x, y, *clients.examples())
     warn_without_influence(problem, x, y, *clients.examples(), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
+    own = per_client.named(metrics_per_client)
+    per_client.check_metrics(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, clients.examples())
 
     remote, worked = isinstance(clients, RemoteClients), clients.local_steps is not None
     carry = first_carry(algorithm, x, y, len(clients), remote)
@@ -133,7 +140,7 @@ def solve(
     plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
     hosts.here.saved = ""
     if hosts.count() > 1:
-        hosts.require_same(_in_common(plan, chosen, resume, metrics))
+        hosts.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
     loop = Loop(plan, evaluation, callbacks, algorithm, here=not remote)
     if count_flops:
@@ -147,6 +154,8 @@ def solve(
         if going_on:
             carry = loop.restore(carry, force=resume == "force")
         run = chosen.start(algorithm, problem, clients, cohort, key, carry)
+        if own and isinstance(clients, Clients):
+            loop.per_client = per_client.Population(own, clients, x_fixed, y_fixed)
         try:
             return loop.play(run, carry)
         finally:
@@ -161,7 +170,9 @@ def _goes_on(path: Path | None, resume: Resume) -> bool:
     return there if resume == "auto" else bool(resume)
 
 
-def _in_common(plan: Plan, engine: Engine, resume: Resume, metrics: Mapping[str, Metric] | None) -> dict[str, Any]:
+def _in_common(
+    plan: Plan, engine: Engine, resume: Resume, metrics: Mapping[str, Mapping[str, Any] | None]
+) -> dict[str, Any]:
     """What several processes must have in common; but for the samples, of which each may have only its own."""
     return {
         **plan.begun.stated,
@@ -169,7 +180,7 @@ def _in_common(plan: Plan, engine: Engine, resume: Resume, metrics: Mapping[str,
         **plan.begun.functions,
         "engine": repr(engine) if isinstance(engine, Local) else type(engine).__name__,
         "resume": str(resume),
-        "metrics": ", ".join(sorted(metrics or {})),
+        **{kind: ", ".join(sorted(named or {})) for kind, named in metrics.items()},
         "rounds": plan.rounds,
         "eval_every": plan.eval_every,
         "checkpoint_every": plan.save_every,

@@ -1,0 +1,145 @@
+"""Are metrics of clients each one's mean over its own samples, and the columns what they are called?"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines import per_client
+from fedbilevel.engines.per_client import DECILES, PerClient, Population, spread
+
+BLOCK = 8
+SIZES = (1, 7, 11, 8)  # within a block, over its edge, exactly one
+P = np.arange(1, 5) / 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(per_client, "BLOCK", BLOCK)
+        yield
+
+
+def population(rng=None, map_in=None):
+    rng = rng or np.random.default_rng(0)
+    outer, inner = ([{"a": rng.normal(size=(n, 3))} for n in sizes] for sizes in (SIZES, SIZES[::-1]))
+    if map_in is not None:
+        for name, rows in (("outer", outer), ("inner", inner)):
+            np.save(map_in / f"{name}.npy", np.concatenate([row["a"] for row in rows]))
+        size = {"outer": np.array(SIZES), "inner": np.array(SIZES[::-1])}
+        mapped = {
+            name: fb.Ragged({"a": np.load(map_in / f"{name}.npy", mmap_mode="r")}, np.cumsum(s) - s, s)
+            for name, s in size.items()
+        }
+        return fb.Clients(mapped["outer"], mapped["inner"], weights=P)
+    return fb.Clients(outer, inner, weights=P)
+
+
+PROBLEM = fb.Bilevel(
+    lambda x, y, batch: jnp.mean((batch["a"] @ y - x[0]) ** 2),
+    lambda x, y, batch: jnp.mean((batch["a"] @ y - x[1]) ** 2) + y @ y,
+)
+METRICS = {
+    "error": lambda x, y, batch: jnp.mean(jnp.abs(batch["a"] @ y - x[0])),
+    "fit_accuracy": fb.PerClient(lambda x, y, batch: jnp.mean(batch["a"] @ y > x[1]), "inner"),
+}
+
+
+def solved(engine=None, clients=None, own=METRICS, rounds=1, **options):
+    algorithm = fb.FedBiO(local_steps=1, batch_size=None)
+    clients = clients or population()
+    options = {"eval_every": 1, "metrics_per_client": own, "engine": engine, **options}
+    return fb.solve(algorithm, PROBLEM, clients, jnp.array([0.1, 0.2]), jnp.ones(3) / 3, rounds=rounds, **options)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return solved()
+
+
+def test_columns_are_those_of_a_loop_over_clients(result):
+    """Each client's mean over all of its own samples, in NumPy; columns by their definitions."""
+    clients, x, y, row = population(), np.asarray(result.x), np.asarray(result.y), result.history.rows[-1]
+    error = np.array([np.mean(abs(clients.outer.row(i)["a"] @ y - x[0])) for i in range(4)])
+    fits = np.array([np.mean(clients.inner.row(i)["a"] @ y > x[1]) for i in range(4)])
+    assert row["error.mean"] == pytest.approx(P @ error, rel=1e-12)
+    assert row["fit_accuracy.mean"] == pytest.approx(P @ fits, rel=1e-12)
+    assert [row["error.worst"], row["error.best"]] == pytest.approx([error.max(), error.min()], rel=1e-12)
+    assert [row["fit_accuracy.worst"], row["fit_accuracy.best"]] == pytest.approx([fits.min(), fits.max()], rel=1e-12)
+    for decile in DECILES:
+        assert row[f"error.p{decile}"] == pytest.approx(np.percentile(error, decile), rel=1e-12)
+    assert [name for name in row if name.startswith("error")] == [
+        "error.mean",
+        "error.worst",
+        "error.best",
+        *(f"error.p{decile}" for decile in range(10, 100, 10)),
+    ]
+
+
+def test_there_is_a_row_for_the_start_and_the_rounds_do_not_notice(result):
+    assert all("error.p50" in row for row in result.history.rows)
+    assert len(result.history) == 2
+    np.testing.assert_array_equal(solved(own=None).x, result.x)
+
+
+@pytest.mark.parametrize("how", ["reference", "streamed", "mapped"])
+def test_engines_and_places_of_samples_agree(how, result, tmp_path):
+    engine = {"reference": fb.Reference(), "streamed": fb.Local(stream=True), "mapped": fb.Local()}[how]
+    other = solved(engine, population(map_in=tmp_path) if how == "mapped" else None)
+    for name in result.history.columns:
+        if name.partition(".")[0] in METRICS:
+            np.testing.assert_allclose(other.history[name], result.history[name], rtol=1e-10)
+
+
+def test_deciles_count_clients_and_the_mean_their_weights():
+    """Eleven clients of values 0 … 10: the k-th decile is k. All weight on the last one: the mean is 10."""
+    values, weights = np.arange(11.0), np.eye(11)[10]
+    row = spread("loss", values, weights)
+    assert [row[f"loss.p{10 * k}"] for k in range(1, 10)] == pytest.approx(list(range(1, 10)))
+    assert (row["loss.mean"], row["loss.worst"], row["loss.best"]) == (10, 10, 0)
+    assert spread("test_accuracy", values, weights)["test_accuracy.worst"] == 0
+
+
+def test_a_value_that_is_not_finite_names_its_client():
+    metrics = {"m": lambda x, y, batch: jnp.mean(jnp.where(batch["a"] == 5.0, jnp.nan, 1.0))}
+    clients = fb.Clients([{"a": np.full((n, 3), 5.0 if n == 11 else 1.0)} for n in SIZES])
+    with pytest.raises(fb.NonFiniteError, match="round 0, evaluation: m of client 2 is nan"):
+        solved(clients=clients, own=metrics)
+
+
+def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
+    clients = population(map_in=tmp_path)
+    spoilt = np.load(tmp_path / "outer.npy")
+    spoilt[9, 1] = np.inf
+    np.save(tmp_path / "outer.npy", spoilt)
+    clients = fb.Clients(
+        fb.Ragged({"a": np.load(tmp_path / "outer.npy", mmap_mode="r")}, clients.outer.start, clients.outer.size),
+        clients.inner,
+    )
+    with pytest.raises(fb.ConfigurationError, match=r"Clients\.outer of client 2 and after\['a'\] holds NaN or inf"):
+        Population({"m": PerClient(METRICS["error"])}, clients, None, None)(0, jnp.ones(2), jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ([1], r"metrics_per_client = \[1\] .* by name"),
+        ({"m": 0.5}, r"metrics_per_client\['m'\] = 0\.5 .* a function"),
+        ({"m": lambda x, y: 1.0}, r"metrics_per_client\['m'\] does not take x, y and one of the outer samples"),
+        ({"m": lambda x, y, batch: batch["b"]}, r"metrics_per_client\['m'\] does not take .*'b'"),
+        ({"m": lambda x, y, batch: batch["a"]}, r"the value of metrics_per_client\['m'\] = .* one number"),
+    ],
+)
+def test_a_metric_that_is_none_is_refused_before_anything_runs(metrics, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        solved(own=metrics)
+
+
+def test_samples_are_outer_or_inner():
+    with pytest.raises(fb.ConfigurationError, match=r"PerClient\.samples = 'test' .*'outer' or 'inner'"):
+        fb.PerClient(METRICS["error"], "test")
+
+
+def test_a_column_is_measured_once():
+    with pytest.raises(fb.ConfigurationError, match=r"metrics = 'error\.worst' .* named otherwise"):
+        solved(own={"error": METRICS["error"]}, metrics={"error.worst": lambda x, y: 0.0})
