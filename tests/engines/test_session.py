@@ -132,3 +132,66 @@ def test_without_pandas_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(fb.ConfigurationError, match="pip install pandas"):
         fb.History().to_pandas()
+
+
+def told(name, *values):
+    """A history of a per-client metric of eleven clients whose deciles are a tenth apart, about each value."""
+    cost = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "products": 0, "seconds": 0.0}
+    rows = []
+    for i, value in enumerate(values):
+        deciles = {f"{name}.p{10 * k}": value + 0.1 * (k - 5) for k in range(1, 10)}
+        rows.append({"round": i, "exchanges": 3 * i, **cost, f"{name}.mean": value + 0.01, **deciles})
+    return fb.History(rows)
+
+
+@pytest.fixture
+def pyplot():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyplot):
+    history = told("fit_error", 1.0, 0.5, 0.6)
+    result = fb.Result(None, None, 2, 2, history, fb.Ledger())
+    axes = result.plot()
+    (line,), (band,) = axes.lines, axes.collections
+    np.testing.assert_allclose(line.get_xydata(), [[0, 1.01], [3, 0.51], [6, 0.61]])
+    low, high = {(x, y) for x, y in np.round(band.get_paths()[0].vertices, 9)}, set()
+    for x, value in ((0, 1.0), (3, 0.5), (6, 0.6)):
+        high |= {(x, round(value - 0.4, 9)), (x, round(value + 0.4, 9))}
+    assert low == high
+    assert axes.get_ylabel() == "fit error"
+    assert axes.figure.number in pyplot.get_fignums()  # which notebooks show
+
+
+def test_a_plot_has_the_panel_the_size_and_the_axes_that_are_asked_for(pyplot):
+    history = told("fit_accuracy", 0.1, 0.8)
+    axes = history.plot("fit_accuracy.p10", panel="rounds", size=(3.3, 2.5))
+    assert axes.figure.get_size_inches().tolist() == [3.3, 2.5]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("rounds", "fit accuracy, p10 (%)")
+    assert history.plot(["fit_accuracy", "fit_accuracy.p20"], axes=axes) is axes
+    assert axes.get_ylabel() == "fit accuracy (%)"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "fit accuracy, p10",
+        "fit accuracy",
+        "fit accuracy, p20",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"metrics": "fit_acuracy"}, "column of the history 'fit_acuracy'; did you mean 'fit_accuracy"),
+        ({"panel": "exchange"}, "did you mean 'exchanges'"),
+        ({"size": (3, -1)}, "size = .* inches"),
+    ],
+)
+def test_a_plot_that_cannot_be_is_refused(arguments, words, pyplot):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        told("fit_accuracy", 0.1, 0.8).plot(**arguments)
+    with pytest.raises(fb.ConfigurationError, match="measured nothing yet"):
+        fb.History().plot()

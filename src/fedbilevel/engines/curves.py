@@ -44,6 +44,7 @@ class Curve:
     spread: np.ndarray | None = None
     least: np.ndarray | None = None  # the smallest of the runs' values, if there are several
     level: bool = False
+    band: tuple[np.ndarray, np.ndarray] | None = None  # of a per-client metric: its first and last decile over clients
 
     @property
     def rounds(self) -> np.ndarray:
@@ -69,7 +70,10 @@ def costs_of(row: Row) -> dict[str, float]:
 
 
 def curve(label: str, histories: Sequence[History], metric: str, level: bool = False) -> Curve:
-    """The mean of some histories of one metric, at the rounds that all of them have."""
+    """The mean of some histories of one metric, at the rounds that all of them have; of a per-client metric with the
+    means of its first and last decile."""
+    metric = column_of(metric, histories)
+    deciles = [f"{metric.removesuffix('.mean')}.{end}" for end in ("p10", "p90")] if metric.endswith(".mean") else []
     tables = [{int(row["round"]): row for row in history.rows if metric in row} for history in histories]
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
     values = np.array([[table[round][metric] for round in rounds] for table in tables], float)
@@ -79,7 +83,19 @@ def curve(label: str, histories: Sequence[History], metric: str, level: bool = F
     costs = {name: np.reshape([one[name] for one in spent], shape).mean(axis=0) for name in known}
     several = len(tables) > 1
     spread, least = (values.std(axis=0, ddof=1), values.min(axis=0)) if several else (None, None)
-    return Curve(label, costs, values.mean(axis=0), spread, least, level)
+    band = None
+    if deciles and all(end in table[round] for table in tables for round in rounds for end in deciles):
+        low, high = (np.mean([[table[round][end] for round in rounds] for table in tables], axis=0) for end in deciles)
+        band = low, high
+    return Curve(label, costs, values.mean(axis=0), None if band else spread, least, level, band)
+
+
+def column_of(metric: str, histories: Sequence[History]) -> str:
+    """The column that a curve of a metric runs along: of one that was measured per client, NAME.mean."""
+    for name in (metric, f"{metric}.mean"):
+        if all(name in history.columns for history in histories):
+            return name
+    return metric
 
 
 def draw_history(
@@ -93,12 +109,13 @@ def draw_history(
     """Draw columns of a history against what they cost, in one panel.
 
     Args:
-        metrics: one or more columns; with several there is a legend.
+        metrics: one or more columns, or names of per-client metrics, drawn as a line for the mean in a band from the
+            first to the last decile over clients; with several there is a legend.
         panel: the currency of cost: rounds, exchanges, megabytes, evaluations (gradients and Hessian products), gflop,
             seconds (of this machine) or time (of the clock).
         size: width and height of a new figure in inches; below 5 inches of width the type is small, as in a column of a
             paper. None: 6 by 4.
-        axes: Matplotlib axes to draw into; None makes a figure of its own, `axes.figure` of what is returned.
+        axes: Matplotlib axes to draw into; None makes a figure of pyplot's, which notebooks show.
 
     Returns:
         The Matplotlib axes.
@@ -109,14 +126,16 @@ def draw_history(
     names = [metrics] if isinstance(metrics, str) else list(metrics)
     require(bool(names), "metrics", metrics, "one or more columns of the history")
     for name in names:
-        if name not in history.columns:
+        if column_of(name, [history]) not in history.columns:
             raise unknown("column of the history", name, history.columns)
     require(axes is None or size is None, "size", size, "None where there are axes: their figure has a size")
     curves = [curve(words(name), [history], name) for name in names]
     require_panel(panel, curves)
     with typography(size):
         if axes is None:
-            axes = new_figure(size or (6.0, 4.0)).subplots()
+            from matplotlib import pyplot
+
+            axes = pyplot.figure(figsize=size or (6.0, 4.0), layout="constrained").subplots()
         draw_panel(axes, curves, panel, percent=all(map(larger_is_better, names)))
         axes.set_ylabel(axis_label(names))
         if len(names) > 1:
@@ -159,6 +178,9 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
     if line.spread is not None and line.least is not None:
         low, high = y - scale * line.spread, y + scale * line.spread
         low = np.maximum(low, scale * line.least) if log else low
+    elif line.band is not None:
+        low, high = scale * line.band[0], scale * line.band[1]
+    if line.spread is not None or line.band is not None:
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
@@ -207,8 +229,10 @@ def typography(size: tuple[float, float] | None) -> Any:
 
 
 def axis_label(names: Sequence[str]) -> str:
-    """The words that the names of some columns end with alike."""
-    last = [name.split("_")[::-1] for name in names]
+    """The words that the names of some columns end with alike, whichever deciles and ends of a per-client metric."""
+    if len(names) == 1:
+        return words(names[0]) + (" (%)" if larger_is_better(names[0]) else "")
+    last = [name.partition(".")[0].split("_")[::-1] for name in names]
     common: list[str] = []
     for parts in zip(*last, strict=False):
         if len(set(parts)) > 1:
@@ -218,8 +242,8 @@ def axis_label(names: Sequence[str]) -> str:
 
 
 def words(name: str) -> str:
-    """A column's name for people."""
-    return name.replace("_", " ")
+    """A column's name for people: "client_accuracy.p10" is "client accuracy, p10"."""
+    return name.replace("_", " ").replace(".", ", ")
 
 
 def _ratio(values: np.ndarray) -> float:
@@ -229,5 +253,6 @@ def _ratio(values: np.ndarray) -> float:
 
 def _range_after_start(curves: Sequence[Curve]) -> tuple[float, float] | None:
     """Lowest and highest value, leaving out the untrained model, beside which all else would look flat."""
-    values = np.concatenate([line.value[-1:] if line.level else line.value[line.rounds > 0] for line in curves])
+    ends = [(line, value) for line in curves for value in (line.value, *(line.band or ()))]
+    values = np.concatenate([value[-1:] if line.level else value[line.rounds > 0] for line, value in ends])
     return (float(values.min()), float(values.max())) if values.size else None

@@ -1,7 +1,9 @@
 """What a run measured, row by row."""
 
 import json
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 
 from fedbilevel.core import reading
 from fedbilevel.core.card import Card, Shown, counted, listed, span
-from fedbilevel.core.errors import ConfigurationError, unknown
+from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.ledger import Ledger
 
@@ -56,9 +58,10 @@ class History(Shown):
         )
 
     def last_in_words(self) -> str:
-        """What the last row measured."""
+        """What the last row measured, of a per-client metric the mean and the worst."""
         last = self.rows[-1] if self.rows else {}
-        return listed([f"{name} {reading.text(name, last[name])}" for name in self.measured if name in last])
+        names = [name for name in self.measured if name in last and not re.search(r"\.(best|p\d0)$", name)]
+        return listed([f"{name} {reading.text(name, last[name])}" for name in names])
 
     def in_words(self) -> dict[str, str]:
         """Of each loss and metric: the first, the best and the last value."""
@@ -70,6 +73,32 @@ class History(Shown):
             first, top, last = (reading.text(name, value) for value in (values[0], best, values[-1]))
             lines[name] = f"{first} → {last}, best {top} at round {rows[values.index(best)]['round']:,}"
         return lines
+
+    def plot(
+        self,
+        metrics: str | Sequence[str] | None = None,
+        *,
+        panel: str = "exchanges",
+        size: tuple[float, float] | None = None,
+        axes: Any = None,
+    ) -> Any:
+        """Draw columns against what they cost; the Matplotlib axes, of a new figure where none are given.
+
+        Args:
+            metrics: a column or several, or names of per-client metrics; None: the first metric, or else loss.
+            panel: the cost: "rounds", "exchanges", "megabytes", "evaluations", "gflop", "seconds" or "time".
+            size: of a new figure, in inches: (3.3, 2.5) suits a column of a paper, and gets small type; None: (6, 4).
+            axes: where to draw.
+
+        Raises:
+            ConfigurationError: there is no such column or cost, or Matplotlib is not installed.
+        """
+        from fedbilevel.engines.curves import draw_history
+
+        if metrics is None:
+            require(bool(self.measured), "metrics", metrics, "a column of the history, which has measured nothing yet")
+            metrics = self.measured[0].removesuffix(".mean")
+        return draw_history(self, metrics, panel=panel, size=size, axes=axes)
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame, one row per evaluation; NaN where a row lacks a column.

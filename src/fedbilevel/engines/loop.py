@@ -184,13 +184,14 @@ class Loop:
         row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds}
         for name, values in self.losses.items():
             row[name] = math.fsum(values) / len(values)
-        if hasattr(self.algorithm, "columns"):
-            row |= {name: float(value) for name, value in self.algorithm.columns(result.state).items()}
+        own = self.algorithm.columns(result.state) if hasattr(self.algorithm, "columns") else {}
         at = result.round, result.state.x, result.state.y
         each = self.per_client(*at) if self.per_client else {}
         for name, value in [*self.evaluation(*at).items(), *each.items()]:
-            require(name not in row, "metrics", name, "named otherwise: the history has a column of that name")
+            new = name not in row and name not in own
+            require(new, "metrics", name, "named otherwise: the history has a column of that name")
             row[name] = value
+        row |= {name: float(value) for name, value in own.items()}
         self.losses.clear()
         self.history.rows.append(row)
         return row

@@ -1,6 +1,6 @@
 """What a run gives back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,17 @@ class Result(Shown):
         seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
         spent = {"seconds": f"{seconds:,.1f} in rounds, {self.compile_seconds:,.1f} compiling"}
         return Card(self._title(), self.history.in_words() | dict(self.ledger.card().lines) | spent)
+
+    def plot(
+        self,
+        metrics: str | Sequence[str] | None = None,
+        *,
+        panel: str = "exchanges",
+        size: tuple[float, float] | None = None,
+        axes: Any = None,
+    ) -> Any:
+        """Draw columns of the history against what they cost: see `History.plot`."""
+        return self.history.plot(metrics, panel=panel, size=size, axes=axes)
 
     def _title(self) -> str:
         why = f", stopped: {self.stopped}" if self.stopped else ""
