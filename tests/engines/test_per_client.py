@@ -143,3 +143,23 @@ def test_samples_are_outer_or_inner():
 def test_a_column_is_measured_once():
     with pytest.raises(fb.ConfigurationError, match=r"metrics = 'error\.worst' .* named otherwise"):
         solved(own={"error": METRICS["error"]}, metrics={"error.worst": lambda x, y: 0.0})
+
+
+def test_of_several_processes_each_measures_its_share(monkeypatch):
+    """Played one after the other: process k hears what the others would say, and reads no sample but its own."""
+    measured = {"error": PerClient(METRICS["error"])}
+    x, y = jnp.array([0.1, 0.2]), jnp.ones(3) / 3
+    whole = population()
+    want = Population(measured, whole, None, None).each(x, y)["error"]
+    said = []
+    for process, own in enumerate([slice(0, 1), slice(1, 2), slice(2, 4)]):  # of 4 clients, in 3 ranges
+        monkeypatch.setattr(per_client.hosts, "count", lambda: 3)
+        monkeypatch.setattr(per_client.hosts, "index", lambda process=process: process)
+        monkeypatch.setattr(per_client.hosts, "gather", lambda word: [word])
+        others = np.setdiff1d(np.arange(4), np.arange(4)[own])
+        rows = [
+            {"a": np.full_like(whole.outer.row(i)["a"], 1e6) if i in others else whole.outer.row(i)["a"]}
+            for i in range(4)
+        ]
+        said.append(Population(measured, fb.Clients(rows), None, None).each(x, y)["error"])
+    np.testing.assert_allclose(np.concatenate(said), want, rtol=1e-12)

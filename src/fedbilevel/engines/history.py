@@ -49,6 +49,11 @@ class History(Shown):
         """The columns that are no costs: losses, coverage and metrics."""
         return [name for name in self.columns if name not in ("round", "seconds", *Ledger.COLUMNS)]
 
+    @property
+    def per_client(self) -> list[str]:
+        """The names of the metrics that were measured per client, each of which has columns NAME.mean, NAME.worst, …"""
+        return [name.removesuffix(".worst") for name in self.columns if name.endswith(".worst")]
+
     def card(self) -> Card:
         rounds = f", of rounds {span(self['round'])}" if self.rows else ""
         costs = [name for name in self.columns if name not in self.measured]

@@ -104,12 +104,16 @@ class Population:
             NonFiniteError: of some client's samples a metric is NaN or infinite.
         """
         row: Row = {}
-        for name, metric in self.metrics.items():
-            values = self.values(name, getattr(self.clients, metric.samples), x, y)
+        for name, values in self.each(x, y).items():
             if bad := np.flatnonzero(~np.isfinite(values)).tolist():
                 raise NonFiniteError(f"round {round}, evaluation: {name} of client {bad[0]} is {values[bad[0]]}")
             row |= spread(name, values, self.clients.weights)
         return row
+
+    def each(self, x: PyTree, y: PyTree) -> dict[str, np.ndarray]:
+        """Each metric of each client, (M,)."""
+        rows = {name: getattr(self.clients, metric.samples) for name, metric in self.metrics.items()}
+        return {name: self.values(name, own, x, y) for name, own in rows.items()}
 
     def values(self, name: str, rows: Ragged, x: PyTree, y: PyTree) -> np.ndarray:
         """Each client's mean over its own samples, (M,) float64; of several processes each does its share."""
@@ -126,20 +130,22 @@ class Population:
             places = np.arange(place, min(place + BLOCK, ends[-1]))
             owner = np.searchsorted(ends, places, side="right")
             index = rows.start[owner] + places - (ends - rows.size)[owner]
-            one_of = f"Clients.{self.metrics[name].samples} of client {first + owner[0]} and after"
-            values = self.programs[name](x, y, _block(rows.values, index, one_of))
+            sample = places - (ends - rows.size)[owner]
+            whose = lambda i, of=sample, at=owner: f"in sample {of[i]} of client {first + at[i]}"  # noqa: E731
+            what = f"Clients.{self.metrics[name].samples}"
+            values = self.programs[name](x, y, _block(rows.values, index, what, whose))
             np.add.at(sums, owner, np.asarray(values, np.float64)[: len(places)])
         return sums / rows.size
 
 
-def _block(values: PyTree, index: np.ndarray, what: str) -> PyTree:
+def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
     """Those samples, repeating the first up to BLOCK of them, so that all blocks have one shape."""
     whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
 
     def take(path: Any, leaf: Any) -> np.ndarray:
         taken = np.asarray(leaf[whole])
         if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
-            check_finite(f"{what}{jax.tree_util.keystr(path)}", taken)
+            check_finite(f"{what}{jax.tree_util.keystr(path)}", taken, whose)
         return taken
 
     return jax.tree_util.tree_map_with_path(take, values)

@@ -154,9 +154,14 @@ def solve(
         if going_on:
             carry = loop.restore(carry, force=resume == "force")
         run = chosen.start(algorithm, problem, clients, cohort, key, carry)
-        if own and isinstance(clients, Clients):
-            loop.per_client = per_client.Population(own, clients, x_fixed, y_fixed)
         try:
+            if own and isinstance(clients, Clients):
+                loop.per_client = per_client.Population(own, clients, x_fixed, y_fixed)
+            elif own:
+                ask = getattr(run, "per_client", None)
+                can = f"left out with {type(chosen).__name__}, which cannot ask for them"
+                require(ask is not None, "metrics_per_client", list(own), can)
+                loop.per_client = ask and ask(own)
             return loop.play(run, carry)
         finally:
             run.close()

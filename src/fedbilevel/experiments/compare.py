@@ -201,6 +201,7 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
     columns |= {
         "final": [measure.mean_and_spread(metric, group.values("final")) for group in groups],
         "best": [measure.mean_and_spread(metric, group.values("best")) for group in groups],
+        **_over_clients(groups),
         "seconds": [f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}" for group in groups],
     }
     timed = any(group.timed for group in groups)
@@ -211,6 +212,18 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
             heading = f"{cost}\nto {measure.text(metric, target)}"
             columns[heading] = [_cost_to(group, metric, target, cost) for group in groups]
     return columns
+
+
+def _over_clients(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Where all runs measured a metric per client: its first decile and its worst client, at the end."""
+    rows = [[run.summary["last_row"] for run in group.runs] for group in groups]
+    names = [column.removesuffix(".worst") for column in rows[0][0] if column.endswith(".worst")]
+    columns = [f"{name}.{end}" for name in names for end in ("mean", "p10", "worst")]
+    return {
+        column: [measure.mean_and_spread(column, [row[column] for row in group]) for group in rows]
+        for column in columns
+        if all(column in row for group in rows for row in group)
+    }
 
 
 def _time(run: LoadedRun) -> float:

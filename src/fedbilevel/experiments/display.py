@@ -136,6 +136,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         metric: measure.text(metric, summary["final"]),
         f"best {metric}": best,
         **{name: measure.text(name, row[name]) for name in row if name.endswith("_loss")},
+        **over_clients(row),
         "exchanges": f"{row['exchanges']:,}",
         **({"time": f"{passed:,.1f} s"} if (passed := time_of(row)) != row["exchanges"] else {}),
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
@@ -149,6 +150,15 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for name, value in lines.items():
         table.add_row(folding(name), folding(value, "bold" if name == metric else ""))
     return table
+
+
+def over_clients(row: Row) -> dict[str, str]:
+    """Of each per-client metric its mean, its worst value, and its first and last decile over clients."""
+    lines: dict[str, str] = {}
+    for name in [column.removesuffix(".worst") for column in row if column.endswith(".worst")]:
+        mean, worst, low, high = (measure.text(name, row[f"{name}.{end}"]) for end in ("mean", "worst", "p10", "p90"))
+        lines |= {f"{name}, mean": mean, f"{name}, worst": worst, f"{name}, p10 to p90": f"{low} to {high}"}
+    return lines
 
 
 def holders(row: Row) -> dict[str, str]:

@@ -52,7 +52,7 @@ LIMITS = {  # node configuration -> field of `flower.Limits`
     "max-questions": "questions",
 }
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
-NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, **PRIVACY}
+NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, "tell-metrics": bool, **PRIVACY}
 NODE |= {name: float if name == "max-seconds" else int for name in LIMITS}
 """Node configuration, besides the task's own fields."""
 
@@ -130,6 +130,8 @@ def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**limits),
         privacy=_privacy(Privacy, private),
+        metrics_per_client=task.metrics_per_client if spec.run.metrics_per_client else {},
+        tells_metrics=node.get("tell-metrics", False),
         folder=Path(node["state-folder"]).expanduser() if "state-folder" in node else None,
     )
 

@@ -29,15 +29,17 @@ _UNDATED = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": 
 
 
 def run_figure(history: History, metric: str, title: str, timed: bool = False) -> Any:
-    """A row of panels: the metric, with that of the average iterate where there is one, and the losses, together or one
-    each where their sizes differ. Costs of one run grow together: each curve is drawn against exchanges or, where
-    `timed`, against time; the metric of a timed run against both. The other costs stand below in numbers."""
+    """A row of panels: the metric, with that of the average iterate where there is one, the losses, together or one
+    each where their sizes differ, and each per-client metric in a band over clients. Costs of one run grow together:
+    each curve is drawn against exchanges or, where `timed`, against time; the metric of a timed run against both. The
+    other costs stand below in numbers."""
     measured: list[str] = [name for name in (metric, f"average_{metric}") if name in history.columns]
     losses: list[str] = [name for name in ("outer_loss", "inner_loss") if name in history.columns]
     together = [losses] if _alike([history[name][-1] for name in losses]) else [[name] for name in losses]
     cost = "time" if timed else "exchanges"
     panels = [(measured, "exchanges")] if timed else []
-    panels += [(names, cost) for names in (measured, *together) if names]
+    each_client = [[name] for name in history.per_client]
+    panels += [(names, cost) for names in (measured, *together, *each_client) if names]
     size = (1.0 + 4.0 * len(panels), 3.6)
     with typography(size):
         figure = new_figure(size)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError
+from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, require
 from fedbilevel.engines import checkpoint, hosts, lock
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
@@ -141,6 +141,9 @@ def _play(
         hosts.decide(require_matplotlib)
     began = time.perf_counter()
     task = parts.task
+    own = task.metrics_per_client if spec.run.metrics_per_client else {}
+    named = f"false: task {label(spec.task.name)} names no metrics_per_client"
+    require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
     rounds, eval_every, ends = _length(spec, place, parts, resume)
     scribe = Scribe(spec, place)
     with _opened(scribe) if not resume else contextlib.nullcontext():
@@ -156,6 +159,7 @@ def _play(
             engine=parts.engine,
             eval_every=eval_every,
             metrics=task.metrics,
+            metrics_per_client=own,
             callbacks=[*ends, scribe, *callbacks],
             checkpoint=place.checkpoint,
             checkpoint_every=spec.run.checkpoint_every,

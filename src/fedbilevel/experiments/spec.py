@@ -49,6 +49,7 @@ class RunPlan:
         seed: of the cohorts and of all samples drawn (the task has a seed of its own).
         eval_every: rounds between two rows of the history; None, with a budget, makes about fifty rows of it.
         checkpoint_every: rounds between checkpoints; None writes one with each row.
+        metrics_per_client: measure the task's per-client metrics, too, for each row.
     """
 
     rounds: int | None = 300
@@ -59,6 +60,7 @@ class RunPlan:
     seed: int = 0
     eval_every: int | None = 10
     checkpoint_every: int | None = None
+    metrics_per_client: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rounds", "exchanges", "cohort", "eval_every", "checkpoint_every"):

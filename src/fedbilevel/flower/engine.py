@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.cohort import RoundKeys, round_keys
 from fedbilevel.engines.desk import Desk, Lane
 from fedbilevel.engines.engine import Carry, Progress
+from fedbilevel.engines.per_client import PerClient
 from fedbilevel.engines.submodels import Cutting, Submodels
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
@@ -32,6 +34,7 @@ from fedbilevel.flower.credentials import public_keys
 from fedbilevel.flower.exchange_log import ExchangeLog
 from fedbilevel.flower.fed import FlowerFed
 from fedbilevel.flower.lanes import Lanes
+from fedbilevel.flower.measuring import Measuring
 from fedbilevel.flower.norms import Norms
 from fedbilevel.flower.records import Post
 from fedbilevel.flower.roster import Roster
@@ -181,6 +184,10 @@ class FlowerRun:
             since = jnp.asarray([self.lanes.since[phase][client] for client in range(len(self.clients))], jnp.int32)
             lanes[phase] = Lane(exchanges, since, lane.answers, early, jnp.asarray(asked, float))
         return desk._replace(lanes=lanes)
+
+    def per_client(self, metrics: Mapping[str, PerClient]) -> Measuring:
+        """Who asks clients for their own metrics."""
+        return Measuring(self, metrics)
 
     def close(self) -> None:
         pass

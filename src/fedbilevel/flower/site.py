@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.algorithm import check_algorithm, check_solves, init_client
-from fedbilevel.core.client import Client, Ragged, Samples
+from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import FedbilevelError, FloorError, require
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.problem import Problem, check_losses
+from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.engines import per_client
+from fedbilevel.engines.per_client import Measure, PerClient, Population
 from fedbilevel.engines.submodels import Cutting
 from fedbilevel.flower.accounting import BudgetSpentError
 from fedbilevel.flower.client_state import Kept, states_for
@@ -32,7 +35,19 @@ from fedbilevel.flower.limits import Limits, Patience
 from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.released import released, without_answers
 from fedbilevel.flower.store import FolderStore, Store
-from fedbilevel.flower.wire import FAILED, NOT_FINITE, Answer, Ask, Refusal, from_bytes, is_run, layout, to_bytes
+from fedbilevel.flower.wire import (
+    FAILED,
+    METRICS,
+    NOT_FINITE,
+    Answer,
+    Ask,
+    Refusal,
+    from_bytes,
+    is_run,
+    layout,
+    shapes,
+    to_bytes,
+)
 
 log = logging.getLogger("fedbilevel.client")
 
@@ -53,6 +68,9 @@ class Site:
             then serves messages of that size alone; None: of the whole model.
         limits: what it lets a server ask.
         privacy: how its replies are clipped and noised; None sends them as they are.
+        metrics_per_client: as given to `solve` on the server: the metrics that may be measured on its own samples.
+        tells_metrics: whether it does, and tells a server that asks its own values, exact and for any x and y. Not with
+            `privacy`, since nothing hides them.
         folder: where it keeps what outlives a process: its state of a run, where the algorithm has clients keep any,
             and with `privacy` its secret and its account (no other client may share such a folder). None leaves the
             state to Flower, which forgets it when the SuperNode restarts: the client then starts clean.
@@ -69,6 +87,8 @@ class Site:
     capacity: float | None = None
     limits: Limits = field(default_factory=Limits)
     privacy: Privacy | None = None
+    metrics_per_client: Mapping[str, Measure | PerClient] = field(default_factory=dict)
+    tells_metrics: bool = False
     folder: Path | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +99,8 @@ class Site:
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
         if self.privacy is not None:
             check_noise(self.algorithm)
+        hidden = self.privacy is None or not self.tells_metrics
+        require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
         kept = self.privacy is None or self.folder is not None
         require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
 
@@ -96,6 +118,13 @@ class Desk:
         check_losses(self.problem, self.x, self.y, *examples)
         self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
         self.contract = self.cut(examples)  # the general one, as it is for this client
+        self.measured: Population | None = None
+        if site.tells_metrics:
+            metrics, none = per_client.named(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
+            self.at = (self.x, self.x if none else self.y)  # of simple bilevel problems y is an average of x
+            per_client.check_metrics(metrics, site.x0, site.x0 if none else site.y0, examples)
+            alone = Clients(outer, None if inner is outer else inner)
+            self.measured = Population(metrics, alone, x_fixed, x_fixed if none else y_fixed)
         floor = site.limits.min_batch_size
         self.outer = _samples(outer, floor)
         self.inner = self.outer if inner is outer else _samples(inner, floor)
@@ -125,7 +154,11 @@ class Desk:
                 raise Refusal(f"{ask.run[:80]!r} is not the name of a run")
             self.site.limits.check_algorithm(self.site.algorithm)
             self.site.limits.check_samples(min(self.outer.longest, self.inner.longest))
-            answer = self.reply(ask, self.store or memory, blank) if ask.phase else self.greet(ask, blank)
+            store = self.store or memory
+            if ask.phase == METRICS:
+                answer = self.tell(ask, store, blank)
+            else:
+                answer = self.reply(ask, store, blank) if ask.phase else self.greet(ask, blank)
             log.info("%s: answered in %.3f s, %d bytes", what, time.perf_counter() - began, len(answer.payload))
         except Exception as error:
             log.warning("%s: refused: %s", what, error, exc_info=not isinstance(error, FedbilevelError))
@@ -136,6 +169,24 @@ class Desk:
         if ask.contract != self.general.text:
             raise Refusal(f"we do not agree: {difference(self.general.text, ask.contract)}")
         return replace(blank, contract=self.contract.text)
+
+    def tell(self, ask: Ask, store: Store, blank: Answer) -> Answer:
+        """This client's own metrics at the x and y of the message, if it tells them at all."""
+        if self.measured is None:
+            raise Refusal("this client does not tell its own metrics")
+        self.check_contract(ask)
+        self.site.limits.check_message(0, len(ask.payload))
+        x, y = from_bytes(ask.payload, shapes(self.at))
+        if bad := nonfinite_leaves((x, y)):
+            raise Refusal(f"the message is not finite in {', '.join(bad)}")
+        self.count(ask, store)
+        x64, measured = jax.dtypes.canonicalize_dtype(np.float64) == np.float64, self.measured
+
+        def measure() -> dict[str, float]:
+            with jax.enable_x64(x64):
+                return {name: float(value) for name, (value,) in measured.each(x, y).items()}
+
+        return replace(blank, metrics=json.dumps(self.patience.run(measure)))
 
     def reply(self, ask: Ask, store: Store, blank: Answer) -> Answer:
         """Check what is asked, run it, keep what is to be kept."""
@@ -211,8 +262,7 @@ class Desk:
 
     def call(self, ask: Ask) -> Call:
         """What is asked for, if it is one of the things that may be."""
-        if ask.contract != self.contract.digest:
-            raise Refusal("the message is of another contract: algorithm, hyperparameters, shapes or version differ")
+        self.check_contract(ask)
         phases = sorted({call.phase for call in self.contract.calls.values()})
         if ask.phase not in phases:
             raise Refusal(f"unknown phase {ask.phase[:80]!r}; this run's are {', '.join(phases)}")
@@ -222,6 +272,10 @@ class Desk:
         if (ask.work >= 1) != self.site.works:
             raise Refusal(f"local steps = {ask.work} came; this client expects {'some' if self.site.works else 'none'}")
         return call
+
+    def check_contract(self, ask: Ask) -> None:
+        if ask.contract != self.contract.digest:
+            raise Refusal("the message is of another contract: algorithm, hyperparameters, shapes or version differ")
 
     def message(self, call: Call, ask: Ask) -> PyTree:
         """The arrays of the question, Python numbers where the server's algorithm sends such."""

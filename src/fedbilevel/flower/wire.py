@@ -19,6 +19,7 @@ from fedbilevel.core.tree import PyTree, nbytes
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bytes": bytes, "list[str]": list}
 """Of a message's fields, by their annotations."""
 LONGEST_REFUSAL = 1000  # characters
+METRICS = "per-client metrics"  # in place of a phase, of which none has such a name: x and y, to be measured
 
 
 class Refusal(FedbilevelError):

@@ -59,4 +59,5 @@ def classification(
         x0=images.model.init(jax.random.key(seed)),
         y0=None,
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*x)},
+        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(x[0], x[1], batch)},
     )

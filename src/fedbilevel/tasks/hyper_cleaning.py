@@ -92,6 +92,7 @@ def hyper_cleaning(
         x0=jnp.zeros((clients, int(samples.size.max()))),
         y0=images.model.init(jax.random.key(seed)),
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
+        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
         split_x=True,
     )
 

@@ -79,4 +79,5 @@ def hyper_representation(
         x0=x0,
         y0=y0,
         metrics={f"{images.part}_accuracy": images.accuracy()},
+        metrics_per_client={"client_accuracy": images.own_accuracy},
     )

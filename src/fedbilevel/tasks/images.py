@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -46,6 +47,11 @@ class Images:
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
         """(body, head) -> share of the images of `part` that the network gets right."""
         return networks.accuracy(self.model, self.data.test_images, self.data.test_labels)
+
+    def own_accuracy(self, body: PyTree, head: PyTree, batch: PyTree) -> Array:
+        """The share of a client's own images, {"image", "label"}, that the network gets right."""
+        logits = self.model.logits(body, head, batch["image"])
+        return jnp.mean(jnp.argmax(logits, axis=-1) == batch["label"])
 
     def class_accuracies(self) -> Callable[[PyTree, PyTree], Array]:
         """(body, head) -> the same share in each class, shape (classes,)."""

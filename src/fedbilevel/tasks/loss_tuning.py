@@ -92,6 +92,7 @@ def loss_tuning(
         x0={"scale": none, "shift": none},
         y0=images.model.init(jax.random.key(seed)),
         metrics={f"balanced_{images.part}_accuracy": lambda x, y: jnp.mean(each_class(*y))},
+        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
     )
 
 

@@ -15,7 +15,8 @@ from fedbilevel.core.tree import PyTree
 class Task:
     """A problem with its population, a start, and what is worth measuring.
 
-    `metrics` are functions (x, y) -> scalar; the first is the one that plots and progress bars show. As the server of a
+    `metrics` are functions (x, y) -> scalar; the first is the one that plots and progress bars show.
+    `metrics_per_client` are functions (x, y, batch) -> scalar, see `fedbilevel.solve`. As the server of a
     federation sees it, its clients are `RemoteClients`. `split_x`: x has one block per client, its leaves (M, ...); a
     client's losses read its own block alone, and take it alone too, as (1, ...).
     """
@@ -27,6 +28,7 @@ class Task:
     y0: PyTree
     metrics: Mapping[str, Callable[[PyTree, PyTree], Any]] = field(default_factory=dict)
     split_x: bool = False
+    metrics_per_client: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def population(self) -> Clients:

@@ -1,0 +1,101 @@
+"""Per-client metrics over Flower: the simulation's numbers, of those alone whose operator lets them tell."""
+
+from types import SimpleNamespace
+
+import federations as own
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines.per_client import spread
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.measuring import Measuring
+from fedbilevel.flower.privacy import Privacy
+
+METRICS = {"fit": own.TASK.problem.outer, "inner_fit": fb.PerClient(own.TASK.problem.inner, "inner")}
+ONE = {"fit": METRICS["fit"]}
+ALGORITHM = own.Steps(batch_size=None)
+
+
+def grid(tells, metrics=METRICS):
+    """Clients of which those in `tells` tell `metrics`."""
+
+    def site(run, node):
+        k = node["partition-id"]
+        return own.site(ALGORITHM, k, metrics_per_client=metrics, tells_metrics=k in tells)
+
+    return InProcess(client_app(site), 6)
+
+
+def solve(tells, metrics=METRICS, **more):
+    return own.solve(ALGORITHM, grid(tells, metrics), rounds=1, **{"metrics_per_client": METRICS, **more})
+
+
+@pytest.fixture(scope="module")
+def everyone():
+    return solve(range(6))
+
+
+def test_where_everyone_tells_the_numbers_are_those_of_a_simulation(everyone):
+    task = own.TASK
+    parts = task.problem, task.clients, task.x0, task.y0
+    theirs = fb.solve(ALGORITHM, *parts, rounds=1, cohort=4, key=1, metrics_per_client=METRICS)
+    assert len(everyone.history) == len(theirs.history) == 2
+    for mine, row in zip(everyone.history.rows, theirs.history.rows, strict=True):
+        names = [name for name in row if "fit." in name]
+        assert len(names) == 24
+        assert [mine[name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-9)
+        assert mine["fit.clients"] == mine["inner_fit.clients"] == 6
+
+
+def test_a_site_does_not_tell_unless_it_is_let(everyone):
+    with pytest.warns(fb.AbsenceWarning, match="those of 0 of 6 .*this client does not tell"):
+        result = solve([])
+    assert [row["fit.clients"] for row in result.history.rows] == [0, 0]
+    assert not any(name.startswith("fit.") for name in set(result.history.columns) - {"fit.clients"})
+    np.testing.assert_array_equal(result.x, everyone.x)
+    assert result.ledger.bytes_up == everyone.ledger.bytes_up  # evaluation is no cost of the algorithm's
+
+
+def test_the_columns_are_of_those_who_tell(everyone):
+    some = [1, 5]
+    with pytest.warns(fb.AbsenceWarning, match="those of 2 of 6 clients"):
+        row = solve(some, ONE, metrics_per_client=ONE).history.rows[0]
+    x, y, clients = own.TASK.x0, own.TASK.y0, own.TASK.clients
+    values = np.array([float(METRICS["fit"](x, y, clients.outer.row(k))) for k in some])
+    for name, value in spread("fit", values, clients.weights[some]).items():
+        assert row[name] == pytest.approx(value, rel=1e-6)
+    assert row["fit.clients"] == 2
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"other": METRICS["fit"]}, "it measures other, not fit"),
+        ({"fit": lambda x, y, batch: jnp.nan * jnp.sum(x)}, "its metrics are not finite"),
+    ],
+)
+def test_what_is_no_answer_to_the_question_does_not_count(metrics, why):
+    with pytest.warns(fb.AbsenceWarning, match=rf"those of 0 of 6 clients \(.*({why})"):
+        assert solve([0], metrics, metrics_per_client=ONE).history.rows[0]["fit.clients"] == 0
+
+
+def test_with_privacy_nothing_is_told(tmp_path):
+    privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    with pytest.raises(fb.ConfigurationError, match=r"Site\.tells_metrics = True .* without noise"):
+        own.site(ALGORITHM, 0, privacy=privacy, folder=tmp_path, metrics_per_client=METRICS, tells_metrics=True)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "cutting", "why"),
+    [
+        (fb.SimFBO(first=2), None, "SimFBO, which is asynchronous"),
+        (fb.SimFBO(own_x=True), None, "own_x: clients keep parts of x"),
+        (ALGORITHM, object(), "where clients hold submodels"),
+    ],
+)
+def test_a_run_whose_x_and_y_the_server_cannot_send_whole_is_refused_by_name(algorithm, cutting, why):
+    with pytest.raises(fb.ConfigurationError, match=f"metrics_per_client = .*{why}"):
+        Measuring(SimpleNamespace(algorithm=algorithm, cutting=cutting), METRICS)
