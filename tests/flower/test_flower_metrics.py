@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import federations as own
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ import fedbilevel as fb
 from fedbilevel.engines.per_client import spread
 from fedbilevel.flower.apps import client_app
 from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.limits import Limits
 from fedbilevel.flower.measuring import Measuring
 from fedbilevel.flower.privacy import Privacy
+from fedbilevel.flower.site import Desk
+from fedbilevel.flower.wire import METRICS as METRICS_ASKED
+from fedbilevel.flower.wire import Ask, to_bytes
 
 METRICS = {"fit": own.TASK.problem.outer, "inner_fit": fb.PerClient(own.TASK.problem.inner, "inner")}
 ONE = {"fit": METRICS["fit"]}
@@ -80,6 +85,24 @@ def test_the_columns_are_of_those_who_tell(everyone):
 def test_what_is_no_answer_to_the_question_does_not_count(metrics, why):
     with pytest.warns(fb.AbsenceWarning, match=rf"those of 0 of 6 clients \(.*({why})"):
         assert solve([0], metrics, metrics_per_client=ONE).history.rows[0]["fit.clients"] == 0
+
+
+def test_a_site_counts_such_questions_and_checks_what_it_is_sent(tmp_path):
+    limits = Limits(questions=1, min_local_samples=1)
+    desk = Desk(own.site(ALGORITHM, 0, metrics_per_client=ONE, tells_metrics=True, limits=limits, folder=tmp_path))
+    here = jax.tree.map(np.asarray, (own.TASK.x0, own.TASK.y0))
+    nowhere = jax.tree.map(lambda leaf: leaf * np.nan, here)
+
+    def said(point, contract=desk.contract.digest):
+        ask = Ask(run=own.NAME, contract=contract, phase=METRICS_ASKED, payload=to_bytes(point))
+        return desk.answer(ask, desk.store)
+
+    assert "not finite" in said(nowhere).refused
+    assert "another contract" in said(here, "no").refused
+    assert "bytes came where" in said(here[0]).refused
+    want = float(METRICS["fit"](*here, own.TASK.clients.outer.row(0)))
+    assert said(here).numbers() == pytest.approx({"fit": want}, rel=1e-6)
+    assert "question" in said(here).refused
 
 
 def test_with_privacy_nothing_is_told(tmp_path):
