@@ -49,6 +49,8 @@ def test_the_closing_table_the_comparison_and_the_picture_show_it(place):
     text = shown(compare.comparison_table(compare.load_groups([place])))
     assert "client_accuracy.worst" in text
     assert worst in text
+    narrow = compare.comparison_table(compare.load_groups([place]), width=40)
+    assert "client_accuracy.worst" in narrow.caption
     *_, axes = run_figure(one.history, one.metric, "title").axes
     assert axes.get_ylabel() == "client accuracy (%)"
     mean = 100 * one.history["client_accuracy.mean"]

@@ -178,7 +178,8 @@ def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table
     metric = groups[0].metric
     columns = _columns(groups, metric)
     to_targets = [name for name in columns if "\n" in name]
-    droppable = [*DROPPED_FIRST, *to_targets[:-1], "rounds", "MB", *to_targets[-1:], "task", "algorithm"]
+    droppable = [*DROPPED_FIRST, *to_targets[:-1], "rounds", "MB", *_over_clients(groups), *to_targets[-1:]]
+    droppable += ["task", "algorithm"]
     return fitted(f"{tasks_of(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable)
 
 
@@ -215,7 +216,7 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
 
 
 def _over_clients(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Where all runs measured a metric per client: its first decile and its worst client, at the end."""
+    """Where all runs measured a metric per client: its mean, first decile and worst client, at the end."""
     rows = [[run.summary["last_row"] for run in group.runs] for group in groups]
     names = [column.removesuffix(".worst") for column in rows[0][0] if column.endswith(".worst")]
     columns = [f"{name}.{end}" for name in names for end in ("mean", "p10", "worst")]
