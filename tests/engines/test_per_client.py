@@ -116,7 +116,7 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
         fb.Ragged({"a": np.load(tmp_path / "outer.npy", mmap_mode="r")}, clients.outer.start, clients.outer.size),
         clients.inner,
     )
-    with pytest.raises(fb.ConfigurationError, match=r"Clients\.outer of client 2 and after\['a'\] holds NaN or inf"):
+    with pytest.raises(fb.ConfigurationError, match=r"Clients\.outer\['a'\] holds NaN or infinity, first in sample "):
         Population({"m": PerClient(METRICS["error"])}, clients, None, None)(0, jnp.ones(2), jnp.ones(3))
 
 
