@@ -39,7 +39,7 @@ def engine(problem: fb.Bilevel, clients: fb.Clients, federated: bool, start: tup
     return Flower(grid=InProcess(client_app(site), CLIENTS)), fb.RemoteClients.of(clients)
 
 
-ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
+ALGORITHM = fb.SimFBO(local_steps=2, batch_size=8)
 
 
 def solve(number: int, federated: bool) -> None:

@@ -59,7 +59,10 @@ KEPT = {
     "a result": lambda place: place.result.touch(),
     "exchanges that were made": lambda place: place.exchanges.write_text('{"round": 0}\n'),
     "a folder": lambda place: (place.path / "plots").mkdir(),
-    "a spec that was changed since": lambda place: os.utime(place.spec, (2**31, 2**31)),
+    "a spec that was changed since": lambda place: [
+        place.spec.write_text(place.spec.read_text().replace("rounds = 3", "rounds = 4")),
+        os.utime(place.spec, (2**31, 2**31)),
+    ],
     "a spec written by hand": lambda place: [place.environment.unlink(), place.spec.write_text("# mine\n")],
 }
 
