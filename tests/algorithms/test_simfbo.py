@@ -388,3 +388,19 @@ def test_ledger_counts_one_exchange_and_the_local_work():
     assert result.ledger.gradients == result.ledger.products == 3 * 2 * WORK.sum()
     apart = run(fb.SimFBO(independent_batches=True), task, 1).ledger
     assert (apart.gradients, apart.products) == (3 * WORK.sum(), 2 * WORK.sum())  # ∇y g, ∇y f and ∇x f
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "tau", "exact"),
+    [
+        (fb.Momentum(decay=0.9999), 2, 2.9999),  # a = (1 + μ, 1)
+        (fb.Momentum(decay=0.9999), 5, 5 + 4 * 0.9999 + 3 * 0.9999**2 + 2 * 0.9999**3 + 0.9999**4),  # Σ_j (τ − j) μ^j
+        (fb.Proximal(pull=1e-5), 5, 5 - 10 * 1e-5),  # Σ_j (1 − α)^j, up to α²
+        (fb.Proximal(pull=1e-8), 3, 3.0),
+    ],
+)
+def test_the_sum_of_coefficients_keeps_its_digits_in_float32(coefficients, tau, exact):
+    with jax.enable_x64(False):
+        small = jax.tree.map(jnp.float32, coefficients)
+        assert float(small.total(tau)) == pytest.approx(exact, rel=1e-6)
+        assert float(jax.jit(lambda t: small.total(t))(tau)) == pytest.approx(exact, rel=1e-6)

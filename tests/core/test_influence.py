@@ -61,7 +61,7 @@ def simple(outer, inner, **more):
     return fb.SimpleBilevel(outer, inner, fb.projections.ball(1.0), **more)
 
 
-PASSES = r"enters only where no derivative passes .* into the inner loss; for a method that goes by derivatives "
+PASSES = r"enters the inner loss only where no derivative passes .*: for a method that goes by derivatives "
 STILL, ALONE = "x will not move$", "x follows the outer loss's own gradient in x alone$"
 DEGENERATE = {
     "inner without x": (fb.Bilevel(fit, fit), ["^x does not influence the inner loss: " + STILL]),
@@ -77,7 +77,7 @@ DEGENERATE = {
     "a sum of parts": (fb.Bilevel(fit, both), ["^x does not influence which y minimises the inner loss, .*: " + STILL]),
     "corners": (
         fb.Bilevel(fit, lambda x, y, b: jnp.sum(abs(x - y))),
-        ["^x enters only where .* into which y minimises .* second derivatives " + STILL],
+        ["^x influences which y minimises the inner loss only where .* second derivatives " + STILL],
     ),
     "inner with neither": (
         fb.Bilevel(fit, lambda x, y, b: b.mean()),

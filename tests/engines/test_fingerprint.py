@@ -121,6 +121,32 @@ def test_one_schedule_is_not_another():
     assert said == "different now: schedule server_lr.x, schedule server_lr.y, schedule server_lr.v"
 
 
+def test_an_optimizers_own_functions_count():
+    """Two schedules of one name that close over nothing; and optax's own, one of which closes over an unset variable."""
+
+    def optimizer(schedule):
+        return fb.SimFBO(server_optimizer=optax.sgd(schedule))
+
+    one, other = (lambda t: 0.1 / (1 + t)), (lambda t: 5.0 * (1 + t) ** 3)
+    assert taken(algorithm=optimizer(one)).differences(taken(algorithm=optimizer(one))) == ""
+    said = taken(algorithm=optimizer(other)).differences(taken(algorithm=optimizer(one)))
+    assert said == "different now: server_optimizer"
+    slow, fast = (optax.exponential_decay(1.0, 5, rate) for rate in (0.9, 0.5))
+    assert taken(algorithm=optimizer(slow)).differences(taken(algorithm=optimizer(fast))) == said
+
+
+def test_samples_that_both_losses_read_are_not_other_ones():
+    """Inner samples that were the outer ones, and are others now; an equal copy of them is no difference."""
+
+    def samples(*sets):
+        return dataclasses.replace(taken(), samples=fingerprint.of_samples(fb.Clients(*sets)))
+
+    others = [{**own, "b": own["b"] + 1} for own in SAMPLES]
+    assert "inner samples" in samples(SAMPLES, others).differences(samples(SAMPLES))
+    assert "inner samples" in samples(SAMPLES).differences(samples(SAMPLES, others))
+    assert samples(SAMPLES, [dict(own) for own in SAMPLES]).differences(samples(SAMPLES)) == ""
+
+
 def test_names_precision_and_layout_do_not_count(before):
     """JAX computes here in float64, so that what NumPy has in float64 is what it gets."""
 

@@ -264,3 +264,12 @@ def test_a_run_that_is_spoiled_from_the_start_ends(tmp_path):
     with pytest.raises(NonFiniteError, match=r"round 0, server update: .* also without clients 0, 1, 2 leads there"):
         play(8, {(c, 0): filled(1e100) for c in range(8)}, ANY, there=True, log=log)
     assert said(log)[1] == [(0, [0]), (0, [0, 1]), (0, [0, 1, 2])]
+
+
+def test_one_lie_makes_no_room_for_a_larger_one():
+    """A message that a lie has made a thousand times as long lets ten times its own norm pass, not the whole factor."""
+    norms = Norms(1e4)
+    norms.check("step", 9e3, [1.0, 1.0, 9e3], lambda: 1.0)
+    with pytest.raises(Refusal, match=r"norm of 4e\+05, where 1 is usual and 1e\+04 the bound"):
+        norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e3)
+    norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e5)  # rounding errors of the others at a point that is this far

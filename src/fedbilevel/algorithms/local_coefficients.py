@@ -12,6 +12,7 @@ depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weight
 
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -66,8 +67,7 @@ class Momentum:
         return optax.tree.add(q, m), m
 
     def total(self, tau: Count) -> Array:
-        mu = self.decay
-        return (tau - mu * (1 - jnp.power(mu, tau)) / (1 - mu)) / (1 - mu)
+        return added_up(self, tau)
 
 
 @config
@@ -83,4 +83,18 @@ class Proximal:
         return optax.tree.add(scaled(1 - self.pull, q), d), None
 
     def total(self, tau: Count) -> Array:
-        return (1 - jnp.power(1 - self.pull, tau)) / self.pull
+        return added_up(self, tau)
+
+
+def added_up(coefficients: Coefficients, tau: Count) -> Array:
+    """Σ_{k<τ} a_k, as the q of τ gradients that are all 1: sums of positive numbers, exact to rounding.
+
+    Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in float32 where α or 1 − μ is small.
+    """
+    one = jnp.ones(())
+
+    def step(k: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        return coefficients.step(*carry, one)
+
+    total, _ = jax.lax.fori_loop(0, tau, step, (jnp.zeros(()), coefficients.begin(one)))
+    return jnp.asarray(total)

@@ -148,8 +148,8 @@ def settings(options: argparse.Namespace) -> list[str]:
 
 
 def console(quiet: bool = False) -> Console:
-    """The terminal; pipes and log files have 160 columns, so that they do not wrap, and no colours, whatever the
-    environment says."""
+    """The terminal; pipes and log files have 160 columns, or as many as COLUMNS says, so that they do not wrap, and no
+    colours, whatever the environment says."""
     try:
         from rich.console import Console
     except ImportError:
@@ -159,7 +159,8 @@ def console(quiet: bool = False) -> Console:
         raise ConfigurationError(f"the command line needs {missing('rich', 'cli')}") from None
     made = Console(quiet=quiet, force_terminal=sys.stdout.isatty())
     if not made.is_terminal:
-        made.width = 160
+        columns = os.environ.get("COLUMNS", "")
+        made.width = int(columns) if columns.isdecimal() and int(columns) > 0 else 160
     return made
 
 

@@ -19,7 +19,7 @@ from fedbilevel.core.problem import Compositional, Loss, Minimax, Problem, Simpl
 from fedbilevel.core.tree import PyTree
 
 ALONE = "x follows the outer loss's own gradient in x alone"
-BLOCKED = "enters only where no derivative passes (stop_gradient, round, a comparison, an integer)"
+BLOCKED = "only where no derivative passes (stop_gradient, round, a comparison, an integer)"
 
 
 class Influence(Enum):
@@ -70,7 +70,7 @@ def _missing(variable: str, influence: Influence, where: str, effect: str) -> It
     if influence is Influence.NONE:
         yield f"{variable} does not influence {where}: {effect}"
     elif influence is Influence.BLOCKED:
-        yield f"{variable} {BLOCKED} into {where}; for a method that goes by derivatives {effect}"
+        yield f"{variable} enters {where} {BLOCKED}: for a method that goes by derivatives {effect}"
 
 
 def _apart(influence: Influence, effect: str) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _apart(influence: Influence, effect: str) -> Iterator[str]:
     if influence is Influence.NONE:
         yield f"x does not influence {what}, a sum of one part with x and one with y: {effect}"
     elif influence is Influence.BLOCKED:
-        yield f"x {BLOCKED} into {what}; for a method that goes by second derivatives {effect}"
+        yield f"x influences {what} {BLOCKED}: for a method that goes by second derivatives {effect}"
 
 
 def influences(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> tuple[Influence, Influence]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from fedbilevel.engines.shares import Shares
 WHOLE = 2**24  # bytes up to which an array is read from end to end
 BLOCKS = 64  # of clients, each with a hash of its own, so that what differs can be told by client
 ROWS = 32  # of a block that are read, evenly spaced, where an array is larger
+VERSIONS = f"jax {jax.__version__}, optax {optax.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process
 Hashes = dict[str, str]
 """By the name of what differs where they do."""
@@ -42,8 +44,8 @@ class Fingerprint:
     functions: Hashes  # losses, schedules, …
     samples: dict[str, list[str | None]] = field(default_factory=dict)
     """By loss, of each block of clients, if they were read; None where no process has all of a block."""
-    versions: str = f"jax {jax.__version__}, optax {optax.__version__}"
-    """Others may trace the same function to another program."""
+    versions: str = VERSIONS
+    """Others may trace or compile the same function to another program."""
 
     def differences(self, before: Fingerprint) -> str:
         """What is not as it was `before`, in words; functions that other versions traced are left out."""
@@ -116,9 +118,9 @@ def of_samples(clients: Clients | RemoteClients) -> dict[str, list[str | None]]:
     and each reads the samples of its own clients."""
     if isinstance(clients, RemoteClients):
         return {}
-    sets = {"outer": clients.outer, "inner": clients.inner}
-    if clients.inner is clients.outer:
-        del sets["inner"]
+    sets = {"outer": clients.outer}
+    if clients.inner is not clients.outer:
+        sets["inner"] = clients.inner
     bounds = _bounds(len(clients))
     first, last = Shares(len(clients), hosts.count(), hosts.index(), 1).bounds[hosts.index() :][:2]
     mine = (first <= bounds[:-1]) & (bounds[1:] <= last)
@@ -128,7 +130,8 @@ def of_samples(clients: Clients | RemoteClients) -> dict[str, list[str | None]]:
         for loss, rows in sets.items()
     }
     every = hosts.gather(own)
-    return {loss: [_any(words) for words in zip(*(of[loss] for of in every), strict=True)] for loss in own}
+    known = {loss: [_any(words) for words in zip(*(of[loss] for of in every), strict=True)] for loss in own}
+    return known if "inner" in known else {**known, "inner": known["outer"]}  # both losses read the same samples
 
 
 def _shapes(tree: PyTree) -> list[str]:
@@ -264,8 +267,8 @@ def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
     """What is said of a function that others have made, as optax does: its name, and what it closes over."""
     if isinstance(function, FunctionType) and not any(function is one for one in within):
         yield function.__qualname__
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        for one in (*cells, function.__defaults__, function.__kwdefaults__):
+        yield from _code(function.__code__)
+        for one in (*_closed_over(function), function.__defaults__, function.__kwdefaults__):
             yield from _made_of(one, (*within, function))
     elif isinstance(function, partial):
         yield from _made_of((function.func, function.args, function.keywords), within)
@@ -278,6 +281,23 @@ def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
         yield from _told(function)
     else:
         yield getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _code(code: CodeType) -> Iterator[str]:
+    """What is said of a function's instructions; those of functions inside it too."""
+    yield code.co_code.hex()
+    yield repr(code.co_names)
+    for constant in code.co_consts:
+        yield from _code(constant) if isinstance(constant, CodeType) else _told(constant)
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    """What a function closes over; a variable that its maker has never set is left out."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
 
 
 def _short(*parts: str | bytes) -> str:

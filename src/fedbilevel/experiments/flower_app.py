@@ -58,7 +58,7 @@ deadline = 120.0  # seconds that a client has for an answer
 attempts = 3      # how often those who did not answer are asked, before the run stops
 join = 60.0       # seconds to wait for clients that are not online
 poll = 0.5        # seconds between two looks for answers, at most
-norm-factor = 1e6  # how many times as long as usual an update may be; 0: any
+norm-factor = 1e4  # how many times as long as usual an update may be; 0: any
 norm-bound = 0.0  # largest norm of an update that counts; 0: any
 """
 

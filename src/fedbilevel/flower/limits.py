@@ -31,7 +31,8 @@ class Limits:
         min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
             client's samples is served, too.
         min_local_samples: a client that holds fewer samples of either loss answers nothing.
-        questions_per_round: questions of one round at most; those that are asked again count again.
+        questions_per_round: questions of one round at most; those that are asked again count again. Rounds are the
+            server's word: this stops mistakes, `questions` all else.
         questions: questions in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
             keeps a run's memory, that is, for each run apart. A client that has reached it answers nothing.
     """

@@ -2,12 +2,13 @@
 
 In each exchange, with ‖·‖ the Euclidean norm of a whole update, an answer u counts if
 
-    ‖u‖ ≤ factor · max(median of the ‖u_j‖ here,  median over earlier exchanges of the same phase,  ‖message‖)
+    ‖u‖ ≤ max(factor · median of the ‖u_j‖ here,  factor · median over earlier exchanges of the phase,  10 · ‖message‖)
 
 Norms of 0 are left out of both medians: an update may rightly be 0 for most and not for one. The first median is of
 what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges of
 this process. Where neither is known nothing is refused. The message's norm is there for updates that are rounding
-errors for most: what is no longer than some times the point itself cannot spoil it for good.
+errors for most: what is no longer than some times the point itself cannot spoil it for good. It has a small factor of
+its own, or one lie, which makes the next message longer, would make room for a larger one.
 
 The factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by Dirichlet's
 0.05, digits, a client's own hypergradients (LFedNest): the longest was 1,020 times the median.
@@ -26,6 +27,7 @@ from fedbilevel.flower.wire import Refusal
 FEWEST = 3
 """Norms of which the median is that of an honest client if one of them is not."""
 WINDOW = 100  # exchanges of a phase
+OF_MESSAGE = 10.0  # how many times as long as the message an update may be
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -58,7 +60,7 @@ class Norms:
         usual = self.usual(phase, here)
         if usual is None:
             self.tell(phase, len(here))
-        elif norm > self.factor * usual and norm > (bound := self.factor * max(usual, message())):
+        elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, OF_MESSAGE * message())):
             text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual"
             raise Refusal(f"{text} and {bound:.3g} the bound (norm_factor = {self.factor:g})")
 

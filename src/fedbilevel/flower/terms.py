@@ -28,7 +28,7 @@ class Terms:
     deadline: float = 120.0
     attempts: int = 3
     join: float = 60.0
-    norm_factor: float | None = 1e6
+    norm_factor: float | None = 1e4
     norm_bound: float | None = None
     poll: float = 0.5
 
