@@ -14,6 +14,8 @@ RANDOM_LENGTHS = {**dict.fromkeys(("fednest", "fednest-sgd", "lfednest", "aggitd
 """The inverses of the papers, by products of random length. Their variance is small where N·s·ℓ is."""
 ALONE: Mapping[str, Fields] = {"irig": {"pooled": True}}
 """What methods for a single client need of [run]."""
+EVERYONE: Mapping[str, Fields] = {"adbo": {"cohort": None}, "sdbo": {"cohort": None}}
+"""What methods that need all clients in every round need of [run]."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Preset:
     shared: Fields = field(default_factory=dict)  # for every algorithm that has such a field
     algorithms: Mapping[str, Fields] = field(default_factory=dict)  # by name
     run: Fields = field(default_factory=dict)
-    runs: Mapping[str, Fields] = field(default_factory=dict)  # of [run], for an algorithm by name
+    runs: Mapping[str, Fields] = field(default_factory=lambda: EVERYONE)  # of [run], for an algorithm by name
     networks: Mapping[str, Fields] = field(default_factory=dict)  # of the task, for a network that is asked for
 
     def of_task(self, network: Any) -> dict[str, Any]:

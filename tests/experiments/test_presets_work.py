@@ -1,0 +1,91 @@
+"""Does every bilevel method start, and learn, with its presets and nothing else said?
+
+That it starts is asked of every method in seconds: `solve` makes all its checks, and no round is played. That it learns
+is asked on images held out of training, which presets may be chosen on, and against the quadratic's closed form.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.experiments.parts import build, task_of
+from fedbilevel.experiments.spec import Spec, configure
+from fedbilevel.tasks import Task
+
+BILEVEL = sorted(name for name, cls in ALGORITHMS.items() if fb.Bilevel in getattr(cls, "solves", (fb.Bilevel,)))
+real_images = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
+
+
+class Started(Exception):
+    """All checks are passed."""
+
+
+class Gate:
+    """An engine that plays no round."""
+
+    def start(self, *_: object) -> None:
+        raise Started
+
+
+@cache
+def task_with_presets(task: str, data: str | None, *settings: str) -> Task:
+    return task_of(configure(task=task, data=data, settings=settings))
+
+
+def starts(task: str, data: str | None, algorithm: str) -> None:
+    """Refused by its own preset, it raises something else."""
+    spec, shared = configure(task=task, algorithm=algorithm, data=data), task_with_presets(task, data)
+    with pytest.raises(Started):
+        solved(spec, shared, engine=Gate())
+
+
+def solved(spec: Spec, task: Task, **fields: object) -> fb.Result:
+    algorithm = build(spec, task).algorithm
+    plan = {"rounds": spec.run.rounds, "cohort": spec.run.cohort, "metrics": task.metrics, **fields}
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **plan)
+
+
+def test_there_are_as_many_bilevel_methods_as_are_documented() -> None:
+    """An empty table would pass all that follows."""
+    assert len(BILEVEL) == 14
+    assert {"adbo", "sdbo", "afbo", "fednest", "simfbo"} < set(BILEVEL)
+
+
+@pytest.mark.parametrize(("task", "data"), [("quadratic", None), ("hyper_representation", "digits")])
+@pytest.mark.parametrize("algorithm", BILEVEL)
+def test_no_preset_is_refused(task, data, algorithm) -> None:
+    starts(task, data, algorithm)
+
+
+@real_images
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["mnist", "fashion-mnist", "cifar-10"])
+@pytest.mark.parametrize("algorithm", BILEVEL)
+def test_no_preset_for_real_images_is_refused(data, algorithm) -> None:
+    starts("hyper_representation", data, algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", BILEVEL)
+def test_presets_learn_the_digits(algorithm) -> None:
+    """Ten classes: chance is 0.1."""
+    settings = ("task.holdout=0.2", "run.rounds=60")
+    spec = configure(task="hyper_representation", algorithm=algorithm, data="digits", settings=settings)
+    task = task_with_presets("hyper_representation", "digits", "task.holdout=0.2")
+    accuracy = solved(spec, task).history["validation_accuracy"]
+    assert accuracy[0] < 0.3
+    assert accuracy[-1] > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", BILEVEL)
+def test_presets_come_near_the_solution_of_the_quadratic(algorithm) -> None:
+    """x0 = 0: the relative error starts at 1."""
+    error = solved(configure(task="quadratic", algorithm=algorithm), task_with_presets("quadratic", None)).history
+    assert error["relative_error"][0] == pytest.approx(1)
+    assert error["relative_error"][-1] < 0.2
