@@ -34,7 +34,8 @@ from fedbilevel.tasks import Task, few_shot, hyper_representation
 
 SPREAD = (1.0, 0.5, 0.25, 0.125, 0.0625)
 ROUNDS, TERMS = 200, 5
-DIGITS = {"local_steps": 5, "batch_size": 32, "inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}
+SHORT = {"neumann_step": 0.05, "neumann_terms": 5}
+DIGITS = {"local_steps": 5, "batch_size": 32, "inner_lr": 0.3, "outer_lr": 0.3, **SHORT}
 WIDE = {**DIGITS, "inner_lr": 0.01, "outer_lr": 0.01, "neumann_step": 0.005, "neumann_terms": TERMS}
 TASKS = {"local_steps": 5, "batch_size": 2, "inner_lr": 1.0, "neumann_step": 0.2, "neumann_terms": TERMS}
 FEW_SHOT = {**TASKS, "local_steps": 20, "batch_size": 5, "neumann_terms": 10}

@@ -133,7 +133,8 @@ class Hypergradient(OuterGradients):
     Args: that of `Batches`, and
         hypergradient: "global" or "local".
         inverse: "random", "parallel" (global only), "series" or "cg".
-        neumann_terms: N; of "local" also a number of its own for each client, N_i in the order of the clients.
+        neumann_terms: N; of "local" also a number of its own for each client, N_i in the order of the clients. What a
+            series leaves out is (1 − sμ)^N of v along the smallest eigenvalue μ.
         neumann_step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian; checked at the start with
             all samples, if `paired` with drawn batches. Where each of n samples has inner unknowns of its own, these
             have n/B times the curvature, and k n/B times where one is drawn k times.
@@ -151,7 +152,7 @@ class Hypergradient(OuterGradients):
 
     hypergradient: Literal["global", "local"] = static("global")
     inverse: Inverse = static("series")
-    neumann_terms: int | tuple[int, ...] = counts(5)
+    neumann_terms: int | tuple[int, ...] = counts(20)
     neumann_step: float = positive(0.1)
     cg_iterations: int = static(20)
     cg_tolerance: float = positive(1e-3)

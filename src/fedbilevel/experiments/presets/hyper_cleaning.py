@@ -5,6 +5,7 @@ from fedbilevel.experiments.presets.table import (
     HESSIAN_INVERTING,
     OWN_HYPERGRADIENTS,
     SINGLE_LOOP,
+    TERMS,
     Fields,
     Preset,
     each,
@@ -51,11 +52,11 @@ MNIST: dict[str, Fields] = {
 
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
 LIKE_MNIST = Preset(
-    task={"validation": 0.2}, shared={"local_steps": 10, "batch_size": 64}, algorithms=randomly(MNIST), run=RUN
+    task={"validation": 0.2}, shared={"local_steps": 10, "batch_size": 64, **TERMS}, algorithms=randomly(MNIST), run=RUN
 )
 
 PRESETS: dict[str | None, Preset] = {
-    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=randomly(DIGITS), run=RUN),
+    None: Preset(shared={"local_steps": 5, "batch_size": 32, **TERMS}, algorithms=randomly(DIGITS), run=RUN),
     "mnist": LIKE_MNIST,
     "fashion-mnist": LIKE_MNIST,
 }

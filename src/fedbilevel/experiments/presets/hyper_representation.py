@@ -1,6 +1,15 @@
 """Step sizes and sizes for hyper_representation, by data set."""
 
-from fedbilevel.experiments.presets.table import HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, randomly, xyv
+from fedbilevel.experiments.presets.table import (
+    HESSIAN_INVERTING,
+    SINGLE_LOOP,
+    TERMS,
+    Fields,
+    Preset,
+    each,
+    randomly,
+    xyv,
+)
 
 SIMFBO = {"client_lr": xyv(0.1, 0.1, 0.1), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0}
 
@@ -60,7 +69,7 @@ NARROW = {
 }
 LIKE_MNIST = Preset(
     task={"clients": 100, "hidden": [200]},
-    shared={"local_steps": 10, "batch_size": 64},
+    shared={"local_steps": 10, "batch_size": 64, **TERMS},
     algorithms=randomly(MNIST),
     run=RUN,
     networks=NARROW,
@@ -69,7 +78,7 @@ LIKE_MNIST = Preset(
 PRESETS: dict[str | None, Preset] = {
     "digits": Preset(
         task={"clients": 20, "hidden": [64]},
-        shared={"local_steps": 5, "batch_size": 32},
+        shared={"local_steps": 5, "batch_size": 32, **TERMS},
         algorithms=randomly(DIGITS),
         run=RUN,
         networks=NARROW,
@@ -78,7 +87,7 @@ PRESETS: dict[str | None, Preset] = {
     "fashion-mnist": LIKE_MNIST,
     "cifar-10": Preset(
         task={"network": "cnn", "hidden": [16, 32, 64], "clients": 100},
-        shared={"local_steps": 5, "batch_size": 32},
+        shared={"local_steps": 5, "batch_size": 32, **TERMS},
         algorithms=CIFAR,
         run=RUN,
         networks={

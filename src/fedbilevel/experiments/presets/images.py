@@ -1,7 +1,16 @@
 """Step sizes for the tasks on images other than hyper_representation, found on images held out from training."""
 
 from fedbilevel.experiments.presets.hyper_representation import NARROW
-from fedbilevel.experiments.presets.table import FEDBIO, HESSIAN_INVERTING, SINGLE_LOOP, Fields, Preset, each, xyv
+from fedbilevel.experiments.presets.table import (
+    FEDBIO,
+    HESSIAN_INVERTING,
+    SINGLE_LOOP,
+    TERMS,
+    Fields,
+    Preset,
+    each,
+    xyv,
+)
 
 NEUMANN: Fields = {"inner_rounds": 3, "neumann_terms": 3, "neumann_step": 0.05, "inverse": "series", "outer_lr": 1.0}
 TUNING: dict[str, Fields] = {
@@ -43,5 +52,5 @@ PRESETS: dict[str, dict[str | None, Preset]] = {
     "classification": {
         None: Preset(shared=STEPS, algorithms={name: {"outer_lr": 0.6} for name in ("fedlin", "fedavg")}, run=SMALL)
     },
-    "fair_classification": {None: Preset(shared=STEPS, algorithms=FAIR, run=SMALL)},
+    "fair_classification": {None: Preset(shared={**STEPS, **TERMS}, algorithms=FAIR, run=SMALL)},
 }

@@ -4,6 +4,7 @@ from fedbilevel.experiments.presets.table import (
     FEDBIO,
     HESSIAN_INVERTING,
     SINGLE_LOOP,
+    TERMS,
     Fields,
     Preset,
     each,
@@ -53,6 +54,6 @@ COVERTYPE: dict[str, Fields] = {
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
 
 PRESETS: dict[str | None, Preset] = {
-    None: Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=randomly(ALGORITHMS), run=RUN),
-    "covtype": Preset(shared={"local_steps": 5, "batch_size": 32}, algorithms=randomly(COVERTYPE), run=RUN),
+    None: Preset(shared={"local_steps": 5, "batch_size": 32, **TERMS}, algorithms=randomly(ALGORITHMS), run=RUN),
+    "covtype": Preset(shared={"local_steps": 5, "batch_size": 32, **TERMS}, algorithms=randomly(COVERTYPE), run=RUN),
 }

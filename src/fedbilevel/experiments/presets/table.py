@@ -12,6 +12,8 @@ FEDBIO = ("fedbio", "fedbioacc")
 """Methods with the same fields."""
 RANDOM_LENGTHS = {**dict.fromkeys(("fednest", "fednest-sgd", "lfednest", "aggitd"), "random"), "fedmbo": "parallel"}
 """The inverses of the papers, by products of random length. Their variance is small where N·s·ℓ is."""
+TERMS: Mapping[str, int] = {"neumann_terms": 5}
+"""Fewer than the methods' default: a short series, with which these presets' steps were chosen."""
 ALONE: Mapping[str, Fields] = {"irig": {"pooled": True}}
 """What methods for a single client need of [run]."""
 EVERYONE: Mapping[str, Fields] = {"adbo": {"cohort": None}, "sdbo": {"cohort": None}}
