@@ -122,7 +122,7 @@ def test_one_schedule_is_not_another():
 
 
 def test_an_optimizers_own_functions_count():
-    """Two schedules of one name that close over nothing; and optax's own, one of which closes over an unset variable."""
+    """Two schedules of one name that close over nothing; and optax's own, which close over what was never set."""
 
     def optimizer(schedule):
         return fb.SimFBO(server_optimizer=optax.sgd(schedule))

@@ -139,8 +139,17 @@ def told(name, *values):
     cost = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "products": 0, "seconds": 0.0}
     rows = []
     for i, value in enumerate(values):
-        deciles = {f"{name}.p{10 * k}": value + 0.1 * (k - 5) for k in range(1, 10)}
-        rows.append({"round": i, "exchanges": 3 * i, **cost, f"{name}.mean": value + 0.01, **deciles})
+        deciles = {f"{name}.p{10 * k}": value + 0.1 * (k - 5) for k in range(1, 10)} | {f"{name}.worst": value + 0.5}
+        rows.append(
+            {
+                "round": i,
+                "exchanges": 3 * i,
+                **cost,
+                f"{name}.mean": value + 0.01,
+                **deciles,
+                f"{name}.worst": value + 0.5,
+            }
+        )
     return fb.History(rows)
 
 
@@ -158,7 +167,9 @@ def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyp
     history = told("fit_error", 1.0, 0.5, 0.6)
     result = fb.Result(None, None, 2, 2, history, fb.Ledger())
     axes = result.plot()
-    (line,), (band,) = axes.lines, axes.collections
+    (line, worst), (band,) = axes.lines, axes.collections
+    np.testing.assert_allclose(worst.get_ydata(), history["fit_error.worst"])
+    assert "worst" in axes.get_title()
     np.testing.assert_allclose(line.get_xydata(), [[0, 1.01], [3, 0.51], [6, 0.61]])
     low, high = {(x, y) for x, y in np.round(band.get_paths()[0].vertices, 9)}, set()
     for x, value in ((0, 1.0), (3, 0.5), (6, 0.6)):

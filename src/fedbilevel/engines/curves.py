@@ -31,6 +31,7 @@ PANELS = {  # what a panel may run over, and its label
 FAR_APART = 10  # of costs: on a linear axis the cheapest run would lie in its first tenth
 NARROW = 5.0  # inches: a column of a paper, with small type
 SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + products", "gflop": "GFLOP", "time": "time (s)"}
+SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Curve:
     spread: np.ndarray | None = None
     least: np.ndarray | None = None  # the smallest of the runs' values, if there are several
     level: bool = False
-    band: tuple[np.ndarray, np.ndarray] | None = None  # of a per-client metric: its first and last decile over clients
+    clients: dict[str, np.ndarray] | None = None  # of a per-client metric: its "p10", "p90" and "worst" over clients
 
     @property
     def rounds(self) -> np.ndarray:
@@ -71,9 +72,9 @@ def costs_of(row: Row) -> dict[str, float]:
 
 def curve(label: str, histories: Sequence[History], metric: str, level: bool = False) -> Curve:
     """The mean of some histories of one metric, at the rounds that all of them have; of a per-client metric with the
-    means of its first and last decile."""
+    means of its first and last decile and of the worst client's value."""
     metric = column_of(metric, histories)
-    deciles = [f"{metric.removesuffix('.mean')}.{end}" for end in ("p10", "p90")] if metric.endswith(".mean") else []
+    whole = metric.removesuffix(".mean")
     tables = [{int(row["round"]): row for row in history.rows if metric in row} for history in histories]
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
     values = np.array([[table[round][metric] for round in rounds] for table in tables], float)
@@ -83,11 +84,13 @@ def curve(label: str, histories: Sequence[History], metric: str, level: bool = F
     costs = {name: np.reshape([one[name] for one in spent], shape).mean(axis=0) for name in known}
     several = len(tables) > 1
     spread, least = (values.std(axis=0, ddof=1), values.min(axis=0)) if several else (None, None)
-    band = None
-    if deciles and all(end in table[round] for table in tables for round in rounds for end in deciles):
-        low, high = (np.mean([[table[round][end] for round in rounds] for table in tables], axis=0) for end in deciles)
-        band = low, high
-    return Curve(label, costs, values.mean(axis=0), None if band else spread, least, level, band)
+    clients = None
+    if whole != metric and all(
+        f"{whole}.{one}" in table[round] for table in tables for round in rounds for one in SHOWN
+    ):
+        columns = {one: [[table[round][f"{whole}.{one}"] for round in rounds] for table in tables] for one in SHOWN}
+        clients = {one: np.mean(column, axis=0) for one, column in columns.items()}
+    return Curve(label, costs, values.mean(axis=0), None if clients else spread, least, level, clients)
 
 
 def column_of(metric: str, histories: Sequence[History]) -> str:
@@ -110,7 +113,7 @@ def draw_history(
 
     Args:
         metrics: one or more columns, or names of per-client metrics, drawn as a line for the mean in a band from the
-            first to the last decile over clients; with several there is a legend.
+            first to the last decile over clients, with a dotted line for the worst; with several there is a legend.
         panel: the currency of cost: rounds, exchanges, megabytes, evaluations (gradients and Hessian products), gflop,
             seconds (of this machine) or time (of the clock).
         size: width and height of a new figure in inches; below 5 inches of width the type is small, as in a column of a
@@ -138,6 +141,8 @@ def draw_history(
             axes = pyplot.figure(figsize=size or (6.0, 4.0), layout="constrained").subplots()
         draw_panel(axes, curves, panel, percent=all(map(larger_is_better, names)))
         axes.set_ylabel(axis_label(names))
+        if any(line.clients for line in curves):
+            axes.set_title("of clients: mean, 10 % to 90 %, worst (dotted)", fontsize="small")
         if len(names) > 1:
             axes.legend(frameon=False)
     return axes
@@ -168,7 +173,8 @@ def draw_panel(axes: Any, curves: Sequence[Curve], panel: str, *, percent: bool)
 
 def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> None:
     """The mean, in a band of one standard deviation; on a log axis it ends below at the smallest of the runs' values,
-    since mean - deviation may be below 0."""
+    since mean - deviation may be below 0. Of a per-client metric the band goes from the first to the last decile of the
+    clients, and a dotted line is the worst one's."""
     y = scale * line.value
     if line.level:
         axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=line.label)
@@ -178,9 +184,10 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
     if line.spread is not None and line.least is not None:
         low, high = y - scale * line.spread, y + scale * line.spread
         low = np.maximum(low, scale * line.least) if log else low
-    elif line.band is not None:
-        low, high = scale * line.band[0], scale * line.band[1]
-    if line.spread is not None or line.band is not None:
+    elif line.clients is not None:
+        low, high = scale * line.clients["p10"], scale * line.clients["p90"]
+        axes.plot(x, scale * line.clients["worst"], color=colour, linestyle=":", linewidth=1.0)
+    if line.spread is not None or line.clients is not None:
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
@@ -253,6 +260,6 @@ def _ratio(values: np.ndarray) -> float:
 
 def _range_after_start(curves: Sequence[Curve]) -> tuple[float, float] | None:
     """Lowest and highest value, leaving out the untrained model, beside which all else would look flat."""
-    ends = [(line, value) for line in curves for value in (line.value, *(line.band or ()))]
+    ends = [(line, value) for line in curves for value in (line.value, *(line.clients or {}).values())]
     values = np.concatenate([value[-1:] if line.level else value[line.rounds > 0] for line, value in ends])
     return (float(values.min()), float(values.max())) if values.size else None
