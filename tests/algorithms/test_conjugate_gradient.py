@@ -53,7 +53,7 @@ def measure(system, **fields):
         return jnp.asarray(matrix) @ v
 
     algorithm = fb.FedNest(neumann_step=STEP, **fields)
-    solve = jax.jit(lambda b, key: algorithm.solve_system(Alone, product, b, key))
+    solve = jax.jit(lambda b, key: algorithm.solve_system(Alone, product, b, key, algorithm.neumann_terms))
     found = solve(system.b, jax.random.key(0))
     jax.effects_barrier()
     residual = np.linalg.norm(matrix @ np.asarray(found.v) - system.b) / np.linalg.norm(system.b)

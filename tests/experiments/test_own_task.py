@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedbilevel import experiments
+from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.own_task import task_maker
 from fedbilevel.experiments.parts import task_of
@@ -179,7 +180,7 @@ def test_reading_a_run_executes_nothing(foreign, here, run) -> None:
 
 @pytest.mark.parametrize("arguments", [["run", "--spec", "foreign/spec.toml"], ["run", "--resume", "foreign"]])
 def test_playing_a_spec_says_whose_code_it_runs(arguments, foreign, here, run) -> None:
-    (foreign / "checkpoint.npz").write_bytes(b"PK\5\6" + bytes(18))  # an archive without members
+    checkpoint.save(foreign / "checkpoint.npz", {}, {"history": []})
     code, _, error = run(*arguments)
     said, wrong = error.splitlines()
     assert said == "fedbilevel: foreign/spec.toml names a task of your own: this runs the code of sub/spy.py"

@@ -115,8 +115,8 @@ class FlowerRun:
         self.settled = self.counted.copy()  # the same before this round
         self.lanes = Lanes.of(carry.desk)
         self.seconds = 0.0  # in rounds
+        self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))
         self.gather_clients()
-        self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))  # a start that fails has none
 
     def gather_clients(self) -> None:
         """Wait for the population; go on with a quorum of it."""

@@ -40,12 +40,15 @@ class ExchangeLog:
     """Writes exchanges to the program's log and, where a file is given, there as JSON lines.
 
     Raises:
-        CheckpointError: the file, which is made at once, cannot be written.
+        CheckpointError: the file cannot be written. It is tried at once; a run without exchanges leaves none.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        there = path is None or path.exists()
         self.write("")
+        if path is not None and not there:
+            path.unlink()
 
     def __call__(self, exchange: Exchange) -> None:
         line = exchange.line
