@@ -180,7 +180,7 @@ def test_of_a_large_array_evenly_spaced_samples_are_read(monkeypatch, tmp_path):
     values = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.float32, (100_000, 3))
     rows = Ragged({"a": values}, np.arange(1000) * 100, np.full(1000, 100))
     first = fingerprint.of_samples(fb.Clients(rows))
-    assert list(first) == ["outer"]
+    assert first["inner"] == first["outer"]  # both losses read the same samples
     assert len(first["outer"]) == 64
     values[1500] = 1  # client 15's first sample is the first of the second block
     second = fingerprint.of_samples(fb.Clients(rows))
