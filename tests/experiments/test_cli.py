@@ -125,10 +125,13 @@ def test_one_algorithm_or_task_is_shown_by_its_name(run) -> None:
 def test_a_pipe_gets_no_colours_and_its_own_width(run, monkeypatch, variable) -> None:
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("COLUMNS", raising=False)
     code, shown, _ = run("tasks", "quadratic")
     assert code == 0
     assert "\x1b" not in shown
-    assert max(map(len, shown.splitlines())) > 100
+    assert 100 < max(map(len, shown.splitlines())) <= 160
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, run("tasks", "quadratic")[1].splitlines())) <= 60
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["run", "--rounds", "x"], []])
