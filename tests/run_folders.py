@@ -13,14 +13,16 @@ from fedbilevel.experiments import Folder, Spec
 from fedbilevel.experiments.runner import finish
 
 
-def write_run(path: Path, spec: Spec, rounds: int = 20) -> Path:
-    """The folder of a run of so many rounds, one exchange each, whose relative error is 1 / (1 + round)."""
+def write_run(path: Path, spec: Spec, rounds: int = 20, larger: bool | None = None) -> Path:
+    """The folder of a run of so many rounds, one exchange each, whose relative error is 1 / (1 + round); `larger`:
+    whether its metric was declared better the larger it is."""
     rows = []
     for round in range(0, rounds + 1, 10):
         costs = {"exchanges": round, "bytes_down": 80 * round, "bytes_up": 40 * round, "gradients": 3 * round}
         ledger = Ledger(rounds=round, flops=100 * round, ticks=round * 10_000, **costs)
         rows.append({"round": round, **ledger.columns(), "seconds": 0.1 * round, "relative_error": 1 / (1 + round)})
-    result = Result(np.ones(3), np.ones(2), round=rounds, rounds=rounds, history=History(rows), ledger=ledger)
+    history = History(rows, {} if larger is None else {"relative_error": larger})
+    result = Result(np.ones(3), np.ones(2), round=rounds, rounds=rounds, history=history, ledger=ledger)
     path.mkdir(parents=True)
     finish(spec, Folder(path), result, "relative_error", seconds=1.0, plot=False)
     return path

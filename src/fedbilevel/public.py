@@ -44,6 +44,7 @@ from fedbilevel.core.errors import (
     NumericalWarning,
 )
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SimpleBilevel, SingleLevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import Structure
@@ -102,6 +103,7 @@ __all__ = [
     "LFedNest",
     "Ledger",
     "Local",
+    "Metric",
     "Minimax",
     "Momentum",
     "NonFiniteError",

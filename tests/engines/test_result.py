@@ -70,7 +70,7 @@ def test_a_misspelt_metric_is_refused_once_there_are_rounds(callback):
 
 
 def test_stop_without_progress():
-    callback = fb.stop_without_progress("m", rows=2)
+    callback = fb.stop_without_progress("m", rows=2, larger_is_better=True)
     why = "m has not improved for 2 evaluations"
     assert told(callback, [1, 2, None, 2, 3, 1, 3]) == [None, None, None, None, None, None, why]
 

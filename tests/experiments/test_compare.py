@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 
@@ -12,8 +13,10 @@ from rich.console import Console
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import measure
+from fedbilevel.experiments import export, measure
 from fedbilevel.experiments.compare import common_targets, comparison_table, default_panels, load_groups
+from fedbilevel.experiments.latex import latex_table
+from run_folders import write_run
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +173,46 @@ def test_runs_that_measure_different_things_are_refused(runs, tmp_path) -> None:
         file.write_text(file.read_text().replace('"relative_error"', '"test_accuracy"'))
     with pytest.raises(ConfigurationError, match=r"measure different things: relative_error .*, test_accuracy"):
         load_groups([runs / "sim", other])
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_better_way_is_what_was_declared_when_the_run_was_made(declared, tmp_path) -> None:
+    """The metric falls from 1 to 1/31 and 1/21; a name without "accuracy" in it is no reason to prefer the smaller."""
+    spec = experiments.configure(task="quadratic", settings=["rounds=30"])
+    write_run(tmp_path / "long", spec, rounds=30, larger=declared)
+    write_run(tmp_path / "short", spec.replace(run={"rounds": 20}), rounds=20, larger=declared)
+    groups = load_groups([tmp_path / "long", tmp_path / "short"])
+    assert [group.values("best") for group in groups] == ([[1.0], [1.0]] if declared else [[1 / 31], [1 / 21]])
+    assert export.as_json(groups)["larger_is_better"] is declared
+    row = latex_table(groups).splitlines()[5 + declared]
+    assert row.startswith("short" if declared else "long")
+    assert row.count(r"$\mathbf{") == 2  # final and best
+    assert bool(common_targets(groups, "relative_error")) is not declared
+
+
+def test_runs_that_disagree_on_the_better_way_are_refused(tmp_path) -> None:
+    spec = experiments.configure(task="quadratic", settings=["rounds=20"])
+    write_run(tmp_path / "a", spec, larger=True)
+    write_run(tmp_path / "b", spec.replace(run={"seed": 1}), larger=False)
+    with pytest.raises(ConfigurationError, match=r"relative_error, better when larger .*, relative_error \("):
+        load_groups([tmp_path])
+
+
+def test_an_older_run_does_not_say_which_way_is_better_and_is_read_by_the_name(tmp_path) -> None:
+    place = write_run(tmp_path / "a", experiments.configure(task="quadratic", settings=["rounds=20"]))
+    summary = json.loads((place / "summary.json").read_text())
+    assert summary.pop("larger_is_better") == {}
+    (place / "summary.json").write_text(json.dumps(summary))
+    assert not load_groups([place])[0].larger_is_better
+
+
+@pytest.mark.parametrize("wrong", [[], {"m": 1}, "yes"])
+def test_a_summary_whose_directions_are_none_is_damaged(wrong, tmp_path) -> None:
+    place = write_run(tmp_path / "a", experiments.configure(task="quadratic", settings=["rounds=20"]))
+    summary = json.loads((place / "summary.json").read_text()) | {"larger_is_better": wrong}
+    (place / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigurationError, match=r"summary\.json is damaged: whether larger values are better"):
+        load_groups([place])
 
 
 def test_an_unfinished_run_and_a_folder_of_something_else_are_refused(runs, tmp_path) -> None:

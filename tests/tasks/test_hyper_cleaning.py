@@ -7,6 +7,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.client import Ragged
+from fedbilevel.core.metrics import directions
 from fedbilevel.core.problem import Padded
 from fedbilevel.data import DataError, load
 from fedbilevel.tasks.hyper_cleaning import auc, cleaning_weights, hyper_cleaning, spoiled
@@ -125,6 +126,7 @@ def test_metrics_look_at_the_weights_of_both_kinds(task):
     inner = task.clients.inner.values
     names = ["test_accuracy", "auc", "clean_weight", "corrupted_weight"]
     assert list(task.metrics) == names
+    assert directions(task.metrics) == dict(zip(names, [True, True, True, False], strict=True))
     start = [float(task.metrics[name](task.x0, task.y0)) for name in names]
     assert start[1:] == pytest.approx([0.5, 0.5, 0.5], rel=1e-12)
     known = np.full(task.x0.shape, np.nan)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
-from fedbilevel.core.reading import larger_is_better
+from fedbilevel.core.metrics import in_percent
 from fedbilevel.engines.history import History, Row
 from fedbilevel.extras import missing
 
@@ -139,7 +139,7 @@ def draw_history(
             from matplotlib import pyplot
 
             axes = pyplot.figure(figsize=size or (6.0, 4.0), layout="constrained").subplots()
-        draw_panel(axes, curves, panel, percent=all(map(larger_is_better, names)))
+        draw_panel(axes, curves, panel, percent=all(map(in_percent, names)))
         axes.set_ylabel(axis_label(names))
         if any(line.clients for line in curves):
             axes.set_title("of clients: mean, 10 % to 90 %, worst (dotted)", fontsize="small")
@@ -238,14 +238,14 @@ def typography(size: tuple[float, float] | None) -> Any:
 def axis_label(names: Sequence[str]) -> str:
     """The words that the names of some columns end with alike, whichever deciles and ends of a per-client metric."""
     if len(names) == 1:
-        return words(names[0]) + (" (%)" if larger_is_better(names[0]) else "")
+        return words(names[0]) + (" (%)" if in_percent(names[0]) else "")
     last = [name.partition(".")[0].split("_")[::-1] for name in names]
     common: list[str] = []
     for parts in zip(*last, strict=False):
         if len(set(parts)) > 1:
             break
         common.insert(0, parts[0])
-    return " ".join(common) + (" (%)" if all(map(larger_is_better, names)) else "")
+    return " ".join(common) + (" (%)" if all(map(in_percent, names)) else "")
 
 
 def words(name: str) -> str:

@@ -7,17 +7,15 @@ import jax
 
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.functions import explained, require_function
+from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.tree import PyTree, all_finite, join
 from fedbilevel.engines.history import Row
-
-Metric = Callable[[PyTree, PyTree], Any]
-"""(x, y) -> scalar."""
 
 
 class Evaluation:
     """Functions of (x, y) by name; the arrays they close over become arguments, not constants of the program."""
 
-    def __init__(self, metrics: Mapping[str, Metric], x_fixed: PyTree, y_fixed: PyTree) -> None:
+    def __init__(self, metrics: Mapping[str, MetricFunction], x_fixed: PyTree, y_fixed: PyTree) -> None:
         for name, metric in metrics.items():
             require_function(f"metrics[{name!r}]", metric, "x, y", " -> one number")
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fedbilevel.core import reading
 from fedbilevel.core.card import Card, Shown, counted, listed, span
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.ledger import Ledger
 
@@ -27,9 +27,11 @@ class History(Shown):
     (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
     hold submodels: coverage_x, uncovered_x and the same of y. From the algorithm's phases: e.g. outer_loss and
     inner_loss. These are means over the rounds since the row before. From the user's metrics: each by its name.
+    `directions` says of metrics by name whether a larger value is better.
     """
 
     rows: list[Row] = field(default_factory=list)
+    directions: dict[str, bool] = field(default_factory=dict)
 
     def __getitem__(self, column: str) -> np.ndarray:
         """A column, NaN where a row lacks it (there are no losses yet in row 0)."""
@@ -54,6 +56,11 @@ class History(Shown):
         """The names of the metrics that were measured per client, each of which has columns NAME.mean, NAME.worst, …"""
         return [name.removesuffix(".worst") for name in self.columns if name.endswith(".worst")]
 
+    def larger_is_better(self, column: str) -> bool:
+        """Whether a larger value is better, in that column or of that metric: see `fedbilevel.Metric`."""
+        metric = metric_of(column)
+        return larger_is_better(metric, self.directions.get(metric))
+
     def card(self) -> Card:
         rounds = f", of rounds {span(self['round'])}" if self.rows else ""
         costs = [name for name in self.columns if name not in self.measured]
@@ -66,7 +73,7 @@ class History(Shown):
         """What the last row measured, of a per-client metric the mean and the worst."""
         last = self.rows[-1] if self.rows else {}
         names = [name for name in self.measured if name in last and not re.search(r"\.(best|p\d0)$", name)]
-        return listed([f"{name} {reading.text(name, last[name])}" for name in names])
+        return listed([f"{name} {text(name, last[name])}" for name in names])
 
     def in_words(self) -> dict[str, str]:
         """Of each loss and metric: the first, the best and the last value."""
@@ -74,9 +81,9 @@ class History(Shown):
         for name in self.measured:
             rows = [row for row in self.rows if name in row]
             values = [row[name] for row in rows]
-            best = reading.best(name, values)
-            first, top, last = (reading.text(name, value) for value in (values[0], best, values[-1]))
-            lines[name] = f"{first} → {last}, best {top} at round {rows[values.index(best)]['round']:,}"
+            top = best(values, self.larger_is_better(name))
+            words = (text(name, value) for value in (values[0], values[-1], top))
+            lines[name] = "{} → {}, best {} at round {:,}".format(*words, rows[values.index(top)]["round"])
         return lines
 
     def plot(
@@ -135,14 +142,18 @@ class History(Shown):
         return cls.of([json.loads(line) for line in text.splitlines() if line.strip()])
 
     @classmethod
-    def of(cls, rows: Any) -> "History":
-        """From rows as JSON has them. ValueError: they are no numbers by name, or a round is no whole number."""
+    def of(cls, rows: Any, directions: Any = None) -> "History":
+        """From rows, and directions, as JSON has them. ValueError: they are no numbers by name, or a round is no whole
+        number; directions are not true or false by name."""
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict) or not all(map(is_number, row.values())):
                 raise ValueError(f"row {number} of the history is no table of numbers")
             if type(row.get("round")) is not int or row["round"] < 0:
                 raise ValueError(f"row {number} of the history does not say its round")
-        return cls(list(rows))
+        directions = {} if directions is None else directions
+        if not isinstance(directions, dict) or not all(type(larger) is bool for larger in directions.values()):
+            raise ValueError("whether larger values are better is not true or false by the names of metrics")
+        return cls(list(rows), directions)
 
 
 def is_number(value: Any) -> bool:

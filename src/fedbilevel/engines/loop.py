@@ -238,7 +238,8 @@ class Loop:
 
     def continue_from(self, meta: dict[str, Any]) -> None:
         """Take up what was measured so far."""
-        self.history, self.ledger = History.of(meta["history"]), Ledger.of(meta["ledger"])
+        self.history = History.of(meta["history"], self.history.directions)
+        self.ledger = Ledger.of(meta["ledger"])
         self.seconds = float(meta["seconds"])
         self.losses = {str(name): [float(value) for value in values] for name, values in meta["losses"].items()}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
-from fedbilevel.core.reading import larger_is_better
+from fedbilevel.core.metrics import larger_is_better, require_direction
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines import hosts
 from fedbilevel.engines.history import Row
@@ -35,14 +35,18 @@ class PerClient:
     Args:
         function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
         samples: "outer" or "inner", the samples of that loss.
+        larger_is_better: whether the best client is the one with the largest value; None: as its name says, see
+            `fedbilevel.Metric`.
     """
 
     function: Measure
     samples: Which = "outer"
+    larger_is_better: bool | None = None
 
     def __post_init__(self) -> None:
         require(callable(self.function), "PerClient.function", self.function, "a function (x, y, batch) -> one number")
         require(self.samples in get_args(Which), "PerClient.samples", self.samples, "'outer' or 'inner'")
+        require_direction("PerClient.larger_is_better", self.larger_is_better, optional=True)
 
 
 def named(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str, PerClient]:
@@ -71,12 +75,12 @@ def check_metrics(metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, exampl
         require(one, f"the value of metrics_per_client[{name!r}]", shape, "one number")
 
 
-def spread(name: str, values: np.ndarray, weights: np.ndarray) -> Row:
+def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | None = None) -> Row:
     """The columns of a metric: NAME.mean, by the clients' weights; NAME.worst, NAME.best and the deciles NAME.p10 …
-    NAME.p90 over clients, each counted once, interpolated linearly. Accuracies are better the larger they are, all else
-    the smaller (core/reading.py)."""
+    NAME.p90 over clients, each counted once, interpolated linearly. `larger`: whether a larger value is better; None:
+    as the name says (`larger_is_better`)."""
     low, high = float(values.min()), float(values.max())
-    worst, best = (low, high) if larger_is_better(name) else (high, low)
+    worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
     row: Row = {
         f"{name}.mean": float(np.average(values, weights=weights)),
         f"{name}.worst": worst,
@@ -107,7 +111,7 @@ class Population:
         for name, values in self.each(x, y).items():
             if bad := np.flatnonzero(~np.isfinite(values)).tolist():
                 raise NonFiniteError(f"round {round}, evaluation: {name} of client {bad[0]} is {values[bad[0]]}")
-            row |= spread(name, values, self.clients.weights)
+            row |= spread(name, values, self.clients.weights, self.metrics[name].larger_is_better)
         return row
 
     def each(self, x: PyTree, y: PyTree) -> dict[str, np.ndarray]:

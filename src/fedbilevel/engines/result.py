@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.card import Card, Shown, described
-from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.metrics import best, require_direction
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.history import History, Row
@@ -58,6 +59,7 @@ class Result(Shown):
         """Write x, y, history and ledger to one .npz file, atomically; `load_result` reads it back."""
         meta = {
             "history": self.history.rows,
+            "larger_is_better": self.history.directions,
             "ledger": asdict(self.ledger),
             "round": self.round,
             "rounds": self.rounds,
@@ -81,7 +83,7 @@ def load_result(path: str | Path, x0: PyTree, y0: PyTree) -> Result:
             y,
             round=int(meta["round"]),
             rounds=int(meta["rounds"]),
-            history=History.of(meta["history"]),
+            history=History.of(meta["history"], meta.get("larger_is_better")),
             ledger=Ledger.of(meta["ledger"]),
             compile_seconds=float(meta["compile_seconds"]),
             stopped=str(meta["stopped"]),
@@ -105,14 +107,24 @@ def stop_when(metric: str, *, above: float | None = None, below: float | None = 
     return check
 
 
-def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool = True) -> Callback:
-    """A callback that ends the run when `metric` has not improved for `rows` rows."""
+def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | None = None) -> Callback:
+    """A callback that ends the run when `metric` has not improved for `rows` rows.
+
+    Args:
+        metric: a column of the history.
+        rows: how many rows in a row without a better value.
+        larger_is_better: None goes by the metric, as tables do: by its declaration (`fedbilevel.Metric`), or else
+            accuracies are to grow and all else is to fall.
+    """
+    require_count("rows", rows)
+    require_direction("larger_is_better", larger_is_better, optional=True)
 
     def check(result: Result, row: Row | None) -> str | None:
         if row is None or not _has(row, metric):
             return None
-        values = [r[metric] if larger_is_better else -r[metric] for r in result.history.rows if metric in r]
-        since = len(values) - 1 - values.index(max(values))
+        larger = result.history.larger_is_better(metric) if larger_is_better is None else larger_is_better
+        values = [r[metric] for r in result.history.rows if metric in r]
+        since = len(values) - 1 - values.index(best(values, larger))
         return f"{metric} has not improved for {rows} evaluations" if since >= rows else None
 
     return check

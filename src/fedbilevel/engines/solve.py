@@ -20,6 +20,7 @@ from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.functions import require_function
 from fedbilevel.core.influence import warn_without_influence
+from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
@@ -27,8 +28,9 @@ from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, hosts, lock, per_client, submodels
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
-from fedbilevel.engines.evaluation import Evaluation, Metric
+from fedbilevel.engines.evaluation import Evaluation
 from fedbilevel.engines.flops import known_flops
+from fedbilevel.engines.history import History
 from fedbilevel.engines.local import Local
 from fedbilevel.engines.loop import Loop, Plan
 from fedbilevel.engines.per_client import Measure, PerClient
@@ -50,7 +52,7 @@ def solve(
     key: int | Array = 0,
     engine: Engine | None = None,
     eval_every: int | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, MetricFunction] | None = None,
     metrics_per_client: Mapping[str, Measure | PerClient] | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
@@ -70,7 +72,7 @@ def solve(
         key: a seed or a JAX key; with the arguments above it determines the numbers, whatever the engine.
         engine: Local() by default.
         eval_every: rounds between rows of the history; None writes the first and the last row only.
-        metrics: functions (x, y) -> scalar by name, computed for every row.
+        metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says which way one is better.
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
             every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
@@ -141,7 +143,8 @@ def solve(
     if hosts.count() > 1:
         hosts.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
-    loop = Loop(plan, evaluation, callbacks, algorithm, here=not remote)
+    history = History(directions=directions({**own, **(metrics or {})}))
+    loop = Loop(plan, evaluation, callbacks, algorithm, history, here=not remote)
     if count_flops:
         held = submodels.classes(algorithm, problem, clients, x, y)
         loop.costs = known_flops(algorithm, problem, clients, x, y, held)

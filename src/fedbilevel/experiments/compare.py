@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.metrics import larger_is_better, text
 from fedbilevel.engines.curves import curve, time_of
 from fedbilevel.experiments import measure, plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
@@ -41,6 +42,11 @@ class Group:
     @property
     def metric(self) -> str:
         return self.runs[0].metric
+
+    @property
+    def larger_is_better(self) -> bool:
+        """Whether a larger value of the metric is better."""
+        return self.runs[0].history.larger_is_better(self.metric)
 
     @property
     def algorithm(self) -> str:
@@ -112,7 +118,7 @@ def load_groups(paths: Sequence[str | Path]) -> list[Group]:
         ConfigurationError: a run cannot be read, the runs measure different things, or two are the same run.
     """
     runs = [load_run(path) for path in find_runs(paths)[0]]
-    metrics = {run.metric: run for run in runs}
+    metrics = {_measured(run): run for run in runs}
     if len(metrics) > 1:
         each = ", ".join(f"{name} ({run.folder.path})" for name, run in metrics.items())
         raise ConfigurationError(f"these runs cannot be compared, since they measure different things: {each}")
@@ -210,7 +216,7 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
         columns["time"] = [f"{statistics.fmean(map(_time, group.runs)):,.1f}" for group in groups]
     for target in common_targets(groups, metric):
         for cost in ("exchanges", "time") if timed else ("exchanges",):
-            heading = f"{cost}\nto {measure.text(metric, target)}"
+            heading = f"{cost}\nto {text(metric, target)}"
             columns[heading] = [_cost_to(group, metric, target, cost) for group in groups]
     return columns
 
@@ -237,7 +243,7 @@ def common_targets(groups: Sequence[Group], metric: str) -> list[float]:
     def reached(level: float) -> bool:
         return any(measure.cost_to(run.history, metric, level) is not None for g in groups for run in g.runs)
 
-    return [level for level in measure.levels(metric) if reached(level)][-TARGETS:]
+    return [level for level in measure.levels(metric, groups[0].larger_is_better) if reached(level)][-TARGETS:]
 
 
 def _cost_to(group: Group, metric: str, target: float, cost: str) -> str:
@@ -248,6 +254,13 @@ def _cost_to(group: Group, metric: str, target: float, cost: str) -> str:
         return "–"
     share = "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
     return f"{statistics.fmean(reached):,.{1 if cost == 'time' else 0}f}{share}"
+
+
+def _measured(run: LoadedRun) -> str:
+    """The metric, with its better way where the name does not tell it."""
+    larger = run.history.larger_is_better(run.metric)
+    told = larger == larger_is_better(run.metric)
+    return run.metric if told else f"{run.metric}, better when {'larger' if larger else 'smaller'}"
 
 
 def _but_for_seeds(run: LoadedRun) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column, Table
 
+from fedbilevel.core.metrics import text
 from fedbilevel.engines.curves import time_of
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
@@ -103,7 +104,7 @@ class Watch:
         """The objective and the first metric, as of the last row; the time, where it says more than the place does."""
         row = result.history.rows[-1] if result.history.rows else {}
         shown = {name: row[name] for name in ("outer_loss", self.metric) if name in row}
-        texts = [f"{name} {measure.text(name, value)}" for name, value in shown.items()]
+        texts = [f"{name} {text(name, value)}" for name, value in shown.items()]
         if self.spec.timed and self.column != "time":
             texts.insert(0, f"time {result.ledger.time:,.1f} s")
         return "  ".join(texts)
@@ -130,12 +131,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = titled(_title(summary), frame=box.HEAVY_HEAD, header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
-    best = f"{measure.text(metric, summary['best'])} (round {summary['best_round']})"
+    best = f"{text(metric, summary['best'])} (round {summary['best_round']})"
     lines = {
         "rounds": f"{summary['rounds']:,}",
-        metric: measure.text(metric, summary["final"]),
+        metric: text(metric, summary["final"]),
         f"best {metric}": best,
-        **{name: measure.text(name, row[name]) for name in row if name.endswith("_loss")},
+        **{name: text(name, row[name]) for name in row if name.endswith("_loss")},
         **over_clients(row),
         "exchanges": f"{row['exchanges']:,}",
         **({"time": f"{passed:,.1f} s"} if (passed := time_of(row)) != row["exchanges"] else {}),
@@ -156,7 +157,7 @@ def over_clients(row: Row) -> dict[str, str]:
     """Of each per-client metric its mean, its worst value, and its first and last decile over clients."""
     lines: dict[str, str] = {}
     for name in [column.removesuffix(".worst") for column in row if column.endswith(".worst")]:
-        mean, worst, low, high = (measure.text(name, row[f"{name}.{end}"]) for end in ("mean", "worst", "p10", "p90"))
+        mean, worst, low, high = (text(name, row[f"{name}.{end}"]) for end in ("mean", "worst", "p10", "p90"))
         lines |= {f"{name}, mean": mean, f"{name}, worst": worst, f"{name}, p10 to p90": f"{low} to {high}"}
     return lines
 
@@ -177,7 +178,7 @@ def holders(row: Row) -> dict[str, str]:
 def summary_line(name: Path, summary: dict[str, Any]) -> str:
     """The outcome of one of several runs, in a line."""
     metric, exchanges = summary["metric"], summary["last_row"]["exchanges"]
-    value = measure.text(metric, summary["final"])
+    value = text(metric, summary["final"])
     length = f"{summary['rounds']:,} rounds, {exchanges:,} exchanges, {summary['seconds_this_time']:.1f} s"
     return f"{name}  {metric} {value}  ({length})"
 
@@ -188,7 +189,7 @@ def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -
     columns = {"seed": [*(str(one["seed"]) for one in summaries), "mean ± sd"]}
     for kind in ("final", "best"):
         values = [one[kind] for one in summaries]
-        texts = [measure.text(metric, value) for value in values]
+        texts = [text(metric, value) for value in values]
         columns[f"{kind}\n{metric}"] = [*texts, measure.mean_and_spread(metric, values)]
     columns["seconds"] = [*(f"{one['seconds_in_rounds']:.1f}" for one in summaries), ""]
     title = f"{_title(summaries[0])}, {len(summaries)} seeds"

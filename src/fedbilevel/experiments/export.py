@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.reading import larger_is_better
 from fedbilevel.engines.history import Row
 from fedbilevel.experiments import measure
 from fedbilevel.experiments.compare import Group, common_targets, tasks_of
@@ -74,7 +73,7 @@ def as_json(groups: Sequence[Group]) -> dict[str, Any]:
         "schema": SCHEMA,
         "task": tasks_of(groups),
         "metric": metric,
-        "larger_is_better": larger_is_better(metric),
+        "larger_is_better": groups[0].larger_is_better,
         "methods": [_method(group, common_targets(groups, metric)) for group in groups],
     }
 

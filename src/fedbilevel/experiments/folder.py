@@ -164,6 +164,7 @@ def load_run(path: str | Path) -> LoadedRun:
         ledger = asdict(Ledger.of(json.loads(folder.ledger.read_text(encoding="utf-8"))))
     with _reading(folder.summary):
         summary = _checked(json.loads(folder.summary.read_text(encoding="utf-8")))
+        history = History.of(history.rows, summary["larger_is_better"])
     with _reading(folder.history):
         for row in (*history.rows, summary["last_row"]):
             if wrong := [name for name in COSTS if not 0 <= row.get(name, -1) <= LARGEST]:
@@ -192,4 +193,5 @@ def _checked(summary: Any) -> dict[str, Any]:
                 raise ValueError(f"it has no {name}; another version may have written it")
             if not fits(summary[name]):
                 raise ValueError(f"{name} is {str(summary[name])!r}")
-    return {**summary, "last_row": History.of([summary["last_row"]]).rows[0]}
+    last = History.of([summary["last_row"]], summary.get("larger_is_better"))
+    return {**summary, "last_row": last.rows[0], "larger_is_better": last.directions}

@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
-from fedbilevel.core.reading import larger_is_better
+from fedbilevel.core.metrics import in_percent
 from fedbilevel.engines.curves import words
 from fedbilevel.experiments import measure
 from fedbilevel.experiments.compare import Group, common_seeds, common_targets, legend
@@ -32,7 +32,7 @@ def latex_table(groups: Sequence[Group]) -> str:
     A run with a single client is a level to compare with, and not in bold. The document needs \\usepackage{booktabs}.
     """
     metric = groups[0].metric
-    name, unit = escape(words(metric)), r" (\%)" if larger_is_better(metric) else ""
+    name, unit = escape(words(metric)), r" (\%)" if in_percent(metric) else ""
     columns: dict[str, list[str]] = {"method": [escape(one) for one in legend(groups)]}
     columns["exchanges"] = [f"{group.costs('exchanges'):,.0f}" for group in groups]
     columns["MB"] = [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups]
@@ -81,11 +81,10 @@ def number(mean: float, spread: float | None = None, bold: bool = False) -> str:
 
 
 def _outcomes(groups: Sequence[Group], metric: str, kind: str) -> list[str]:
-    percent = larger_is_better(metric)
-    scale = 100 if percent else 1
+    scale = 100 if in_percent(metric) else 1
     means = [scale * statistics.fmean(group.values(kind)) for group in groups]
     spreads = [scale * statistics.stdev(group.values(kind)) if len(group.runs) > 1 else None for group in groups]
-    best = _best(groups, [number(mean) for mean in means], means, max if percent else min)
+    best = _best(groups, [number(mean) for mean in means], means, max if groups[0].larger_is_better else min)
     return [number(mean, spread, bold) for mean, spread, bold in zip(means, spreads, best, strict=True)]
 
 
@@ -113,7 +112,7 @@ def _best(
 
 
 def _level(metric: str, target: float) -> str:
-    if larger_is_better(metric):
+    if in_percent(metric):
         return rf"{100 * target:g}\,\%"
     return f"$10^{{{round(math.log10(target))}}}$"
 

@@ -3,34 +3,26 @@
 import math
 from collections.abc import Sequence
 
-from fedbilevel.core.reading import best, larger_is_better, text
+from fedbilevel.core.metrics import in_percent, text
 from fedbilevel.engines.curves import time_of
 from fedbilevel.engines.history import History
-
-__all__ = [
-    "best",
-    "cost_to",
-    "gflop",
-    "larger_is_better",
-    "levels",
-    "mean_and_spread",
-    "text",
-    "time_of",
-]
 
 LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
 TINY = [10.0**-power for power in range(1, 13)]
 
 
-def levels(metric: str) -> Sequence[float]:
-    """Milestones, each harder than the one before."""
-    return LEVELS if larger_is_better(metric) else TINY
+def levels(metric: str, larger: bool) -> Sequence[float]:
+    """Milestones, each harder than the one before; none of what is to grow and is no accuracy: its scale is unknown."""
+    if larger:
+        return LEVELS if in_percent(metric) else ()
+    return TINY
 
 
 def cost_to(history: History, metric: str, level: float, cost: str = "exchanges") -> float | None:
     """A column of the history where a metric was first seen at least as good as a level, or None."""
+    larger = history.larger_is_better(metric)
     for row in history.rows:
-        if metric in row and (row[metric] >= level if larger_is_better(metric) else row[metric] <= level):
+        if metric in row and (row[metric] >= level if larger else row[metric] <= level):
             return time_of(row) if cost == "time" else row[cost]
     return None
 

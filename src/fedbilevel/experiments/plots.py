@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.reading import larger_is_better
+from fedbilevel.core.metrics import in_percent
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.curves import (
     NARROW,
@@ -68,7 +68,7 @@ def comparison_figure(
         figure = new_figure(whole)
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
         for axes, panel in zip(grid.flat, panels, strict=False):
-            draw_panel(axes, curves, panel, percent=larger_is_better(metric))
+            draw_panel(axes, curves, panel, percent=in_percent(metric))
         for row in grid:
             row[0].set_ylabel(axis_label([metric]))
         _place_legend(figure, grid.ravel(), len(panels))

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, require
+from fedbilevel.core.metrics import best
 from fedbilevel.engines import checkpoint, hosts, lock
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import Resume, solve
-from fedbilevel.experiments import budget, environment, measure, plots
+from fedbilevel.experiments import budget, environment, plots
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.parts import Parts, build
@@ -241,7 +242,7 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
     else took time, compiling above all, is known of this time alone."""
     rows = [row for row in result.history.rows if metric in row]
     values = [row[metric] for row in rows]
-    best = measure.best(metric, values)
+    top = best(values, result.history.larger_is_better(metric))
     last = result.history.rows[-1]
     return {
         "task": label(spec.task.name),
@@ -251,9 +252,10 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
         "rounds": result.round,
         "stopped": result.stopped or ("" if spec.run.budget is None else budget.reason(spec.run.budget)),
         "metric": metric,
+        "larger_is_better": result.history.directions,
         "final": values[-1],
-        "best": best,
-        "best_round": rows[values.index(best)]["round"],
+        "best": top,
+        "best_round": rows[values.index(top)]["round"],
         "last_row": last,
         "seconds_in_rounds": last["seconds"],
         "seconds_compiling_this_time": result.compile_seconds,

@@ -37,7 +37,7 @@ class Measuring:
         require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
         alike = not getattr(run.algorithm, "own_x", False)
         require(alike, "metrics_per_client", list(metrics), "left out over Flower with own_x: clients keep parts of x")
-        self.run, self.names, self.warned = run, sorted(metrics), False
+        self.run, self.metrics, self.names, self.warned = run, metrics, sorted(metrics), False
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
         """Ask everyone who is here, wait for answers until the deadline, and sum them up."""
@@ -53,7 +53,7 @@ class Measuring:
             row[f"{name}.clients"] = len(told)
             if told:
                 values = np.array([numbers[name] for numbers in told.values()])
-                row |= spread(name, values, self.run.weights[list(told)])
+                row |= spread(name, values, self.run.weights[list(told)], self.metrics[name].larger_is_better)
         return row
 
     def ask(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, str]]:

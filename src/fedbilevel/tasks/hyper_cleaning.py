@@ -24,6 +24,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.errors import require
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
@@ -140,7 +141,7 @@ def _cleaning_metrics(samples: Ragged) -> dict[str, Any]:
         {name: samples.values[name][chosen] for name in ("row", "place")} for chosen in (~corrupted, corrupted)
     )
     return {
-        "auc": lambda x, y: auc(weights(x, clean), weights(x, spoilt)),
-        "clean_weight": lambda x, y: jnp.mean(weights(x, clean)),
+        "auc": Metric(lambda x, y: auc(weights(x, clean), weights(x, spoilt)), larger_is_better=True),
+        "clean_weight": Metric(lambda x, y: jnp.mean(weights(x, clean)), larger_is_better=True),
         "corrupted_weight": lambda x, y: jnp.mean(weights(x, spoilt)),
     }

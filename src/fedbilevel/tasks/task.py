@@ -1,11 +1,12 @@
 """What every task provides."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, is_number, require
+from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
@@ -15,7 +16,8 @@ from fedbilevel.core.tree import PyTree
 class Task:
     """A problem with its population, a start, and what is worth measuring.
 
-    `metrics` are functions (x, y) -> scalar; the first is the one that plots and progress bars show.
+    `metrics` are functions (x, y) -> scalar, which `Metric` says the better way of; the first is the one that plots and
+    progress bars show.
     `metrics_per_client` are functions (x, y, batch) -> scalar, see `fedbilevel.solve`. As the server of a
     federation sees it, its clients are `RemoteClients`. `split_x`: x has one block per client, its leaves (M, ...); a
     client's losses read its own block alone, and take it alone too, as (1, ...).
@@ -26,7 +28,7 @@ class Task:
     clients: Clients | RemoteClients
     x0: PyTree
     y0: PyTree
-    metrics: Mapping[str, Callable[[PyTree, PyTree], Any]] = field(default_factory=dict)
+    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
     split_x: bool = False
     metrics_per_client: Mapping[str, Any] = field(default_factory=dict)
 

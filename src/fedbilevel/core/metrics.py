@@ -1,0 +1,76 @@
+"""What is measured, and how a metric is read: which way is better, and how its values are written."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedbilevel.core.errors import require
+from fedbilevel.core.functions import require_function
+from fedbilevel.core.tree import PyTree
+
+MetricFunction = Callable[[PyTree, PyTree], Any]
+"""(x, y) -> one number: a plain function, or a Metric."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that says which way is better; called, it is its function.
+
+    Args:
+        function: (x, y) -> one number.
+        larger_is_better: whether a larger value is a better one.
+
+    A plain function needs no Metric where the default is right: a metric with "accuracy" in its name is better the
+    larger it is, any other the smaller.
+    """
+
+    function: MetricFunction
+    larger_is_better: bool
+
+    def __post_init__(self) -> None:
+        require_function("Metric.function", self.function, "x, y", " -> one number")
+        require_direction("Metric.larger_is_better", self.larger_is_better)
+
+    def __call__(self, x: PyTree, y: PyTree) -> Any:
+        return self.function(x, y)
+
+
+def require_direction(field: str, got: object, optional: bool = False) -> None:
+    """Raise ConfigurationError unless `got` is a boolean, or None where that is allowed."""
+    fits = isinstance(got, bool) or (optional and got is None)
+    require(fits, field, got, "True, False or None (as its name says)" if optional else "True or False")
+
+
+def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
+    """Of each metric whether a larger value is better: as it declares, or else as its name says."""
+    return {name: larger_is_better(name, getattr(metric, "larger_is_better", None)) for name, metric in metrics.items()}
+
+
+def larger_is_better(name: str, declared: bool | None = None) -> bool:
+    """Whether a larger value of a metric is better: as declared, or else by default: accuracies are to grow, all else
+    (errors, losses) to fall."""
+    return in_percent(name) if declared is None else declared
+
+
+def in_percent(metric: str) -> bool:
+    """Whether values are written in per cent: those of accuracies."""
+    return "accuracy" in metric
+
+
+def metric_of(column: str) -> str:
+    """The metric that a column is of: of the "fit.worst" of a per-client metric "fit"."""
+    return re.sub(r"\.(mean|worst|best|p\d0)$", "", column)
+
+
+def best(values: Sequence[float], larger: bool) -> float:
+    """The best of some values."""
+    return max(values) if larger else min(values)
+
+
+def text(metric: str, value: float | None) -> str:
+    """A value for people: accuracies in per cent, the rest in four digits."""
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{100 * value:.2f} %" if in_percent(metric) else f"{value:.4g}"

@@ -1,0 +1,79 @@
+"""Which way a metric is better: declared once, and read so by every table, callback, file and per-client column."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+
+PROBLEM = fb.SingleLevel(lambda x, batch: jnp.mean((x - batch["a"]) ** 2))
+ROWS = [{"a": np.full((2, 1), float(i))} for i in range(4)]
+"""From x = 0 towards their mean, 1.5: the score x grows in every round."""
+
+
+def solved(**options):
+    metrics = {"score": fb.Metric(lambda x, y: x[0], True), "error": lambda x, y: 1.5 - x[0]}
+    options = {"rounds": 4, "eval_every": 1, "metrics": metrics} | options
+    return fb.solve(
+        fb.FedAvg(local_steps=1, batch_size=None, outer_lr=0.1), PROBLEM, fb.Clients(ROWS), jnp.zeros(1), **options
+    )
+
+
+@pytest.fixture(scope="module")
+def result():
+    per_client = {
+        "gap": fb.PerClient(lambda x, y, batch: jnp.mean(batch["a"]), larger_is_better=True),
+        "gap_accuracy": fb.PerClient(lambda x, y, batch: jnp.mean(batch["a"]), larger_is_better=False),
+    }
+    return solved(metrics_per_client=per_client)
+
+
+def test_the_best_value_is_the_largest_where_larger_was_declared_better(result):
+    score = result.history["score"]
+    assert (np.diff(score) > 0).all()
+    assert result.history.in_words()["score"].endswith(f"best {score[-1]:.4g} at round 4")
+    assert result.history.larger_is_better("score")
+
+
+def test_the_worst_client_is_by_the_declaration_not_by_the_name(result):
+    """Client i's value is i: of larger ones 0 is the worst of 0 … 3, of smaller ones 3."""
+    row = result.history.rows[-1]
+    assert (row["gap.worst"], row["gap.best"]) == (0, 3)
+    assert (row["gap_accuracy.worst"], row["gap_accuracy.best"]) == (3, 0)
+    assert result.history.larger_is_better("gap.p10")
+    assert not result.history.larger_is_better("gap_accuracy.mean")
+
+
+def test_without_progress_goes_by_the_declaration(result):
+    """A score that grows makes progress; so does an error that falls, which nobody declared."""
+    assert solved(callbacks=[fb.stop_without_progress("score", rows=1)]).round == 4
+    assert solved(callbacks=[fb.stop_without_progress("error", rows=1)]).round == 4
+    stopped = solved(callbacks=[fb.stop_without_progress("score", rows=1, larger_is_better=False)])
+    assert (stopped.round, stopped.stopped) == (1, "score has not improved for 1 evaluations")
+
+
+def test_a_plain_function_is_read_by_its_name():
+    plain = solved(metrics={"score": lambda x, y: x[0], "test_accuracy": lambda x, y: x[0]}, rounds=1).history
+    assert not plain.larger_is_better("score")
+    assert plain.larger_is_better("test_accuracy")
+
+
+def test_a_saved_result_and_a_resumed_run_keep_the_declaration(result, tmp_path):
+    result.save(tmp_path / "result.npz")
+    assert fb.load_result(tmp_path / "result.npz", result.x, None).history == result.history
+    solved(rounds=2, checkpoint=tmp_path / "run.npz")
+    assert solved(checkpoint=tmp_path / "run.npz", resume=True).history.larger_is_better("score")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fb.Metric(3, True), r"Metric\.function = 3 .* a function \(x, y\)"),
+        (lambda: fb.Metric(lambda x: x, True), r"Metric\.function takes \(x\)"),
+        (lambda: fb.Metric(lambda x, y: x, "yes"), r"Metric\.larger_is_better = 'yes' .* True or False"),
+        (lambda: fb.PerClient(lambda x, y, b: x, larger_is_better=1), r"PerClient\.larger_is_better = 1 .* None"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(make, words):
+    with pytest.raises(fb.ConfigurationError, match=words):
+        make()
