@@ -17,16 +17,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BELOW_EXPERIMENTS = {"diagnostics", "engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
 ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py and public.py
     "extras": set(),
+    "quoting": set(),
     "core": set(),
-    "data": {"extras"},
+    "data": {"extras", "quoting"},
     "oracles": {"core"},
     "algorithms": {"oracles", "core"},
-    "engines": {"core", "extras"},
+    "engines": {"core", "extras", "quoting"},
     "diagnostics": {"core", "oracles", "engines"},
-    "flower": {"root", "core", "engines", "extras"},
+    "flower": {"root", "core", "engines", "extras", "quoting"},
     "tasks": {"core", "data"},
-    "experiments": {"root", "extras", *BELOW_EXPERIMENTS},
-    "cli": {"root", "extras", "experiments", *BELOW_EXPERIMENTS},
+    "experiments": {"root", "extras", "quoting", *BELOW_EXPERIMENTS},
+    "cli": {"root", "extras", "quoting", "experiments", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "tasks", "data"},
 }
 ARRAYS = {"jax", "optax", "numpy"}

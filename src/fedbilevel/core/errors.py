@@ -90,10 +90,3 @@ def require_count(field: str, got: object, optional: bool = False) -> None:
     """Raise ConfigurationError unless `got` is a positive integer, or None where that is allowed."""
     fits = (optional and got is None) or is_count(got)
     require(fits, field, got, "a positive integer or None" if optional else "a positive integer")
-
-
-def in_a_line(error: Exception, longest: int = 200) -> str:
-    """What another library's error says, in one line that is not long and commands no terminal; its type where it says
-    nothing."""
-    said = " ".join((getattr(error, "strerror", None) or str(error)).split())[:longest] or type(error).__name__
-    return "".join(character if character.isprintable() else "�" for character in said)

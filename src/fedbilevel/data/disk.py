@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from fedbilevel.data.errors import DataError
 from fedbilevel.data.files import read_bytes, temporary
 from fedbilevel.data.packing import Packed, starts
-from fedbilevel.data.reading import mapped, printable, read_json, reading
+from fedbilevel.data.reading import as_data_error, mapped, read_json
+from fedbilevel.quoting import printable
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fedbilevel-clients", 1
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # array names become file names
@@ -58,7 +59,7 @@ def open_clients(folder: str | Path) -> Packed:
     root = Path(folder)
     problem = f"is not a manifest of {FORMAT} version {VERSION}"
     manifest = read_json(read_bytes(root / MANIFEST), root / MANIFEST, problem)
-    with reading(root / MANIFEST, problem):
+    with as_data_error(root / MANIFEST, problem):
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format is {manifest['format']!r} {manifest['version']!r}")
         arrays = {name: _open(root, name, entry) for name, entry in dict(manifest["arrays"]).items()}

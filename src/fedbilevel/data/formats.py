@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.data.errors import DataError
-from fedbilevel.data.reading import Expanded, reading
+from fedbilevel.data.reading import Expanded, as_data_error
 
 BATCH, SIDE, CHANNELS = 10_000, 32, 3
 RECORD = 1 + CHANNELS * SIDE * SIDE  # one label byte, then the planes R, G, B
@@ -26,7 +26,7 @@ def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]
     the entries. ndim: the number of axes it must have. where: the name for errors. Returns uint8, read-only.
     DataError if it cannot be unpacked, or if its magic, axes or length are wrong.
     """
-    with reading(where, "is not a whole gzip file"):
+    with as_data_error(where, "is not a whole gzip file"):
         raw = Expanded(content, "gzip", IDX_LIMIT, where).read()
     magic, start = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
     if raw[:4] != magic or len(raw) < start:
@@ -51,7 +51,7 @@ def parse_cifar(
     """
     form = "gzip" if content[:2] == b"\x1f\x8b" else "xz"
     with (
-        reading(where, "is not a whole tar archive"),
+        as_data_error(where, "is not a whole tar archive"),
         tarfile.open(fileobj=Expanded(content, form, CIFAR_LIMIT, where), mode="r|") as archive,  # type: ignore[call-overload]
     ):
         batches = _batches(archive, where)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from fedbilevel.data import files
 from fedbilevel.data.drawings import SIDE, Drawings
 from fedbilevel.data.errors import DataError
-from fedbilevel.data.reading import in_a_line, mapped, printable, reading
+from fedbilevel.data.reading import as_data_error, mapped
 from fedbilevel.data.sources import SOURCES
 from fedbilevel.extras import missing
+from fedbilevel.quoting import in_a_line, printable
 
 NAME = "omniglot"
 DRAWINGS, EDGE = 20, 105
@@ -46,7 +47,7 @@ def _read(filename: str, progress: files.Progress | None) -> Drawings:
     official = next(file for file in SOURCES[NAME].files if file.name == filename)
     content = files.read_bytes(path) if path else files.read(NAME, official, progress)
     where = str(path or files.folders(NAME)[-1] / filename)
-    with reading(where, "is no zip archive, or a damaged one (delete it and fetch it again)"):
+    with as_data_error(where, "is no zip archive, or a damaged one (delete it and fetch it again)"):
         archive = zipfile.ZipFile(io.BytesIO(content))
     names = _names(archive, where, *PUBLISHED[filename])
     images = _kept(archive, names, hashlib.sha256(content).hexdigest(), where)
@@ -99,7 +100,7 @@ def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
         raise DataError(f"{place} is encrypted, or compressed in a rare way; expected one that is stored or deflated.")
     if entry.file_size > LARGEST:
         raise DataError(f"{place} has {entry.file_size:,} bytes; expected at most {LARGEST:,}.")
-    with reading(place, "cannot be unpacked"), archive.open(entry) as file:
+    with as_data_error(place, "cannot be unpacked"), archive.open(entry) as file:
         return file.read(LARGEST), place  # read() without a number expands more than the entry says
 
 
@@ -109,7 +110,7 @@ def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
         raise DataError(f"Decoding Omniglot needs {missing('Pillow', 'cli')}.")
     from PIL import Image
 
-    with reading(where, "is no PNG image"), Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+    with as_data_error(where, "is no PNG image"), Image.open(io.BytesIO(png), formats=["PNG"]) as image:
         if image.size != (EDGE, EDGE):  # known before any pixel is decoded
             raise DataError(f"{where} has {image.size[::-1]} pixels; expected {(EDGE, EDGE)}.")
         pixels: NDArray[np.bool_] = np.asarray(image.convert("1"))

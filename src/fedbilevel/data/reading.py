@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.data.errors import DataError
+from fedbilevel.quoting import in_a_line
 
 CHUNK = 1 << 20  # bytes
-LONGEST = 200  # characters of another library's words
 
 EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {
     "bz2": bz2.BZ2File,
@@ -28,7 +28,7 @@ EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {
 
 
 @contextmanager
-def reading(where: str | Path, problem: str) -> Iterator[None]:
+def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
     """Turn whatever goes wrong inside into the DataError «where problem: why».
 
     What libraries raise for damaged files is not documented: it ranges from ValueError to zlib.error and
@@ -40,17 +40,6 @@ def reading(where: str | Path, problem: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DataError(f"{where} {problem}: {in_a_line(error)}.") from error
-
-
-def in_a_line(error: Exception) -> str:
-    """What an error says, in one line that is not long; its type where it says nothing."""
-    said = " ".join((getattr(error, "strerror", None) or str(error)).split())
-    return printable(said).rstrip(".") or type(error).__name__
-
-
-def printable(text: str) -> str:
-    """The beginning of a stranger's text, such that it commands no terminal."""
-    return "".join(character if character.isprintable() else "�" for character in text[:LONGEST])
 
 
 class Expanded:
@@ -82,13 +71,13 @@ class Expanded:
 
 def read_json(content: bytes, where: str | Path, problem: str) -> Any:
     """A value in JSON."""
-    with reading(where, problem):
+    with as_data_error(where, problem):
         return json.loads(content)
 
 
 def mapped(path: Path, problem: str) -> NDArray[Any]:
     """The array of numbers in a .npy file, as a read-only memory map: it takes no memory, whatever its header says."""
-    with reading(path, problem):
+    with as_data_error(path, problem):
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         if array.dtype.kind not in "biufc":
             raise ValueError(f"it holds {array.dtype}, not numbers")

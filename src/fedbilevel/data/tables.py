@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedbilevel.data import files
 from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.errors import DataError, unknown_name
-from fedbilevel.data.reading import Expanded, reading
+from fedbilevel.data.reading import Expanded, as_data_error
 
 COVERTYPE_COLUMNS = 55  # 54 features and the label
 COVERTYPE_LIMIT = 100_000_000  # bytes; expanded, all of its rows have 75 MB
@@ -70,7 +70,7 @@ def covtype(name: str) -> tuple[Rows, Rows, int]:
     published split into halves that are alike: every fifth row is a test row.
     """
     path = _found(name, "covtype.data.gz", "covtype.subset.data.gz")
-    with reading(path, "is not a gzipped table of integers, separated by commas"):
+    with as_data_error(path, "is not a gzipped table of integers, separated by commas"):
         text = Expanded(files.read_bytes(path), "gzip", COVERTYPE_LIMIT, path).read()
         table = np.loadtxt(io.BytesIO(text), np.int32, delimiter=",", ndmin=2, comments=None)
     label = table[:, -1] - 1
@@ -102,7 +102,7 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
     rows, or positive ones, are fewer or more than expected.
     """
     limit = count * (features + 1) * LIBSVM_PAIR
-    with reading(path, "is not a bz2 file in libsvm's format"):
+    with as_data_error(path, "is not a bz2 file in libsvm's format"):
         whole = Expanded(files.read_bytes(path), "bz2", limit, path).read()
     lines = [(number, line) for number, line in enumerate(whole.split(b"\n"), 1) if line.strip()]
     if len(lines) != count:

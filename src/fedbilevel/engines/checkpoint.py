@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.errors import CheckpointError, FedbilevelError, in_a_line
+from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.tree import PyTree
+from fedbilevel.quoting import in_a_line
 
 META = "__meta__"
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -61,7 +62,7 @@ def newest(path: Path) -> Path:
 def trouble(path: Path) -> str:
     """What is wrong with a checkpoint, which is read from end to end, in a sentence that names it; or ""."""
     try:
-        with reading(path), _opened(path) as archive:
+        with as_checkpoint_error(path), _opened(path) as archive:
             _header(archive)
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} does not have the content that it was written with")
@@ -77,7 +78,7 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         CheckpointError: not a checkpoint, or one of another model or algorithm; the message names the leaf.
     """
     expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
-    with reading(path), _opened(path) as archive:
+    with as_checkpoint_error(path), _opened(path) as archive:
         meta, dtypes = _header(archive)
         if odd := sorted(set(expected) ^ {name.removesuffix(".npy") for name in archive.namelist()} - {META}):
             raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
@@ -96,12 +97,12 @@ def load_meta(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: not a checkpoint.
     """
-    with reading(path), _opened(path) as archive:
+    with as_checkpoint_error(path), _opened(path) as archive:
         return _header(archive)[0]
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def as_checkpoint_error(path: Path) -> Iterator[None]:
     """Turn whatever goes wrong inside into a CheckpointError.
 
     Anyone may have written the file, and what libraries raise for damaged ones is not documented.

@@ -224,7 +224,7 @@ class Loop:
         newest = Path(hosts.decide(lambda: str(files.newest(path))))
         with hosts.copy_of(newest) as copy:
             carry, meta = files.load(copy, carry)
-        with files.reading(newest):
+        with files.as_checkpoint_error(newest):
             self.compare(meta, force)
             self.continue_from(meta)
         if newest == path:

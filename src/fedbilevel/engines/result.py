@@ -77,7 +77,7 @@ def load_result(path: str | Path, x0: PyTree, y0: PyTree) -> Result:
     """Read what `Result.save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
     tree, meta = checkpoint.load(Path(path), _variables(x0, y0))
     x, y = join(tree["x"], split(x0)[1]), join(tree["y"], split(y0)[1])
-    with checkpoint.reading(Path(path)):
+    with checkpoint.as_checkpoint_error(Path(path)):
         return Result(
             x,
             y,

@@ -80,6 +80,6 @@ def rounds_done(checkpoint: Path, budget: Budget) -> int | None:
     Raises:
         CheckpointError: it cannot be read.
     """
-    with files.reading(checkpoint):
+    with files.as_checkpoint_error(checkpoint):
         rows = History.of(files.load_meta(files.newest(checkpoint))["history"]).rows
         return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, in_a_line, require, unknown
+from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
@@ -29,6 +29,7 @@ from fedbilevel.experiments.parts import Parts, algorithm_of
 from fedbilevel.experiments.places import write_json
 from fedbilevel.experiments.runner import complete
 from fedbilevel.experiments.spec import Spec, assign, fields_of, read_like
+from fedbilevel.quoting import in_a_line
 from fedbilevel.tasks import Task
 
 if TYPE_CHECKING:

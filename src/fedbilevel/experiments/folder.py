@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, in_a_line, require
+from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, require
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.places import default_path, require_free
 from fedbilevel.experiments.spec import Spec, read_spec
+from fedbilevel.quoting import in_a_line
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
@@ -158,14 +159,14 @@ def load_run(path: str | Path) -> LoadedRun:
     if not folder.summary.is_file():
         raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
     spec = read_spec(folder.spec, run_code=False)
-    with _reading(folder.history):
+    with _as_damage(folder.history):
         history = History.from_jsonl(folder.history.read_text(encoding="utf-8"))
-    with _reading(folder.ledger):
+    with _as_damage(folder.ledger):
         ledger = asdict(Ledger.of(json.loads(folder.ledger.read_text(encoding="utf-8"))))
-    with _reading(folder.summary):
+    with _as_damage(folder.summary):
         summary = _checked(json.loads(folder.summary.read_text(encoding="utf-8")))
         history = History.of(history.rows, summary["larger_is_better"])
-    with _reading(folder.history):
+    with _as_damage(folder.history):
         for row in (*history.rows, summary["last_row"]):
             if wrong := [name for name in COSTS if not 0 <= row.get(name, -1) <= LARGEST]:
                 raise ValueError(f"round {row['round']} has no {wrong[0]}, or none that is a cost")
@@ -175,7 +176,7 @@ def load_run(path: str | Path) -> LoadedRun:
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _as_damage(file: Path) -> Iterator[None]:
     """Turn whatever is wrong with a file, which anyone may have written, into a ConfigurationError."""
     try:
         yield

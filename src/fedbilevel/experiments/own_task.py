@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedbilevel.core.errors import ConfigurationError, in_a_line, unknown
+from fedbilevel.core.errors import ConfigurationError, unknown
+from fedbilevel.quoting import in_a_line
 from fedbilevel.tasks import TASKS, Task
 
 

@@ -58,7 +58,7 @@ def fitted(
         del shown[hidden[-1]]
     least = READABLE if width is None or _least_width(shown, texts, READABLE) <= width else LEAST
     whole = width is None or _least_width(shown, texts, least) <= width
-    caption = f"on a wider terminal also: {', '.join(map(_in_a_line, hidden))}" if hidden else ""
+    caption = f"on a wider terminal also: {', '.join(map(_in_one_line, hidden))}" if hidden else ""
     table = titled(title, caption=caption)
     _fill(table, shown, texts, least if whole else None)
     rows = list(zip(*shown.values(), strict=True))
@@ -92,5 +92,5 @@ def _least_width(columns: Mapping[str, Sequence[str]], texts: set[str], least: i
     return Console(width=10_000).measure(table).minimum
 
 
-def _in_a_line(heading: str) -> str:
+def _in_one_line(heading: str) -> str:
     return heading.replace("\n", " ")

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, in_a_line, require, require_count
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require, require_count
 from fedbilevel.extras import missing
+from fedbilevel.quoting import in_a_line
 
 SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
 

@@ -62,7 +62,7 @@ class FolderStore:
         if not path.exists():
             return None
         trees, tag = checkpoint.load(path, {name: getattr(like, name) for name in TREES})
-        with checkpoint.reading(path):
+        with checkpoint.as_checkpoint_error(path):
             round, exchange = tag["counted"]
             counted = int(round), int(exchange)
             return Kept(int(tag["round"]), int(tag["exchange"]), counted, *(trees[name] for name in TREES))
