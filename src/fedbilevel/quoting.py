@@ -1,5 +1,9 @@
 """Quoting what others wrote, libraries and strangers: in one line that is not long and commands no terminal."""
 
+from typing import Any
+
+JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
+
 
 def in_a_line(error: Exception, longest: int = 200) -> str:
     """What another library's error says, in one line without a full stop; its type where it says nothing."""
@@ -10,3 +14,9 @@ def in_a_line(error: Exception, longest: int = 200) -> str:
 def printable(text: str, longest: int = 200) -> str:
     """The beginning of a stranger's text, such that it commands no terminal."""
     return "".join(character if character.isprintable() else "�" for character in text[:longest])
+
+
+def require_object(value: Any, holds: str) -> None:
+    """Raise ValueError unless a value that JSON held is an object, with what it was to hold and what was found."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object with {holds} is expected, {JSON.get(type(value), 'null')} was found")

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedbilevel.core.fed import Reply
 from fedbilevel.engines import book
@@ -127,3 +128,19 @@ def test_books_merge_by_kind_of_exchange_and_metric():
         ("ask", "loss"): [4.0, 1.0],
         ("tell", "gain"): [1.0, 0.5],
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ([], r"a JSON object with the totals of a ledger \(rounds, exchanges, …\) is expected, a list was found"),
+        (None, "is expected, null was found"),
+        ({"round": 1}, "'round' is no total of a ledger, which are: rounds, exchanges, "),
+        ({"rounds": "one"}, "rounds of the ledger is 'one', not a whole number"),
+        ({"exchanges_by_phase": [1]}, r"exchanges_by_phase of the ledger is \[1\], not an object of whole numbers"),
+        ({"flops": 0.5}, "flops of the ledger is 0.5, not a whole number or null"),
+    ],
+)
+def test_a_ledger_that_is_none_is_refused_with_what_was_found(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Ledger.of(fields)

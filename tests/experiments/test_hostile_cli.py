@@ -56,13 +56,17 @@ def test_specs(content: str, run: Run, tmp_path: Path) -> None:
         one_sentence(run("compare", folder), 2, SPECS[content], "spec.toml")
 
 
+FOUND = {"[]": "a list", "3": "a number", "null": "null", '"text"': "a text"}
+
+
 @pytest.mark.parametrize("content", ["[]", "3", "null", "{}", '"text"', RAW[DEEP], RAW[DIGITS], "\0", '{"round": 1}'])
 @pytest.mark.parametrize("name", ["history.jsonl", "summary.json", "ledger.json"])
 def test_runs(name: str, content: str, run: Run, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", experiments.configure(task="quadratic", settings=["rounds=20"]))
     (folder / name).write_text(content)
     if (name, content) != ("ledger.json", "{}"):  # which is one of a run without exchanges
-        one_sentence(run("compare", folder), 2, f"{folder / name} is damaged")
+        found = ["a JSON object with ", f"is expected, {FOUND[content]} was found"] if content in FOUND else []
+        one_sentence(run("compare", folder), 2, f"{folder / name} is damaged", *found)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.ledger import Ledger
+from fedbilevel.quoting import require_object
 
 Row = dict[str, float | int]
 
@@ -146,7 +147,8 @@ class History(Shown):
         """From rows, and directions, as JSON has them. ValueError: they are no numbers by name, or a round is no whole
         number; directions are not true or false by name."""
         for number, row in enumerate(rows, 1):
-            if not isinstance(row, dict) or not all(map(is_number, row.values())):
+            require_object(row, f"numbers by name, row {number} of the history,")
+            if not all(map(is_number, row.values())):
                 raise ValueError(f"row {number} of the history is no table of numbers")
             if type(row.get("round")) is not int or row["round"] < 0:
                 raise ValueError(f"row {number} of the history does not say its round")

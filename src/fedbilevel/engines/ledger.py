@@ -1,5 +1,6 @@
 """What a run has cost so far, in exact integers on the host."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -9,6 +10,15 @@ import numpy as np
 from fedbilevel.core.card import Card, Shown, counted, listed
 from fedbilevel.engines.book import PART, Book, Call
 from fedbilevel.engines.clock import TICK
+from fedbilevel.quoting import printable, require_object
+
+_KINDS = {
+    "exchanges_by_phase": "an object of whole numbers by phase",
+    "epsilon": "a number",
+    "delta": "a number",
+    "flops": "a whole number or null",
+    None: "a whole number",
+}
 
 
 @dataclass(repr=False)
@@ -38,7 +48,11 @@ class Ledger(Shown):
 
     @classmethod
     def of(cls, fields: Any) -> "Ledger":
-        """From fields as JSON has them. TypeError: they are others, or of other types."""
+        """From fields as JSON has them. ValueError: they are others, or of other types."""
+        known = [one.name for one in dataclasses.fields(cls)]
+        require_object(fields, f"the totals of a ledger ({', '.join(known[:2])}, …)")
+        if odd := [name for name in fields if name not in known]:
+            raise ValueError(f"{printable(odd[0], 50)!r} is no total of a ledger, which are: {', '.join(known)}")
         made = cls(**fields)
         for name, value in vars(made).items():
             if name == "exchanges_by_phase":
@@ -48,7 +62,9 @@ class Ledger(Shown):
             else:
                 fits = type(value) is int or (name == "flops" and value is None)
             if not fits:
-                raise TypeError(f"{name} of the ledger is {value!r}")
+                raise ValueError(
+                    f"{name} of the ledger is {printable(repr(value))}, not {_KINDS.get(name, _KINDS[None])}"
+                )
         return made
 
     def add(self, book: Book, rounds: int, costs: Mapping[Call, int | None] | None = None) -> None:

@@ -40,6 +40,7 @@ from fedbilevel.engines.leaving import LostProcess
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.source import local
+from fedbilevel.quoting import require_object
 
 STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
 
@@ -248,6 +249,7 @@ class Loop:
         path = self.plan.path
         if "fingerprint" not in meta:
             raise CheckpointError(f"{path} does not say what its run was begun with: an earlier version has written it")
+        require_object(meta["fingerprint"], "what the run was begun with")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.plan.begun.differences(before)
         if differences and not force:

@@ -29,7 +29,7 @@ from fedbilevel.experiments.parts import Parts, algorithm_of
 from fedbilevel.experiments.places import write_json
 from fedbilevel.experiments.runner import complete
 from fedbilevel.experiments.spec import Spec, assign, fields_of, read_like
-from fedbilevel.quoting import in_a_line
+from fedbilevel.quoting import in_a_line, require_object
 from fedbilevel.tasks import Task
 
 if TYPE_CHECKING:
@@ -210,7 +210,9 @@ def run_name(place: Folder) -> str:
     from fedbilevel.flower.wire import is_run
 
     try:
-        name = json.loads(_name_file(place).read_text())["name"]
+        found = json.loads(_name_file(place).read_text())
+        require_object(found, "the name of a run")
+        name = found.get("name")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"{_name_file(place)} is damaged: {in_a_line(error)}") from error
     fits = isinstance(name, str) and is_run(name)

@@ -17,7 +17,7 @@ from fedbilevel.engines.ledger import Ledger
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.places import default_path, require_free
 from fedbilevel.experiments.spec import Spec, read_spec
-from fedbilevel.quoting import in_a_line
+from fedbilevel.quoting import in_a_line, require_object
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
@@ -186,8 +186,7 @@ def _as_damage(file: Path) -> Iterator[None]:
 
 def _checked(summary: Any) -> dict[str, Any]:
     """A summary in which everything has its type. ValueError or LookupError: it is none."""
-    if not isinstance(summary, dict):
-        raise ValueError("it is no table")
+    require_object(summary, "the outcome of a run (task, algorithm, …)")
     for names, fits in KINDS.items():
         for name in names:
             if name not in summary:
