@@ -1,5 +1,7 @@
 """Is every sample used once, and does each partition follow its definition?"""
 
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -169,13 +171,17 @@ def test_minimum_is_kept_by_redrawing_and_refused_when_hopeless(monkeypatch):
         ("iid", {"seed": -1}, "seed is -1"),
         ("iid", {"labels": np.zeros((2, 2), int)}, r"shape \(2, 2\)"),
         ("iid", {"labels": np.zeros(30)}, "float64"),
-        ("shards", {"clients": 501}, "per_client is 2; allowed: 1 to 1 for 501 clients"),
+        ("shards", {"clients": 501}, "per_client is 2; allowed: a whole number from 1 to 1 for 501 clients"),
         ("shards", {"per_client": 0}, "per_client is 0"),
         ("dirichlet", {"alpha": 0}, "alpha is 0"),
         ("dirichlet", {"alpha": -1.0}, "alpha is -1"),
+        ("dirichlet", {"alpha": "x"}, "alpha is 'x'; allowed: a number above 0"),
+        ("dirichlet", {"alpha": True}, "alpha is True; allowed: a number above 0"),
+        ("dirichlet", {"minimum": 1.5}, "minimum is 1.5; allowed: a whole number"),
+        ("shards", {"per_client": 1.5}, "per_client is 1.5; allowed: a whole number"),
         ("dirichlet", {"alpha": np.nan}, "alpha is nan"),
         ("quantity", {"alpha": np.inf}, "alpha is inf"),
-        ("dirichlet", {"minimum": 51}, "minimum is 51; allowed: 0 to 50"),
+        ("dirichlet", {"minimum": 51}, "minimum is 51; allowed: a whole number from 0 to 50"),
         ("dirichlet", {"minimum": -1}, "minimum is -1"),
         ("one_label", {"clients": 9}, "clients is 9; allowed: at least one per label, 10"),
         ("one_label", {"labels": [0, 1, 1, 1], "clients": 3}, "2 of them share the 1 samples of label 0"),
@@ -191,8 +197,17 @@ def test_a_value_that_cannot_be_honoured_is_named(name, options, words):
 def test_an_unknown_partition_and_a_missing_option_are_named():
     with pytest.raises(data.DataError, match=r"'dirichlett'.*'dirichlet'.*iid, one_label"):
         data.partition("dirichlett", LABELS, 10, seed=0)
-    with pytest.raises(data.DataError, match="'dirichlet' needs the option 'alpha'"):
+    words = r"'dirichlet' needs the option 'alpha', a number above 0, .* --set 'partition_options={alpha=0\.5}'"
+    with pytest.raises(data.DataError, match=words):
         data.partition("dirichlet", LABELS, 10, seed=0)
+
+
+def test_every_option_without_a_default_has_an_example_that_is_allowed():
+    for name, function in data.PARTITIONS.items():
+        parameters = list(inspect.signature(function).parameters.values())[2:]
+        needed = [one.name for one in parameters if one.default is one.empty and one.name != "seed"]
+        examples = {key: partitions.REQUIRED[key][1] for key in needed}
+        assert len(data.partition(name, LABELS, 10, seed=0, **examples)) == 10
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
     Learning of Deep Networks from Decentralized Data, AISTATS 2017, section 3 ("pathological non-IID").
     """
     y, rng = _checked(labels, clients), _generator(seed, 2)
-    if per_client < 1 or clients * per_client > len(y):
+    if not _is_whole(per_client) or per_client < 1 or clients * per_client > len(y):
         raise DataError(
-            f"per_client is {per_client}; allowed: 1 to {len(y) // clients} for {clients} clients "
-            f"and {len(y)} samples, so that no shard is empty."
+            f"per_client is {per_client!r}; allowed: a whole number from 1 to {len(y) // clients} for {clients} "
+            f"clients and {len(y)} samples, so that no shard is empty."
         )
     cut = np.array_split(np.argsort(y, kind="stable"), clients * per_client)
     owner = rng.permutation(clients * per_client).reshape(clients, per_client)
@@ -106,6 +106,8 @@ PARTITIONS: dict[str, Callable[..., list[Indices]]] = {
     "quantity": quantity,
     "shards": shards,
 }
+REQUIRED = {"alpha": ("a number above 0, up to 1e9 (the smaller, the more do clients differ)", 0.5)}
+"""Options without a default: the values that are allowed, and one of them."""
 
 
 def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **options: Any) -> list[Indices]:
@@ -123,7 +125,11 @@ def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **optio
             raise unknown_name(f"option of partition {name!r}", key, allowed)
     for key in allowed:
         if parameters[key].default is inspect.Parameter.empty and key not in options:
-            raise DataError(f"partition {name!r} needs the option {key!r}.")
+            allowed_values, example = REQUIRED[key]
+            raise DataError(
+                f"partition {name!r} needs the option {key!r}, {allowed_values}: {key}={example}; in a spec "
+                f"partition_options = {{{key} = {example}}}, in a shell --set 'partition_options={{{key}={example}}}'."
+            )
     return PARTITIONS[name](labels, clients, seed=seed, **options)
 
 
@@ -154,12 +160,12 @@ def _drawn(
     rng: np.random.Generator, totals: NDArray[np.integer], clients: int, alpha: float, minimum: int
 ) -> NDArray[np.int64]:
     """Counts (groups, clients) with row sums `totals`, each row in proportion to a Dirichlet(alpha) draw."""
-    if not 0 < alpha <= 1e9:
-        raise DataError(f"alpha is {alpha}; allowed: above 0, up to 1e9.")
-    if not 0 <= minimum <= totals.sum() // clients:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha <= 1e9:
+        raise DataError(f"alpha is {alpha!r}; allowed: a number above 0, up to 1e9.")
+    if not _is_whole(minimum) or not 0 <= minimum <= totals.sum() // clients:
         raise DataError(
-            f"minimum is {minimum}; allowed: 0 to {totals.sum() // clients}, as {totals.sum()} samples go to "
-            f"{clients} clients."
+            f"minimum is {minimum!r}; allowed: a whole number from 0 to {totals.sum() // clients}, as {totals.sum()} "
+            f"samples go to {clients} clients."
         )
     for _ in range(ATTEMPTS):
         edges = np.cumsum(rng.dirichlet(np.full(clients, alpha), size=len(totals)), axis=1)
@@ -186,6 +192,10 @@ def _checked(labels: ArrayLike, clients: int) -> NDArray[np.integer]:
     if not 1 <= clients <= len(y):
         raise DataError(f"clients is {clients}; allowed: 1 to {len(y)}, the number of samples.")
     return y
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def _generator(seed: Seed, stream: int) -> np.random.Generator:
