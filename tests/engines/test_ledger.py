@@ -138,6 +138,7 @@ def test_books_merge_by_kind_of_exchange_and_metric():
         ({"round": 1}, "'round' is no total of a ledger, which are: rounds, exchanges, "),
         ({"rounds": "one"}, "rounds of the ledger is 'one', not a whole number"),
         ({"exchanges_by_phase": [1]}, r"exchanges_by_phase of the ledger is \[1\], not an object of whole numbers"),
+        ({"virtual": 1}, "virtual of the ledger is 1, not true or false"),
         ({"flops": 0.5}, "flops of the ledger is 0.5, not a whole number or null"),
     ],
 )

@@ -1,5 +1,6 @@
 """What a Python session and a notebook show: is it short, true, and harmless whatever an object holds?"""
 
+import re
 import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -95,6 +96,7 @@ def test_a_notebook_gets_a_table_in_which_names_are_text(name):
 def test_what_is_shown_is_true():
     rows = [{"round": 0, "test_accuracy": 0.1}, {"round": 5, "test_accuracy": 0.9}, {"round": 9, "test_accuracy": 0.85}]
     ledger = fb.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, products=0)
+    ledger.ticks = 7_000  # of 0.1 ms
     result = fb.Result({"w": jnp.ones((2, 3))}, None, 9, 9, fb.History(rows), ledger, stopped="enough")
     assert repr(result).splitlines() == [
         "Result: 9 of 9 rounds, stopped: enough",
@@ -107,6 +109,8 @@ def test_what_is_shown_is_true():
     summary = repr(result.summary())
     assert "10.00 % → 85.00 %, best 90.00 % at round 5" in summary
     assert "1.500 MB down, 0.500 MB up" in summary
+    assert re.search(r"^ *virtual time +0\.7 seconds$", summary, re.MULTILINE)
+    assert re.search(r"^ *time +0\.7 seconds$", repr(fb.Ledger(ticks=7_000, virtual=False)), re.MULTILINE)
     population = fb.Clients([np.ones((2, 4)), np.ones((3, 4))], weights="size", local_steps=(1, 5))
     assert repr(population).splitlines() == [
         "2 clients",

@@ -141,7 +141,7 @@ def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> Non
     time = run.history["time"]
     assert list(time) == [pytest.approx(ROUND * i, rel=1e-12) for i in run.history["round"]]
     assert time[-2] < BUDGET <= time[-1]
-    assert run.summary["stopped"] == f"{BUDGET} s of time passed"
+    assert run.summary["stopped"] == f"{BUDGET} seconds of the clock passed"
 
 
 def test_a_run_with_such_a_budget_goes_on_after_an_interruption(compared, tmp_path) -> None:
@@ -155,7 +155,7 @@ def test_a_run_with_such_a_budget_goes_on_after_an_interruption(compared, tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
-    with pytest.raises(ConfigurationError, match="ends after 150 s of time, not after rounds"):
+    with pytest.raises(ConfigurationError, match="ends after 150 seconds of the clock, not after rounds"):
         experiments.resume(tmp_path / "run", rounds=99, plot=False)
     experiments.resume(tmp_path / "run", plot=False)
     assert outcome(tmp_path / "run") == outcome(compared / "simfbo")
@@ -207,8 +207,8 @@ def test_the_command_line_shows_time_and_who_is_never_there(run, tmp_path, monke
     assert code == 0
     assert error == "fedbilevel: warning: 1 of 4 clients are never there, and the run goes on without them: 2\n"
     lines = [line for line in shown.splitlines() if line.startswith("round ")]
-    assert lines[0].startswith("round 0  time 0.0/17.5 s  relative_error 1")
-    assert lines[-1].startswith("round 3  time 21.0/17.5 s  outer_loss")
+    assert lines[0].startswith("round 0  clock 0.0/17.5 s  relative_error 1")
+    assert lines[-1].startswith("round 3  clock 21.0/17.5 s  outer_loss")
     assert "21.0 s" in shown.split("exchanges")[1]
     code, _, error = run("run", "quadratic", "--time", "-1")
     assert code == 2

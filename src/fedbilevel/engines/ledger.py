@@ -17,7 +17,7 @@ _KINDS = {
     "epsilon": "a number",
     "delta": "a number",
     "flops": "a whole number or null",
-    None: "a whole number",
+    "virtual": "true or false",
 }
 
 
@@ -43,8 +43,9 @@ class Ledger(Shown):
     exchanges_by_phase: dict[str, int] = field(default_factory=dict)
     epsilon: float = 0.0  # the most that a client says to have spent of its differential privacy, at `delta`
     delta: float = 0.0
-    ticks: int = 0  # that exchanges took, by the engine's clock
+    ticks: int = 0  # that exchanges took
     flops: int | None = None  # 0 where a count begins
+    virtual: bool = field(default=True, compare=False)  # whether the time is a simulation's, or a real clock's
 
     @classmethod
     def of(cls, fields: Any) -> "Ledger":
@@ -59,12 +60,13 @@ class Ledger(Shown):
                 fits = isinstance(value, dict) and all(type(count) is int for count in value.values())
             elif name in ("epsilon", "delta"):
                 fits = type(value) in (int, float)
+            elif name == "virtual":
+                fits = type(value) is bool
             else:
                 fits = type(value) is int or (name == "flops" and value is None)
             if not fits:
-                raise ValueError(
-                    f"{name} of the ledger is {printable(repr(value))}, not {_KINDS.get(name, _KINDS[None])}"
-                )
+                kind = _KINDS.get(name, "a whole number")
+                raise ValueError(f"{name} of the ledger is {printable(repr(value))}, not {kind}")
         return made
 
     def add(self, book: Book, rounds: int, costs: Mapping[Call, int | None] | None = None) -> None:
@@ -95,7 +97,7 @@ class Ledger(Shown):
             "exchanges": f"{self.exchanges:,}" + (f": {listed(phases)}" if phases else ""),
             "traffic": f"{self.bytes_down / 1e6:,.3f} MB down, {self.bytes_up / 1e6:,.3f} MB up, the whole cohort's",
             "work": f"{', '.join(work)}; {each}" + ("" if self.flops is None else f"; {self.flops / 1e9:,.3g} GFLOP"),
-            "time": f"{self.time:,.1f} s by the engine's clock",
+            "virtual time" if self.virtual else "time": f"{self.time:,.1f} seconds",
         }
         if self.delta:
             lines["privacy"] = f"ε = {self.epsilon:.4g} at δ = {self.delta:g}, the most that a client spent"

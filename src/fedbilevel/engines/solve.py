@@ -31,6 +31,7 @@ from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
+from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.local import Local
 from fedbilevel.engines.loop import Loop, Plan
 from fedbilevel.engines.per_client import Measure, PerClient
@@ -144,7 +145,7 @@ def solve(
         hosts.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
     history = History(directions=directions({**own, **(metrics or {})}))
-    loop = Loop(plan, evaluation, callbacks, algorithm, history, here=not remote)
+    loop = Loop(plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), here=not remote)
     if count_flops:
         held = submodels.classes(algorithm, problem, clients, x, y)
         loop.costs = known_flops(algorithm, problem, clients, x, y, held)

@@ -43,7 +43,7 @@ def spent(row: Row, budget: Budget) -> bool:
 def reason(budget: Budget) -> str:
     """Why a run with a budget ended."""
     column, amount = budget
-    return f"{amount:g} s of time passed" if column == "time" else f"{amount} {column} done"
+    return f"{amount:g} seconds of the clock passed" if column == "time" else f"{amount} {column} done"
 
 
 def rounds_at_most(budget: Budget) -> int:

@@ -65,7 +65,7 @@ class Watch:
 
     @property
     def unit(self) -> str:
-        return {"round": "rounds", "exchanges": "exchanges", "time": "s of time"}[self.column]
+        return {"round": "rounds", "exchanges": "exchanges", "time": "s of the clock"}[self.column]
 
     def done(self, result: Result) -> float:
         return {"round": result.round, "exchanges": result.ledger.exchanges, "time": result.ledger.time}[self.column]
@@ -97,7 +97,7 @@ class Watch:
         if self.column == "exchanges":
             return f"round {result.round}  exchange {result.ledger.exchanges}/{self.whole:.0f}"
         if self.column == "time":
-            return f"round {result.round}  time {result.ledger.time:,.1f}/{self.whole:g} s"
+            return f"round {result.round}  clock {result.ledger.time:,.1f}/{self.whole:g} s"
         return f"round {result.round}/{self.whole:.0f}"
 
     def numbers(self, result: Result) -> str:
@@ -106,7 +106,7 @@ class Watch:
         shown = {name: row[name] for name in ("outer_loss", self.metric) if name in row}
         texts = [f"{name} {text(name, value)}" for name, value in shown.items()]
         if self.spec.timed and self.column != "time":
-            texts.insert(0, f"time {result.ledger.time:,.1f} s")
+            texts.insert(0, f"clock {result.ledger.time:,.1f} s")
         return "  ".join(texts)
 
     def speed(self, result: Result) -> str:
@@ -139,7 +139,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         **{name: text(name, row[name]) for name in row if name.endswith("_loss")},
         **over_clients(row),
         "exchanges": f"{row['exchanges']:,}",
-        **({"time": f"{passed:,.1f} s"} if (passed := time_of(row)) != row["exchanges"] else {}),
+        **({"virtual time": f"{passed:,.1f} seconds"} if (passed := time_of(row)) != row["exchanges"] else {}),
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
         "gradients / products": f"{row['gradients']:,} / {row['products']:,}",
         **({"GFLOP": measure.gflop(row["flops"])} if "flops" in row else {}),

@@ -122,7 +122,7 @@ def _costs(history: History, timed: bool) -> str:
     row = history.rows[-1]
     texts = [f"{row['exchanges']:,} exchanges", f"{(row['bytes_down'] + row['bytes_up']) / 1e6:,.4g} MB"]
     texts += [f"{measure.gflop(row['flops'])} GFLOP"] if "flops" in row else []
-    texts += [f"{time_of(row):,.1f} s of time"] if timed else []
+    texts += [f"{time_of(row):,.1f} seconds of the clock"] if timed else []
     return " · ".join([*texts, f"{row['seconds']:,.1f} s in rounds"])
 
 

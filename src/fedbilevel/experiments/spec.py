@@ -72,7 +72,9 @@ class RunPlan:
         given = [f"{name} = {value}" for name, value in lengths.items() if value is not None]
         if len(given) != 1:
             got = " and ".join(given) or "neither"
-            raise ConfigurationError(f"a run ends after some rounds, exchanges or seconds of time: give one, not {got}")
+            raise ConfigurationError(
+                f"a run ends after some rounds, exchanges or seconds of the clock: give one, not {got}"
+            )
         alone = self.budget is not None or self.eval_every is not None
         require(alone, "run.eval_every", None, "a positive whole number, unless run.exchanges or run.time is given")
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
