@@ -124,9 +124,12 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
     ("metrics", "words"),
     [
         ([1], r"metrics_per_client = \[1\] .* by name"),
-        ({"m": 0.5}, r"metrics_per_client\['m'\] = 0\.5 .* a function"),
-        ({"m": lambda x, y: 1.0}, r"metrics_per_client\['m'\] does not take x, y and one of the outer samples"),
-        ({"m": lambda x, y, batch: batch["b"]}, r"metrics_per_client\['m'\] does not take .*'b'"),
+        ({"m": 0.5}, r"metrics_per_client\['m'\] = 0\.5 .* a function \(x, y, batch\) -> one number, or a PerClient"),
+        ({"m": lambda x, y: 1.0}, r"metrics_per_client\['m'\] takes \(x, y\); it must be a function \(x, y, batch\)"),
+        (
+            {"m": lambda x, y, batch: batch["b"]},
+            r"metrics_per_client\['m'\] fails \(KeyError: 'b'\); it was given x: .*batch",
+        ),
         ({"m": lambda x, y, batch: batch["a"]}, r"the value of metrics_per_client\['m'\] = .* one number"),
     ],
 )

@@ -45,6 +45,20 @@ def test_every_run_has_its_folder(compared) -> None:
     assert {(spec.run.seed, spec.task.fields["seed"], spec.run.rounds) for spec in specs} == {(1, 1, 20)}
 
 
+def test_a_method_keeps_its_place_and_so_its_colour(compared, tmp_path) -> None:
+    """By name it would be centralised, shrofbo, simfbo."""
+    names = ["simfbo", "shrofbo", "centralised"]
+    assert [group.name for group in experiments.load_groups([compared])] == names
+    folder = tmp_path / "runs"
+    shutil.copytree(compared, folder)
+    shutil.rmtree(folder / "centralised")  # which would be another run where another algorithm is first
+    groups = experiments.compare_algorithms("quadratic", TWO[::-1], settings=SETTINGS, seeds=[0, 1], out=folder)
+    assert [group.name for group in groups] == TWO
+    (folder / "methods.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"methods\.json is damaged: a JSON list of .* names is expected"):
+        experiments.load_groups([folder])
+
+
 def test_what_is_finished_is_read(compared, run) -> None:
     before = contents(compared)
     code, shown, error = run(*again(compared))

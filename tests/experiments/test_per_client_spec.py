@@ -6,7 +6,9 @@ from rich.console import Console
 
 import fedbilevel as fb
 from fedbilevel.experiments import compare, configure, display, federation, load_run, measure, run
+from fedbilevel.experiments.parts import task_of
 from fedbilevel.experiments.plots import run_figure
+from fedbilevel.tasks import MEASURED_PER_CLIENT, TASKS
 
 SETTINGS = ["task.clients=3", "task.hidden=[4]", "run.rounds=1", "run.eval_every=1", "run.cohort=none"]
 
@@ -60,9 +62,16 @@ def test_the_closing_table_the_comparison_and_the_picture_show_it(place):
 
 def test_a_task_without_such_metrics_is_refused_by_name(tmp_path):
     spec = configure(task="quadratic", algorithm="simfbo", settings=["run.metrics_per_client=true"])
-    with pytest.raises(fb.ConfigurationError, match=r"run\.metrics_per_client = True .* task quadratic names no"):
+    with pytest.raises(fb.ConfigurationError, match=r"task quadratic has no metrics_per_client; .* hyper_cleaning"):
         run(spec, tmp_path / "run", plot=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_tasks_that_an_error_names_are_those_that_have_such_metrics(name):
+    assert bool(task_of(configure(task=name, settings=["task.clients=6"])).metrics_per_client) == (
+        name in MEASURED_PER_CLIENT
+    )
 
 
 def test_a_node_tells_only_if_its_configuration_says_so(spec):

@@ -38,7 +38,8 @@ Runs that differ in more than the method, such as in the task's objective, are f
 for a paper, with either way:
   fedbilevel compare FOLDER --out fig.pdf --panel exchanges --size 3.3x2.6 --latex
   --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + Hessian products), gflop,
-                      seconds (of this machine), time (of the clock)
+                      seconds (of this machine), time (of the clock); per_client, or per_client:NAME: metrics of
+                      single clients, where they were measured (run.metrics_per_client=true)
   --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title
   --csv, --json, --latex write beside the picture, with its name (fig.csv, …):
     .csv              a line for each run;  -curves.csv: one for each run and row of its history
@@ -97,11 +98,12 @@ def _size(text: str) -> tuple[float, float]:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from fedbilevel.engines.curves import require_matplotlib, require_panel, require_size
+    from fedbilevel.engines.curves import require_matplotlib, require_size
+    from fedbilevel.experiments.compare import is_per_client
 
     require_matplotlib()
     for panel in options.panel or []:
-        require_panel(panel, [])
+        is_per_client(panel)
     if options.size is not None:
         require_size(options.size)
     return _runs(options) if options.algorithms is None else _algorithms(options)

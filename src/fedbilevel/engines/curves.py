@@ -31,6 +31,7 @@ PANELS = {  # what a panel may run over, and its label
 FAR_APART = 10  # of costs: on a linear axis the cheapest run would lie in its first tenth
 NARROW = 5.0  # inches: a column of a paper, with small type
 SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + products", "gflop": "GFLOP", "time": "time (s)"}
+OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
 
 
@@ -142,18 +143,20 @@ def draw_history(
         draw_panel(axes, curves, panel, percent=all(map(in_percent, names)))
         axes.set_ylabel(axis_label(names))
         if any(line.clients for line in curves):
-            axes.set_title("of clients: mean, 10 % to 90 %, worst (dotted)", fontsize="small")
+            axes.set_title(OF_CLIENTS, fontsize="small")
         if len(names) > 1:
             axes.legend(frameon=False)
     return axes
 
 
-def draw_panel(axes: Any, curves: Sequence[Curve], panel: str, *, percent: bool) -> None:
+def draw_panel(
+    axes: Any, curves: Sequence[Curve], panel: str, *, percent: bool, places: Sequence[int] | None = None
+) -> None:
     """Curves against one cost. They share one axis, from a cost of 0 on: a logarithmic one where their ends are far
-    apart, which below its first power of ten is linear."""
+    apart, which below its first power of ten is linear. `places` choose the colours; None: 0, 1, … in turn."""
     values = np.concatenate([line.value for line in curves])
     log = not percent and _ratio(values) > 50
-    for i, line in enumerate(curves):
+    for i, line in zip(range(len(curves)) if places is None else places, curves, strict=True):
         _draw_curve(axes, line, panel, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], 100 if percent else 1, log)
     axes.set_xlabel(SHORT.get(panel, PANELS[panel]) if axes.figure.get_figwidth() < NARROW else PANELS[panel])
     axes.grid(alpha=0.3, linewidth=0.6)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.client import Clients, Ragged, check_finite
-from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
+from fedbilevel.core.errors import NonFiniteError, require
+from fedbilevel.core.functions import explained, require_function
 from fedbilevel.core.metrics import larger_is_better, require_direction
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines import hosts
@@ -22,6 +23,8 @@ from fedbilevel.engines.history import Row
 
 BLOCK = 256  # samples that are vectorised together
 DECILES = tuple(range(10, 100, 10))
+
+ARGUMENTS = "x, y, batch"
 
 Which = Literal["outer", "inner"]
 Measure = Callable[[PyTree, PyTree, PyTree], Any]
@@ -44,7 +47,7 @@ class PerClient:
     larger_is_better: bool | None = None
 
     def __post_init__(self) -> None:
-        require(callable(self.function), "PerClient.function", self.function, "a function (x, y, batch) -> one number")
+        require_function("PerClient.function", self.function, ARGUMENTS, " -> one number")
         require(self.samples in get_args(Which), "PerClient.samples", self.samples, "'outer' or 'inner'")
         require_direction("PerClient.larger_is_better", self.larger_is_better, optional=True)
 
@@ -55,9 +58,8 @@ def named(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str, PerCli
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
     made = {}
     for name, metric in (metrics or {}).items():
-        known = isinstance(metric, PerClient) or callable(metric)
-        allowed = "a function (x, y, batch) -> one number, or a PerClient"
-        require(known, f"metrics_per_client[{name!r}]", metric, allowed)
+        if not isinstance(metric, PerClient):
+            require_function(f"metrics_per_client[{name!r}]", metric, ARGUMENTS, " -> one number, or a PerClient")
         made[name] = metric if isinstance(metric, PerClient) else PerClient(metric)
     return made
 
@@ -66,11 +68,8 @@ def check_metrics(metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, exampl
     """Trace each metric once on a sample, without computing: it must give one number."""
     for name, metric in metrics.items():
         batch = examples[get_args(Which).index(metric.samples)]
-        try:
+        with explained(f"metrics_per_client[{name!r}]", x=x, y=y, batch=batch):
             shape = jax.eval_shape(metric.function, x, y, batch)
-        except (TypeError, ValueError, LookupError) as error:
-            given = f"x, y and one of the {metric.samples} samples"
-            raise ConfigurationError(f"metrics_per_client[{name!r}] does not take {given}: {error}") from error
         one = getattr(shape, "shape", None) == () and jnp.issubdtype(jnp.result_type(shape), jnp.number)
         require(one, f"the value of metrics_per_client[{name!r}]", shape, "one number")
 

@@ -12,15 +12,18 @@ from typing import Any
 
 from rich.table import Table
 
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.metrics import larger_is_better, text
-from fedbilevel.engines.curves import curve, time_of
+from fedbilevel.engines.curves import PANELS, curve, time_of
 from fedbilevel.experiments import measure, plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
 from fedbilevel.experiments.own_task import label
+from fedbilevel.experiments.series import recorded_order
 from fedbilevel.experiments.tables import fitted
 
 TARGETS = 3
+PER_CLIENT = "per_client"  # the name of a panel
+UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
 WRITTEN = (*plots.SUFFIXES, ".csv", ".json", ".tex")  # by a comparison, among its runs
 TEXTS = ("run", "algorithm", "task")
 # Where the terminal is narrow:
@@ -103,9 +106,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """Folders with a spec.toml, in order; what lies in the folder of a run is its own."""
+    """Folders with a spec.toml, by name, a comparison's in its own order; what lies in a run's folder is its own."""
     for folder, names, files in os.walk(path):
-        names.sort()
+        first = recorded_order(Path(folder))
+        names.sort(key=lambda name: (first.index(name) if name in first else len(first), name))
         if Folder(Path(folder)).spec.name in files:
             names.clear()
             yield Path(folder)
@@ -142,18 +146,46 @@ def draw(
     """Draw the groups' curves to a PNG, PDF or SVG; a run without a federation is a line at its final value.
 
     Args:
-        panels: names of `curves.PANELS`, one panel for each; None chooses (`default_panels`).
+        panels: names of `curves.PANELS`, one panel for each, and "per_client" or "per_client:NAME", a panel for each
+            metric that was measured per client, over exchanges or over NAME; None chooses (`default_panels`).
         size: width and height in inches, for a paper: small type where it is narrow, and no title.
     """
     metric = groups[0].metric
+    chosen = default_panels(groups) if panels is None else panels
+    costs = [panel for panel in chosen if not is_per_client(panel)]
+    each_client = [one for panel in chosen if is_per_client(panel) for one in _client_panels(groups, panel)]
     curves = [
         curve(name, [run.history for run in group.runs], metric, level=group.pooled)
         for name, group in zip(legend(groups), groups, strict=True)
     ]
     seeds = common_seeds(groups)
     title = f"{tasks_of(groups)}, mean ± sd of {seeds} seeds" if seeds > 1 else tasks_of(groups)
-    chosen = default_panels(groups) if panels is None else panels
-    plots.save(plots.comparison_figure(curves, metric, title, chosen, size), Path(picture))
+    plots.save(plots.comparison_figure(curves, metric, title, costs, size, each_client), Path(picture))
+
+
+def is_per_client(panel: str) -> bool:
+    """Whether a panel shows metrics per client; a ConfigurationError where no panel has that name."""
+    kind, colon, cost = panel.partition(":")
+    per_client = kind == PER_CLIENT
+    if (cost if per_client and colon else "exchanges" if per_client else panel) not in PANELS:
+        raise unknown("panel", panel, [*PANELS, PER_CLIENT, *(f"{PER_CLIENT}:{cost}" for cost in PANELS)])
+    return per_client
+
+
+def _client_panels(groups: Sequence[Group], panel: str) -> list[plots.ClientPanel]:
+    """A panel for each metric that some groups measured per client."""
+    cost, names = panel.partition(":")[2] or "exchanges", legend(groups)
+    has = [set.intersection(*(set(run.history.per_client) for run in group.runs)) for group in groups]
+    metrics = sorted(set.union(*has))
+    if not metrics:
+        raise ConfigurationError(f"no panel {panel}: none of these runs {UNMEASURED}")
+    made = []
+    for metric in metrics:
+        places = [i for i, own in enumerate(has) if metric in own]
+        lines = [curve(names[i], [r.history for r in groups[i].runs], metric, level=groups[i].pooled) for i in places]
+        without = [name for name, own in zip(names, has, strict=True) if metric not in own]
+        made.append(plots.ClientPanel(metric, cost, lines, places, without))
+    return made
 
 
 def common_seeds(groups: Sequence[Group]) -> int:

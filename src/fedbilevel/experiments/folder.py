@@ -159,14 +159,14 @@ def load_run(path: str | Path) -> LoadedRun:
     if not folder.summary.is_file():
         raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
     spec = read_spec(folder.spec, run_code=False)
-    with _as_damage(folder.history):
+    with as_damage(folder.history):
         history = History.from_jsonl(folder.history.read_text(encoding="utf-8"))
-    with _as_damage(folder.ledger):
+    with as_damage(folder.ledger):
         ledger = asdict(Ledger.of(json.loads(folder.ledger.read_text(encoding="utf-8"))))
-    with _as_damage(folder.summary):
+    with as_damage(folder.summary):
         summary = _checked(json.loads(folder.summary.read_text(encoding="utf-8")))
         history = History.of(history.rows, summary["larger_is_better"])
-    with _as_damage(folder.history):
+    with as_damage(folder.history):
         for row in (*history.rows, summary["last_row"]):
             if wrong := [name for name in COSTS if not 0 <= row.get(name, -1) <= LARGEST]:
                 raise ValueError(f"round {row['round']} has no {wrong[0]}, or none that is a cost")
@@ -176,7 +176,7 @@ def load_run(path: str | Path) -> LoadedRun:
 
 
 @contextmanager
-def _as_damage(file: Path) -> Iterator[None]:
+def as_damage(file: Path) -> Iterator[None]:
     """Turn whatever is wrong with a file, which anyone may have written, into a ConfigurationError."""
     try:
         yield

@@ -12,19 +12,19 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.curves import require_matplotlib
-from fedbilevel.experiments.compare import Group, draw, load_groups
+from fedbilevel.experiments.compare import PER_CLIENT, UNMEASURED, Group, draw, is_per_client, load_groups
 from fedbilevel.experiments.export import names
 from fedbilevel.experiments.own_task import full_name, label
 from fedbilevel.experiments.parts import build, task_of
-from fedbilevel.experiments.places import default_path
+from fedbilevel.experiments.places import default_path, write_json
 from fedbilevel.experiments.runner import complete
-from fedbilevel.experiments.series import finished, require_series, seeded
+from fedbilevel.experiments.series import ORDER, finished, recorded_order, require_series, seeded
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of
 from fedbilevel.tasks import Task
 
 CENTRALISED = "centralised"
 PICTURE = "comparison.png"
-WRITTEN_BESIDE = [PICTURE, *(file.name for files in names(Path(PICTURE)).values() for file in files)]
+WRITTEN_BESIDE = [PICTURE, ORDER, *(file.name for files in names(Path(PICTURE)).values() for file in files)]
 
 Play = Callable[[Spec, Path, Task], Any]
 """(spec, folder, task): bring that run to its end."""
@@ -85,6 +85,8 @@ def play_all(
     `play` does so for one run, the default silently; a run that it leaves unfinished is left out.
     """
     require_matplotlib()
+    if any(map(is_per_client, panels or ())) and not any(spec.run.metrics_per_client for spec in specs.values()):
+        raise ConfigurationError(f"no panel {PER_CLIENT}: none of these runs {UNMEASURED}")
     series = _series(folder, specs, seeds)
     require_series(folder, series, besides=WRITTEN_BESIDE)
     tasks = _Tasks()
@@ -96,6 +98,9 @@ def play_all(
     done = [place for place in series if finished(place)]
     if not done:
         raise ConfigurationError(f"none of the runs in {folder} reached its end: there is nothing to compare")
+    order = list(dict.fromkeys([*recorded_order(folder), *specs]))
+    write_json(folder / ORDER, order)
+    done.sort(key=lambda place: order.index(place.relative_to(folder).parts[0]))
     groups = load_groups(done)
     draw(groups, folder / PICTURE, panels, size)
     return groups

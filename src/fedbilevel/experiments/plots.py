@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fedbilevel.core.metrics import in_percent
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.curves import (
     NARROW,
+    OF_CLIENTS,
     Curve,
     axis_label,
     draw_history,
@@ -26,6 +28,18 @@ from fedbilevel.experiments import measure
 SUFFIXES = (".png", ".pdf", ".svg")
 FAR_APART = 20  # of losses: on one linear axis the smaller would look flat
 _UNDATED = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+
+
+@dataclass(frozen=True)
+class ClientPanel:
+    """A metric per client against a cost: of each curve the mean, in a band from the first to the last decile over
+    clients, and the worst client."""
+
+    metric: str
+    cost: str
+    curves: Sequence[Curve]
+    places: Sequence[int]  # of the curves among all, as they have their colours
+    without: Sequence[str]  # the names of those that did not measure it
 
 
 def run_figure(history: History, metric: str, title: str, timed: bool = False) -> Any:
@@ -57,24 +71,41 @@ def comparison_figure(
     title: str,
     panels: Sequence[str],
     size: tuple[float, float] | None = None,
+    each_client: Sequence[ClientPanel] = (),
 ) -> Any:
-    """A panel per currency of cost with a line per curve, and the legend in a free corner or below; where there is a
-    size, in inches, without the title, which a paper has in its caption."""
+    """A panel per currency of cost with a line per curve, then those of metrics per client, and the legend in a free
+    corner or below; where there is a size, in inches, without the title, which a paper has in its caption."""
     for panel in panels:
         require_panel(panel, curves)
-    rows, columns = _grid(len(panels))
+    number = len(panels) + len(each_client)
+    rows, columns = _grid(number)
     whole = size or (min(5.5 * columns, 13.0), 4.2 * rows)
     with typography(size):
         figure = new_figure(whole)
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-        for axes, panel in zip(grid.flat, panels, strict=False):
+        cells = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for i, (axes, panel) in enumerate(zip(cells, panels, strict=False)):
+            if i:
+                axes.sharey(cells[0])
             draw_panel(axes, curves, panel, percent=in_percent(metric))
-        for row in grid:
-            row[0].set_ylabel(axis_label([metric]))
-        _place_legend(figure, grid.ravel(), len(panels))
+            if i % columns:
+                axes.tick_params(labelleft=False)
+            else:
+                axes.set_ylabel(axis_label([metric]))
+        for axes, one in zip(cells[len(panels) :], each_client, strict=False):
+            _draw_clients(axes, one)
+        _place_legend(figure, cells, number)
         if size is None:
             figure.suptitle(title, fontsize=12)
     return figure
+
+
+def _draw_clients(axes: Any, panel: ClientPanel) -> None:
+    """A panel of a metric per client, whose title says what is drawn, and what has nothing to draw."""
+    require_panel(panel.cost, panel.curves)
+    draw_panel(axes, panel.curves, panel.cost, percent=in_percent(panel.metric), places=panel.places)
+    axes.set_ylabel(axis_label([panel.metric]))
+    without = f"\nnot measured: {', '.join(panel.without)}" if panel.without else ""
+    axes.set_title(OF_CLIENTS + without, fontsize="small")
 
 
 def require_picture(path: Path) -> None:

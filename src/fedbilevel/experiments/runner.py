@@ -28,6 +28,7 @@ from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.parts import Parts, build
 from fedbilevel.experiments.places import write_json, write_text
 from fedbilevel.experiments.spec import Spec, read_spec, resolve
+from fedbilevel.tasks import MEASURED_PER_CLIENT
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
 
@@ -128,7 +129,7 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
     spec = read_spec(place.spec)
     if rounds is not None and spec.run.rounds is None:
         column, amount = spec.run.budget or ("", 0)
-        much = f"{amount:g} s of time" if column == "time" else f"{amount} {column}"
+        much = f"{amount:g} seconds of the clock" if column == "time" else f"{amount} {column}"
         raise ConfigurationError(f"the run in {place.path} ends after {much}, not after rounds")
     if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
         raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
@@ -143,7 +144,8 @@ def _play(
     began = time.perf_counter()
     task = parts.task
     own = task.metrics_per_client if spec.run.metrics_per_client else {}
-    named = f"false: task {label(spec.task.name)} names no metrics_per_client"
+    have = f"of the library's {', '.join(MEASURED_PER_CLIENT)} do"
+    named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
     rounds, eval_every, ends = _length(spec, place, parts, resume)
     scribe = Scribe(spec, place)

@@ -5,14 +5,17 @@ A series maps the places of its runs to their specs; every place is in the serie
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.folder import Folder, as_damage
 from fedbilevel.experiments.places import require_free
 from fedbilevel.experiments.spec import Spec, read_like
+
+ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 
 Series = Mapping[Path, Spec]
 
@@ -21,6 +24,22 @@ def seeded(spec: Spec, seed: int) -> Spec:
     """The spec with that seed, for the run, the clock and, where it has one, the task."""
     task = {"seed": seed} if "seed" in spec.task.fields else {}
     return spec.replace(run={"seed": seed}, task=task, clock={"seed": seed})
+
+
+def recorded_order(folder: Path) -> list[str]:
+    """The names of a comparison's methods in the order of their colours; none where the folder has no such record.
+
+    Raises:
+        ConfigurationError: the record is damaged.
+    """
+    file = folder / ORDER
+    if not file.is_file():
+        return []
+    with as_damage(file):
+        names = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("a JSON list of the methods' names is expected")
+    return names
 
 
 def finished(place: Path) -> bool:

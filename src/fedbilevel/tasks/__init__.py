@@ -34,4 +34,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 """Every task by its command-line name."""
 
-__all__ = ["TASKS", "Task", *sorted(TASKS)]
+MEASURED_PER_CLIENT = ("classification", "hyper_cleaning", "hyper_representation", "loss_tuning")
+"""The tasks that have `metrics_per_client`."""
+
+__all__ = ["MEASURED_PER_CLIENT", "TASKS", "Task", *sorted(TASKS)]
