@@ -1,11 +1,15 @@
 """Does a spec's run measure its clients, and show what it measured?"""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rich.console import Console
 
 import fedbilevel as fb
+from fedbilevel.engines.curves import COLOURS
 from fedbilevel.experiments import compare, configure, display, federation, load_run, measure, run
+from fedbilevel.experiments.methods import play_all
 from fedbilevel.experiments.parts import task_of
 from fedbilevel.experiments.plots import run_figure
 from fedbilevel.tasks import MEASURED_PER_CLIENT, TASKS
@@ -65,6 +69,41 @@ def test_a_task_without_such_metrics_is_refused_by_name(tmp_path):
     with pytest.raises(fb.ConfigurationError, match=r"task quadratic has no metrics_per_client; .* hyper_cleaning"):
         run(spec, tmp_path / "run", plot=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_path, monkeypatch):
+    """The second of three did not: it is named, and the third keeps the third colour."""
+    one = load_run(place)
+    rows = [{key: value for key, value in row.items() if "client" not in key} for row in one.history.rows]
+    silent = replace(one, history=fb.History(rows))
+    groups = [compare.Group(name, [run]) for name, run in (("a", one), ("b", silent), ("c", one))]
+    drawn = []
+    monkeypatch.setattr(compare.plots, "save", lambda figure, path: drawn.append(figure))
+    compare.draw(groups, tmp_path / "c.png", ["exchanges", "per_client:megabytes"])
+    cost, clients = drawn[0].axes
+    assert (cost.get_ylabel(), clients.get_ylabel()) == ("test accuracy (%)", "client accuracy (%)")
+    assert (len(cost.lines), clients.get_xlabel()) == (3, "traffic (MB, down + up, whole cohort)")
+    assert clients.get_title().endswith("not measured: b, fedavg")
+    assert len(clients.collections) == 2  # bands from the first to the last decile
+    solid, worst = clients.lines[2:]  # of c
+    assert solid.get_color() == worst.get_color() == cost.lines[2].get_color() == COLOURS[2]
+    np.testing.assert_allclose(solid.get_ydata(), 100 * one.history["client_accuracy.mean"])
+    np.testing.assert_allclose(worst.get_ydata(), 100 * one.history["client_accuracy.worst"])
+    with pytest.raises(fb.ConfigurationError, match="no panel per_client: none of these runs measured its clients"):
+        compare.draw(groups[1:2], tmp_path / "c.png", ["per_client"])
+
+
+@pytest.mark.parametrize("panel", ["per_clients", "per_client:exchange", "per_client:"])
+def test_a_misspelt_panel_is_answered_with_the_nearest(panel):
+    with pytest.raises(fb.ConfigurationError, match=f"unknown panel '{panel}'; did you mean 'per_client"):
+        compare.is_per_client(panel)
+
+
+def test_a_panel_of_clients_whom_no_run_will_measure_is_refused_before_anything_runs(tmp_path):
+    specs = {"fedavg": configure(task="classification", algorithm="fedavg", settings=SETTINGS)}
+    with pytest.raises(fb.ConfigurationError, match="no panel per_client: none of these runs measured"):
+        play_all(specs, tmp_path / "c", panels=["per_client"])
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -24,6 +24,7 @@ ESCAPES = {char: f"\\{char}" for char in "&%$#_{}"} | {
     "·": r"\textperiodcentered{}",
 }
 DIGITS = 4  # of a mean
+LATIN = 0x17F  # the last letter that pdfLaTeX sets as it is
 
 
 def latex_table(groups: Sequence[Group]) -> str:
@@ -47,8 +48,10 @@ def latex_table(groups: Sequence[Group]) -> str:
         columns[f"exchanges to {_level(metric, target)}"] = _costs_to(groups, metric, target)
     seeds = common_seeds(groups)
     over = f"mean and standard deviation over {seeds} seeds; " if seeds > 1 else ""
+    beyond = sorted({char for heading in columns["method"] for char in heading if ord(char) > LATIN})
+    font = f"; for {' '.join(beyond)} LuaLaTeX or XeLaTeX, and a font that has them" if beyond else ""
     lines = [
-        f"% {over}best in bold; needs \\usepackage{{booktabs}}",
+        f"% {over}best in bold; needs \\usepackage{{booktabs}}{font}",
         rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
         r"\toprule",
         _row(list(columns)),
