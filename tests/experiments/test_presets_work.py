@@ -14,6 +14,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.experiments.parts import build, task_of
+from fedbilevel.experiments.presets.table import OWN_HYPERGRADIENTS
 from fedbilevel.experiments.spec import Spec, configure
 from fedbilevel.tasks import Task
 
@@ -85,10 +86,14 @@ def test_presets_learn_the_digits(algorithm) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", BILEVEL)
 def test_presets_come_near_the_solution_of_the_quadratic(algorithm) -> None:
-    """x0 = 0: the relative error starts at 1."""
+    """x0 = 0: the relative error starts at 1. Where every client inverts its own Hessian, the mean of the clients'
+    hypergradients is 0 at another x than x*, 0.457 off: the solution of h̄(x, y) = 0, ∇y ḡ(x, y) = 0, both linear."""
     error = solved(configure(task="quadratic", algorithm=algorithm), task_with_presets("quadratic", None)).history
     assert error["relative_error"][0] == pytest.approx(1)
-    assert error["relative_error"][-1] < 0.2
+    if algorithm in OWN_HYPERGRADIENTS:
+        assert error["relative_error"][-1] == pytest.approx(0.457, abs=0.05)
+    else:
+        assert error["relative_error"][-1] < 0.2
 
 
 @pytest.mark.slow
