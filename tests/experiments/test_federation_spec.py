@@ -225,3 +225,6 @@ def test_of_bounds_on_norms_0_is_none():
     assert federation.terms({"norm-bound": 3.0}) == Terms(norm_bound=3.0)
     with pytest.raises(fb.ConfigurationError, match=r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"):
         federation.terms({"norm-factor": 0.5})
+    assert federation.terms({"message-factor": 2.0}) == Terms(message_factor=2.0)
+    with pytest.raises(fb.ConfigurationError, match=r"Terms\.message_factor = 0\.0 .* a positive number"):
+        federation.terms({"message-factor": 0.0})

@@ -145,7 +145,7 @@ def test_what_is_refused_is_said(tmp_path):
     middle = np.sort(np.linalg.norm(np.delete(targets(3), BAD, 0), axis=1))[-1]
     (why,) = said(log)[0].values()
     expected = f"its update has a norm of 1.73e+30, where {middle:.3g} is usual and {1000 * middle:.3g} the bound"
-    assert why == f"{expected} (norm_factor = 1000)"
+    assert why == f"{expected} (norm_factor = 1000, message_factor = 10)"
 
 
 def test_lies_within_proportion_count():
@@ -173,7 +173,7 @@ def test_of_one_or_two_the_first_counts_and_the_next_are_measured_by_the_past(co
         play(6, faults, cohort=cohort, log=log)
     assert (drawn[late][0], late) in said(log)[0]
     assert (drawn[0][0], 0) not in said(log)[0]
-    told = [record.getMessage() for record in caplog.records if "fewer than 3" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "3 are needed" in record.getMessage()]
     assert len(told) == 1
 
 
@@ -185,7 +185,7 @@ def check(norms, phase, norm, here, message=0.0):
 
 
 def test_the_larger_of_here_and_the_past_is_usual():
-    norms = Norms(10.0)
+    norms = Norms(Terms(norm_factor=10.0))
     check(norms, "a", 1e9, [1e9, 1.0])  # two, and nothing before
     with pytest.raises(Refusal, match="norm of 31, where 3 is usual and 30 the bound"):
         check(norms, "a", 31.0, [1.0, 3.0, 31.0])
@@ -199,7 +199,7 @@ def test_the_larger_of_here_and_the_past_is_usual():
 
 def test_zeros_say_nothing():
     """Most have nothing to correct, one has; and all have nothing."""
-    norms = Norms(10.0)
+    norms = Norms(Terms(norm_factor=10.0))
     check(norms, "a", 5.0, [0.0, 0.0, 0.0, 5.0])
     check(norms, "a", 0.0, [0.0, 0.0, 0.0])
     norms.note("a", [0.0, 0.0])
@@ -208,9 +208,40 @@ def test_zeros_say_nothing():
 
 def test_what_is_no_longer_than_the_point_is_no_harm():
     """Rounding errors for most, a real step for one."""
-    check(Norms(10.0), "a", 5.0, [1e-17, 2e-17, 5.0], message=0.5)
+    norms = Norms(Terms(norm_factor=10.0))
+    check(norms, "a", 5.0, [1e-17, 2e-17, 5.0], message=0.5)
     with pytest.raises(Refusal, match="5 the bound"):
-        check(Norms(10.0), "a", 5.1, [1e-17, 2e-17, 5.1], message=0.5)
+        check(norms, "a", 5.1, [1e-17, 2e-17, 5.1], message=0.5)
+
+
+def test_how_much_longer_than_the_point_is_the_operators_to_say():
+    """3 · ‖message‖ = 3 · 0.5."""
+    norms = Norms(Terms(norm_factor=10.0, message_factor=3.0))
+    check(norms, "a", 1.5, [1e-17, 2e-17, 1.5], message=0.5)
+    with pytest.raises(Refusal, match=r"1\.5 the bound \(norm_factor = 10, message_factor = 3\)"):
+        check(norms, "a", 1.6, [1e-17, 2e-17, 1.6], message=0.5)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan"), None])
+def test_a_factor_of_the_message_is_a_positive_number(factor):
+    with pytest.raises(fb.ConfigurationError, match=r"Terms\.message_factor = .* a positive number"):
+        Terms(message_factor=factor)
+
+
+def test_the_warning_counts_the_norms_that_it_can_compare(caplog):
+    """Of four answers three are 0: one norm is left, where three would tell."""
+    with caplog.at_level(logging.WARNING, "fedbilevel.server"):
+        check(Norms(Terms()), "a", 5.0, [0.0, 0.0, 0.0, 5.0])
+        check(Norms(Terms()), "a", 5.0, [5.0, 4.0])
+    zeros, few = [record.getMessage() for record in caplog.records]
+    assert "phase a: 1 of 4 answers is not 0, where 3 are needed to tell whether one is out of proportion" in zeros
+    assert "phase a: 2 of 2 answers are not 0, where 3 are needed" in few
+
+
+def test_where_all_updates_are_0_nothing_is_in_doubt(caplog):
+    with caplog.at_level(logging.WARNING, "fedbilevel.server"):
+        check(Norms(Terms()), "a", 0.0, [0.0, 0.0, 0.0])
+    assert caplog.records == []
 
 
 # Undone
@@ -268,7 +299,7 @@ def test_a_run_that_is_spoiled_from_the_start_ends(tmp_path):
 
 def test_one_lie_makes_no_room_for_a_larger_one():
     """A message that a lie has made a thousand times as long lets ten times its own norm pass, not the whole factor."""
-    norms = Norms(1e4)
+    norms = Norms(Terms())
     norms.check("step", 9e3, [1.0, 1.0, 9e3], lambda: 1.0)
     with pytest.raises(Refusal, match=r"norm of 4e\+05, where 1 is usual and 1e\+04 the bound"):
         norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e3)

@@ -39,7 +39,7 @@ Config = Mapping[str, Any]
 
 NORMS = {"norm-factor", "norm-bound"}
 SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float}
-SERVER |= dict.fromkeys(sorted(NORMS), float)
+SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
 """Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. Of NORMS 0 sets no bound."""
 
 LIMITS = {  # node configuration -> field of `flower.Limits`
@@ -165,9 +165,8 @@ def terms(config: Config) -> Any:
     from fedbilevel.flower import Terms
 
     given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
-    for name in NORMS & given.keys():
-        given[name.replace("-", "_")] = given.pop(name) or None
-    return Terms(**given)
+    given |= {name: given[name] or None for name in NORMS & given.keys()}
+    return Terms(**{name.replace("-", "_"): value for name, value in given.items()})
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:

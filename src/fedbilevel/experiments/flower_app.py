@@ -59,6 +59,7 @@ attempts = 3      # how often those who did not answer are asked, before the run
 join = 60.0       # seconds to wait for clients that are not online
 poll = 0.5        # seconds between two looks for answers, at most
 norm-factor = 1e4  # how many times as long as usual an update may be; 0: any
+message-factor = 10.0  # how many times as long as the message it may be, though norm-factor would refuse it
 norm-bound = 0.0  # largest norm of an update that counts; 0: any
 """
 

@@ -109,7 +109,7 @@ class FlowerRun:
         keys = {} if engine.keys is None else public_keys(Path(engine.keys), len(clients))
         self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock, own, keys)
         self.courier = Courier(post, self.roster, self.terms, self.clock)
-        self.rests, self.norms = Rests(), Norms(self.terms.norm_factor)
+        self.rests, self.norms = Rests(), Norms(self.terms)
         self.undoing = Undoing(self)
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
         self.settled = self.counted.copy()  # the same before this round

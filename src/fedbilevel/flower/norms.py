@@ -2,15 +2,16 @@
 
 In each exchange, with ‖·‖ the Euclidean norm of a whole update, an answer u counts if
 
-    ‖u‖ ≤ max(factor · median of the ‖u_j‖ here,  factor · median over earlier exchanges of the phase,  10 · ‖message‖)
+    ‖u‖ ≤ max(norm_factor · median of the ‖u_j‖ here,  norm_factor · median over earlier exchanges of the phase,
+              message_factor · ‖message‖)
 
 Norms of 0 are left out of both medians: an update may rightly be 0 for most and not for one. The first median is of
 what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges of
 this process. Where neither is known nothing is refused. The message's norm is there for updates that are rounding
-errors for most: what is no longer than some times the point itself cannot spoil it for good. It has a small factor of
-its own, or one lie, which makes the next message longer, would make room for a larger one.
+errors for most: what is no longer than some times the point itself cannot spoil it for good. Its factor is a small one,
+or one lie, which makes the next message longer, would make room for a larger one.
 
-The factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by Dirichlet's
+norm_factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by Dirichlet's
 0.05, digits, a client's own hypergradients (LFedNest): the longest was 1,020 times the median.
 """
 
@@ -22,12 +23,12 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
+from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Refusal
 
 FEWEST = 3
 """Norms of which the median is that of an honest client if one of them is not."""
 WINDOW = 100  # exchanges of a phase
-OF_MESSAGE = 10.0  # how many times as long as the message an update may be
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -36,13 +37,13 @@ class Norms:
     """What norms are usual, phase by phase.
 
     Args:
-        factor: None refuses nothing.
+        terms: their norm_factor and message_factor are used here; norm_bound is not.
     """
 
-    def __init__(self, factor: float | None) -> None:
-        self.factor = factor
+    def __init__(self, terms: Terms) -> None:
+        self.factor, self.of_message = terms.norm_factor, terms.message_factor
         self.past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self.told = False  # that nothing is known of some answer
+        self.told = False  # that nothing is known of some update
 
     def check(self, phase: str, norm: float, here: Sequence[float], message: Callable[[], float]) -> None:
         """Refuse an update that is out of proportion.
@@ -55,14 +56,14 @@ class Norms:
         Raises:
             Refusal: it is.
         """
-        if self.factor is None:
+        if self.factor is None or norm == 0:
             return
         usual = self.usual(phase, here)
         if usual is None:
-            self.tell(phase, len(here))
-        elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, OF_MESSAGE * message())):
-            text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual"
-            raise Refusal(f"{text} and {bound:.3g} the bound (norm_factor = {self.factor:g})")
+            self.tell(phase, here)
+        elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, self.of_message * message())):
+            text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual and {bound:.3g} the bound"
+            raise Refusal(f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
 
     def usual(self, phase: str, here: Sequence[float]) -> float | None:
         """The larger one of the two medians, if any is known."""
@@ -75,13 +76,14 @@ class Norms:
         if some := [norm for norm in accepted if norm > 0]:
             self.past[phase].append(statistics.median_low(some))
 
-    def tell(self, phase: str, answers: int) -> None:
-        """Say, once, that an answer counts whatever its norm."""
+    def tell(self, phase: str, here: Sequence[float]) -> None:
+        """Say, once, that an update counts whatever its norm."""
         if not self.told:
+            some = sum(norm > 0 for norm in here)
             log.warning(
-                "phase %s: %d answers, and none before: fewer than %d, so that nothing tells whether one is out of "
-                "proportion. It counts; a number for norm_bound would be a bound here, too",
-                *(phase, answers, FEWEST),
+                "phase %s: %d of %d answers %s not 0, where %d are needed to tell whether one is out of proportion, "
+                "and no earlier exchange tells it. Each counts; a number for norm_bound would be a bound here, too",
+                *(phase, some, len(here), "is" if some == 1 else "are", FEWEST),
             )
             self.told = True
 

@@ -20,6 +20,8 @@ class Terms:
         attempts: how often those who have not answered are asked, before the run stops below its quorum.
         join: seconds to wait for clients that are not online, at the start and before another attempt.
         norm_factor: how many times as long as usual an update may be (see norms.py); None sets no such bound.
+        message_factor: how many times as long as the message that was sent an update may be in any case but that of
+            norm_bound: what norm_factor would refuse counts up to there.
         norm_bound: the largest Euclidean norm that an update may have, in any case; None sets no bound.
         poll: seconds between two looks for answers, at most.
     """
@@ -29,6 +31,7 @@ class Terms:
     attempts: int = 3
     join: float = 60.0
     norm_factor: float | None = 1e4
+    message_factor: float = 10.0
     norm_bound: float | None = None
     poll: float = 0.5
 
@@ -40,6 +43,9 @@ class Terms:
             require(0 < value < math.inf, f"Terms.{name}", value, "a positive number of seconds")
         factor, bound = self.norm_factor, self.norm_bound
         require(factor is None or 1 <= factor < math.inf, "Terms.norm_factor", factor, "1 or more, or None")
+        of_message = self.message_factor
+        positive = isinstance(of_message, int | float) and 0 < of_message < math.inf
+        require(positive, "Terms.message_factor", of_message, "a positive number")
         require(bound is None or 0 < bound < math.inf, "Terms.norm_bound", bound, "positive, or None")
 
     def needed(self, cohort: int) -> int:
