@@ -4,9 +4,11 @@ import errno
 import fcntl
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -74,7 +76,7 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_one(tmp_path,
     monkeypatch.setattr(fcntl, "flock", late)
     with lock.held(path, tmp_path):
         assert path.read_text().startswith("process ")
-    assert len(calls) == 2
+        assert len(calls) == 2
 
 
 def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
@@ -104,3 +106,86 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
     assert refused[0] == 0
     assert play(resume=True).round == 2
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.npz", "run.previous.npz"]
+
+
+FORK = """
+import os
+import sys
+import time
+from pathlib import Path
+from fedbilevel.engines import lock
+with lock.held(Path(sys.argv[1]), Path("runs/one")):
+    child = os.fork()
+    if not child and sys.argv[2] == "unwinds":
+        raise SystemExit(0)  # through the `with`, as the parent does
+    elif not child:
+        time.sleep(600)
+    if sys.argv[2] == "unwinds":
+        os.waitpid(child, 0)
+    print(child, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def forked(tmp_path, request):
+    """A process that holds a lock and has forked; its child; and the lock file."""
+    path = tmp_path / ".lock"
+    command = [sys.executable, "-c", FORK, str(path), request.param]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    yield path, process
+    if request.param == "sleeps":
+        os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("forked", ["sleeps"], indirect=True)
+def test_a_child_that_was_forked_does_not_hold_it(forked):
+    """Killed, the parent holds nobody up, though the child lives on."""
+    path, process = forked
+    with pytest.raises(fb.CheckpointError, match=f"in use by process {process.pid} on "):
+        lock.held(path, path.parent).__enter__()
+    process.kill()
+    process.wait()
+    with lock.held(path, path.parent):
+        pass
+
+
+@pytest.mark.parametrize("forked", ["unwinds"], indirect=True)
+def test_a_child_that_was_forked_does_not_give_it_up(forked):
+    path, process = forked
+    with pytest.raises(fb.CheckpointError, match=f"in use by process {process.pid} on "):
+        lock.held(path, path.parent).__enter__()
+
+
+def test_turns_are_taken(tmp_path):
+    """Each of two threads finds what the other left: of a turn that both have at once only one count would stay."""
+    count = tmp_path / "count"
+    count.write_text("0")
+    inside, seen = threading.Barrier(2), []
+
+    def add():
+        inside.wait()
+        for _ in range(50):
+            with lock.turn(tmp_path / "lock"):
+                before = int(count.read_text())
+                count.write_text(str(before + 1))
+                seen.append(before)
+
+    threads = [threading.Thread(target=add) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == list(range(100))
+
+
+def test_no_turn_without_a_lock(tmp_path, monkeypatch):
+    def none(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(fb.CheckpointError, match=r"lock cannot be locked .No locks available"):
+        lock.turn(tmp_path / "lock").__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,23 @@ def test_what_anybody_could_want_is_refused_and_not_touched(dead, case) -> None:
     with pytest.raises(ConfigurationError, match="dead: that folder is not empty"):
         dead.claim(SPEC)
     assert content(dead.path) == before
+
+
+def test_a_run_in_progress_is_named(tmp_path) -> None:
+    """Its folder is not empty either, but there is somebody to ask."""
+    place, said = Folder(tmp_path / "run"), []
+
+    def second(result, row) -> None:
+        with pytest.raises(CheckpointError) as refused:
+            experiments.run(SPEC, place.path, plot=False)
+        said.append(str(refused.value))
+
+    experiments.run(SPEC, place.path, plot=False, callbacks=[second])
+    who = f"{place.path} is in use by process {os.getpid()} on {socket.gethostname()}, since 20"
+    assert said
+    assert all(text.startswith(who) for text in said)
+    with pytest.raises(ConfigurationError, match="run: that folder is not empty"):  # when it is over
+        experiments.run(SPEC, place.path, plot=False)
 
 
 def test_the_spec_that_is_asked_for_is_no_loss(dead) -> None:

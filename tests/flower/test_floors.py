@@ -1,5 +1,6 @@
 """A client's floors: what it refuses to be asked, whoever asks."""
 
+import fcntl
 from dataclasses import replace
 
 import federations
@@ -90,6 +91,22 @@ def test_questions_of_a_round_and_of_all_runs(tmp_path):
         == "this client answers 5 questions in all, and no more"
     )
     assert FolderStore(tmp_path, 0).tally() == Tally(5, other, 2, 2)
+
+
+def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, monkeypatch):
+    """Another process of the site would write over it what it has read before."""
+    save_tally, tries = FolderStore.save_tally, []
+
+    def noted(store, tally):
+        with open(store.turns) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        tries.append(tally.total)
+        save_tally(store, tally)
+
+    monkeypatch.setattr(FolderStore, "save_tally", noted)
+    desk = Desk(federations.site(STEPS, 0, folder=tmp_path))
+    assert [desk.answer(ask(desk, round=round), memory()).refused for round in (1, 2)] == ["", ""]
+    assert tries == [1, 2]
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"total": "5"}', '{"total": 1, "rounds": 2}', "{" * 100])

@@ -1,4 +1,9 @@
-"""One writer at a time: a file that the system has locked for a process as long as it lives, and that names it."""
+"""One writer at a time: a file that the system has locked for a process as long as it lives, and that names it.
+
+A child of the process shares what it has locked. One that Python forks (os.fork, multiprocessing) closes it at once, so
+that the lock goes with the parent and the child can neither hold it nor give it up; one that is started as a program
+never has it. Only a library that forks without Python would leave its child with a part in the lock.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,9 @@ try:
 except ImportError:  # Windows: nothing is locked there
     fcntl = None  # type: ignore[assignment]
 
+TAKEN: set[TextIO] = set()
+"""The open files by which this process holds locks."""
+
 
 @contextmanager
 def held(path: Path, what: Path) -> Iterator[None]:
@@ -36,12 +44,81 @@ def held(path: Path, what: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for file in mine:
+        for file in [file for file in mine if not file.closed]:  # in a forked child it is
             path.unlink(missing_ok=True)  # before it is unlocked: who waits then sees that it is gone
-            file.close()
+            _release(file)
             with suppress(OSError):
                 for folder in made:
                     folder.rmdir()
+
+
+@contextmanager
+def turn(path: Path) -> Iterator[None]:
+    """Wait until nobody else holds the file `path`, which is made if need be and stays, and hold it.
+
+    Raises:
+        CheckpointError: it cannot be locked.
+    """
+    mine: list[TextIO] = []
+    try:
+        try:
+            if fcntl is None:
+                raise OSError("this system has no flock")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mine.append(open(path, "a+", encoding="utf-8"))  # noqa: SIM115
+            TAKEN.update(mine)
+            fcntl.flock(mine[0], fcntl.LOCK_EX)
+        except OSError as error:
+            text = f"{path} cannot be locked ({error.strerror or error}): nothing was changed"
+            raise CheckpointError(text) from error
+        yield
+    finally:
+        for file in mine:
+            _release(file)
+
+
+def require_unheld(path: Path, what: Path) -> None:
+    """Refuse what somebody is writing, who holds the file `path`, and say who.
+
+    Raises:
+        CheckpointError: somebody does.
+    """
+    if fcntl is None or not path.is_file():
+        return
+    with open(path, encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(file, what) from None
+        except OSError:  # it cannot be locked, so nobody holds it
+            return
+
+
+def _in_use(file: TextIO, what: Path) -> CheckpointError:
+    file.seek(0)
+    holder = file.read().strip() or "another process"
+    return CheckpointError(f"{what} is in use by {holder}; wait for it, or choose another place")
+
+
+def _release(file: TextIO) -> None:
+    """Unlock and close a file, unless this is a forked child, which has closed it; also for children that other code
+    has forked."""
+    if not file.closed:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        file.close()
+    TAKEN.discard(file)
+
+
+def _let_go() -> None:
+    """In a child that was forked: close what its parent has locked, which stays locked."""
+    for file in TAKEN:
+        file.close()
+    TAKEN.clear()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def _taken(path: Path, what: Path) -> list[TextIO]:
@@ -58,9 +135,7 @@ def _taken(path: Path, what: Path) -> list[TextIO]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with file:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-            raise CheckpointError(f"{what} is in use by {holder}; wait for it, or choose another place") from None
+                raise _in_use(file, what) from None
         except OSError as error:
             file.close()
             text = f"{what} cannot be locked ({error.strerror or error}): nothing keeps a second run from writing there"
@@ -70,6 +145,7 @@ def _taken(path: Path, what: Path) -> list[TextIO]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
             file.flush()
+            TAKEN.add(file)
             return [file]
         file.close()  # its holder has removed it between the two
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, require
-from fedbilevel.engines import checkpoint
+from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.experiments.own_task import label
@@ -104,14 +104,19 @@ class Folder:
         return found
 
     def require_free(self) -> None:
-        """Refuse a folder with anything but the remains of a run that ended before its first checkpoint."""
+        """Refuse a folder in which a run is in progress, which is named, or with anything but the remains of one that
+        ended before its first checkpoint."""
+        lock.require_unheld(self.lock, self.path)
+        self._require_remains()
+
+    def _require_remains(self) -> None:
         if self.remains() is None or not self.path.is_dir():
             require_free(self.path)
 
     def claim(self, spec: Spec) -> None:
         """Make a free folder empty for a run, but for its lock, and say so; a spec that somebody may have written or
         changed by hand is not thrown away."""
-        self.require_free()
+        self._require_remains()
         if self.spec.exists() and not self._written() and self.spec.read_text(encoding="utf-8") != spec.to_toml():
             require_free(self.path)
         if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.flower.accounting import Spent
 from fedbilevel.flower.privacy import Privacy, load_secret
@@ -19,6 +19,7 @@ class Guard:
 
     Raises:
         ConfigurationError: the folder is another client's, or its account is missing or damaged.
+        CheckpointError: the folder cannot be locked.
     """
 
     def __init__(self, privacy: Privacy, folder: Path, client: int) -> None:
@@ -53,8 +54,5 @@ class Guard:
     def write(self, spent: Spent) -> None:
         write_atomically(self.account, lambda file: file.write(spent.to_json().encode()))
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with open(self.folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def turn(self) -> AbstractContextManager[None]:
+        return lock.turn(self.folder / "lock")

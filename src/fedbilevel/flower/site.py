@@ -218,9 +218,10 @@ class Desk:
 
     def count(self, ask: Ask, store: Store) -> None:
         """Note one more question; the count is kept before anything is computed."""
-        tally = store.tally().next(ask.run, ask.round)
-        self.site.limits.check_tally(tally)
-        store.save_tally(tally)
+        with store.counting():
+            tally = store.tally().next(ask.run, ask.round)
+            self.site.limits.check_tally(tally)
+            store.save_tally(tally)
 
     def states(self, ask: Ask, store: Store) -> tuple[PyTree, PyTree]:
         """What the client keeps, as a stopped run would go on from it and as this message has to see it."""

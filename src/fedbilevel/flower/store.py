@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedbilevel.core.errors import CheckpointError
-from fedbilevel.engines import checkpoint
+from fedbilevel.engines import checkpoint, lock
 from fedbilevel.flower.client_state import Kept
 from fedbilevel.flower.records import RAW
 from fedbilevel.flower.tally import Tally
@@ -33,6 +34,14 @@ class Store(Protocol):
 
     def save(self, run: str, kept: Kept) -> None: ...
 
+    def counting(self) -> AbstractContextManager[None]:
+        """To hold from reading the count of questions until it is written: nobody else can do either meanwhile.
+
+        Raises:
+            CheckpointError: that cannot be.
+        """
+        ...
+
     def tally(self) -> Tally:
         """The count of questions so far.
 
@@ -53,6 +62,7 @@ class FolderStore:
     def __init__(self, folder: Path, client: int) -> None:
         self.folder, self.client = folder, client
         self.count = folder / f"client-{client}-questions.json"
+        self.turns = folder / f".client-{client}-questions.lock"
 
     def path(self, run: str) -> Path:
         return self.folder / f"client-{self.client}-run-{run}.npz"
@@ -74,6 +84,9 @@ class FolderStore:
         others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
         for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
+
+    def counting(self) -> AbstractContextManager[None]:
+        return lock.turn(self.turns)
 
     def tally(self) -> Tally:
         if not self.count.exists():
@@ -121,6 +134,9 @@ class ContextStore:
             }
         )
         self.records[self.TREE] = ArrayRecord({RAW: leaves})
+
+    def counting(self) -> AbstractContextManager[None]:
+        return nullcontext()  # Flower hands a run's memory to one message at a time
 
     def tally(self) -> Tally:
         count = self.records.get(self.COUNT)
