@@ -173,7 +173,21 @@ def test_other_versions_of_jax_do_not_make_another_loss(before):
     assert taken(x0=1.0).differences(old) == "different now: x0"
 
 
-def test_of_a_large_array_evenly_spaced_samples_are_read(monkeypatch, tmp_path):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8])
+def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
+    """The sample that nobody looks at below, where the array is memory-mapped."""
+    monkeypatch.setattr(fingerprint, "WHOLE", 2**10)
+    values = np.zeros((10_000, 3), dtype)
+    rows = Ragged({"a": values}, np.arange(100) * 100, np.full(100, 100))
+    first = fingerprint.of_samples(fb.Clients(rows))["outer"]
+    values[1501, 2] = 1  # client 15's: block b begins with client ⌊100 b/64⌋, the tenth with 15 and the next with 17
+    second = fingerprint.of_samples(fb.Clients(rows))["outer"]
+    assert [number for number in range(64) if first[number] != second[number]] == [10]
+    assert fingerprint.clients_of([10], 100) == "clients 15 to 16"
+    assert fingerprint.of_tree(jnp.zeros(5000)) != fingerprint.of_tree(jnp.zeros(5000).at[1].set(1))
+
+
+def test_of_a_large_mapped_array_evenly_spaced_samples_are_read(monkeypatch, tmp_path):
     """1,000 clients with 100 samples in 64 blocks: 1,562 or 1,563 samples each, of which 32 are read, first and last
     among them. The blocks of 1,000 begin with client ⌊1000 b/64⌋: 0, 15, 31, 46, …"""
     monkeypatch.setattr(fingerprint, "WHOLE", 2**16)
@@ -232,9 +246,9 @@ def begun(tmp_path):
     clients = fb.Clients(SAMPLES, SAMPLES)
     problem = fb.Bilevel(fit, ridge)
 
-    def play(rounds, problem=problem, x0=0.0, path=tmp_path / "run.npz", **options):
+    def play(rounds, problem=problem, x0=0.0, path=tmp_path / "run.npz", algorithm=None, **options):
         start = jnp.asarray(x0), jnp.zeros(2)
-        return fb.solve(fb.SimFBO(), problem, clients, *start, rounds=rounds, checkpoint=path, **options)
+        return fb.solve(algorithm or fb.SimFBO(), problem, clients, *start, rounds=rounds, checkpoint=path, **options)
 
     play(3)
     return play
@@ -260,3 +274,12 @@ def test_auto_starts_or_continues(begun, tmp_path):
     assert np.array_equal(again.y, whole.y)
     with pytest.raises(fb.ConfigurationError, match="resume = 'maybe' is not allowed: it must be True, False, 'auto'"):
         begun(6, resume="maybe")
+
+
+def test_no_resume_passes_one_algorithms_state_to_another(begun, tmp_path):
+    """Both are named, forced or not: which leaves differ says little to who has typed another name."""
+    for resume in (True, "force"):
+        with pytest.raises(fb.CheckpointError) as refused:
+            begun(4, algorithm=fb.FedNest(inner_rounds=1, batch_size=2), resume=resume)
+        assert "run.npz holds the state of a run of SimFBO, which FedNest cannot go on from" in str(refused.value)
+        assert "also not with resume=" in str(refused.value)

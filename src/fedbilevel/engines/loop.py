@@ -224,7 +224,7 @@ class Loop:
         path = self.plan.path
         newest = Path(hosts.decide(lambda: str(files.newest(path))))
         with hosts.copy_of(newest) as copy:
-            carry, meta = files.load(copy, carry)
+            carry, meta = self.state_of(copy, carry)
         with files.as_checkpoint_error(newest):
             self.compare(meta, force)
             self.continue_from(meta)
@@ -236,6 +236,18 @@ class Loop:
         require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
         hosts.here.saved = str(self.plan.path)
         return carry
+
+    def state_of(self, copy: Path, carry: Carry) -> tuple[Carry, dict[str, Any]]:
+        """What the checkpoint holds; if it does not fit the run, and is of another algorithm, the error names both."""
+        try:
+            return files.load(copy, carry)
+        except CheckpointError as error:
+            before = files.load_meta(copy).get("fingerprint", {}).get("stated", {}).get("algorithm")
+            now = self.plan.begun.stated["algorithm"]
+            if before in (None, now):
+                raise
+            text = f"{self.plan.path} holds the state of a run of {before}, which {now} cannot go on from"
+            raise CheckpointError(f'{text}, also not with resume="force" (--force): start anew elsewhere') from error
 
     def continue_from(self, meta: dict[str, Any]) -> None:
         """Take up what was measured so far."""
