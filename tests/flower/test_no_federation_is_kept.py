@@ -1,0 +1,70 @@
+"""Does all that a federation in this process was given, made and compiled go when its caller lets go of it?"""
+
+import gc
+import weakref
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel.flower.apps import client_app
+from fedbilevel.flower.engine import Flower, FlowerRun
+from fedbilevel.flower.in_process import InProcess
+from fedbilevel.flower.site import Desk
+
+
+def played(monkeypatch):
+    """Weak references to what one federation of two clients was given and what it made, by name."""
+    rng = np.random.default_rng(0)
+    scale, samples = jnp.asarray(rng.normal(size=3)), rng.normal(size=(2, 5, 3))
+    made = {}
+
+    def noted(kind):
+        init = kind.__init__
+
+        def noting(self, *arguments):
+            made[f"{kind.__name__} {len(made)}"] = weakref.ref(self)
+            init(self, *arguments)
+
+        return noting
+
+    def outer(x, y, batch):
+        return jnp.mean((batch @ (scale * y) - jnp.sum(x)) ** 2)
+
+    def inner(x, y, batch):
+        return outer(x, y, batch) + y @ y
+
+    def size(x, y):
+        return scale @ y
+
+    problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
+    algorithm, start = federations.Steps(batch_size=2), (jnp.zeros(2), jnp.zeros(3))
+
+    def site(run, node):
+        client = node["partition-id"]
+        own = {"outer": clients.outer.row(client), "inner": clients.inner.row(client), "limits": federations.FREE}
+        return fb.flower.Site(id=client, algorithm=algorithm, problem=problem, x0=start[0], y0=start[1], **own)
+
+    with monkeypatch.context() as patched:
+        for kind in (Desk, FlowerRun):
+            patched.setattr(kind, "__init__", noted(kind))
+        grid = InProcess(client_app(site), 2)
+        engine, known = Flower(grid=grid), fb.RemoteClients.of(clients)
+        result = fb.solve(algorithm, problem, known, *start, rounds=1, engine=engine, metrics={"size": size})
+    given = {"problem": problem, "outer": outer, "inner": inner, "metric": size, "clients": clients, "result": result}
+    given |= {"a constant": scale, "samples": clients.inner.values, "grid": grid, "engine": engine, "site": site}
+    return {name: weakref.ref(thing) for name, thing in given.items()} | made
+
+
+def test_no_federation_is_kept(monkeypatch):
+    """Nor any array but those that the first one leaves in JAX's caches: the second leaves as many."""
+    played(monkeypatch)
+    gc.collect()
+    arrays = len(jax.live_arrays())
+    kept = played(monkeypatch)
+    gc.collect()
+    assert {name.split()[0] for name in kept} >= {"Desk", "FlowerRun", "grid", "problem"}
+    assert [name for name, thing in kept.items() if thing() is not None] == []
+    assert len(jax.live_arrays()) == arrays
