@@ -7,7 +7,12 @@ import pytest
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-quickly = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]  # compiling is most of it
+quickly = [  # compiling is most of it, and the emitters of fused loops are more than half of compiling
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_multi_thread_eigen=false",
+]
 os.environ["XLA_FLAGS"] = " ".join([*flags, *quickly, "--xla_force_host_platform_device_count=2"])
 
 
