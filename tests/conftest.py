@@ -1,6 +1,9 @@
 """What every test needs before jax is imported: float64, two devices, one place for compiled programs."""
 
+import ctypes
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,3 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_go_with_their_module() -> Iterator[None]:
+    """Compiled programs and the memory that compiling took: kept to the end they would be gigabytes in each process."""
+    import jax
+
+    yield
+    jax.clear_caches()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # glibc gives back nothing unasked of what many threads have freed
