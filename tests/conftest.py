@@ -1,8 +1,6 @@
 """What every test needs before jax is imported: float64, two devices, one place for compiled programs."""
 
-import ctypes
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,7 +32,8 @@ def _programs_go_with_their_module() -> Iterator[None]:
     """Compiled programs and the memory that compiling took: kept to the end they would be gigabytes in each process."""
     import jax
 
+    from fedbilevel.engines import freed
+
     yield
     jax.clear_caches()
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # glibc gives back nothing unasked of what many threads have freed
+    freed.give_back()

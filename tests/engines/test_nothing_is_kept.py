@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.engines import freed
 from fedbilevel.engines.local import LocalRun
 
 
@@ -51,3 +52,12 @@ def test_nothing_is_kept(engine, monkeypatch):
     gc.collect()
     assert "program 0" in kept
     assert [name for name, thing in kept.items() if thing() is not None] == []
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_what_compiling_freed_is_given_back_after_every_solve(has_it, monkeypatch):
+    """By the C library's malloc_trim(0), where it has one."""
+    given_back = []
+    monkeypatch.setattr(freed, "_trim", lambda: given_back.append if has_it else None)
+    solved(fb.Reference(), monkeypatch)
+    assert given_back == [0] * has_it

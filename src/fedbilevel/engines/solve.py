@@ -25,7 +25,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_l
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import fingerprint, hosts, lock, per_client, submodels
+from fedbilevel.engines import fingerprint, freed, hosts, lock, per_client, submodels
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation
@@ -168,6 +168,7 @@ def solve(
             return loop.play(run, carry)
         finally:
             run.close()
+            freed.give_back()
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:
