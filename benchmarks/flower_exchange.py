@@ -52,8 +52,7 @@ import numpy as np
 import fedbilevel as fb
 from fedbilevel.core.tree import XY
 
-@fb.algorithm
-class Echo:
+class Echo(fb.Algorithm):
     solves = (fb.SingleLevel,)
     def init(self, x, y):
         return XY(x, y)

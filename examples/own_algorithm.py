@@ -27,8 +27,7 @@ class State(NamedTuple):
     y: Any
 
 
-@fb.algorithm
-class AveragedSteps:
+class AveragedSteps(fb.Algorithm):
     """Fields are hyperparameters: `static` ones shape the program, `positive` ones are numbers or schedules."""
 
     local_steps: int = static(5)

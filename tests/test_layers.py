@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,7 @@ HEAVY = {"flwr", "matplotlib", "sklearn", "rich", "pandas"}
 def room_of(path: Path) -> str:
     """The room that a file, given relative to the package, belongs to."""
     name = path.with_suffix("").parts[0]
-    return {"__init__": "root", "public": "root", "__main__": "cli"}.get(name, name)
+    return {"__init__": "root", "public": "root", "renames": "root", "__main__": "cli"}.get(name, name)
 
 
 def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
@@ -81,6 +82,17 @@ def forbidden(source: str, path: Path) -> list[str]:
         if wrong:
             found.append(f"{path}:{line}: {room} may not import {name}")
     return found
+
+
+def test_a_name_of_before_says_what_stands_in_its_place() -> None:
+    import fedbilevel
+    from fedbilevel.renames import PUBLIC
+
+    assert not PUBLIC.keys() & set(fedbilevel.__all__)
+    with pytest.raises(
+        AttributeError, match=r"'algorithm': a method is a subclass of fedbilevel.Algorithm"
+    ):
+        _ = fedbilevel.algorithm
 
 
 def test_public_names_are_what_a_user_is_shown() -> None:
@@ -141,6 +153,12 @@ def test_the_check_finds_a_forbidden_import(path: str, source: str) -> None:
 )
 def test_the_check_lets_an_allowed_import_pass(path: str, source: str) -> None:
     assert forbidden(source, Path(path)) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_hooks_of_algorithms_are_methods_not_looked_for(file: Path) -> None:
+    """Every hook stands in `class Algorithm` with its default."""
+    assert re.findall(r"(?:has|get)attr\((?:\w+\.)*algorithm\b.*", file.read_text()) == []
 
 
 def test_import_fedbilevel_loads_nothing_heavy() -> None:

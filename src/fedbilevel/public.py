@@ -26,7 +26,7 @@ from fedbilevel.algorithms import (
 )
 from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
 from fedbilevel.core import projections
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public, Withheld
 from fedbilevel.core.client import Client, Clients, Ragged
 from fedbilevel.core.config import fraction, positive, static, steps
@@ -75,6 +75,7 @@ __all__ = [
     "XYV",
     "AbsenceWarning",
     "AggITD",
+    "Algorithm",
     "BiFISTA",
     "Bilevel",
     "CapacityWarning",
@@ -124,7 +125,6 @@ __all__ = [
     "SingleLevel",
     "Structure",
     "Withheld",
-    "algorithm",
     "check_hypergradient",
     "check_structure",
     "diagnose",

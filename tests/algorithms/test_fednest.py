@@ -124,7 +124,6 @@ class Sums(NamedTuple):
     squares: jax.Array
 
 
-@fb.algorithm
 class Draws(fb.FedNest):
     """FedNest's hypergradient at the start, again and again: the sum and the sum of squares."""
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.algorithm import init_client, phase_name
+from fedbilevel.core.algorithm import ALGORITHMS, phase_name
 from fedbilevel.core.errors import ConfigurationError
 
 
-@fb.algorithm
-class Keeps:
+class Keeps(fb.Algorithm):
     """Counts the rounds in which a client took part."""
 
     def init(self, x, y):
@@ -20,6 +19,9 @@ class Keeps:
 
     def init_client(self, x, y):
         return {"seen": jnp.zeros((), int)}
+
+    def round(self, fed, state, key):
+        return state
 
     def unmarked(self, client, message, key):
         return fb.Reply(message)
@@ -64,7 +66,6 @@ def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 def test_a_round_that_sends_code_is_stopped_in_every_engine(engine):
-    @fb.algorithm
     class SendsCode(fb.SimFBO):
         def round(self, fed, state, key):
             return state._replace(iterate=fed.mean(lambda client, message, key: fb.Reply(message), state.iterate, key))
@@ -76,5 +77,52 @@ def test_a_round_that_sends_code_is_stopped_in_every_engine(engine):
 
 
 def test_clients_keep_what_the_algorithm_says():
-    assert init_client(fb.SimFBO(), jnp.zeros(2), jnp.zeros(3)) is None
-    assert jax.tree.map(int, init_client(Keeps(), jnp.zeros(2), jnp.zeros(3))) == {"seen": 0}
+    assert fb.SimFBO().init_client(jnp.zeros(2), jnp.zeros(3)) is None
+    assert jax.tree.map(int, Keeps().init_client(jnp.zeros(2), jnp.zeros(3))) == {"seen": 0}
+
+
+def test_a_method_without_a_round_is_no_algorithm():
+    class Half(fb.Algorithm):
+        def init(self, x, y):
+            return x
+
+    with pytest.raises(TypeError, match="round"):
+        Half()
+
+
+def made(name, **body):
+    """A class of that name on the command line, as a user's module defines it."""
+    return type("Made", (Keeps,), {"name": name, "__module__": "users", "__qualname__": "Made", **body})
+
+
+def test_a_class_with_a_name_is_listed(monkeypatch):
+    monkeypatch.setattr("fedbilevel.core.algorithm.ALGORITHMS", dict(ALGORITHMS))
+    from fedbilevel.core import algorithm
+
+    first = made("made-up")
+    assert algorithm.ALGORITHMS["made-up"] is first
+    assert made("made-up") is algorithm.ALGORITHMS["made-up"] is not first  # a notebook's cell, run twice
+    assert "Keeps" not in {cls.__name__ for cls in algorithm.ALGORITHMS.values()}  # it has no name
+
+
+def test_a_name_is_taken_once():
+    before = dict(ALGORITHMS)
+    with pytest.raises(
+        ConfigurationError, match=r"Made.name = 'simfbo' .* another name: fedbilevel.algorithms.simfbo.SimFBO"
+    ):
+        made("simfbo")
+    assert before == ALGORITHMS
+
+
+def test_every_hook_has_a_default():
+    """What engines ask of an algorithm that says nothing of it."""
+    method = Keeps()
+    assert (method.extra_cohorts, method.waits_for, method.submodels) == (0, None, None)
+    said = method.asynchronous, method.needs_everyone, method.keeps_own_x, method.estimates_hypergradient()
+    assert said == (False, False, False, False)
+    state = method.init(jnp.zeros(2), jnp.zeros(3))
+    assert method.with_own(state, None) is state
+    assert (method.finished(state), method.complaint(state), method.warning(state)) == (False, "", "")
+    assert (method.noise_objection(), method.columns(state)) == ("", {})
+    with pytest.raises(ConfigurationError, match="Keeps estimates no hypergradient"):
+        method.hypergradient_at(None, state.x, state.y, None)

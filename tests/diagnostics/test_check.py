@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.algorithms.fednest import LFedNest
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import positive
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
@@ -71,8 +71,7 @@ def best_response(clients, x):
     return np.linalg.solve(whole.hessian, whole.cross @ x + c)
 
 
-@algorithm
-class Noisy:
+class Noisy(Algorithm):
     """Asks for ∇x f + normal noise of a known size; `schedule` shows that numbers reach the probe."""
 
     noise: float = positive(1.0)

@@ -8,8 +8,7 @@ from fedbilevel.core.config import static
 from fedbilevel.core.tree import XY
 
 
-@fb.algorithm
-class Early:
+class Early(fb.Algorithm):
     n: int = static(3)
     max_staleness: int | None = static(None)
     asynchronous = True

@@ -10,7 +10,6 @@ import pytest
 from two_phase import TwoPhase
 
 import fedbilevel as fb
-from fedbilevel.core.algorithm import is_asynchronous, takes_everyone
 from fedbilevel.engines import local
 from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import first_carry
@@ -147,7 +146,7 @@ SLOW = {
 }
 PAIRS = [pytest.param(case, engine, marks=[pytest.mark.slow] if case in SLOW else [])
          for case in sorted(CASES) for engine in sorted(ENGINES)
-         if engine in (ASYNCHRONOUS if is_asynchronous(CASES[case][0]) else SOME)
+         if engine in (ASYNCHRONOUS if CASES[case][0].asynchronous else SOME)
          or case in EVERY_ENGINE]  # fmt: skip
 
 
@@ -160,7 +159,7 @@ def three_rounds(case, engine):
     carry = carry._replace(
         desk=open_desk(algorithm, problem, task.x0, y0, task.clients.examples(), work is not None, len(task.clients))
     )
-    cohort = len(task.clients) if takes_everyone(algorithm) else COHORT
+    cohort = len(task.clients) if algorithm.needs_everyone else COHORT
     engine = replace(engine, clock=CLOCKS.get(case, fb.Clock()))
     run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
     books = []
@@ -207,7 +206,6 @@ def test_the_cases_move(cases, reference):
 
 
 def test_an_exchange_takes_phases_only():
-    @fb.algorithm
     class Leaky(TwoPhase):
         def round(self, fed, state, key):
             return fed.mean(lambda client, message, key: fb.Reply(message), state, key)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import fedbilevel as fb
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.config import static
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.remote import RemoteClients
@@ -134,8 +134,7 @@ def test_a_convolution_counts_what_is_inside_and_no_zeros_between_the_entries():
 # Phases
 
 
-@algorithm
-class Twice:
+class Twice(Algorithm):
     """Two exchanges a round: a full batch's sum with x, and τ products of y with a matrix."""
 
     local_steps: int = static(4)
@@ -222,7 +221,6 @@ def test_of_clients_elsewhere_they_are_not_known():
 
 
 def test_a_phase_that_branches_on_values_runs_on_the_reference_all_the_same():
-    @algorithm
     class Debugged(Twice):
         def round(self, fed, state, key):
             assert float(state.y[0, 0]) > 0

@@ -13,7 +13,6 @@ from fedbilevel.engines.clock import QUANTILES, TICK, Now
 from fedbilevel.tasks.quadratic import quadratic
 
 
-@fb.algorithm
 class Silent(Early):
     """One that does not say that it is asynchronous."""
 

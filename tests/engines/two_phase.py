@@ -15,8 +15,7 @@ class State(NamedTuple):
     y: jax.Array
 
 
-@fb.algorithm
-class TwoPhase:
+class TwoPhase(fb.Algorithm):
     """Inner steps with a control variate that each client keeps, then one outer step on its mean."""
 
     inner: int = static(3)

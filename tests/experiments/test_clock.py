@@ -101,7 +101,6 @@ def test_a_clock_for_other_clients_is_refused_before_anything_runs(settings, wor
 
 
 def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs(monkeypatch) -> None:
-    @fb.algorithm
     class FirstHalf(fb.ShroFBO):
         first: int = static(2)
         asynchronous: ClassVar[bool] = True

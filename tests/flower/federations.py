@@ -25,8 +25,7 @@ FREE = Limits(min_batch_size=1, min_local_samples=1)  # small clients, small bat
 SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 10 steps of them, eager and compiled
 
 
-@fb.algorithm
-class Steps:
+class Steps(fb.Algorithm):
     """Two exchanges a round: a step on y, then one on x; no client keeps anything."""
 
     batch_size: int | None = static(4)

@@ -31,8 +31,7 @@ ROUNDS = 6
 BAD = 1  # the client
 
 
-@fb.algorithm
-class Following:
+class Following(fb.Algorithm):
     """y follows the clients' targets; y⁴ overflows long before y does, with clients or, `there`, on the server."""
 
     there: bool = static(False)

@@ -124,9 +124,8 @@ def test_a_schedule_may_begin_at_0():
 
 
 def test_a_fresh_cohort_keeps_nothing():
-    @fb.algorithm
     class Forgetful(TwoPhase):
-        fresh = 1
+        extra_cohorts = 1
 
         @fb.phase
         def keeping(self, client, message, key):
@@ -172,8 +171,7 @@ def test_no_values_are_in_it():
     assert json.loads(made.text)["state"] == ["['calls'] int32[]", "['control'] float64[3]"]
 
 
-@fb.algorithm
-class Odd:
+class Odd(fb.Algorithm):
     """Sends whatever it is made for."""
 
     what: str = static("")

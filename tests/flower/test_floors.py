@@ -40,7 +40,6 @@ def test_small_batches_are_refused_at_the_greeting(batch_size, refused):
     assert desk.answer(greeting, memory()).refused == expected
 
 
-@fb.algorithm
 class Sly(federations.Steps):
     """Draws batches whose size has another name than batch_size."""
 

@@ -33,8 +33,7 @@ class State(NamedTuple):
     kept: dict  # Σ p_i of what the clients keep, when they were last asked
 
 
-@fb.algorithm
-class Differences:
+class Differences(fb.Algorithm):
     """Clients keep their last answer of either kind and send the difference to it: the server has the mean of the last
     ones. y's in a loop, then x's; from round `probe` on everyone then says what it keeps."""
 

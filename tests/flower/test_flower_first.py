@@ -26,8 +26,7 @@ DELAYS = np.array([1.0, 1.7, 2.9, 4.3, 5.9, 0.6])
 LR, ROUNDS = 0.3, 8
 
 
-@fb.algorithm
-class Async:
+class Async(fb.Algorithm):
     """y follows the clients' targets as they come; where `both`, x does too, and waits for all of them."""
 
     n: int = static(2)
@@ -51,14 +50,12 @@ class Async:
         return XY(x, y)
 
 
-@fb.algorithm
 class Silent(Async):
     """Does not say what it is."""
 
     asynchronous = False
 
 
-@fb.algorithm
 class Overdue(Async):
     """Nobody's answer is older than so many exchanges."""
 
@@ -206,7 +203,6 @@ def test_one_who_failed_is_asked_again_where_it_is_needed():
     assert jax.tree.leaves(result.state)
 
 
-@fb.algorithm
 class Mixed(Async):
     """After the first n answers of one kind, those of all clients of another kind."""
 

@@ -138,7 +138,6 @@ def test_the_largest_of_several_counts_is_limited():
         Limits(local_steps=8).check_algorithm(algorithm)
 
 
-@fb.algorithm
 class Rounds(federations.Steps):
     """The same with a count that is work for clients."""
 
@@ -190,8 +189,7 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == kept | {f"client-0-run-{federations.NAME}.npz"}
 
 
-@fb.algorithm
-class Dividing:
+class Dividing(fb.Algorithm):
     """Its phase divides by what it is sent."""
 
     def init(self, x, y):

@@ -1,7 +1,5 @@
 """Published methods, one file per paper, under one contract."""
 
-from typing import Any
-
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.aggitd import AggITD
@@ -14,31 +12,7 @@ from fedbilevel.algorithms.rabo import RABO, RAFBO
 from fedbilevel.algorithms.regularized_gradient import IRG, BiFISTA
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
 from fedbilevel.algorithms.single_level import FedAvg, FedLin
-
-ALGORITHMS: dict[str, Any] = {
-    "adbo": ADBO,
-    "afbo": AFBO,
-    "aggitd": AggITD,
-    "bi-fista": BiFISTA,
-    "fedavg": FedAvg,
-    "fedavg-s": FedAvgS,
-    "fedbio": FedBiO,
-    "fedbioacc": FedBiOAcc,
-    "fedlin": FedLin,
-    "fedmbo": FedMBO,
-    "fednest": FedNest,
-    "fednest-sgd": FedNestSGD,
-    "fism": FISM,
-    "irg": IRG,
-    "irig": IRIG,
-    "lfednest": LFedNest,
-    "rabo": RABO,
-    "rafbo": RAFBO,
-    "sdbo": SDBO,
-    "shrofbo": ShroFBO,
-    "simfbo": SimFBO,
-}
-"""Every algorithm by its command-line name."""
+from fedbilevel.core.algorithm import ALGORITHMS
 
 __all__ = [
     "ADBO",

@@ -50,7 +50,7 @@ Departures from the paper:
 Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ from fedbilevel.algorithms.cutting_planes import (
     without_idle,
 )
 from fedbilevel.algorithms.memory import ROUNDING
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static, steps
@@ -147,7 +147,9 @@ class CuttingPlanes(Batches):
     consensus_lr: float = positive(0.5)
     consensus_penalty: float = positive(0.3)
 
-    asynchronous: ClassVar[bool] = False
+    @property
+    def asynchronous(self) -> bool:
+        raise NotImplementedError
 
     def validate(self) -> None:
         super().validate()
@@ -290,15 +292,18 @@ does not hold for them: this method needs everyone in every round"
         return fed.repeat(self.iterations, self.step, self.with_new_plane(fed, state, plane_key), step_key)
 
 
-@algorithm
-class SDBO(CuttingPlanes):
+class SDBO(CuttingPlanes, Algorithm):
     """Cutting planes for the inner problem, in steps that wait for everyone. Fields: see `CuttingPlanes`.
 
     Needs: a bilevel problem; everyone in every round.
     Good for: comparison with ADBO, whose numbers these are where nobody is late.
     """
 
-    everyone: ClassVar[bool] = True
+    name = "sdbo"
+
+    @property
+    def needs_everyone(self) -> bool:
+        return True
 
     def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
         message = (state.x, state.planes.multiplier, state.planes.serial)
@@ -309,8 +314,7 @@ class SDBO(CuttingPlanes):
         return heard, theta, state.planes._replace(inner=inner)
 
 
-@algorithm
-class ADBO(CuttingPlanes):
+class ADBO(CuttingPlanes, Algorithm):
     """Cutting planes for the inner problem, in steps that wait for the first answers. Fields: see `CuttingPlanes`, and
 
         first: S, how many answers a step waits for; 1 moves the server with each.
@@ -320,10 +324,18 @@ class ADBO(CuttingPlanes):
     Good for: clients of unequal pace; between planes, for which all are waited for, nobody waits for the slowest.
     """
 
+    name = "adbo"
+
     first: int = static(1)
     max_staleness: int | None = static(None)
 
-    asynchronous: ClassVar[bool] = True
+    @property
+    def asynchronous(self) -> bool:
+        return True
+
+    @property
+    def waits_for(self) -> int:
+        return self.first
 
     def validate(self) -> None:
         super().validate()

@@ -51,7 +51,7 @@ from fedbilevel.algorithms.fednest import Alternating
 from fedbilevel.algorithms.hypergradient import Quality
 from fedbilevel.algorithms.memory import FirstAnswers, Memory
 from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Kept
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, static
@@ -91,8 +91,7 @@ class ClientState(NamedTuple):
     outer: Kept | None
 
 
-@algorithm
-class AFBO(FirstAnswers, Alternating):
+class AFBO(FirstAnswers, Alternating, Algorithm):
     """Inner rounds on y, then one step of x, each going on with the first answers and everyone's last ones.
 
     Args: those of `FirstAnswers`, those of `Alternating`, and
@@ -111,6 +110,8 @@ class AFBO(FirstAnswers, Alternating):
     Needs: a bilevel problem; g strongly convex in y, g_i for every client where hypergradient = "local".
     Good for: clients of very different speed, whom nobody should wait for.
     """
+
+    name = "afbo"
 
     hypergradient: Literal["global", "local"] = static("local")
     client_lr: float = positive(0.01)
@@ -133,6 +134,10 @@ class AFBO(FirstAnswers, Alternating):
         if self.hypergradient == "local":
             super().check_start(problem, clients, x, y)
 
+    @property
+    def keeps_own_x(self) -> bool:
+        return self.own_x
+
     def noise_objection(self) -> str:
         return ""  # "global" has no inverse
 
@@ -141,7 +146,7 @@ class AFBO(FirstAnswers, Alternating):
         return False
 
     @property
-    def fresh(self) -> int:
+    def extra_cohorts(self) -> int:
         return 0
 
     def init(self, x: PyTree, y: PyTree) -> Any:  # a State

@@ -44,7 +44,7 @@ from jax import Array
 from fedbilevel.algorithms.hypergradient import OuterGradients
 from fedbilevel.algorithms.inner_descent import InnerDescent
 from fedbilevel.algorithms.neumann_step import check_neumann_step
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, static
@@ -64,8 +64,7 @@ class Inner(NamedTuple):
     r: PyTree
 
 
-@algorithm
-class AggITD(InnerDescent, OuterGradients):
+class AggITD(InnerDescent, OuterGradients, Algorithm):
     """Iterative differentiation folded into the inner loop. Fields: see `InnerDescent`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
@@ -76,6 +75,8 @@ class AggITD(InnerDescent, OuterGradients):
         outer_lr: α.
         inverse: "series" or "random".
     """
+
+    name = "aggitd"
 
     inner_rounds: int = static(5)
     outer_lr: float = positive(0.1)

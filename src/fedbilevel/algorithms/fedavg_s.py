@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require_count
@@ -36,8 +36,7 @@ from fedbilevel.core.problem import Minimax, Problem
 from fedbilevel.core.tree import XY, PyTree, move
 
 
-@algorithm
-class FedAvgS:
+class FedAvgS(Algorithm):
     """FedAvg on both players of a saddle-point problem, simultaneously.
 
     Exchanges per round: 1.
@@ -51,6 +50,8 @@ class FedAvgS:
         inner_lr: β; a client's step on y is β/τ_i.
         batch_size: samples per draw, with replacement; None takes all samples.
     """
+
+    name = "fedavg-s"
 
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 

@@ -41,7 +41,7 @@ from jax import Array
 
 from fedbilevel.algorithms.local_coefficients import Plain
 from fedbilevel.algorithms.local_directions import LocalDirections, descend
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive
 from fedbilevel.core.fed import Fed, Reply
@@ -49,14 +49,15 @@ from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
 
 
-@algorithm
-class FedBiO(LocalDirections):
+class FedBiO(LocalDirections, Algorithm):
     """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean. Fields: see `LocalDirections`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: one set of step sizes, where clients are alike or τ = 1.
     Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
     """
+
+    name = "fedbio"
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))
@@ -88,8 +89,7 @@ class State(NamedTuple):
         return self.iterate.y
 
 
-@algorithm
-class FedBiOAcc(LocalDirections):
+class FedBiOAcc(LocalDirections, Algorithm):
     """FedBiO along momenta whose variance is reduced as in STORM. Fields: see `LocalDirections`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
@@ -100,6 +100,8 @@ class FedBiOAcc(LocalDirections):
         forgetting: a, the weight of the newest samples in the momentum, between 0 and 1.
         horizon: u, the local steps after which step sizes are 2^{-1/3} of the first; infinity keeps them.
     """
+
+    name = "fedbioacc"
 
     forgetting: float = fraction(0.1)
     horizon: float = positive(float("inf"))

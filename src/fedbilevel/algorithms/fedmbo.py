@@ -33,20 +33,21 @@ import jax
 from jax import Array
 
 from fedbilevel.algorithms.fednest import Alternating, State
-from fedbilevel.core.algorithm import algorithm
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import scaled
 
 
-@algorithm
-class FedMBO(Alternating):
+class FedMBO(Alternating, Algorithm):
     """FedAvg on y, one global hypergradient step on x. Fields: see `Alternating`; a step on x is α.
 
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
     """
+
+    name = "fedmbo"
 
     hypergradient: Literal["global", "local"] = static("global")
 

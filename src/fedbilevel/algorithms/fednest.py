@@ -47,7 +47,7 @@ from jax import Array
 from fedbilevel.algorithms.hypergradient import Hypergradient, Quality
 from fedbilevel.algorithms.inner_descent import InnerDescent
 from fedbilevel.algorithms.local_descent import corrected_drift
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
@@ -172,8 +172,7 @@ class GlobalOuter(Nested):
         return self.moved(state, move(drift, -self.outer_lr, estimate.h), y, estimate.quality)
 
 
-@algorithm
-class FedNest(GlobalOuter):
+class FedNest(GlobalOuter, Algorithm):
     """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested`.
 
     Exchanges per round: 2T + N + 2; merged: 2T + N + 1, by conjugate gradient with K products 2T + K + 1, all T fewer
@@ -183,6 +182,8 @@ class FedNest(GlobalOuter):
     Cost per local step: two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP.
     Client state: none.
     """
+
+    name = "fednest"
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
@@ -219,8 +220,7 @@ class FedNest(GlobalOuter):
         return Reply(drift, gradients=2 * (tau - 1))
 
 
-@algorithm
-class FedNestSGD(GlobalOuter):
+class FedNestSGD(GlobalOuter, Algorithm):
     """FedNest with FedAvg's plain local steps on y. Fields: see `Nested`.
 
     Exchanges per round: T + N + 2; merged: T + N + 1, by conjugate gradient with K products T + K + 1.
@@ -230,14 +230,15 @@ class FedNestSGD(GlobalOuter):
     Client state: none.
     """
 
+    name = "fednest-sgd"
+
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
         y = self.inner_rounds_of_fedavg(fed, state, inner_key)
         return self.fed_out(fed, state, y, outer_key)
 
 
-@algorithm
-class LFedNest(Nested):
+class LFedNest(Nested, Algorithm):
     """FedNest made light: FedAvg's steps on y, local hypergradients on x. Fields: see `Nested`.
 
     Exchanges per round: T + 1, which `merged` cannot make fewer.
@@ -246,6 +247,8 @@ class LFedNest(Nested):
     Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.
     Client state: none.
     """
+
+    name = "lfednest"
 
     hypergradient: Literal["global", "local"] = static("local")
 

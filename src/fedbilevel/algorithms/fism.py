@@ -43,20 +43,19 @@ from jax import Array, lax
 
 from fedbilevel.algorithms.iterative_regularization import IterativeRegularization, State
 from fedbilevel.algorithms.memory import FirstAnswers, Memory
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Kept
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.problem import SimpleBilevel
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 
 ORDERS = ("given", "random")
 
 
-@algorithm
-class FISM(FirstAnswers, IterativeRegularization):
+class FISM(FirstAnswers, IterativeRegularization, Algorithm):
     """Federated incremental subgradient method: every client walks through its own samples, the server averages.
 
     Args: those of `FirstAnswers`, those of `IterativeRegularization`, and
@@ -68,6 +67,8 @@ class FISM(FirstAnswers, IterativeRegularization):
     Needs: a simple bilevel problem.
     Good for: losses with kinks, and a preference among many solutions.
     """
+
+    name = "fism"
 
     order: Literal["given", "random"] = static("given")
     local_steps: int | None = static(None)
@@ -147,7 +148,6 @@ class FISM(FirstAnswers, IterativeRegularization):
         return self.moved(state, x, gamma, told, outer, share if memory is None else memory)
 
 
-@algorithm
 class IRIG(FISM):
     """Iteratively regularized incremental subgradient method: a single client walks, with 𝓗 taken anew at every step.
 
@@ -160,6 +160,8 @@ class IRIG(FISM):
     Good for: a yardstick for FISM.
     """
 
+    name = "irig"
+
     refresh: bool = static(True)
 
     def validate(self) -> None:
@@ -167,7 +169,7 @@ class IRIG(FISM):
         require(self.refresh, "IRIG.refresh", self.refresh, "True; FISM takes 𝓗 once in a round")
         require(self.first is None, "IRIG.first", self.first, "None: there is but one client")
 
-    def check_problem(self, problem: SimpleBilevel, population: int, x: PyTree) -> None:
+    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         require(
             population == 1,
             "IRIG: clients",

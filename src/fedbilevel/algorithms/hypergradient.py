@@ -210,7 +210,7 @@ class Hypergradient(OuterGradients):
         return self.neumann_terms if isinstance(self.neumann_terms, int) else jnp.array(self.neumann_terms)[client.id]
 
     @property
-    def fresh(self) -> int:
+    def extra_cohorts(self) -> int:
         """Fresh cohorts per round: one for ∇y F, one for each product, one for h."""
         apart = self.fresh_cohorts and self.hypergradient == "global" and self.inverse != "cg"
         return self.most_terms + 1 if apart else 0
@@ -254,7 +254,7 @@ class Hypergradient(OuterGradients):
         return Estimate(optax.tree.sub(f_x, end.image), quality)
 
     def cohort(self, number: Any) -> Any:
-        return number if self.fresh else None
+        return number if self.extra_cohorts else None
 
     def solve_system(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """H⁻¹b by the chosen inverse, with `loop.repeat` and `product` doing the exchanges, or a client's own loops."""

@@ -102,12 +102,13 @@ class IterativeRegularization:
         require(a + b < 1, f"{name}.lr_decay + regularization_decay", a + b, "below 1, so that Σ γ_k λ_k is infinite")
 
     @property
-    def everyone(self) -> bool:
+    def needs_everyone(self) -> bool:
         """The stopping rule compares F of one round with F of the next: of the same clients."""
         return self.tolerance is not None
 
-    def check_problem(self, problem: SimpleBilevel, population: int, x: PyTree) -> None:
+    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it."""
+        assert isinstance(problem, SimpleBilevel)
         size = sum(leaf.size for leaf in jax.tree.leaves(x))
         count = max(2, min(POINTS, ENTRIES // (2 * size)))
         around = [points_around(center, count) for center in (x, optax.tree.zeros_like(x))]

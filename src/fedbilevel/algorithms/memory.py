@@ -92,6 +92,10 @@ class FirstAnswers:
     def asynchronous(self) -> bool:
         return self.first is not None
 
+    @property
+    def waits_for(self) -> int | None:
+        return self.first
+
     def memory_of(self, like: PyTree) -> Memory | None:
         """The server's memory before the first exchange, for answers like these; None where nothing is kept."""
         return Memory.nothing(like) if self.asynchronous else None

@@ -46,7 +46,7 @@ from fedbilevel.algorithms.fednest import Alternating, State
 from fedbilevel.algorithms.hypergradient import Estimate, Inverse, Own, Quality
 from fedbilevel.algorithms.local_descent import local_descent
 from fedbilevel.algorithms.submodels import Submodels
-from fedbilevel.core.algorithm import algorithm
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require, require_count, unknown
@@ -81,8 +81,7 @@ class Adaptive(Submodels, Alternating):
         return self.moved(state, scaled(-self.outer_lr, h), y, quality)
 
 
-@algorithm
-class RABO(Adaptive):
+class RABO(Adaptive, Algorithm):
     """Submodels for weak clients, with exact products. Fields: see `Adaptive`.
 
     Exchanges per round: T + 1; "global" T + N' + 2, by "series" T + N + 1.
@@ -93,9 +92,10 @@ class RABO(Adaptive):
     Client state: none.
     """
 
+    name = "rabo"
 
-@algorithm
-class RAFBO(Adaptive):
+
+class RAFBO(Adaptive, Algorithm):
     """Submodels for weak clients, without second derivatives. Fields: see `Adaptive`, and
 
     Args:
@@ -112,6 +112,8 @@ class RAFBO(Adaptive):
         |P| + 1.
     Client state: none.
     """
+
+    name = "rafbo"
 
     estimator: Estimator = static("adjoint")
     coordinates: int | None = static(None)

@@ -32,7 +32,7 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.iterative_regularization import IterativeRegularization, State
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import is_number, require, require_count
@@ -75,8 +75,7 @@ class WholeSubgradient(IterativeRegularization):
         return self.moved(state, x, gamma, told, outer, own)
 
 
-@algorithm
-class IRG(WholeSubgradient):
+class IRG(WholeSubgradient, Algorithm):
     """Iteratively regularized subgradient method: one step of all clients together in a round.
 
     Args: those of `IterativeRegularization`, and
@@ -88,12 +87,13 @@ class IRG(WholeSubgradient):
     Good for: few samples; a yardstick for incremental methods.
     """
 
+    name = "irg"
+
     def round(self, fed: Fed, state: State, key: Array) -> State:
         return self.step_from(fed, state, state.x, None, key)
 
 
-@algorithm
-class BiFISTA(WholeSubgradient):
+class BiFISTA(WholeSubgradient, Algorithm):
     """Accelerated regularized gradient method: Nesterov's momentum, steps of constant size.
 
     Args: those of `IterativeRegularization`, of which lr is γ, at most 1/(L_F + λ₁ L_H), and lr_decay has no part, and
@@ -106,6 +106,8 @@ class BiFISTA(WholeSubgradient):
     Needs: a simple bilevel problem with smooth losses.
     Good for: smooth losses, many exchanges.
     """
+
+    name = "bi-fista"
 
     momentum: float = positive(4.0)
 

@@ -53,7 +53,7 @@ from fedbilevel.algorithms.local_directions import LocalDirections, descend
 from fedbilevel.algorithms.memory import FirstAnswers, Memory
 from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
 from fedbilevel.algorithms.submodels import Submodels
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Kept, Public
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import config, positive, static, steps
@@ -117,6 +117,10 @@ class SingleLoop(Submodels, LocalDirections, FirstAnswers):
         if self.own_x:
             check_own_x(f"{type(self).__name__}.own_x", clients, x)
 
+    @property
+    def keeps_own_x(self) -> bool:
+        return self.own_x
+
     def first_state(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return State(iterate, self.server_optimizer.init(self.shared(iterate)), self.memory_of(self.answer(x, y)))
@@ -166,13 +170,14 @@ class SingleLoop(Submodels, LocalDirections, FirstAnswers):
         return State(moved._replace(x=state.x) if self.own_x else moved, optimizer, memory)
 
 
-@algorithm
-class SimFBO(SingleLoop):
+class SimFBO(SingleLoop, Algorithm):
     """One exchange a round; every client moves x, y and v together. Fields: see `SingleLoop`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: fewest exchanges, and the cheapest ones; the first method to try. Clients should do equal work.
     """
+
+    name = "simfbo"
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return self.first_state(x, y)
@@ -209,13 +214,14 @@ class RobustState(NamedTuple):
         return self.iterate.y
 
 
-@algorithm
-class ShroFBO(SingleLoop):
+class ShroFBO(SingleLoop, Algorithm):
     """SimFBO made robust to unequal local work, by normalised replies. Fields: see `SingleLoop`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
     """
+
+    name = "shrofbo"
 
     def validate(self) -> None:
         super().validate()

@@ -27,7 +27,7 @@ from jax import Array
 
 from fedbilevel.algorithms.local_descent import Gradient, corrected_drift, local_descent
 from fedbilevel.algorithms.submodels import Submodels
-from fedbilevel.core.algorithm import algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
 from fedbilevel.core.errors import require_count
@@ -70,8 +70,7 @@ class LocalDescent(Submodels):
         return gradient
 
 
-@algorithm
-class FedLin(LocalDescent):
+class FedLin(LocalDescent, Algorithm):
     """Federated SVRG: local steps corrected for the difference between clients. Fields: see `LocalDescent`.
 
     Aritra Mitra, Rayana Jaafar, George J. Pappas, Hamed Hassani. "Linear Convergence in Federated Learning: Tackling
@@ -84,6 +83,8 @@ class FedLin(LocalDescent):
     Client state: none.
     Cost per local step: two gradients of f.
     """
+
+    name = "fedlin"
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
@@ -107,8 +108,7 @@ class FedLin(LocalDescent):
         return state._replace(x=optax.tree.add(move(state.x, -self.outer_lr, q), drift))
 
 
-@algorithm
-class FedAvg(LocalDescent):
+class FedAvg(LocalDescent, Algorithm):
     """Local gradient steps, then the mean of the clients' x. Fields: see `LocalDescent`.
 
     H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient
@@ -120,6 +120,8 @@ class FedAvg(LocalDescent):
     Client state: none.
     Cost per local step: a gradient of f.
     """
+
+    name = "fedavg"
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:

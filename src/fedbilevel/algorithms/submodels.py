@@ -21,7 +21,7 @@ from jax import Array
 
 from fedbilevel.core.config import config, static
 from fedbilevel.core.errors import require, require_count, unknown
-from fedbilevel.core.submodel import Anatomy, Holder, Pruned, Units
+from fedbilevel.core.submodel import Anatomy, Holder, Pruned, SubmodelPolicy, Units
 
 Policy = Literal["importance", "static", "rolling", "random", "covered"]
 
@@ -56,6 +56,10 @@ class Submodels:
         require_count(f"{name}.min_coverage", self.min_coverage, optional=True)
         given = self.min_coverage is not None
         require(self.policy == "covered" or not given, f"{name}.min_coverage", self.min_coverage, "for 'covered' alone")
+
+    @property
+    def submodels(self) -> SubmodelPolicy:
+        return self
 
     @property
     def alike(self) -> bool:

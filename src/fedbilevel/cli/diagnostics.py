@@ -66,7 +66,7 @@ def _check(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.parts import algorithm_of, task_of
 
     names = options.algorithm or []
-    able = {name for name, cls in ALGORITHMS.items() if hasattr(cls, "hypergradient_at")}
+    able = {name for name, cls in ALGORITHMS.items() if cls.estimates_hypergradient()}
     for name in set(names) & set(ALGORITHMS) - able:
         raise ConfigurationError(f"{name} makes no estimate of the hypergradient; these do: {', '.join(sorted(able))}")
     specs = _specs(options, names)

@@ -1,66 +1,167 @@
-"""What an algorithm is: a configuration with an `init`, a `round`, and the phases that clients run.
-
-init(x, y) -> state            the server's; it has .x and .y
-round(fed, state, key) -> state
-
-and, where the defaults do not fit:
-
-solves                         the kinds of problem that it is for; left out: all but single-level ones
-fresh                          how many fresh cohorts a round may ask (see Fed.mean); left out: none
-asynchronous                   whether a round asks for the first answers alone (see Fed.first); left out: no
-everyone                       whether all clients have to take part in every round; left out: where asynchronous
-init_client(x, y) -> state     what each client keeps between rounds; left out: nothing
-check_problem(problem, population, x)  raises ConfigurationError if its fields do not fit the problem or the number of
-                               clients; for what needs no samples, and so on the server of a federation too
-check_start(problem, clients, x, y)   the same, for what looks at samples
-finished(state) -> Array       true where nothing is left to do: the run ends; left out: never
-complaint(state) -> str        why the run must not go on, or ""
-warning(state) -> str          what the user should know of it, or ""; said once
-units(anatomy, kept, importance, holder)   the units of its submodel, for a client of limited capacity, and
-alike                          whether those of one capacity hold the same; both left out: trains whole models alone
-noise_objection() -> str       why it cannot do with replies that clients clip and noise, or ""; left out: it can
-columns(state) -> {name: number}      what the server can say of itself, for the rows of the history
-with_own(state, clients) -> state     the server's state with what clients keep for themselves put in its place, for
-                               results and metrics of a simulation, which has their states (leaves (M, ...)) at hand
-"""
+"""What an algorithm is: a configuration, what the server does in a round, and the phases that clients run."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, overload
+from typing import Any, ClassVar, TypeVar, dataclass_transform, overload
 
 from jax import Array
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.config import config, fraction, positive, static, steps
-from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.fed import Fed
+from fedbilevel.core.config import config, counts, fraction, positive, static, steps
+from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Problem
+from fedbilevel.core.submodel import SubmodelPolicy
 from fedbilevel.core.tree import PyTree
 
-T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
-CLASSES: list[type] = []
-"""Every algorithm class that was defined, for errors that say which one would do."""
+ALGORITHMS: dict[str, type[Algorithm]] = {}
+"""Every algorithm class that has a name, by that name."""
 
 
-class Algorithm(Protocol):
-    """What engines need of an algorithm."""
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(static, counts, steps, positive, fraction)
+)
+class Algorithm(ABC):
+    """Base class of every federated method.
+
+    A subclass is a frozen dataclass with keyword-only fields, and a pytree (see core/config.py). It has to define
+    `init` and `round`; every other method here is a hook with a default. A method marked with `@phase` is what a client
+    runs when the server names it.
+    """
+
+    name: ClassVar[str]
+    """What the command line calls the method. A class that sets it is listed in `ALGORITHMS`."""
+
+    solves: ClassVar[tuple[type[Problem], ...]] = (Bilevel,)
+    """The kinds of problem that the method is for."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     phases: ClassVar[frozenset[str]]
+    """The names of the phases: all that a server may ask of a client."""
 
-    def init(self, x: PyTree, y: PyTree) -> Any: ...
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        config(cls)
+        names = {name for base in cls.__mro__ for name, value in vars(base).items() if is_phase(value)}
+        cls.phases = frozenset(name for name in names if is_phase(getattr(cls, name)))
+        if "name" in vars(cls):
+            _register(cls)
 
-    def round(self, fed: Fed, state: Any, key: Array) -> Any: ...
+    @abstractmethod
+    def init(self, x: PyTree, y: PyTree) -> Any:
+        """The server's state before round 0. It has the attributes `x` and, but for single-level methods, `y`."""
+
+    @abstractmethod
+    def round(self, fed: Fed, state: Any, key: Array) -> Any:
+        """The server's state after one round, whose exchanges go through `fed`."""
+
+    def init_client(self, x: PyTree, y: PyTree) -> PyTree:
+        """What each client keeps between rounds, at the start; None: nothing."""
+        return None
+
+    def validate(self) -> None:
+        """Raise ConfigurationError if fields do not fit together. It runs when an instance is made."""
+        return
+
+    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+        """Raise ConfigurationError if the fields do not fit the problem or the number of clients.
+
+        For checks that need no samples: the server of a federation makes them, too.
+        """
+        return
+
+    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
+        """Raise ConfigurationError if the fields do not fit the clients' samples: in simulations alone."""
+        return
+
+    @property
+    def extra_cohorts(self) -> int:
+        """How many fresh cohorts a round may ask beside its own: the bound of `fresh` in `Fed.mean`."""
+        return 0
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a round goes on with the first answers (`Fed.first`)."""
+        return False
+
+    @property
+    def waits_for(self) -> int | None:
+        """How many answers an asynchronous exchange waits for; None: all."""
+        return None
+
+    @property
+    def needs_everyone(self) -> bool:
+        """Whether all clients have to take part in every round, so that there are no cohorts."""
+        return self.asynchronous
+
+    @property
+    def submodels(self) -> SubmodelPolicy | None:
+        """Which units clients of limited capacity hold; None: everyone trains the whole model."""
+        return None
+
+    @property
+    def keeps_own_x(self) -> bool:
+        """Whether x is split by client, each of whom keeps its own block and sends none of it."""
+        return False
+
+    def with_own(self, state: Any, clients: PyTree) -> Any:
+        """The server's state with what clients keep for themselves in its place, for results and metrics.
+
+        `clients` has the states of all clients, leaves (M, ...), which only a simulation has at hand.
+        """
+        return state
+
+    def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        """One estimate of the hypergradient at (x, y), in the shape of x, by the exchanges of a round."""
+        raise ConfigurationError(f"{type(self).__name__} estimates no hypergradient apart from its rounds")
+
+    def finished(self, state: Any) -> Any:
+        """A boolean: whether nothing is left to do, so that the run ends."""
+        return False
+
+    def complaint(self, state: Any) -> str:
+        """Why the run must not go on from this state, or ""."""
+        return ""
+
+    def warning(self, state: Any) -> str:
+        """What the user should know of this state, or "". It is said once in a run."""
+        return ""
+
+    def noise_objection(self) -> str:
+        """Why the method cannot do with replies that clients clip and noise, or "" where it can."""
+        return ""
+
+    def columns(self, state: Any) -> dict[str, Any]:
+        """Numbers by name that the server can say of itself, for the rows of the history."""
+        return {}
+
+    def named_phase(self, name: str) -> Callable[..., Reply]:
+        """The phase of that name, which a client runs as phase(client, message, key).
+
+        Raises:
+            ConfigurationError: the method has no such phase.
+        """
+        if name not in self.phases:
+            raise unknown(f"phase of {type(self).__name__}", name, self.phases)
+        found: Callable[..., Reply] = getattr(self, name)
+        return found
+
+    @classmethod
+    def estimates_hypergradient(cls) -> bool:
+        """Whether the class defines `hypergradient_at`."""
+        return cls.hypergradient_at is not Algorithm.hypergradient_at
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(static, steps, positive, fraction))
-def algorithm(cls: T) -> T:
-    """Make a class an algorithm: a configuration whose methods marked @phase are its allow-list."""
-    made: Any = config(cls)
-    made.phases = frozenset(name for name in dir(made) if hasattr(getattr(made, name), "__phase__"))
-    CLASSES.append(made)
-    return made
+def _register(cls: type[Algorithm]) -> None:
+    """Enter a class in `ALGORITHMS`. The same class defined again, as in a notebook's cell, replaces the one before."""
+    holder = ALGORITHMS.setdefault(cls.name, cls)
+    same = (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
+    require(same, f"{cls.__name__}.name", cls.name, f"another name: {holder.__module__}.{holder.__qualname__} has it")
+    ALGORITHMS[cls.name] = cls
 
 
 @overload
@@ -85,6 +186,11 @@ def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -
     return mark if function is None else mark(function)
 
 
+def is_phase(value: object) -> bool:
+    """Whether a function or method is marked with `@phase`."""
+    return callable(value) and hasattr(value, "__phase__")
+
+
 def parts_of(function: Any) -> tuple[PyTree, PyTree]:
     """What a phase takes and gives, of x and of y."""
     parts = getattr(function, "__parts__", None)
@@ -94,72 +200,31 @@ def parts_of(function: Any) -> tuple[PyTree, PyTree]:
     return parts[0], parts[1]
 
 
-def init_client(algorithm: Any, x: PyTree, y: PyTree) -> PyTree:
-    """The state that each client keeps between rounds, or None for an algorithm whose clients keep none."""
-    return algorithm.init_client(x, y) if hasattr(algorithm, "init_client") else None
-
-
-def with_own(algorithm: Any, state: Any, clients: PyTree) -> Any:
-    """The server's state, with what the clients keep for themselves of the result."""
-    return algorithm.with_own(state, clients) if hasattr(algorithm, "with_own") else state
-
-
-def finished(algorithm: Any, state: Any) -> Any:
-    """Whether the algorithm says that nothing is left to do, a boolean."""
-    return algorithm.finished(state) if hasattr(algorithm, "finished") else False
-
-
-def noise_objection(algorithm: Any) -> str:
-    """Why clients must not clip and noise their replies, or ""."""
-    return algorithm.noise_objection() if hasattr(algorithm, "noise_objection") else ""
-
-
-def fresh_cohorts(algorithm: Any) -> int:
-    """How many fresh cohorts a round may ask."""
-    return getattr(algorithm, "fresh", 0)
-
-
-def is_asynchronous(algorithm: Any) -> bool:
-    """Whether a round may ask for the first answers alone."""
-    return bool(getattr(algorithm, "asynchronous", False))
-
-
-def takes_everyone(algorithm: Any) -> bool:
-    """Whether all clients have to take part in every round, so that there are no cohorts."""
-    return is_asynchronous(algorithm) or bool(getattr(algorithm, "everyone", False))
-
-
-def check_solves(algorithm: Any, problem: Problem) -> None:
+def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     """Refuse a problem of a kind that the algorithm is not for, naming the algorithms that are."""
     kinds_of = "a Bilevel, Minimax, Compositional, SingleLevel or SimpleBilevel"
     require(isinstance(problem, Problem), "problem", problem, kinds_of)
-    if isinstance(problem, _solves(type(algorithm))):
+    if isinstance(problem, algorithm.solves):
         return
-    ours = {cls.__name__ for cls in CLASSES if cls.__module__.startswith("fedbilevel.")}
-    able = sorted(ours & {cls.__name__ for cls in CLASSES if isinstance(problem, _solves(cls))})
-    kinds = " and ".join(kind.__name__ for kind in _solves(type(algorithm)))
+    able = sorted(cls.__name__ for cls in ALGORITHMS.values() if isinstance(problem, cls.solves))
+    kinds = " and ".join(kind.__name__ for kind in algorithm.solves)
     raise ConfigurationError(
         f"{type(algorithm).__name__} solves {kinds} problems, not {type(problem).__name__}; "
         f"methods that do: {', '.join(able)}"
     )
 
 
-def _solves(cls: type) -> tuple[type[Problem], ...]:
-    return getattr(cls, "solves", (Bilevel,))
-
-
-def check_fields(algorithm: Any, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
+def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
-    if hasattr(algorithm, "check_problem"):
-        algorithm.check_problem(problem, len(clients), x)
-    if hasattr(algorithm, "check_start") and isinstance(clients, Clients):
+    algorithm.check_problem(problem, len(clients), x)
+    if isinstance(clients, Clients):
         algorithm.check_start(problem, clients, x, y)
 
 
 def check_algorithm(candidate: object) -> None:
-    """Refuse what is no instance of a class made by @algorithm."""
-    made = "phases" in vars(type(candidate))
-    require(made, "algorithm", candidate, "an instance of a class decorated with @algorithm, e.g. SimFBO()")
+    """Refuse what is no instance of a subclass of `Algorithm`."""
+    made = isinstance(candidate, Algorithm)
+    require(made, "algorithm", candidate, "an instance of a subclass of Algorithm, e.g. SimFBO()")
 
 
 def phase_name(algorithm: Algorithm, function: Any) -> str:

@@ -110,6 +110,11 @@ def at(configuration: Any, round: Array | int) -> Any:
     return changed
 
 
+def field_values(configuration: Any) -> dict[str, Any]:
+    """The fields of a configuration by name."""
+    return {field.name: getattr(configuration, field.name) for field in dataclasses.fields(configuration)}
+
+
 def hyperparameters(configuration: Any) -> dict[str, Any]:
     """Every number and plain choice of a configuration by its path, as JSON has it; functions are left out."""
     leaves = jax.tree_util.tree_leaves_with_path(configuration)

@@ -49,8 +49,8 @@ class Fed(Protocol):
         Σ p_i u_i / Σ p_i over those who responded; with `unbiased`, Σ (M/P) p_i u_i, whose expectation over uniform
         cohorts of P out of M clients is the mean over the whole population.
 
-        `fresh` = c asks the round's c-th fresh cohort, 0 ≤ c < algorithm.fresh, instead of the round's own: as many
-        clients, drawn independently of all other cohorts. What they keep between rounds is out of reach there.
+        `fresh` = c asks the round's c-th fresh cohort, 0 ≤ c < algorithm.extra_cohorts, instead of the round's own: as
+        many clients, drawn independently of all other cohorts. What they keep between rounds is out of reach there.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +161,26 @@ class Anatomy:
                 padding = [(0, int(other == place)) for other in range(leaf.ndim)]
                 leaf = jnp.take(jnp.pad(leaf, padding), source, axis=place, mode="clip")  # the last entry is the zero
         return leaf
+
+
+class SubmodelPolicy(Protocol):
+    """How units are chosen for clients of limited capacity."""
+
+    @property
+    def pruned(self) -> Pruned:
+        """Whose units may be left out."""
+        ...
+
+    @property
+    def alike(self) -> bool:
+        """Whether all clients of one capacity hold the same units."""
+        ...
+
+    def units(
+        self, anatomy: Anatomy, kept: Mapping[str, int], importance: Mapping[str, Array], holder: Holder
+    ) -> Units:
+        """The units that a client holds, `kept` of them in each group."""
+        ...
 
 
 def _entries(units: Array, size: int, times: int) -> Array:

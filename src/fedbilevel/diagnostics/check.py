@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require, require_count, unknown
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
@@ -127,7 +128,7 @@ def check_hypergradient(
         for name, given in (estimators or {}).items():
             taken = {row.name for row in rows.rows}
             require(name not in taken, "the name of an estimator", name, f"none of {sorted(taken)}")
-            if hasattr(type(given), "phases"):
+            if isinstance(given, Algorithm):
                 drawn = sample(
                     given, at.problem, clients, at.x, found.inner.y, draws=draws, cohort=cohort, engine=engine, key=key
                 )

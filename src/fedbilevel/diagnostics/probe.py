@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -10,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.core.algorithm import algorithm, check_algorithm
+from fedbilevel.core.algorithm import check_algorithm
 from fedbilevel.core.client import Clients
-from fedbilevel.core.config import at
+from fedbilevel.core.config import at, field_values
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import PyTree
@@ -54,11 +53,12 @@ def sample(
     """Ask `given.hypergradient_at(fed, x, y, key)` for one estimate a round; schedules stay at round 0."""
     check_algorithm(given)
     wanted = "an algorithm with a method hypergradient_at(fed, x, y, key)"
-    require(hasattr(given, "hypergradient_at"), "estimator", given, wanted)
+    require(type(given).estimates_hypergradient(), "estimator", given, wanted)
     given = at(given, 0)
     cls: Any = type(given)
-    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    result = solve(_probe(cls)(**fields), problem, clients, x, y, rounds=draws, cohort=cohort, engine=engine, key=key)
+    result = solve(
+        _probe(cls)(**field_values(given)), problem, clients, x, y, rounds=draws, cohort=cohort, engine=engine, key=key
+    )
     spread = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(result.state.squares))
     error = (spread / (draws - 1) / draws) ** 0.5 if draws > 1 else float("nan")
     return Sample(result.state.mean, error, result.ledger.exchanges / draws)
@@ -88,4 +88,4 @@ def _probe(cls: Any) -> Any:
             return ""
 
     Probe.__name__, Probe.__qualname__, Probe.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return algorithm(Probe)
+    return Probe

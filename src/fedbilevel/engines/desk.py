@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import is_asynchronous
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
@@ -66,7 +66,7 @@ Total = Callable[[Sums, Array, Array], tuple[Sums, Array]]
 
 
 def open_desk(
-    algorithm: Any,
+    algorithm: Algorithm,
     problem: Problem,
     x: PyTree,
     y: PyTree,
@@ -79,7 +79,7 @@ def open_desk(
 
     Of `remote` clients, which know themselves what they work on, it has no table.
     """
-    if not is_asynchronous(algorithm):
+    if not algorithm.asynchronous:
         return None
     found: dict[str, Sums] = {}
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import init_client, takes_everyone
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed, Reply
@@ -62,18 +62,18 @@ class Run(Protocol):
 class Engine(Protocol):
     """A way to simulate (or reach) clients."""
 
-    def start(self, algorithm: Any, problem: Problem, clients: Any, cohort: int, key: Array, carry: Carry) -> Run:
+    def start(self, algorithm: Algorithm, problem: Problem, clients: Any, cohort: int, key: Array, carry: Carry) -> Run:
         """Prepare a run on `Clients` or `RemoteClients`; `carry` gives shapes and dtypes."""
         ...
 
 
-def first_carry(algorithm: Any, x: PyTree, y: PyTree, population: int, remote: bool = False) -> Carry:
+def first_carry(algorithm: Algorithm, x: PyTree, y: PyTree, population: int, remote: bool = False) -> Carry:
     """The carry before round 0. Of `remote` clients, which keep their states themselves, it has (population, 2): round
     and exchange of each one's last answer that counted, -1 before the first."""
     state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, x, y)
     if remote:
         return Carry(jnp.zeros((), jnp.int32), state, jnp.full((population, 2), -1, jnp.int32), Now.start())
-    one = init_client(algorithm, x, y)
+    one = algorithm.init_client(x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
     return Carry(jnp.zeros((), jnp.int32), state, clients, Now.start())
 
@@ -100,10 +100,10 @@ def check_here(clients: Any) -> None:
     require(here, "clients", type(clients).__name__, "Clients, unless the engine is one that reaches them elsewhere")
 
 
-def check_there(clock: Clock, algorithm: Any, population: int, cohort: int) -> None:
+def check_there(clock: Clock, algorithm: Algorithm, population: int, cohort: int) -> None:
     """Refuse cohorts that may be of clients alone who are never there, and cohorts where there are none; tell who is
     never there."""
-    whole = not takes_everyone(algorithm) or cohort == population
+    whole = not algorithm.needs_everyone or cohort == population
     require(whole, "cohort", cohort, f"None: {type(algorithm).__name__} needs all clients in every round")
     away = clock.never_there(population)
     if not away.size:

@@ -7,7 +7,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -19,8 +19,9 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, Ragged
-from fedbilevel.core.config import Schedule, hyperparameters
+from fedbilevel.core.config import Schedule, field_values, hyperparameters
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
@@ -65,7 +66,7 @@ class Fingerprint:
 
 def take(
     stated: dict[str, Any],
-    algorithm: Any,
+    algorithm: Algorithm,
     problem: Problem,
     clients: Clients | RemoteClients,
     x: PyTree,
@@ -89,9 +90,10 @@ def take(
         if problem.subgradient is not None:
             programs["subgradient"] = jax.make_jaxpr(problem.subgradient)(x)
     functions = {name: of_program(program) for name, program in programs.items()}
-    for one in fields(algorithm):
-        if isinstance(optimizer := getattr(algorithm, one.name), optax.GradientTransformation):
-            functions[one.name] = _short(*_made_of(optimizer))
+    parts = field_values(algorithm)
+    for name, part in parts.items():
+        if isinstance(part, optax.GradientTransformation):
+            functions[name] = _short(*_made_of(part))
     hashed = {
         "x0": of_tree(x),
         "y0": of_tree(y),
@@ -102,12 +104,11 @@ def take(
     }
     if isinstance(clients, Clients):
         hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
-    kinds = {one.name: getattr(algorithm, one.name) for one in fields(algorithm)}
     stated = {
         "algorithm": type(algorithm).__name__,
         "problem": type(problem).__name__,
         "clients": len(clients),
-        **{name: type(kind).__name__ for name, kind in kinds.items() if is_dataclass(kind)},
+        **{name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)},
         **hyperparameters(algorithm),
         **stated,
     }

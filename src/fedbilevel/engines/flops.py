@@ -18,7 +18,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.core.algorithm import parts_of, phase_name
+from fedbilevel.core.algorithm import Algorithm, parts_of, phase_name
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
@@ -53,7 +53,7 @@ DEARER = _names("cholesky fft householder_product io_callback pure_callback sort
 
 
 def flops_of_calls(
-    algorithm: Any, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
+    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
 ) -> dict[book.Call, int | None]:
     """What one client computes to answer each exchange of a round, in the operations of `count`; None: not known.
 
@@ -75,7 +75,7 @@ def flops_of_calls(
 
 
 def known_flops(
-    algorithm: Any, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
+    algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
 ) -> dict[book.Call, int] | None:
     """`flops_of_calls` where all of them are known; else, and of clients whose samples are not here, None."""
     if not isinstance(clients, Clients):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedbilevel.core.algorithm import finished, fresh_cohorts, is_asynchronous
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged, require, require_count
@@ -40,7 +40,7 @@ SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU b
 class Inputs(NamedTuple):
     """Arguments of the compiled program: nothing big is ever captured as a constant."""
 
-    algorithm: Any
+    algorithm: Algorithm
     data: Data
     table: Members  # the population (M,), or, when streaming, the cohorts themselves (1 + fresh, P)
     ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
@@ -74,7 +74,7 @@ class Local:
         require_count("Local.prefetch", self.prefetch)
 
     def start(
-        self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
+        self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> LocalRun:
         check_here(clients)
         check_there(self.clock, algorithm, len(clients), cohort)
@@ -89,7 +89,7 @@ class Local:
             problem=problem.over_batches(),
             population=len(clients),
             cohort=cohort,
-            fresh=fresh_cohorts(algorithm),
+            fresh=algorithm.extra_cohorts,
             outer_longest=int(clients.outer.size.max()),
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
             inner_longest=int(clients.inner.size.max()),
@@ -104,7 +104,7 @@ class Local:
         )
         require(not (shares and layout.cutting), "Clients.capacity", "given", "None with several processes")
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
-        together = not is_asynchronous(algorithm) or not (stream or shares)
+        together = not algorithm.asynchronous or not (stream or shares)
         how = "streamed samples" if stream else "several processes"
         require(together, "algorithm", type(algorithm).__name__, f"one that waits for all, with {how}")
         make: Callable[..., Any] = Streamed if stream else Resident
@@ -148,7 +148,7 @@ class LocalRun:
 
     def __init__(
         self,
-        algorithm: Any,
+        algorithm: Algorithm,
         layout: Layout,
         source: Any,
         mesh: Mesh | None,
@@ -159,7 +159,7 @@ class LocalRun:
         self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
         self.clients, self.problem = clients, problem
         self.local_steps = clients.local_steps if isinstance(clients.local_steps, tuple) else None
-        self.pace, self.asynchronous = layout.clock.pace(len(clients)), is_asynchronous(algorithm)
+        self.pace, self.asynchronous = layout.clock.pace(len(clients)), algorithm.asynchronous
         if layout.shares:
             self.algorithm, self.key, self.pace = replicate((algorithm, key, self.pace), mesh)
         self.program: Any = None
@@ -198,7 +198,7 @@ class LocalRun:
         finite = jnp.ones(shapes[1].shape, bool)
 
         def unfinished(loop: tuple[Carry, Array, Book, Array]) -> Array:
-            return (loop[1] < count) & jnp.all(loop[3]) & jnp.logical_not(finished(inputs.algorithm, loop[0].state))
+            return (loop[1] < count) & jnp.all(loop[3]) & jnp.logical_not(inputs.algorithm.finished(loop[0].state))
 
         def step(loop: tuple[Carry, Array, Book, Array]) -> tuple[Carry, Array, Book, Array]:
             carry, done, books, _ = loop
@@ -225,7 +225,12 @@ class LocalRun:
         algorithm = at(inputs.algorithm, carry.round)
 
         def play(
-            members: Any, underway: Underway, algorithm: Any, state: Any, now: tuple[Array, RoundKeys], inputs: Inputs
+            members: Any,
+            underway: Underway,
+            algorithm: Algorithm,
+            state: Any,
+            now: tuple[Array, RoundKeys],
+            inputs: Inputs,
         ) -> Any:
             round, keys = now
             given = self.layout, algorithm, inputs.data, inputs.pace, members, underway

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedbilevel.core.algorithm import phase_name
+from fedbilevel.core.algorithm import Algorithm, phase_name
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -58,9 +58,8 @@ def traced_once(problem: Problem) -> Ask:
     """What asks a phase, by its name. A program is traced many times over on its way to the compiler, a phase so only
     once for arguments of the same shapes; what is remembered of that, and of the problem, goes when the run does."""
 
-    def ask(name: str, algorithm: Any, client: Client, message: PyTree, key: Array) -> Reply:
-        reply: Reply = getattr(algorithm, name)(replace(client, problem=problem), message, key)
-        return reply
+    def ask(name: str, algorithm: Algorithm, client: Client, message: PyTree, key: Array) -> Reply:
+        return algorithm.named_phase(name)(replace(client, problem=problem), message, key)
 
     made: Ask = jax.jit(ask, static_argnums=0, inline=True)
     return made
@@ -113,7 +112,7 @@ class LocalFed:
     def __init__(
         self,
         layout: Layout,
-        algorithm: Any,
+        algorithm: Algorithm,
         data: Data,
         pace: Pace,
         members: Members,

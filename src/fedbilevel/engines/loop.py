@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.algorithm import finished, with_own
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -74,7 +74,7 @@ class Loop:
     plan: Plan
     evaluation: Evaluation
     callbacks: Sequence[Callback]
-    algorithm: Any
+    algorithm: Algorithm
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
@@ -149,22 +149,21 @@ class Loop:
 
     def ending(self, result: Result) -> str:
         """Why the algorithm has nothing left to do, or ""."""
-        return f"{type(self.algorithm).__name__} has finished" if finished(self.algorithm, result.state) else ""
+        return f"{type(self.algorithm).__name__} has finished" if self.algorithm.finished(result.state) else ""
 
     def listen(self, state: Any, round: int) -> None:
         """Ask the algorithm what it thinks of the state that some rounds from `round` on led to."""
-        silent = lambda state: ""  # noqa: E731
-        if trouble := getattr(self.algorithm, "complaint", silent)(state):
+        if trouble := self.algorithm.complaint(state):
             raise NumericalError(f"round {round} or soon after: {trouble}")
-        if not self.warned and (doubt := getattr(self.algorithm, "warning", silent)(state)):
+        if not self.warned and (doubt := self.algorithm.warning(state)):
             warnings.warn(NumericalWarning(f"round {round} or soon after: {doubt}"), stacklevel=5)
             self.warned = True
 
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
         state = local(carry.state)
-        if self.here and hasattr(self.algorithm, "with_own"):
-            state = with_own(self.algorithm, state, local(carry.clients))
+        if self.here and self.algorithm.keeps_own_x:
+            state = self.algorithm.with_own(state, local(carry.clients))
             if bad := nonfinite_leaves(state.x):
                 raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
         state = jax.tree.map(jnp.copy, state)
@@ -185,7 +184,7 @@ class Loop:
         row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds}
         for name, values in self.losses.items():
             row[name] = math.fsum(values) / len(values)
-        own = self.algorithm.columns(result.state) if hasattr(self.algorithm, "columns") else {}
+        own = self.algorithm.columns(result.state)
         at = result.round, result.state.x, result.state.y
         each = self.per_client(*at) if self.per_client else {}
         for name, value in [*self.evaluation(*at).items(), *each.items()]:

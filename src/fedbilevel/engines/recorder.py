@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.core.algorithm import init_client, phase_name
+from fedbilevel.core.algorithm import Algorithm, phase_name
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Fed, Reply
@@ -23,7 +23,7 @@ Note = Callable[[str, PyTree, Reply, bool], None]
 
 
 def record(
-    algorithm: Any,
+    algorithm: Algorithm,
     problem: Problem,
     x: PyTree,
     y: PyTree,
@@ -40,7 +40,7 @@ def record(
         worked: whether the population says how many local steps a client makes.
         recorder: what to make instead of a Recorder.
     """
-    kept = init_client(algorithm, x, y)
+    kept = algorithm.init_client(x, y)
 
     def round(number: Array, x: PyTree, y: PyTree, kept: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
         now = at(algorithm, number)
@@ -54,7 +54,7 @@ class Recorder:
 
     def __init__(
         self,
-        algorithm: Any,
+        algorithm: Algorithm,
         problem: Problem,
         worked: bool,
         state: PyTree,

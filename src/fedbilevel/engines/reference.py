@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import finished, parts_of, phase_name
+from fedbilevel.core.algorithm import Algorithm, parts_of, phase_name
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
@@ -41,7 +41,7 @@ Whole = Callable[[book.Sums], book.Sums]
 class ReferenceFed:
     """One round's exchanges, one client after the other. An error names the client."""
 
-    def __init__(self, run: "ReferenceRun", algorithm: Any, keys: RoundKeys, carry: Carry):
+    def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry):
         self.run, self.algorithm, self.keys = run, algorithm, keys
         self.round, self.states, self.now, self.desk = int(carry.round), carry.clients, carry.now, carry.desk
         self.problem = run.problem
@@ -180,7 +180,7 @@ class ReferenceFed:
 class SubmodelReferenceFed(ReferenceFed):
     """The same for clients who hold submodels: each is sent its part, and entries are averaged over those with them."""
 
-    def __init__(self, run: "ReferenceRun", algorithm: Any, keys: RoundKeys, carry: Carry, held: Submodels):
+    def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry, held: Submodels):
         super().__init__(run, algorithm, keys, carry)
         self.held, self.anatomy = held, held.anatomy
 
@@ -199,7 +199,7 @@ class SubmodelReferenceFed(ReferenceFed):
 
 @dataclass
 class ReferenceRun:
-    algorithm: Any
+    algorithm: Algorithm
     problem: Problem
     clients: Clients
     cohort: int
@@ -229,7 +229,7 @@ class ReferenceRun:
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))
             carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.desk)
             books.append(fed.book)
-            if finished(algorithm, state):
+            if algorithm.finished(state):
                 break
         return Progress(carry, len(books), book.stack(books))
 
@@ -248,7 +248,7 @@ class Reference:
     clock: Clock = field(default_factory=Clock)
 
     def start(
-        self, algorithm: Any, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
+        self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> ReferenceRun:
         check_here(clients)
         check_there(self.clock, algorithm, len(clients), cohort)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import check_algorithm, check_fields, check_solves
+from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.functions import require_function
@@ -42,7 +42,7 @@ RESUME = (False, True, "auto", "force")
 
 
 def solve(
-    algorithm: Any,
+    algorithm: Algorithm,
     problem: Problem,
     clients: Clients | RemoteClients,
     x0: PyTree,

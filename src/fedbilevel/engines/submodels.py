@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import init_client, is_asynchronous
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
 from fedbilevel.core.problem import Problem, check_losses
@@ -39,7 +39,7 @@ class Cutting:
     @classmethod
     def of(
         cls,
-        algorithm: Any,
+        algorithm: Algorithm,
         problem: Problem,
         clients: Clients | RemoteClients,
         x: PyTree,
@@ -53,7 +53,8 @@ class Cutting:
         if clients.capacity is None:
             return None
         name, weak = type(algorithm).__name__, int(np.sum(clients.capacity < 1))
-        if not hasattr(algorithm, "units"):
+        policy = algorithm.submodels
+        if policy is None:
             if weak:
                 clients_are = "1 client" if weak == 1 else f"{weak} clients"
                 text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too"
@@ -63,11 +64,11 @@ class Cutting:
             return None
         if problem.structure is None:
             raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
-        alone = not is_asynchronous(algorithm) and init_client(algorithm, x, y) is None
+        alone = not algorithm.asynchronous and algorithm.init_client(x, y) is None
         require(alone, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
-        anatomy = Anatomy.of(problem.structure, x, y, algorithm.pruned)
+        anatomy = Anatomy.of(problem.structure, x, y, policy.pruned)
         if weak and not anatomy.sizes:
-            reach = "" if algorithm.pruned == "both" else f", as pruned = {algorithm.pruned!r} leaves it"
+            reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
             raise ConfigurationError(
                 f"Clients.capacity is given, but the structure has no group of units to cut{reach}"
             )
@@ -105,7 +106,7 @@ def _check_cut(
 
 
 def classes(
-    algorithm: Any, problem: Problem, clients: Any, x: PyTree, y: PyTree
+    algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree
 ) -> list[tuple[Anatomy, dict[str, int]]]:
     """The anatomy and the units kept by each class of capacity; none where everyone holds the whole model."""
     with warnings.catch_warnings():
@@ -117,21 +118,23 @@ def classes(
 class Submodels:
     """The submodels of one round, from the x and y that it begins with."""
 
-    def __init__(self, cutting: Cutting, algorithm: Any, key: Array, round: Array | int, x: PyTree, y: PyTree) -> None:
-        self.cutting, self.anatomy, self.algorithm = cutting, cutting.anatomy, algorithm
+    def __init__(
+        self, cutting: Cutting, algorithm: Algorithm, key: Array, round: Array | int, x: PyTree, y: PyTree
+    ) -> None:
+        assert algorithm.submodels is not None
+        self.cutting, self.anatomy, self.policy = cutting, cutting.anatomy, algorithm.submodels
         self.key, self.round, self.model = jax.random.fold_in(key, STREAM), round, (x, y)
         self.importance = cutting.anatomy.importance(x, y)
 
     @property
     def alike(self) -> bool:
         """Whether clients of one class hold the same units."""
-        return bool(self.algorithm.alike)
+        return self.policy.alike
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
         """The units of a client of that class; where all are alike it does not matter which."""
         holder = Holder(self.round, self.key, id, rank, self.cutting.peers[number])
-        units: Units = self.algorithm.units(self.anatomy, self.cutting.kept[number], self.importance, holder)
-        return units
+        return self.policy.units(self.anatomy, self.cutting.kept[number], self.importance, holder)
 
     def held(self, units: Units, amount: Array) -> PyTree:
         """(x, y) filled with `amount` where these units have an entry."""

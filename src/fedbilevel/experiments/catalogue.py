@@ -71,7 +71,7 @@ def _algorithm(name: str, cls: Any) -> AlgorithmFacts:
         good_for=fact(lambda text: _entry(text, "Good for")),
         client_state=fact(lambda text: _entry(text, "Client state")),
         cost=fact(lambda text: _entry(text, "Cost per local step")),
-        submodels="yes" if hasattr(cls, "units") else "no",
+        submodels="no" if cls().submodels is None else "yes",
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.core.algorithm import check_solves, is_asynchronous, takes_everyone
+from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import Engine, check_cohort
@@ -19,7 +19,7 @@ class Parts(NamedTuple):
     """What `solve` needs."""
 
     task: Task
-    algorithm: Any
+    algorithm: Algorithm
     engine: Engine
 
 
@@ -38,25 +38,24 @@ def build(spec: Spec, task: Task | None = None) -> Parts:
     task = task_of(spec) if task is None else task
     require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
     check_solves(algorithm, task.problem)
-    split = task.split_x or not getattr(algorithm, "own_x", False)
+    split = task.split_x or not algorithm.keeps_own_x
     require(split, "algorithm.own_x", True, f"false: task {label(spec.task.name)}'s x is not split by client")
     _check_participants(spec, algorithm, len(task.clients))
     return Parts(task, algorithm, engine)
 
 
-def _check_participants(spec: Spec, algorithm: Any, population: int) -> None:
+def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
     """Refuse a cohort, a clock, or a number of first answers that is none for so many clients."""
     cohort = check_cohort(spec.run.cohort, population)
     there = population - spec.clock.never_there(population).size
-    whole = not takes_everyone(algorithm) or cohort == population
+    whole = not algorithm.needs_everyone or cohort == population
     require(whole, "run.cohort", cohort, f"none: {label(spec.algorithm.name)} needs all clients in every round")
-    if is_asynchronous(algorithm):
-        first = getattr(algorithm, "first", None)
-        few = f"at most {there}, the number of clients that are ever there"
-        require(first is None or first <= there, "algorithm.first", first, few)
+    first = algorithm.waits_for
+    few = f"at most {there}, the number of clients that are ever there"
+    require(first is None or first <= there, "algorithm.first", first, few)
 
 
-def algorithm_of(spec: Spec) -> Any:
+def algorithm_of(spec: Spec) -> Algorithm:
     """The algorithm alone, which needs no data."""
     fields = fields_of(spec.task.name, spec.algorithm.name)["algorithm"]
     return _made("algorithm", ALGORITHMS[spec.algorithm.name], spec.algorithm, fields)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel import __version__
-from fedbilevel.core.algorithm import init_client, is_asynchronous, parts_of
+from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.config import Schedule, hyperparameters
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
@@ -56,7 +56,7 @@ class Contract:
     anything that its algorithm does not ask, in any other shape.
     """
 
-    algorithm: Any
+    algorithm: Algorithm
     calls: dict[str, Call]
     state: PyTree  # shapes of what a client keeps between rounds, or None
     worked: bool  # whether the server says how many local steps a client makes
@@ -95,7 +95,7 @@ class Contract:
 
         calls: dict[str, Call] = {}
         for call in self.calls.values():
-            takes, gives = parts_of(getattr(self.algorithm, call.phase))
+            takes, gives = parts_of(self.algorithm.named_phase(call.phase))
             call = call._replace(message=small(takes, call.message), update=small(gives, call.update))
             calls[call.name] = call
         return replace(self, calls=calls, units=kept)
@@ -109,14 +109,14 @@ class Contract:
 
 
 def draw_up(
-    algorithm: Any, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool
+    algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool
 ) -> Contract:
     """The contract of a run; for the arguments see `engines.recorder.record`.
 
     Raises:
         ConfigurationError: a message, an update or what clients keep holds a PRNG key.
     """
-    state = init_client(algorithm, x, y)
+    state = algorithm.init_client(x, y)
     check_plain("what clients keep", state)
     first: dict[str, PyTree] = {}  # what is asked by fed.first, and the updates' shapes
     calls: dict[str, Call] = {}
@@ -124,7 +124,7 @@ def draw_up(
     def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
         check_plain(f"the message of phase {phase}", message)
         check_plain(f"the update of phase {phase}", reply.update)
-        if early and not is_asynchronous(algorithm):
+        if early and not algorithm.asynchronous:
             name = type(algorithm).__name__
             raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asynchronous = True")
         if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):

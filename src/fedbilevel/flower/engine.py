@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from jax import Array
 
-from fedbilevel.core.algorithm import takes_everyone
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ExchangeError, NonFiniteError, diverged, require
 from fedbilevel.core.problem import Problem
@@ -71,11 +70,11 @@ class Flower:
         require(is_run(self.name), "Flower.name", self.name, "8 to 64 hexadecimal digits, in lower case")
 
     def start(
-        self, algorithm: Any, problem: Problem, clients: RemoteClients, cohort: int, key: Array, carry: Carry
+        self, algorithm: Algorithm, problem: Problem, clients: RemoteClients, cohort: int, key: Array, carry: Carry
     ) -> FlowerRun:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
-        whole = not takes_everyone(algorithm) or cohort == len(clients)
+        whole = not algorithm.needs_everyone or cohort == len(clients)
         require(whole, "cohort", cohort, f"None: {type(algorithm).__name__} needs all clients in every round")
         return FlowerRun(self, algorithm, problem, clients, cohort, key, carry)
 
@@ -88,7 +87,7 @@ class FlowerRun:
     def __init__(
         self,
         engine: Flower,
-        algorithm: Any,
+        algorithm: Algorithm,
         problem: Problem,
         clients: RemoteClients,
         cohort: int,
@@ -162,7 +161,7 @@ class FlowerRun:
         self.undoing.end()
         return Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
 
-    def fed(self, algorithm: Any, keys: RoundKeys, carry: Carry) -> FlowerFed:
+    def fed(self, algorithm: Algorithm, keys: RoundKeys, carry: Carry) -> FlowerFed:
         """The exchanges of the round that the carry begins."""
         given = self, algorithm, int(carry.round), keys
         if self.cutting is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import phase_name
+from fedbilevel.core.algorithm import Algorithm, phase_name
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree
@@ -33,7 +33,7 @@ Metrics = dict[str, tuple[Any, Any]]
 class FlowerFed:
     """See `Fed`. Who does not answer, or answers what cannot count, is as if absent from that exchange."""
 
-    def __init__(self, run: FlowerRun, algorithm: Any, round: int, keys: RoundKeys) -> None:
+    def __init__(self, run: FlowerRun, algorithm: Algorithm, round: int, keys: RoundKeys) -> None:
         self.run, self.algorithm, self.round, self.keys = run, algorithm, round, keys
         self.problem = run.problem
         self.worked = run.clients.local_steps is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.flower.tally import Tally
@@ -53,7 +54,7 @@ class Limits:
         lower = self.min_batch_size <= self.batch_size
         require(lower, "Limits.min_batch_size", self.min_batch_size, f"at most batch_size = {self.batch_size}")
 
-    def check_algorithm(self, algorithm: Any) -> None:
+    def check_algorithm(self, algorithm: Algorithm) -> None:
         """Refuse hyperparameters that ask for too much work."""
         for name, value in hyperparameters(algorithm).items():
             if name == "batch_size" and value is not None and value > self.batch_size:

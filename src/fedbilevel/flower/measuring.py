@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from fedbilevel.core.algorithm import is_asynchronous
 from fedbilevel.core.errors import AbsenceWarning, require
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.history import Row
@@ -32,10 +31,10 @@ class Measuring:
     def __init__(self, run: FlowerRun, metrics: Mapping[str, PerClient]) -> None:
         whole = run.cutting is None
         require(whole, "metrics_per_client", list(metrics), "left out over Flower where clients hold submodels")
-        waits = not is_asynchronous(run.algorithm)
+        waits = not run.algorithm.asynchronous
         name = type(run.algorithm).__name__
         require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
-        alike = not getattr(run.algorithm, "own_x", False)
+        alike = not run.algorithm.keeps_own_x
         require(alike, "metrics_per_client", list(metrics), "left out over Flower with own_x: clients keep parts of x")
         self.run, self.metrics, self.names, self.warned = run, metrics, sorted(metrics), False
 

@@ -13,14 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from fedbilevel.core.algorithm import noise_objection
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.answers import Public, Withheld
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
@@ -33,9 +32,9 @@ class NoiseError(ConfigurationError):
     """The algorithm cannot do with replies that are clipped and noised; the message says why, and nothing of data."""
 
 
-def check_noise(algorithm: Any) -> None:
+def check_noise(algorithm: Algorithm) -> None:
     """Refuse an algorithm, with the fields that it has, whose numbers noise would spoil."""
-    if objection := noise_objection(algorithm):
+    if objection := algorithm.noise_objection():
         raise NoiseError(f"Site.privacy: {type(algorithm).__name__} does not bear noised replies: {objection}")
 
 

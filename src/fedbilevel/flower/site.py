@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.algorithm import check_algorithm, check_solves, init_client
+from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import FedbilevelError, FloorError, require
@@ -77,7 +77,7 @@ class Site:
     """
 
     id: int
-    algorithm: Any
+    algorithm: Algorithm
     problem: Problem
     x0: PyTree
     y0: PyTree = None
@@ -293,10 +293,10 @@ class Desk:
     @cached_property
     def first(self) -> PyTree:
         """What the client keeps before it was ever asked."""
-        return jax.tree.map(np.asarray, init_client(self.site.algorithm, self.x, self.y))
+        return jax.tree.map(np.asarray, self.site.algorithm.init_client(self.x, self.y))
 
 
-def run_phase(phase: str, algorithm: Any, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
+def run_phase(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
     """What one client computes; data, state and hyperparameters are arguments of the program."""
     without: Any = None
     reply: Reply = program(client.problem)(phase, algorithm, round, replace(client, problem=without), message, key)
@@ -311,10 +311,9 @@ def program(problem: Problem) -> Any:
     JAX keeps what is compiled as long as its function, and its arguments of other kinds than arrays with it."""
     known: Any = ref(problem)
 
-    def play(phase: str, algorithm: Any, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
+    def play(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
         client = replace(client, problem=known())
-        reply: Reply = getattr(at(algorithm, round), phase)(client, message, jax.random.fold_in(key, client.id))
-        return reply
+        return at(algorithm, round).named_phase(phase)(client, message, jax.random.fold_in(key, client.id))
 
     if problem not in PROGRAMS:
         PROGRAMS[problem] = jax.jit(play, static_argnums=0)

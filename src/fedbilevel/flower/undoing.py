@@ -15,7 +15,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedbilevel.core.algorithm import is_asynchronous
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.engines.engine import Carry
 from fedbilevel.flower.norms import ratios
@@ -82,7 +81,7 @@ class Undoing:
         spoiled = isinstance(error, SpoiledError)
         played = self.last if spoiled else self.now
         gone = self.run.contract.state is not None and isinstance(error, SpoiledError) and error.exchange > 0
-        if played is None or gone or is_asynchronous(self.run.algorithm):
+        if played is None or gone or self.run.algorithm.asynchronous:
             raise error
         round = int(played.carry.round)
         without = self.without.setdefault(round, set())
