@@ -73,7 +73,7 @@ def main() -> None:
         clients = population(count, *shape)
         fields = {"local_steps": STEPS, "batch_size": BATCH, "client_lr": 1e-4, "server_lr": 1e-4}
         waiting = Timed(fb.SimFBO(**fields), clients, n, shape)
-        going_on = Timed(fb.SimFBO(first=n, **fields), clients, count, shape)
+        going_on = Timed(fb.Asynchronous(fb.SimFBO(**fields), wait_for=n), clients, count, shape)
         rounds = max(10, min(400, int(1 / waiting.play(10))))
         pairs = [(waiting.play(rounds), going_on.play(rounds)) for _ in range(options.repeats)]
         ratio = statistics.median(b / a for a, b in pairs)

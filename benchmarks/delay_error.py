@@ -53,14 +53,14 @@ def measured(seed, steps):
     metrics = {"error": lambda x, y: jnp.sum(gradient(x) ** 2)}
     found = []
     for n in FIRST:
-        algorithm = fb.AFBO(first=n, hypergradient="global", local_steps=1, batch_size=1, **steps)
+        algorithm = fb.Asynchronous(fb.AFBO(hypergradient="global", local_steps=1, batch_size=1, **steps), wait_for=n)
         engine = fb.Local(clock=fb.Clock(spread=1.0, seed=seed))
         history = fb.solve(
             algorithm, task.problem, task.clients, task.x0, task.y0, rounds=ROUNDS, eval_every=EVERY, metrics=metrics,
             engine=engine, key=seed,
         ).history  # fmt: skip
         late = history["round"] > ROUNDS // 2
-        found.append((np.mean(history["outer_delay"][late]), np.mean(history["error"][late])))
+        found.append((np.mean(history["delay.outer_directions"][late]), np.mean(history["error"][late])))
     return np.array(found)
 
 

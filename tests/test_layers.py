@@ -41,7 +41,7 @@ HEAVY = {"flwr", "matplotlib", "sklearn", "rich", "pandas"}
 def room_of(path: Path) -> str:
     """The room that a file, given relative to the package, belongs to."""
     name = path.with_suffix("").parts[0]
-    return {"__init__": "root", "public": "root", "renames": "root", "__main__": "cli"}.get(name, name)
+    return {"__init__": "root", "public": "root", "__main__": "cli"}.get(name, name)
 
 
 def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
@@ -86,12 +86,10 @@ def forbidden(source: str, path: Path) -> list[str]:
 
 def test_a_name_of_before_says_what_stands_in_its_place() -> None:
     import fedbilevel
-    from fedbilevel.renames import PUBLIC
+    from fedbilevel.core.renames import PUBLIC
 
     assert not PUBLIC.keys() & set(fedbilevel.__all__)
-    with pytest.raises(
-        AttributeError, match=r"'algorithm': a method is a subclass of fedbilevel.Algorithm"
-    ):
+    with pytest.raises(AttributeError, match=r"'algorithm': a method is a subclass of fedbilevel.Algorithm"):
         _ = fedbilevel.algorithm
 
 

@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = import_module("fedbilevel.public")
     if name != "__all__" and name not in public.__all__:
-        renamed = import_module("fedbilevel.renames").PUBLIC.get(name)
+        renamed = import_module("fedbilevel.core.renames").PUBLIC.get(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {renamed}" if renamed else ""))
     return getattr(public, name)
 

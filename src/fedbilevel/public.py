@@ -24,6 +24,7 @@ from fedbilevel.algorithms import (
     ShroFBO,
     SimFBO,
 )
+from fedbilevel.algorithms.asynchronous import Asynchronous
 from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
 from fedbilevel.core import projections
 from fedbilevel.core.algorithm import Algorithm, phase
@@ -76,6 +77,7 @@ __all__ = [
     "AbsenceWarning",
     "AggITD",
     "Algorithm",
+    "Asynchronous",
     "BiFISTA",
     "Bilevel",
     "CapacityWarning",

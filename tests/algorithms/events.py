@@ -6,6 +6,8 @@ Written from the words of `Fed.first`, for clients that always take the same tim
 import numpy as np
 from matrices import hypergradient, inner_gradient, members, outer_gradient
 
+import fedbilevel as fb
+
 TICK = 1e-4  # seconds: times are whole numbers of these, so that no rounding decides who was earlier
 
 
@@ -83,7 +85,10 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
     """(x, y, v) after so many rounds, and the delays and the time after each."""
     fed, told = Federation(task, times, absent), []
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
-    c, s, wait = algorithm.delay_penalty, algorithm.neumann_step, algorithm.max_staleness
+    c, wait = 0.0, None
+    if isinstance(algorithm, fb.Asynchronous):
+        c, wait, algorithm = algorithm.delay_penalty, algorithm.max_staleness, algorithm.algorithm
+    s = algorithm.neumann_step
 
     terms = np.broadcast_to(algorithm.neumann_terms, len(times))
 

@@ -127,7 +127,7 @@ class Simulation:
         for i in range(len(self.p)):
             if i not in self.at_work:
                 self.at_work[i] = (self.now + self.times[i], self.exchange, *self.answer(i))
-        needed = self.a.first - len(self.early)
+        needed = self.a.wait_for - len(self.early)
         order = sorted(self.at_work, key=lambda i: self.at_work[i][0])
         done = order[: max(needed, 0)]
         late = [i for i in order if self.a.max_staleness and self.exchange - self.at_work[i][1] >= self.a.max_staleness]
@@ -194,7 +194,7 @@ def agrees(carry, told):
 @pytest.fixture(scope="module")
 def adbo(task):
     """The simulation and the library, with a bound on staleness."""
-    algorithm = ADBO(**FIELDS, first=4, max_staleness=3)
+    algorithm = ADBO(**FIELDS, wait_for=4, max_staleness=3)
     return Simulation(task, algorithm, TIMES).play(ROUNDS), Played(task, algorithm, clocked(network=TIMES))
 
 
@@ -210,12 +210,12 @@ def test_nobody_counts_who_was_asked_longer_ago_than_the_bound(task, adbo):
     age, weight = run.books.metrics["local_step", "staleness"]
     np.testing.assert_allclose((age, weight), np.transpose(told.ages), rtol=1e-12)
     assert told.oldest == 3
-    assert Simulation(task, ADBO(**FIELDS, first=4), TIMES).play(ROUNDS).oldest > 3  # the bound is what bounds
+    assert Simulation(task, ADBO(**FIELDS, wait_for=4), TIMES).play(ROUNDS).oldest > 3  # the bound is what bounds
 
 
 def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
     run = Played(task, SDBO(**FIELDS), clocked())
-    everyone = ADBO(**FIELDS, first=len(task.clients))
+    everyone = ADBO(**FIELDS, wait_for=len(task.clients))
     agrees(run.carry, Simulation(task, everyone, [1.0] * len(task.clients)).play(ROUNDS))
     calls = {phase: np.unique(count.exchanges) for (phase, *_), count in run.books.calls.items()}
     assert calls == {"consensus_step": [10], "consensus_adjoint": [10], "local_step": [10]}  # K, K, T
@@ -234,7 +234,7 @@ def test_planes_are_of_those_who_are_there(task):
     away = 8
     there = np.delete(np.arange(len(TIMES)), away)
     clock = {"network": TIMES, "availability": [float(i != away) for i in range(len(TIMES))]}
-    algorithm = ADBO(**FIELDS, first=len(there), iterations=3, consensus_steps=2)
+    algorithm = ADBO(**FIELDS, wait_for=len(there), iterations=3, consensus_steps=2)
     with pytest.warns(AbsenceWarning):
         run = Played(task, algorithm, clocked(**clock), rounds=2)
     planes, own, p = run.carry.state.planes, run.carry.clients, task.clients.weights[there]
@@ -281,7 +281,7 @@ def bent(x, y, batch):
 def test_the_gradient_of_h_is_that_of_a_plain_h():
     """Through all steps at the points where they were made: jax.grad of h written in one piece, to 1e-10."""
     task = quadratic(clients=2, dim_x=2, dim_y=3, samples=(1, 3))
-    algorithm = ADBO(batch_size=None, consensus_steps=3, consensus_lr=0.3, iterations=1, first=2)
+    algorithm = ADBO(batch_size=None, consensus_steps=3, consensus_lr=0.3, iterations=1, wait_for=2)
     task = dataclasses.replace(task, problem=fb.Bilevel(outer=outer, inner=bent))
     run = Played(task, algorithm, fb.Reference(), rounds=1)
     before, after = run.carry, run.more()
@@ -311,8 +311,8 @@ def test_the_gradient_of_h_is_that_of_a_plain_h():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"first": 0}, "ADBO.first = 0 is not allowed: it must be a positive integer"),
-        ({"first": None}, "ADBO.first = None"),
+        ({"wait_for": 0}, "ADBO.wait_for = 0 is not allowed: it must be a positive integer"),
+        ({"wait_for": None}, "ADBO.wait_for = None"),
         ({"max_staleness": -1}, "ADBO.max_staleness = -1 is not allowed: it must be a positive integer or None"),
         ({"max_staleness": 2.5}, "ADBO.max_staleness = 2.5"),
         ({"planes": 0}, "ADBO.planes = 0"),
@@ -328,8 +328,8 @@ def test_bad_fields_are_refused_by_name(fields, words):
 
 
 def test_more_answers_than_clients_are_refused(task):
-    with pytest.raises(ConfigurationError, match=r"ADBO\.first = 11 is not allowed: it must be at most 10"):
-        fb.solve(ADBO(first=11), task.problem, task.clients, task.x0, task.y0, rounds=1)
+    with pytest.raises(ConfigurationError, match=r"ADBO\.wait_for = 11 is not allowed: it must be at most 10"):
+        fb.solve(ADBO(wait_for=11), task.problem, task.clients, task.x0, task.y0, rounds=1)
 
 
 def test_cohorts_are_refused(task):
@@ -346,7 +346,7 @@ def test_who_is_never_there_counts_nowhere(task):
     weights = np.where(np.arange(len(TIMES)) == away, 0, task.clients.weights)
     others = solution(task.clients, weights / weights.sum())
     everyone = solution(task.clients)
-    algorithm = ADBO(**FIELDS, first=4, max_staleness=3)
+    algorithm = ADBO(**FIELDS, wait_for=4, max_staleness=3)
     with pytest.warns(AbsenceWarning):
         result = fb.solve(
             algorithm, task.problem, task.clients, task.x0, task.y0, rounds=200, engine=fb.Local(clock=clock)

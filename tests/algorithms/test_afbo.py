@@ -25,12 +25,15 @@ GLOBAL = {"batch_size": None, "client_lr": 0.2, "inner_rounds": 2, "inner_lr": 0
           "system_lr": 0.4, "hypergradient": "global"}  # fmt: skip
 TERMS = (4, 1, 7, 2, 3)  # N_i
 CASES = {  # algorithm, rounds, clients that are never there
-    "local": (fb.AFBO(first=2, **LOCAL), ()),
-    "local, each its own N_i": (fb.AFBO(first=2, **{**LOCAL, "neumann_terms": TERMS}), ()),
-    "global, penalty, bounded": (fb.AFBO(first=1, max_staleness=3, delay_penalty=0.5, **GLOBAL), ()),
-    "global, one never there": (fb.AFBO(first=2, **GLOBAL), (4,)),
+    "local": (fb.Asynchronous(fb.AFBO(**LOCAL), wait_for=2), ()),
+    "local, each its own N_i": (fb.Asynchronous(fb.AFBO(**{**LOCAL, "neumann_terms": TERMS}), wait_for=2), ()),
+    "global, penalty, bounded": (
+        fb.Asynchronous(fb.AFBO(**GLOBAL), wait_for=1, max_staleness=3, delay_penalty=0.5),
+        (),
+    ),
+    "global, one never there": (fb.Asynchronous(fb.AFBO(**GLOBAL), wait_for=2), (4,)),
     "local, waiting for all": (fb.AFBO(**LOCAL), ()),
-    "local, all are first": (fb.AFBO(first=5, **LOCAL), ()),
+    "local, all are first": (fb.Asynchronous(fb.AFBO(**LOCAL), wait_for=5), ()),
     "global, waiting for all": (fb.AFBO(**GLOBAL), ()),
 }
 
@@ -60,19 +63,21 @@ def test_equals_the_events_written_out(name, task):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fb.AbsenceWarning)
         result = run(algorithm, task, 12, engine=fb.Local(clock=clock(absent)), eval_every=1)
-    n = algorithm.first or len(TIMES)
+    n = algorithm.waits_for or len(TIMES)
+    inside = algorithm.algorithm if algorithm.asynchronous else algorithm
+    state = result.state.inside if algorithm.asynchronous else result.state
     (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, WORK, absent)
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
-    if algorithm.hypergradient == "global":
-        np.testing.assert_allclose(result.state.v, v, rtol=1e-12, atol=1e-12)
+    if inside.hypergradient == "global":
+        np.testing.assert_allclose(state.v, v, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.history["time"][1:], told[:, 2], rtol=1e-9)  # a sum of ticks
-    if algorithm.first:
-        delays = np.stack([result.history[f"{kind}_delay"][1:] for kind in ("inner", "outer")], axis=1)
+    if algorithm.asynchronous:
+        delays = np.stack([result.history[f"delay.{phase}"][1:] for phase in inside.asynchronous_phases], axis=1)
         np.testing.assert_allclose(delays, told[:, :2], rtol=1e-12, atol=1e-12)
         assert n == len(TIMES) or np.max(delays) > 1
     else:
-        assert "inner_delay" not in result.history.rows[-1]
+        assert not any(name.startswith("delay") for name in result.history.rows[-1])
     if absent:  # who never answers grows older by 1 each exchange, and all else has a bounded age
         assert delays[-1, 1] - delays[-7, 1] == pytest.approx(6 * sum(task.clients.weights[i] for i in absent), abs=1.5)
 
@@ -92,7 +97,7 @@ def test_ends_at_its_closed_form(kind, alike):
     Times vary: with fixed ones a client may happen to be done during inner exchanges alone, for ever."""
     fields = {**(GLOBAL if kind == "global" else LOCAL), "inner_lr": 0.1, "outer_lr": 0.01, "local_steps": 1}
     fields |= {"system_lr": 0.05} if kind == "global" else {"neumann_terms": TERMS}
-    end = run(fb.AFBO(first=2, **fields), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5)))
+    end = run(fb.Asynchronous(fb.AFBO(**fields), wait_for=2), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5)))
     exact = solution(alike.clients).x
     if kind == "local":
         m, s = mean_matrices(alike), LOCAL["neumann_step"]
@@ -118,9 +123,8 @@ def test_with_local_steps_the_error_falls_as_the_client_step_does(task):
     eta = optax.piecewise_constant_schedule(2e-3, {8_000: 0.25})
     fields = {**GLOBAL, "client_lr": eta, "inner_lr": 0.1, "outer_lr": 0.01, "system_lr": 0.05}
     xs = {f"x{k}": (lambda x, y, k=k: x[k]) for k in range(3)}
-    ends = run(
-        fb.AFBO(first=2, **fields), task, 16_000, engine=fb.Local(clock=clock(spread=0.5)), eval_every=8_000, metrics=xs
-    )
+    algorithm, engine = fb.Asynchronous(fb.AFBO(**fields), wait_for=2), fb.Local(clock=clock(spread=0.5))
+    ends = run(algorithm, task, 16_000, engine=engine, eval_every=8_000, metrics=xs)
     x = np.stack([ends.history[name] for name in xs], axis=1)[1:] - solution(task.clients).x
     assert np.linalg.norm(x[1]) > 1e-6
     assert np.linalg.norm(x[0] - 4 * x[1]) < 0.01 * np.linalg.norm(x[0])
@@ -167,12 +171,6 @@ def test_the_random_length_gives_the_series_on_average(task):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"first": 0}, "AFBO.first = 0 is not allowed: it must be a positive integer or None"),
-        ({"first": 2, "max_staleness": 0}, "AFBO.max_staleness = 0"),
-        ({"max_staleness": 3}, "AFBO.max_staleness = 3 is not allowed: it must be None where first = None"),
-        ({"delay_penalty": -1.0}, "AFBO.delay_penalty = -1.0 is not allowed: it must be a number, at least 0"),
-        ({"delay_penalty": float("nan")}, "AFBO.delay_penalty = nan"),
-        ({"delay_penalty": 1.0, "own_x": True}, "AFBO.delay_penalty = 1.0 is not allowed: it must be 0 where own_x"),
         ({"merged": True}, "AFBO.merged"),
         ({"hypergradient": "locl"}, "did you mean 'local'"),
         ({"neumann_terms": 0}, "AFBO.neumann_terms = 0 is not allowed: it must be a positive integer, or one for each"),
@@ -195,9 +193,9 @@ def test_numbers_of_terms_for_other_clients(task):
         run(fb.AFBO(**{**LOCAL, "neumann_terms": (4, 1)}), task, 1)
 
 
-def test_more_first_answers_than_clients(task):
-    with pytest.raises(fb.ConfigurationError, match="1 to 5"):
-        run(fb.AFBO(first=6, **LOCAL), task, 1)
+def test_more_replies_to_wait_for_than_clients(task):
+    with pytest.raises(fb.ConfigurationError, match=r"Asynchronous\.wait_for = 6 .* at most 5"):
+        run(fb.Asynchronous(fb.AFBO(**LOCAL), wait_for=6), task, 1)
 
 
 def test_a_neumann_step_that_grows_is_refused_where_it_plays_a_role(task):

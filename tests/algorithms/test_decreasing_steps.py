@@ -22,7 +22,6 @@ def falling(first):
 
 METHODS = {
     "AFBO, global": fb.AFBO(
-        first=2,
         batch_size=2,
         hypergradient="global",
         local_steps=1,
@@ -31,8 +30,7 @@ METHODS = {
         outer_lr=falling(0.02),
         system_lr=falling(0.2),
     ),
-    "asynchronous SimFBO": fb.SimFBO(
-        first=2,
+    "SimFBO": fb.SimFBO(
         batch_size=2,
         local_steps=1,
         client_lr=1.0,
@@ -51,7 +49,7 @@ def test_the_mean_square_error_falls_as_the_steps_do(name):
     squares = []
     for seed in range(SEEDS):
         history = fb.solve(
-            METHODS[name],
+            fb.Asynchronous(METHODS[name], wait_for=2),
             task.problem,
             task.clients,
             task.x0,

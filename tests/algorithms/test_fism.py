@@ -161,9 +161,9 @@ def test_fresh_subgradients_with_one_client_are_ir_ig():
 
 
 def test_all_answers_without_delay_are_no_answers_missed():
-    """With `first` the mean is summed up from differences, four of size 1 here."""
+    """Asynchronous, the mean is summed up from differences, four of size 1 here."""
     clients = fb.Clients(CLIENTS, weights=WEIGHTS)
-    result = fb.solve(fb.FISM(first=3, **FIELDS), PROBLEM, clients, tree(START), rounds=ROUNDS)
+    result = fb.solve(fb.Asynchronous(fb.FISM(**FIELDS), wait_for=3), PROBLEM, clients, tree(START), rounds=ROUNDS)
     same(result, written_out(in_order(NUMBERS)))
 
 
@@ -223,7 +223,8 @@ def test_where_balls_overlap(first):
         options={"ftol": 1e-12, "maxiter": 500},
     )
     assert found.success
-    algorithm = fb.FISM(lr=2.0, regularization=0.1, first=first)
+    algorithm = fb.FISM(lr=2.0, regularization=0.1)
+    algorithm = fb.Asynchronous(algorithm, wait_for=first) if first else algorithm
     engine = fb.Local(clock=fb.Clock(spread=0.3, stragglers=1, slowdown=5.0))
     result = fb.solve(
         algorithm, task.problem, task.clients, task.x0, rounds=rounds, metrics=task.metrics, engine=engine

@@ -18,7 +18,7 @@ METHODS = {
     "SimFBO": fb.SimFBO(batch_size=2, local_steps=3, server_lr=0.1, coefficients=fb.Momentum(decay=0.5)),
     "AFBO, local": fb.AFBO(inverse="series", neumann_terms=2, **AFBO),
     "AFBO, global": fb.AFBO(hypergradient="global", **AFBO),
-    "AFBO, all are first": fb.AFBO(hypergradient="global", first=CLIENTS, **AFBO),
+    "AFBO, all are first": fb.Asynchronous(fb.AFBO(hypergradient="global", **AFBO), wait_for=CLIENTS),
 }
 
 
@@ -46,6 +46,8 @@ def run(algorithm, rounds=5, x0=START, **options):
 
 
 def with_own_x(algorithm):
+    if isinstance(algorithm, fb.Asynchronous):
+        return fb.Asynchronous(with_own_x(algorithm.algorithm), wait_for=algorithm.wait_for)
     fields = {name: getattr(algorithm, name) for name in algorithm.__dataclass_fields__}
     return type(algorithm)(**{**fields, "own_x": True})
 
@@ -76,7 +78,7 @@ def test_the_same_rows_with_and_without_the_server(name):
 @pytest.mark.slow
 def test_both_engines_agree_where_clients_are_late():
     """Each block then moves once for each answer of its client."""
-    algorithm = fb.AFBO(hypergradient="global", first=2, own_x=True, **AFBO)
+    algorithm = fb.Asynchronous(fb.AFBO(hypergradient="global", own_x=True, **AFBO), wait_for=2)
     clock = fb.Clock(network=(1.0, 1.7, 0.6, 5.3), spread=0.4)
     a, b = (run(algorithm, 2, engine=engine(clock=clock)) for engine in (fb.Local, fb.Reference))
     np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.algorithm import ALGORITHMS, phase_name
+from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError
 
 
@@ -32,14 +32,15 @@ class Keeps(fb.Algorithm):
 
 
 def test_the_allow_list_is_what_is_marked():
-    assert Keeps.phases == {"visit"}
-    assert fb.SimFBO.phases == {"local_updates"}
-    assert fb.ShroFBO.phases == {"local_updates", "normalised_updates"}
+    assert Keeps().phases == {"visit"}
+    assert fb.SimFBO().phases == {"local_updates"}
+    assert fb.ShroFBO().phases == {"normalised_updates"}
+    assert fb.Asynchronous(fb.SimFBO(), wait_for=1).phases == {"local_updates"}
 
 
 def test_own_phases_are_allowed_by_name():
     algorithm = Keeps()
-    assert phase_name(algorithm, algorithm.visit) == "visit"
+    assert algorithm.phase_name(algorithm.visit) == "visit"
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ def test_own_phases_are_allowed_by_name():
 )
 def test_anything_else_is_refused(function, named):
     with pytest.raises(ConfigurationError, match=rf"Keeps: .*phases \['visit'\], got {named}"):
-        phase_name(Keeps(), function)
+        Keeps().phase_name(function)
 
 
 def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
     algorithm = Keeps()
     with pytest.raises(ConfigurationError, match="got unmarked"):
-        phase_name(algorithm, algorithm.unmarked)
+        algorithm.phase_name(algorithm.unmarked)
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])

@@ -52,20 +52,20 @@ CASES = {
     "FedAvg, single level": (fb.FedAvg(batch_size=None), (1, 4)),
     "FedAvg-S, minimax": (fb.FedAvgS(batch_size=None), (1, 4)),
     "AFBO, local": (
-        fb.AFBO(
-            first=2,
-            batch_size=4,
-            inner_rounds=2,
-            neumann_terms=[2, 3, 1, 4, 2, 1, 3, 5],
-            inverse="random",
+        fb.Asynchronous(
+            fb.AFBO(batch_size=4, inner_rounds=2, neumann_terms=[2, 3, 1, 4, 2, 1, 3, 5], inverse="random"),
+            wait_for=2,
             delay_penalty=0.1,
         ),
         (1, 2),
     ),
-    "AFBO, global": (fb.AFBO(first=3, max_staleness=2, batch_size=4, inner_rounds=2, hypergradient="global"), WORK),
+    "AFBO, global": (
+        fb.Asynchronous(fb.AFBO(batch_size=4, inner_rounds=2, hypergradient="global"), wait_for=3, max_staleness=2),
+        WORK,
+    ),
     "AFBO, waiting for all": (fb.AFBO(batch_size=4, local_steps=2, inverse="series", neumann_terms=2), None),
-    "asynchronous SimFBO": (fb.SimFBO(first=1, batch_size=4, local_steps=2), None),
-    "asynchronous ShroFBO, one never there": (fb.ShroFBO(first=3, batch_size=4), (1, 2)),
+    "asynchronous SimFBO": (fb.Asynchronous(fb.SimFBO(batch_size=4, local_steps=2), wait_for=1), None),
+    "asynchronous ShroFBO, one never there": (fb.Asynchronous(fb.ShroFBO(batch_size=4), wait_for=3), (1, 2)),
     "RABO": (fb.RABO(batch_size=4, inner_rounds=2, inverse="random", neumann_terms=3), (1, 4)),
     # on quadratics differences are exact for steps of any length, and long ones do not magnify rounding
     "RAFBO, global": (
@@ -77,11 +77,11 @@ CASES = {
         WORK,
     ),
     "ADBO": (
-        fb.ADBO(batch_size=4, consensus_steps=2, iterations=4, planes=2, first=2, max_staleness=3),
+        fb.ADBO(batch_size=4, consensus_steps=2, iterations=4, planes=2, wait_for=2, max_staleness=3),
         None,
     ),
     "FISM, walks of unequal length in random order": (fb.FISM(order="random", lr=0.1), None),
-    "asynchronous FISM, drawn samples": (fb.FISM(first=2, lr=0.1), (1, 4)),
+    "asynchronous FISM, drawn samples": (fb.Asynchronous(fb.FISM(lr=0.1), wait_for=2), (1, 4)),
     "BiFISTA, mini-batches": (fb.BiFISTA(batch_size=4, lr=0.1), None),
 }
 CLOCKS = {

@@ -244,7 +244,7 @@ def test_a_method_without_submodels_says_that_it_trains_whole_models():
     [
         (population(np.full(CLIENTS, 0.01)), fb.RABO(), BILEVEL, "0.01 leaves group 'hidden' with none of its 8 units"),
         (population(), fb.RABO(), fb.Bilevel(outer, inner), "the problem has no structure"),
-        (population(), fb.SimFBO(first=2), BILEVEL, "keeps whole models on clients"),
+        (population(), fb.Asynchronous(fb.SimFBO(), wait_for=2), BILEVEL, "keeps whole models on clients"),
         (
             population(),
             fb.RABO(policy="covered", min_coverage=2),

@@ -105,9 +105,10 @@ def test_who_is_never_there_is_told_and_left_out():
     these: in the second run the server itself divides by the weight of those it has heard of."""
     clock = fb.Clock(availability=[1, 1, 0, 1, 0, 1])
     found = []
-    for first in (None, 4):
+    simfbo = fb.SimFBO(local_steps=1, batch_size=None)
+    for algorithm in (simfbo, fb.Asynchronous(simfbo, wait_for=4)):
         with pytest.warns(fb.AbsenceWarning, match=r"2 of 6 clients are never there.*: 2, 4$"):
-            found.append(fb.solve(fb.SimFBO(local_steps=1, batch_size=None, first=first), TASK.problem, TASK.clients,
+            found.append(fb.solve(algorithm, TASK.problem, TASK.clients,
                                   TASK.x0, TASK.y0, rounds=3, engine=fb.Local(clock=clock)))  # fmt: skip
     assert found[0].ledger.replies == found[1].ledger.replies == 3 * 4
     np.testing.assert_allclose(found[0].y, found[1].y, rtol=1e-12, atol=1e-12)

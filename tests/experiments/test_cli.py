@@ -151,10 +151,13 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
         (["--data", "minst"], "Did you mean 'mnist'"),
         (["quadratic", "--data", "mnist"], "unknown field of task 'data'"),
         (["hyper_cleaning", "--data", "covtype"], '"covtype" is a table, not an image set: it is for the task regular'),
-        (["--algorithm", "fednest", "--set", "first=3"], "unknown field 'first', a field of adbo, afbo, fism"),
         (
-            ["--algorithm", "fedbio", "--set", "algorithm.first=3"],
-            "unknown field of algorithm 'first', a field of adbo",
+            ["--algorithm", "fednest", "--set", "first=3"],
+            "unknown field 'first': it is now wait_for, of the wrapper Asynchronous",
+        ),
+        (
+            ["--algorithm", "fedbio", "--set", "algorithm.wait_for=3"],
+            "unknown field of algorithm 'wait_for', a field of adbo",
         ),
         (["quadratic", "--set", "own_x=true"], "own_x = True is not allowed: it must be false: task quadratic's x is"),
         (["quadratic", "--set", "local_stesp=3"], "did you mean 'local_steps'"),

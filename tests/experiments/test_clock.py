@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from typing import ClassVar
 
 import pytest
 from command_line import outcome
 
 import fedbilevel as fb
 from fedbilevel import experiments
-from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.curves import PANELS, curve
 from fedbilevel.engines.history import History
@@ -100,20 +97,15 @@ def test_a_clock_for_other_clients_is_refused_before_anything_runs(settings, wor
     assert words in str(error.value)
 
 
-def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs(monkeypatch) -> None:
-    class FirstHalf(fb.ShroFBO):
-        first: int = static(2)
-        asynchronous: ClassVar[bool] = True
-
-    monkeypatch.setitem(ALGORITHMS, "first-half", FirstHalf)
-    spec = configure(task="quadratic", algorithm="first-half", settings=[*SMALL, "cohort=3"])
-    needed = r"run\.cohort = 3 is not allowed: it must be none: first-half needs all clients in every round"
+def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs() -> None:
+    spec = configure(task="quadratic", algorithm="shrofbo", settings=[*SMALL, "cohort=3", "wait_for=2"])
+    needed = r"run\.cohort = 3 is not allowed: it must be none: shrofbo needs all clients in every round"
     with pytest.raises(ConfigurationError, match=needed):
         build(spec)
     build(spec.replace(run={"cohort": None}))
-    spec = spec.replace(run={"cohort": 4}, algorithm={"first": 4})
+    spec = spec.replace(run={"cohort": 4}, asynchronous={"wait_for": 4})
     build(spec)
-    with pytest.raises(ConfigurationError, match=r"algorithm\.first = 4 is not allowed: it must be at most 3"):
+    with pytest.raises(ConfigurationError, match=r"wait_for = 4 is not allowed: it must be at most 3"):
         build(spec.replace(clock={"availability": [1, 1, 0, 1]}))
 
 
@@ -127,11 +119,11 @@ def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:
 
 
 def test_the_level_without_a_federation_has_no_stragglers() -> None:
-    settings = [*SMALL, "clock.compute=[1, 2, 3, 6]", "clock.stragglers=2", "first=3"]
+    settings = [*SMALL, "clock.compute=[1, 2, 3, 6]", "clock.stragglers=2", "wait_for=3"]
     specs = comparison_specs("quadratic", ["simfbo"], settings=settings, centralised=True)
     clock = specs["centralised"].clock
     assert (clock.compute, clock.stragglers, specs["simfbo"].clock.stragglers) == (3.0, 0, 2)
-    assert build(specs["centralised"]).algorithm.first == 1
+    assert build(specs["centralised"]).algorithm.wait_for == 1
 
 
 def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> None:
@@ -170,7 +162,7 @@ def test_a_comparison_has_time(compared, run) -> None:
 
 def test_asynchronous_runs_have_time_without_a_clock_of_their_own(tmp_path) -> None:
     """Four answers are there at the same moment: two count, and the others in an exchange that takes no time."""
-    for name, settings in {"waits": [], "goes-on": ["first=2", "cohort=none"]}.items():
+    for name, settings in {"waits": [], "goes-on": ["wait_for=2", "cohort=none"]}.items():
         spec = configure(task="quadratic", settings=[*SMALL, "rounds=4", "eval_every=4", *settings])
         experiments.run(spec, tmp_path / name, plot=False)
     waits, goes_on = load_groups([tmp_path / "waits", tmp_path / "goes-on"])

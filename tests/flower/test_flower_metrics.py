@@ -114,7 +114,7 @@ def test_with_privacy_nothing_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "cutting", "why"),
     [
-        (fb.SimFBO(first=2), None, "SimFBO, which is asynchronous"),
+        (fb.Asynchronous(fb.SimFBO(), wait_for=2), None, "SimFBO, which is asynchronous"),
         (fb.SimFBO(own_x=True), None, "own_x: clients keep parts of x"),
         (ALGORITHM, object(), "where clients hold submodels"),
     ],

@@ -164,7 +164,7 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "problem", "said"),
     [
-        (fb.SimFBO(first=2), PROBLEM, "keeps whole models on clients"),
+        (fb.Asynchronous(fb.SimFBO(), wait_for=2), PROBLEM, "keeps whole models on clients"),
         (IMPORTANCE, fb.Bilevel(outer, inner), "the problem has no structure"),
     ],
 )

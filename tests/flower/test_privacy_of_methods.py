@@ -31,7 +31,7 @@ SIMPLE = fb.SimpleBilevel(
 )
 LIGHT = {"batch_size": None, "inner_rounds": 1, "neumann_terms": 2, "local_steps": 1}
 CASES = {  # one for each method at least
-    "AFBO": (fb.AFBO(first=2, inverse="cg", **LIGHT), None),
+    "AFBO": (fb.Asynchronous(fb.AFBO(inverse="cg", **LIGHT), wait_for=2), None),
     "AFBO, own x": (fb.AFBO(own_x=True, **LIGHT), None),
     "AggITD": (fb.AggITD(batch_size=None, inner_rounds=2, local_steps=1, outer_lr=0.01), None),
     "BiFISTA": (fb.BiFISTA(lr=0.1), SIMPLE),
@@ -49,9 +49,9 @@ CASES = {  # one for each method at least
     "RAFBO": (fb.RAFBO(perturbation=1e5, **LIGHT), None),
     "SDBO": (fb.SDBO(batch_size=None, consensus_steps=2, iterations=2, planes=2), None),
     "ShroFBO": (fb.ShroFBO(batch_size=None), None),
-    "ShroFBO, the first two": (fb.ShroFBO(batch_size=None, first=2), None),
+    "ShroFBO, the first two": (fb.Asynchronous(fb.ShroFBO(batch_size=None), wait_for=2), None),
     "SimFBO": (fb.SimFBO(batch_size=None, local_steps=2), None),
-    "SimFBO, the first one": (fb.SimFBO(batch_size=None, local_steps=2, first=1), None),
+    "SimFBO, the first one": (fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=2), wait_for=1), None),
 }
 REFUSED = {
     "ADBO": (fb.ADBO(), "SDBO's send them whole"),
@@ -192,7 +192,7 @@ def test_counts_do_not_eat_the_clip(tmp_path):
 def test_noise_does_not_add_up_over_differences(tmp_path):
     """After 100 answers, sent as differences, their sum is the last one with one noise: each entry off by 9.42σ at
     most. Noise on the differences would be 10σ in the root mean square, and more than that in some of 8 entries."""
-    algorithm, sigma = fb.SimFBO(batch_size=None, local_steps=1, first=1), 0.5
+    algorithm, sigma = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1), 0.5
     privacy = Privacy(clip=5e5, noise_multiplier=1e-6, delta=1e-5)
     desk = Desk(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 3)))
     iterate = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate

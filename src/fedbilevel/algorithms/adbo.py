@@ -50,6 +50,7 @@ Departures from the paper:
 Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
 """
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.batches import Batches
+from fedbilevel.algorithms.asynchronous import ROUNDING
 from fedbilevel.algorithms.cutting_planes import (
     FREE,
     Cut,
@@ -70,11 +71,10 @@ from fedbilevel.algorithms.cutting_planes import (
     row,
     without_idle,
 )
-from fedbilevel.algorithms.memory import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, positive, static, steps
+from fedbilevel.core.config import positive, static, steps
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move
@@ -119,11 +119,11 @@ class Point(NamedTuple):
     psi: PyTree  # ψ_i, the multiplier of y'_i = z'
 
 
-@config
-class CuttingPlanes(Batches):
+class CuttingPlanes(Algorithm):
     """What ADBO and SDBO share.
 
-    Args: those of `Batches`, and
+    Args:
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
         iterations: T, the server's steps from one plane to the next.
         client_lr: η_x and η_y, and v is η_θ, of the multipliers: numbers or schedules over rounds.
         server_lr: γ_x and γ_z (called y), and v is γ_λ, of the multipliers.
@@ -136,6 +136,7 @@ class CuttingPlanes(Batches):
         consensus_penalty: μ.
     """
 
+    batch_size: int | None = static(32)
     iterations: int = static(10)
     client_lr: XYV = steps(x=0.1, y=0.1, v=0.1)
     server_lr: XYV = steps(x=0.05, y=0.05, v=0.5)
@@ -147,14 +148,10 @@ class CuttingPlanes(Batches):
     consensus_lr: float = positive(0.5)
     consensus_penalty: float = positive(0.3)
 
-    @property
-    def asynchronous(self) -> bool:
-        raise NotImplementedError
-
     def validate(self) -> None:
-        super().validate()
+        require_count(f"{self.label}.batch_size", self.batch_size, optional=True)
         for name in ("iterations", "planes", "consensus_steps"):
-            require_count(f"{type(self).__name__}.{name}", getattr(self, name))
+            require_count(f"{self.label}.{name}", getattr(self, name))
 
     def init(self, x: PyTree, y: PyTree) -> State:
         heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()), jnp.zeros((), bool))
@@ -283,16 +280,16 @@ does not hold for them: this method needs everyone in every round"
         planes = planes.ascended(x, z, lr.v, self.plane_damping)
         return state._replace(x=x, y=z, planes=planes, heard=heard)
 
+    @abstractmethod
     def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
         """One exchange: what the server then knows, with the mean of θ_i, and in the planes that of b_il·y_i."""
-        raise NotImplementedError
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         plane_key, step_key = jax.random.split(key)
         return fed.repeat(self.iterations, self.step, self.with_new_plane(fed, state, plane_key), step_key)
 
 
-class SDBO(CuttingPlanes, Algorithm):
+class SDBO(CuttingPlanes):
     """Cutting planes for the inner problem, in steps that wait for everyone. Fields: see `CuttingPlanes`.
 
     Needs: a bilevel problem; everyone in every round.
@@ -314,10 +311,10 @@ class SDBO(CuttingPlanes, Algorithm):
         return heard, theta, state.planes._replace(inner=inner)
 
 
-class ADBO(CuttingPlanes, Algorithm):
+class ADBO(CuttingPlanes):
     """Cutting planes for the inner problem, in steps that wait for the first answers. Fields: see `CuttingPlanes`, and
 
-        first: S, how many answers a step waits for; 1 moves the server with each.
+        wait_for: S, how many answers a step waits for; 1 moves the server with each.
         max_staleness: τ, the steps after which nobody's answer is done without; None sets no bound.
 
     Needs: a bilevel problem.
@@ -326,7 +323,7 @@ class ADBO(CuttingPlanes, Algorithm):
 
     name = "adbo"
 
-    first: int = static(1)
+    wait_for: int = static(1)
     max_staleness: int | None = static(None)
 
     @property
@@ -335,15 +332,20 @@ class ADBO(CuttingPlanes, Algorithm):
 
     @property
     def waits_for(self) -> int:
-        return self.first
+        return self.wait_for
 
     def validate(self) -> None:
         super().validate()
-        require_count("ADBO.first", self.first)
+        require_count("ADBO.wait_for", self.wait_for)
         require_count("ADBO.max_staleness", self.max_staleness, optional=True)
 
     def check_start(self, problem: Any, clients: Any, x: PyTree, y: PyTree) -> None:
-        require(self.first <= len(clients), "ADBO.first", self.first, f"at most {len(clients)}, the number of clients")
+        require(
+            self.wait_for <= len(clients),
+            "ADBO.wait_for",
+            self.wait_for,
+            f"at most {len(clients)}, the number of clients",
+        )
 
     def noise_objection(self) -> str:
         return "its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"
@@ -351,7 +353,7 @@ class ADBO(CuttingPlanes, Algorithm):
     def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
         message = (state.x, state.planes.multiplier, state.planes.serial)
         theta, changes, new, without = fed.first(
-            self.first, self.local_step, message, key, max_staleness=self.max_staleness
+            self.wait_for, self.local_step, message, key, max_staleness=self.max_staleness
         )
         last, planes = state.heard, state.planes
         heard = last._replace(

@@ -16,7 +16,7 @@ H stays on the server. With `refresh`, clients know H and take 𝓗 at z: IR-IG 
 everything.
 
 Exchanges per round: 1. Down: x, and x's shape once more (𝓗), two numbers. Up: x's shape, a number (with `tolerance`
-another). Client state: none; with `first` the last answer.
+another). Client state: none.
 Cost per local step: a subgradient of one sample's f and a projection; with `refresh` one of H too.
 
 Departures from the paper:
@@ -24,10 +24,12 @@ Departures from the paper:
    no client has to know m.
 2. The paper takes the plain mean of the z_i. Here it is weighted by p_i/n_i, for which F is the weighted mean of the
    clients' means, as everywhere in this library: x_{k+1} = x_k + Σ p̃_i (z_i − x_k)/n_i over the mean of Σ p̃_i/n_i in
-   the rounds so far, p̃_i = (M/P) p_i for cohorts of P out of M, which leaves no bias. With p_i in proportion to n_i,
+   the rounds so far, p̃_i = (M/P) p_i for cohorts of P out of M, which leaves no bias; where everyone is asked, over
+   that of the round. With p_i in proportion to n_i,
    Clients(weights="size"), that is the plain mean, and every sample counts alike, as in the paper.
-3. Beyond the paper: a walk may be over fewer samples, drawn anew in every round (`local_steps`); the server may go on
-   with the first answers (`first`): x ← P_X[x + γ_k·(mean of everyone's last (z_i − x)/γ)].
+3. Beyond the paper: a walk may be over fewer samples, drawn anew in every round (`local_steps`). Clients reply with
+   (z_i − x)/γ_k, so that replies of earlier rounds count with the step of this one, and the server may go on with the
+   first replies: see `Asynchronous`.
 4. The sign of λ in the paper's estimate (2) is a slip of the pen; it does not enter the algorithm.
 
 Checked in tests/algorithms/test_fism.py (against the formulas in NumPy, solutions known in closed form or by SciPy, the
@@ -42,23 +44,22 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.algorithms.iterative_regularization import IterativeRegularization, State
-from fedbilevel.algorithms.memory import FirstAnswers, Memory
-from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.answers import Kept
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 
 ORDERS = ("given", "random")
 
 
-class FISM(FirstAnswers, IterativeRegularization, Algorithm):
+class FISM(IterativeRegularization):
     """Federated incremental subgradient method: every client walks through its own samples, the server averages.
 
-    Args: those of `FirstAnswers`, those of `IterativeRegularization`, and
+    Args: those of `IterativeRegularization`, and
         order: "given", or "random": anew in every round.
         local_steps: samples in a walk, drawn at random, where the population does not give each client its own number;
             None: all of them. Where it is more than a client has, all of those.
@@ -76,34 +77,26 @@ class FISM(FirstAnswers, IterativeRegularization, Algorithm):
 
     def validate(self) -> None:
         super().validate()
-        self.check_first()
-        name = type(self).__name__
+        name = self.label
         if self.order not in ORDERS:
             raise unknown(f"{name}.order", self.order, ORDERS)
         require_count(f"{name}.local_steps", self.local_steps, optional=True)
         require(isinstance(self.refresh, bool), f"{name}.refresh", self.refresh, "True or False")
-        waits = self.first is None or self.tolerance is None
-        require(waits, f"{name}.tolerance", self.tolerance, "None where first is given: F would be of several x")
 
-    def init_own(self, x: PyTree) -> Memory | Array:
-        memory = self.memory_of(self.answer_like(x))
-        return jnp.zeros(()) if memory is None else memory
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ("walk",) if self.tolerance is None else ()  # F would be of several x
 
-    def init_client(self, x: PyTree, y: PyTree) -> Kept | None:
-        return Kept.nothing(self.answer_like(x)) if self.asynchronous else None
-
-    def answer_like(self, x: PyTree) -> PyTree:
-        """Of the shapes of a client's answer without a tolerance."""
-        return x, jnp.zeros(())
+    def init_own(self, x: PyTree) -> Array:
+        return jnp.zeros(())
 
     def noise_objection(self) -> str:
         return "its server divides by the mean of 1/n_i, of how many samples a client has, which noise would spoil"
 
-    @phase
+    @phase(takes="whole", gives=("x", NUMBER))
     def walk(self, client: Client, message: PyTree, key: Array) -> Reply:
-        """((z − x)/n, 1/n[, what F needs]) after steps on n of the client's own samples; with `first`, of z − x in
-        units of γ."""
-        (x, h, gamma, penalty), number = self.opened(message)
+        """((z − x)/(γn), 1/n[, what F needs]) after steps on n of the client's own samples."""
+        x, h, gamma, penalty = message
         problem: Any = client.problem
         knows = not self.refresh or problem.known
         require(knows, "SimpleBilevel.outer", None, "a function (x) on clients too, who take 𝓗 anew at every step")
@@ -124,34 +117,32 @@ class FISM(FirstAnswers, IterativeRegularization, Algorithm):
         # over places, not samples: those of vectorised clients would be copied into the steps' order in every round
         z, losses = lax.scan(step, x, jnp.arange(len(samples.mask)))
         n = jnp.sum(samples.mask)
-        answer: Any = scaled(1 / (n * self.unit(gamma)), optax.tree.sub(z, x)), 1.0 / n
-        answer = *answer, *self.told(client, x, key)
+        update: Any = scaled(1 / (n * unit(gamma)), optax.tree.sub(z, x)), 1.0 / n
+        update = *update, *self.told(client, x, key)
         metrics = {"inner_loss": jnp.sum(losses) / n}
-        reply = Reply(answer, metrics=metrics, gradients=2 * n if self.refresh else n)
-        reply, kept = self.closed(reply, client.state, number)
-        return reply._replace(state=kept)
-
-    def unit(self, gamma: Array) -> Array | float:
-        """What lengths of walks are told in: answers of earlier rounds count with the step of this one."""
-        return jnp.where(gamma > 0, gamma, 1) if self.asynchronous else 1.0
+        return Reply(update, metrics=metrics, gradients=2 * n if self.refresh else n)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         problem: Any = fed.problem
         gamma, penalty = self.step_sizes(state)
         outer, h = problem.preference(state.x)
         message = state.x, None if self.refresh else scaled(penalty, h), gamma, penalty
-        memory = state.own if self.asynchronous else None
-        (walked, share, *told), memory = self.latest(fed, self.walk, message, memory, key)
-        if memory is None:  # Σ p_i/n_i of everyone: the mean over the cohorts so far, who differ in it
+        walked, share, *told = fed.mean(self.walk, message, key, unbiased=True)
+        if fed.sampled:  # Σ p_i/n_i of everyone: the mean over the cohorts so far, who differ in it
             share = state.own + (share - state.own) / (state.k + 1)
-        x = problem.project(move(state.x, self.unit(gamma) / share, walked))
-        return self.moved(state, x, gamma, told, outer, share if memory is None else memory)
+        x = problem.project(move(state.x, unit(gamma) / share, walked))
+        return self.moved(state, x, gamma, told, outer, share)
+
+
+def unit(gamma: Array) -> Array:
+    """What lengths of walks are told in: γ, or 1 where a schedule begins or ends at 0."""
+    return jnp.where(gamma > 0, gamma, 1)
 
 
 class IRIG(FISM):
     """Iteratively regularized incremental subgradient method: a single client walks, with 𝓗 taken anew at every step.
 
-    Args: those of `FISM` but `refresh` and `first`, which have no part in it.
+    Args: those of `FISM` but `refresh`, which has no part in it.
 
     Mostafa Amini, Farzad Yousefian. "An Iterative Regularized Incremental Projected Subgradient Method for a Class of
     Bilevel Optimization Problems". ACC 2019.
@@ -167,7 +158,6 @@ class IRIG(FISM):
     def validate(self) -> None:
         super().validate()
         require(self.refresh, "IRIG.refresh", self.refresh, "True; FISM takes 𝓗 once in a round")
-        require(self.first is None, "IRIG.first", self.first, "None: there is but one client")
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         require(

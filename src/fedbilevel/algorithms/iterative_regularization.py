@@ -15,8 +15,9 @@ import numpy as np
 import optax
 from jax import Array
 
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import Schedule, config, positive, static
+from fedbilevel.core.config import Schedule, positive, static
 from fedbilevel.core.convexity import INEXACT, check_projection, points_around, strong_convexity
 from fedbilevel.core.errors import is_number, require
 from fedbilevel.core.problem import Problem, SimpleBilevel
@@ -60,8 +61,7 @@ class State(NamedTuple):
     own: Any  # what else a method keeps
 
 
-@config
-class IterativeRegularization:
+class IterativeRegularization(Algorithm):
     """Fields and start that these methods share.
 
     Args:
@@ -85,7 +85,7 @@ class IterativeRegularization:
     tolerance: float | None = static(None)
 
     def validate(self) -> None:
-        name, a, b = type(self).__name__, self.lr_decay, self.regularization_decay
+        name, a, b = self.label, self.lr_decay, self.regularization_decay
         for field, value in (("lr_decay", a), ("regularization_decay", b)):
             require(is_number(value), f"{name}.{field}", value, "a number")
         require(b > 0, f"{name}.regularization_decay", b, "positive, so that λ_k → 0")
@@ -96,7 +96,7 @@ class IterativeRegularization:
 
     def check_decay(self) -> None:
         """Refuse decays for which nothing is proved."""
-        name, a, b = type(self).__name__, self.lr_decay, self.regularization_decay
+        name, a, b = self.label, self.lr_decay, self.regularization_decay
         require(a > 0.5, f"{name}.lr_decay", a, "above ½, so that Σ γ_k² is finite")
         require(a > b, f"{name}.regularization_decay", b, f"below lr_decay = {a}, so that γ_k/λ_k → 0")
         require(a + b < 1, f"{name}.lr_decay + regularization_decay", a + b, "below 1, so that Σ γ_k λ_k is infinite")
@@ -121,7 +121,7 @@ class IterativeRegularization:
         if not isinstance(self.lr, Schedule) and not isinstance(self.regularization, Schedule):
             product = float(np.max(np.asarray(self.lr) * np.asarray(self.regularization))) * mu
             allowed = f"at most 2, with H's strong convexity μ = {mu:.3g} (assumption 6 (i) of FISM's paper)"
-            require(product <= 2 * (1 + 1e-6), f"{type(self).__name__}: lr·regularization·μ", product, allowed)
+            require(product <= 2 * (1 + 1e-6), f"{self.label}: lr·regularization·μ", product, allowed)
 
     def noise_objection(self) -> str:
         if self.tolerance is None:

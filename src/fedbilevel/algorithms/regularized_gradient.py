@@ -32,15 +32,14 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.iterative_regularization import IterativeRegularization, State
-from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import is_number, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, move
 
 
-@config
 class WholeSubgradient(IterativeRegularization):
     """What the two share.
 
@@ -75,7 +74,7 @@ class WholeSubgradient(IterativeRegularization):
         return self.moved(state, x, gamma, told, outer, own)
 
 
-class IRG(WholeSubgradient, Algorithm):
+class IRG(WholeSubgradient):
     """Iteratively regularized subgradient method: one step of all clients together in a round.
 
     Args: those of `IterativeRegularization`, and
@@ -93,7 +92,7 @@ class IRG(WholeSubgradient, Algorithm):
         return self.step_from(fed, state, state.x, None, key)
 
 
-class BiFISTA(WholeSubgradient, Algorithm):
+class BiFISTA(WholeSubgradient):
     """Accelerated regularized gradient method: Nesterov's momentum, steps of constant size.
 
     Args: those of `IterativeRegularization`, of which lr is γ, at most 1/(L_F + λ₁ L_H), and lr_decay has no part, and

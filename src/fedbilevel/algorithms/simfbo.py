@@ -17,10 +17,8 @@ r,
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
 one that was asked (Theorem 2).
 
-Asynchronous (`first`): q is the mean of everyone's last q_i, as soon as that many new ones are there.
-
-Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none; with `first` the
-last reply, with `own_x` the client's block of x, which is then in no message.
+Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none;
+with `own_x` the client's block of x, which is then in no message.
 Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
 (`independent_batches`: a gradient of g, two of f and the two products apart).
 
@@ -31,13 +29,12 @@ Departures from the paper:
    Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i (round 0: its own). The estimate of the same round would multiply h by something
    that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
 3. The server's step is an optax transformation of q, scaled by γ; the paper's is the default, plain descent.
-4. The paper waits for its cohort; `first` does not.
-5. The paper's (3) multiplies the k-th step by a_k, of all τ_i steps: under momentum the largest step comes first, under
+4. The paper's (3) multiplies the k-th step by a_k, of all τ_i steps: under momentum the largest step comes first, under
    a proximal pull last. That is heavy ball or FedProx, whose a_k these are, for vanishing η only. Here clients make the
    steps of heavy ball and FedProx: q_i is Σ_k a_k d_k as in the paper, with d_k at the points that these come to.
-6. Clients of limited capacity step on submodels; every entry of q is then the mean over those who hold it.
+5. Clients of limited capacity step on submodels; every entry of q is then the mean over those who hold it.
 
-Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_simfbo_async.py, test_own_x.py and
+Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_own_x.py and
 tests/engines/test_agreement.py.
 """
 
@@ -50,17 +47,16 @@ from jax import Array
 
 from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.algorithms.local_directions import LocalDirections, descend
-from fedbilevel.algorithms.memory import FirstAnswers, Memory
 from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
 from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.answers import Kept, Public
+from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client, Clients
-from fedbilevel.core.config import config, positive, static, steps
+from fedbilevel.core.config import positive, static, steps
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodel import WHOLE
+from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree
 
 LIKE = XYV("x", "y", "y")
@@ -71,7 +67,6 @@ class State(NamedTuple):
 
     iterate: XYV
     optimizer: optax.OptState
-    memory: Memory | None = None  # of the last replies, where `first` is given
 
     @property
     def x(self) -> PyTree:
@@ -82,18 +77,10 @@ class State(NamedTuple):
         return self.iterate.y
 
 
-class ClientState(NamedTuple):
-    """What a client keeps, where it keeps anything."""
-
-    x: PyTree  # its block, with `own_x`
-    last: Kept | None  # its last reply, with `first`
-
-
-@config
-class SingleLoop(Submodels, LocalDirections, FirstAnswers):
+class SingleLoop(Submodels, LocalDirections, Algorithm):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
-    Args: those of `LocalDirections`, where `client_lr` is η, those of `FirstAnswers`, those of `Submodels`, and
+    Args: those of `LocalDirections`, where `client_lr` is η, those of `Submodels`, and
         server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
         coefficients: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
@@ -108,10 +95,6 @@ class SingleLoop(Submodels, LocalDirections, FirstAnswers):
     server_optimizer: optax.GradientTransformation = static(optax.sgd(1.0))
     own_x: bool = static(False)
 
-    def validate(self) -> None:
-        super().validate()
-        self.check_first()
-
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse an x that is not split by client where `own_x` says that it is."""
         if self.own_x:
@@ -123,54 +106,29 @@ class SingleLoop(Submodels, LocalDirections, FirstAnswers):
 
     def first_state(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))
-        return State(iterate, self.server_optimizer.init(self.shared(iterate)), self.memory_of(self.answer(x, y)))
+        return State(iterate, self.server_optimizer.init(self.shared(iterate)))
 
-    def init_client(self, x: PyTree, y: PyTree) -> ClientState | None:
-        if not self.own_x and not self.asynchronous:
-            return None
-        block = own_block(x) if self.own_x else None
-        return ClientState(block, Kept.nothing(self.answer(x, y)) if self.asynchronous else None)
-
-    def answer(self, x: PyTree, y: PyTree) -> PyTree:
-        """Of the shapes of a client's reply, without the memory's part."""
-        return self.shared(XYV(x, y, y))
+    def init_client(self, x: PyTree, y: PyTree) -> PyTree:
+        return own_block(x) if self.own_x else None
 
     def shared(self, iterate: XYV) -> XYV:
         """What of x, y, v goes to and fro."""
         return iterate._replace(x=None) if self.own_x else iterate
 
-    @phase(takes=LIKE, gives=LIKE)
-    def local_updates(self, client: Client, message: PyTree, key: Array) -> Reply:
-        """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
-        start, number = self.opened(message)
-        if not self.own_x:
-            return self.remembered(client, self.own_updates(client, start, key), number)
-        block = client.state.x
-        reply = self.own_updates(client, start._replace(x=block), key)
-        block = stepped(block, self.server_lr.x, client.weight, reply.update.x)
-        reply = reply._replace(update=self.shared(reply.update))
-        return self.remembered(client, reply, number, block)
-
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         tau = client.local_steps(self.local_steps)
         return self.counted(self.local_sum(client, start, tau, key, self.coefficients), tau)
 
-    def remembered(self, client: Client, reply: Reply, number: Array | None, block: PyTree = None) -> Reply:
-        """The reply, as the memory wants it, with what the client keeps."""
-        kept = None if client.state is None else client.state.last
-        reply, kept = self.closed(reply, kept, number)
-        return reply if client.state is None else reply._replace(state=ClientState(block, kept))
-
-    def server_update(self, state: State, q: XYV, memory: Memory | None = None) -> State:
+    def server_update(self, state: State, q: XYV) -> State:
         """Server, line 14: (5), with v brought back into its ball."""
         iterate = self.shared(state.iterate)
         updates, optimizer = self.server_optimizer.update(q, state.optimizer, iterate)
         moved = descend(iterate, self.server_lr, optax.tree.scale(-1, updates))
         moved = moved._replace(v=project_ball(moved.v, self.radius))
-        return State(moved._replace(x=state.x) if self.own_x else moved, optimizer, memory)
+        return State(moved._replace(x=state.x) if self.own_x else moved, optimizer)
 
 
-class SimFBO(SingleLoop, Algorithm):
+class SimFBO(SingleLoop):
     """One exchange a round; every client moves x, y and v together. Fields: see `SingleLoop`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
@@ -179,19 +137,29 @@ class SimFBO(SingleLoop, Algorithm):
 
     name = "simfbo"
 
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ("local_updates",)
+
     def init(self, x: PyTree, y: PyTree) -> State:
         return self.first_state(x, y)
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
-        message = self.shared(state.iterate)
-        q, memory = self.latest(fed, self.local_updates, message, state.memory, key)
-        return self.server_update(state, q, memory)
+    @phase(takes=LIKE, gives=LIKE)
+    def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
+        """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
+        if not self.own_x:
+            return self.own_updates(client, start, key)
+        block = client.state
+        reply = self.own_updates(client, start._replace(x=block), key)
+        block = stepped(block, self.server_lr.x, client.weight, reply.update.x)
+        return reply._replace(update=self.shared(reply.update), state=block)
 
-    def columns(self, state: State) -> dict[str, Array]:
-        return {} if state.memory is None else {"delay": state.memory.delay}
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        q = fed.mean(self.local_updates, self.shared(state.iterate), key, unbiased=True)
+        return self.server_update(state, q)
 
     def with_own(self, state: State, clients: PyTree) -> State:
-        return state._replace(iterate=state.iterate._replace(x=together(clients.x))) if self.own_x else state
+        return state._replace(iterate=state.iterate._replace(x=together(clients))) if self.own_x else state
 
 
 class RobustState(NamedTuple):
@@ -214,7 +182,7 @@ class RobustState(NamedTuple):
         return self.iterate.y
 
 
-class ShroFBO(SingleLoop, Algorithm):
+class ShroFBO(SingleLoop):
     """SimFBO made robust to unequal local work, by normalised replies. Fields: see `SingleLoop`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
@@ -227,35 +195,30 @@ class ShroFBO(SingleLoop, Algorithm):
         super().validate()
         require(not self.own_x, "ShroFBO.own_x", True, "False: ρ, which the length of a step goes by, is the server's")
 
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ("normalised_updates",)
+
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return RobustState(self.first_state(x, y), jnp.zeros(()), jnp.zeros(()))
 
-    def answer(self, x: PyTree, y: PyTree) -> PyTree:
-        return super().answer(x, y), Public(jnp.zeros(())), Public(jnp.zeros(()))
-
-    @phase(takes=LIKE, gives=(LIKE, WHOLE, WHOLE))
-    def normalised_updates(self, client: Client, message: PyTree, key: Array) -> Reply:
+    @phase(takes=LIKE, gives=(LIKE, Public(NUMBER), Public(NUMBER)))
+    def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights.
 
         τ_i is the algorithm's or the population's, which the server knows, and no matter of the client's data.
         """
-        start, number = self.opened(message)
         reply = self.own_updates(client, start, key)
         work = self.coefficients.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
-        return self.remembered(client, reply._replace(update=(h, Public(work), Public(jnp.ones_like(work)))), number)
+        return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
 
     def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
-        answer, memory = self.latest(fed, self.normalised_updates, state.iterate, state.simfbo.memory, key)
-        h, work, share = answer
+        h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)
         now = work.public / share.public
         rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
-        server = self.server_update(state.simfbo, optax.tree.scale(rho, h), memory)
+        server = self.server_update(state.simfbo, optax.tree.scale(rho, h))
         return RobustState(server, state.work + now, state.rounds + 1)
-
-    def columns(self, state: RobustState) -> dict[str, Array]:
-        memory = state.simfbo.memory
-        return {} if memory is None else {"delay": memory.delay}
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform, overload
 
 from jax import Array
 
-from fedbilevel.core.client import Clients
-from fedbilevel.core.config import config, counts, fraction, positive, static, steps
+from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.config import config, counts, fraction, positive, static, steps, wrapped
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Problem
@@ -22,7 +22,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {}
 
 
 @dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(static, counts, steps, positive, fraction)
+    kw_only_default=True, frozen_default=True, field_specifiers=(static, wrapped, counts, steps, positive, fraction)
 )
 class Algorithm(ABC):
     """Base class of every federated method.
@@ -40,14 +40,14 @@ class Algorithm(ABC):
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    phases: ClassVar[frozenset[str]]
-    """The names of the phases: all that a server may ask of a client."""
+    own_phases: ClassVar[frozenset[str]]
+    """The names of the methods marked with `@phase`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         config(cls)
         names = {name for base in cls.__mro__ for name, value in vars(base).items() if is_phase(value)}
-        cls.phases = frozenset(name for name in names if is_phase(getattr(cls, name)))
+        cls.own_phases = frozenset(name for name in names if is_phase(getattr(cls, name)))
         if "name" in vars(cls):
             _register(cls)
 
@@ -62,6 +62,16 @@ class Algorithm(ABC):
     def init_client(self, x: PyTree, y: PyTree) -> PyTree:
         """What each client keeps between rounds, at the start; None: nothing."""
         return None
+
+    @property
+    def label(self) -> str:
+        """What messages call the method: the name of its class."""
+        return type(self).__name__
+
+    @property
+    def phases(self) -> frozenset[str]:
+        """The names of the phases: all that a server may ask of a client."""
+        return self.own_phases
 
     def validate(self) -> None:
         """Raise ConfigurationError if fields do not fit together. It runs when an instance is made."""
@@ -87,6 +97,15 @@ class Algorithm(ABC):
     def asynchronous(self) -> bool:
         """Whether a round goes on with the first answers (`Fed.first`)."""
         return False
+
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        """The phases whose replies may be those of earlier exchanges, all that a round asks; the wrapper `Asynchronous`
+        keeps the last ones. Empty: the method cannot go on without everyone's replies to the present message.
+
+        What such a phase gives has to be declared, with the leaves "x", "y" and "number" alone: see `phase`.
+        """
+        return ()
 
     @property
     def waits_for(self) -> int | None:
@@ -117,7 +136,7 @@ class Algorithm(ABC):
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """One estimate of the hypergradient at (x, y), in the shape of x, by the exchanges of a round."""
-        raise ConfigurationError(f"{type(self).__name__} estimates no hypergradient apart from its rounds")
+        raise ConfigurationError(f"{self.label} estimates no hypergradient apart from its rounds")
 
     def finished(self, state: Any) -> Any:
         """A boolean: whether nothing is left to do, so that the run ends."""
@@ -140,15 +159,32 @@ class Algorithm(ABC):
         return {}
 
     def named_phase(self, name: str) -> Callable[..., Reply]:
-        """The phase of that name, which a client runs as phase(client, message, key).
+        """The phase of that name, as its author wrote it; clients run it by `run_phase`.
 
         Raises:
             ConfigurationError: the method has no such phase.
         """
         if name not in self.phases:
-            raise unknown(f"phase of {type(self).__name__}", name, self.phases)
+            raise unknown(f"phase of {self.label}", name, self.phases)
         found: Callable[..., Reply] = getattr(self, name)
         return found
+
+    def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
+        """What a client replies when the server asks for the phase of that name."""
+        return self.named_phase(name)(client, message, key)
+
+    def phase_name(self, function: object) -> str:
+        """The name of a phase, given as the bound method that an exchange gets.
+
+        Raises:
+            ConfigurationError: it is none of this algorithm's phases.
+        """
+        name = str(getattr(function, "__name__", repr(function)))
+        if getattr(function, "__self__", None) is not self or name not in self.own_phases:
+            raise ConfigurationError(
+                f"{self.label}: an exchange takes one of its phases {sorted(self.phases)}, got {name}"
+            )
+        return name
 
     @classmethod
     def estimates_hypergradient(cls) -> bool:
@@ -175,8 +211,9 @@ def phase(*, takes: PyTree, gives: PyTree) -> Callable[[F], F]: ...
 def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -> Any:
     """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
 
-    For clients with submodels, `takes` and `gives` say what of the message and of the reply's update is shaped like
-    x, like y, or "whole": prefixes of these trees, with leaves "x", "y" and "whole".
+    `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is one "number",
+    or is something else, which no client gets in part, "whole": prefixes of these trees, with these four leaves.
+    Clients of limited capacity and `Asynchronous` go by them.
     """
 
     def mark(function: Any) -> Any:
@@ -209,8 +246,7 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     able = sorted(cls.__name__ for cls in ALGORITHMS.values() if isinstance(problem, cls.solves))
     kinds = " and ".join(kind.__name__ for kind in algorithm.solves)
     raise ConfigurationError(
-        f"{type(algorithm).__name__} solves {kinds} problems, not {type(problem).__name__}; "
-        f"methods that do: {', '.join(able)}"
+        f"{algorithm.label} solves {kinds} problems, not {type(problem).__name__}; methods that do: {', '.join(able)}"
     )
 
 
@@ -225,13 +261,3 @@ def check_algorithm(candidate: object) -> None:
     """Refuse what is no instance of a subclass of `Algorithm`."""
     made = isinstance(candidate, Algorithm)
     require(made, "algorithm", candidate, "an instance of a subclass of Algorithm, e.g. SimFBO()")
-
-
-def phase_name(algorithm: Algorithm, function: Any) -> str:
-    """The name of a phase, after making sure that it is one of this algorithm's."""
-    name = getattr(function, "__name__", repr(function))
-    if getattr(function, "__self__", None) is not algorithm or name not in algorithm.phases:
-        raise ConfigurationError(
-            f"{type(algorithm).__name__}: an exchange takes one of its phases {sorted(algorithm.phases)}, got {name}"
-        )
-    return name

@@ -33,30 +33,31 @@ class Withheld(NamedTuple):
     withheld: Any
 
 
-class Kept(NamedTuple):
-    """What a client keeps of its last answer. Under privacy that is what it sent."""
+class LastReply(NamedTuple):
+    """A client's own last reply to a phase, which it keeps. Under privacy that is what it sent."""
 
-    answer: PyTree
-    asked: Array  # the exchange in which it was asked for; -1 before the first
+    update: PyTree
+    exchange: Array  # of that phase, in which it was asked for; -1 before the first
 
     @classmethod
-    def nothing(cls, like: PyTree) -> "Kept":
+    def none(cls, like: PyTree) -> "LastReply":
+        """Before the first, of an update with the shapes of `like`."""
         return cls(jax.tree.map(jnp.zeros_like, like), jnp.asarray(-1, jnp.int32))
 
 
-class Change(NamedTuple):
-    """What a client replies; the mean is what the server adds.
+class ReplyDelta(NamedTuple):
+    """What a client sends in place of a reply: the difference to its last one. The server adds the sums up.
 
-    `joins` and `exchanges` are public: the server knows whose answers have counted and what it asked when.
+    `joins` and `exchanges` are public: the server knows whose replies have counted and what it asked when.
     """
 
-    answer: PyTree  # u − the last u; under privacy u is clipped and noised first, so that noise does not add up
-    joins: Public  # 1 in the first answer, then 0
+    update: PyTree  # u − the last u; under privacy u is clipped and noised first, so that noise does not add up
+    joins: Public  # 1 in the first reply, then 0
     exchanges: Public  # t − the last t
 
     @classmethod
-    def since(cls, kept: Kept, answer: PyTree, asked: Array) -> tuple["Change", Kept]:
-        """From the last answer to this one, asked for in exchange `asked`, and what to keep now."""
-        joins, exchanges = (kept.asked < 0).astype(float), (asked - kept.asked).astype(float)
-        change = optax.tree.sub(answer, kept.answer)
-        return cls(change, Public(joins), Public(exchanges)), Kept(answer, asked)
+    def since(cls, last: LastReply, update: PyTree, exchange: Array) -> tuple["ReplyDelta", LastReply]:
+        """From the last reply to this one, asked for in that exchange, and what to keep now."""
+        joins, exchanges = (last.exchange < 0).astype(float), (exchange - last.exchange).astype(float)
+        change = optax.tree.sub(update, last.update)
+        return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)

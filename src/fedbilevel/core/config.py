@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.errors import is_count, require, unknown
+from fedbilevel.core.errors import is_count, require, unknown_field
 from fedbilevel.core.tree import XYV
 
 T = TypeVar("T", bound=type)
@@ -34,9 +34,14 @@ class Schedule:
     function: Callable[[Any], Any]
 
 
-def static(default: Any) -> Any:
-    """A field that shapes the compiled program (a count, a flag, a choice)."""
+def static(default: Any = dataclasses.MISSING) -> Any:
+    """A field that shapes the compiled program (a count, a flag, a choice); without a default it has to be given."""
     return dataclasses.field(default=default, metadata={"static": True})
+
+
+def wrapped(kw_only: bool) -> Any:
+    """The field of the configuration that this one changes; it has to be given, and if not `kw_only` needs no name."""
+    return dataclasses.field(kw_only=kw_only)
 
 
 def counts(default: int) -> Any:
@@ -64,7 +69,7 @@ def fraction(default: float) -> Any:
 
 
 @dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(static, counts, steps, positive, fraction)
+    kw_only_default=True, frozen_default=True, field_specifiers=(static, wrapped, counts, steps, positive, fraction)
 )
 def config(cls: T) -> T:
     """Make a class a configuration: frozen keyword-only dataclass and pytree, its fields checked when built.
@@ -119,11 +124,19 @@ def hyperparameters(configuration: Any) -> dict[str, Any]:
     """Every number and plain choice of a configuration by its path, as JSON has it; functions are left out."""
     leaves = jax.tree_util.tree_leaves_with_path(configuration)
     values = {jax.tree_util.keystr(path).lstrip("."): np.asarray(leaf).tolist() for path, leaf in leaves}
+    return values | _choices(configuration)
+
+
+def _choices(configuration: Any, within: str = "") -> dict[str, Any]:
+    """The static fields, with those of configurations in fields."""
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(configuration):
-        value = getattr(configuration, field.name)
+        value, path = getattr(configuration, field.name), f"{within}{field.name}"
         several = isinstance(value, tuple) and all(map(is_count, value))  # an optax optimizer is a tuple, too
-        if field.metadata.get("static") and (several or isinstance(value, int | float | str | None)):
-            values[field.name] = list(value) if several else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
+            values |= _choices(value, f"{path}.")
+        elif field.metadata.get("static") and (several or isinstance(value, int | float | str | None)):
+            values[path] = list(value) if several else value
     return values
 
 
@@ -132,11 +145,11 @@ def _explain_misspelt(cls: type) -> None:
     original: Any = cls.__init__  # type: ignore[misc]
     names = [field.name for field in dataclasses.fields(cls)]
 
-    def __init__(self: Any, **fields: Any) -> None:
+    def __init__(self: Any, *given: Any, **fields: Any) -> None:
         for name in fields:
             if name not in names:
-                raise unknown(f"field of {cls.__name__}", name, names)
-        original(self, **fields)
+                raise unknown_field(f"field of {cls.__name__}", name, names)
+        original(self, *given, **fields)
 
     __init__.__wrapped__ = original  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]

@@ -7,6 +7,8 @@ from numbers import Integral
 
 import numpy as np
 
+from fedbilevel.core.renames import FIELDS
+
 
 class FedbilevelError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -63,6 +65,13 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationErr
     near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
     hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
     return ConfigurationError(f"unknown {kind} {str(name)[:200]!r}{hint} (allowed: {', '.join(names)})")
+
+
+def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:
+    """The error for a field that is not there; one of an earlier version is answered with what it is now."""
+    if name in FIELDS:
+        return ConfigurationError(f"unknown {kind} {name!r}: it is now {FIELDS[name]}")
+    return unknown(kind, name, allowed)
 
 
 def diverged(where: str, what: str) -> NonFiniteError:

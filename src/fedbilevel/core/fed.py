@@ -35,6 +35,9 @@ class Fed(Protocol):
     worked: bool
     """Whether the population says how many local steps each client makes; if not, the algorithm's word holds."""
 
+    sampled: bool
+    """Whether a round asks a cohort that is drawn, and not everyone."""
+
     def mean(
         self,
         phase: Callable[..., Reply],

@@ -19,7 +19,7 @@ from jax import Array
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.tree import PyTree
 
-WHOLE = "whole"
+WHOLE, NUMBER = "whole", "number"
 Pruned = Literal["both", "x", "y"]
 Units = Mapping[str, Array]
 """By group, the units that a client holds: (kept,) indices, ascending."""
@@ -137,7 +137,7 @@ class Anatomy:
 
     def _each(self, kind: str, part: PyTree, units: Units, change: Any, whole: Any = None) -> PyTree:
         """`change` of each leaf of a part of that kind; what is whole stays, or is filled with `whole`."""
-        if kind == WHOLE:
+        if kind in (WHOLE, NUMBER):
             return part if whole is None else jax.tree.map(lambda leaf: jnp.full(leaf.shape, whole, leaf.dtype), part)
         leaves, tree = jax.tree.flatten(part)
         if not leaves:

@@ -104,7 +104,7 @@ def check_there(clock: Clock, algorithm: Algorithm, population: int, cohort: int
     """Refuse cohorts that may be of clients alone who are never there, and cohorts where there are none; tell who is
     never there."""
     whole = not algorithm.needs_everyone or cohort == population
-    require(whole, "cohort", cohort, f"None: {type(algorithm).__name__} needs all clients in every round")
+    require(whole, "cohort", cohort, f"None: {algorithm.label} needs all clients in every round")
     away = clock.never_there(population)
     if not away.size:
         return

@@ -105,7 +105,7 @@ def take(
     if isinstance(clients, Clients):
         hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
     stated = {
-        "algorithm": type(algorithm).__name__,
+        "algorithm": algorithm.label,
         "problem": type(problem).__name__,
         "clients": len(clients),
         **{name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)},

@@ -18,7 +18,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.core.algorithm import Algorithm, parts_of, phase_name
+from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
@@ -101,25 +101,26 @@ class Counter(Recorder):
         self.unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
 
     def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> book.Sums:
-        name, message = phase_name(self.algorithm, phase), jax.tree.map(jnp.asarray, message)
+        name, message = self.algorithm.phase_name(phase), jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
         if not self.cut:
-            reply = self.entered(name, phase, client, message, key)
+            reply = self.entered(name, client, message, key)
         for anatomy, kept in self.cut:
             takes, gives = parts_of(phase)
             units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
             part = jax.eval_shape(partial(anatomy.cut, takes), message, units)
-            reply = self.entered(name, phase, client, part, key)
+            reply = self.entered(name, client, part, key)
             reply = reply._replace(update=jax.eval_shape(partial(anatomy.put, gives), reply.update, units))
         check_reply(reply, name, fresh)
         reply = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), reply)
         return book.weigh(reply, client.weight, jnp.ones(()))
 
-    def entered(self, name: str, phase: Callable[..., Reply], client: Client, message: PyTree, key: Array) -> Reply:
+    def entered(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         """The reply's shapes, after its cost has been entered."""
 
         def program(message: PyTree, key: Array, work: Array | None) -> Reply:
-            return phase(client if work is None else replace(client, work=work), message, key)
+            worker = client if work is None else replace(client, work=work)
+            return self.algorithm.run_phase(name, worker, message, key)
 
         traced, reply = jax.make_jaxpr(program, return_shape=True)(message, key, self.unknown)
         call, cost = (name, nbytes(message), nbytes(reply.update)), count(traced.jaxpr)

@@ -106,7 +106,7 @@ class Local:
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
         together = not algorithm.asynchronous or not (stream or shares)
         how = "streamed samples" if stream else "several processes"
-        require(together, "algorithm", type(algorithm).__name__, f"one that waits for all, with {how}")
+        require(together, "algorithm", algorithm.label, f"one that waits for all, with {how}")
         make: Callable[..., Any] = Streamed if stream else Resident
         if shares:
             assert mesh is not None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedbilevel.core.algorithm import Algorithm, phase_name
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -59,7 +59,7 @@ def traced_once(problem: Problem) -> Ask:
     once for arguments of the same shapes; what is remembered of that, and of the problem, goes when the run does."""
 
     def ask(name: str, algorithm: Algorithm, client: Client, message: PyTree, key: Array) -> Reply:
-        return algorithm.named_phase(name)(replace(client, problem=problem), message, key)
+        return algorithm.run_phase(name, replace(client, problem=problem), message, key)
 
     made: Ask = jax.jit(ask, static_argnums=0, inline=True)
     return made
@@ -122,7 +122,7 @@ class LocalFed:
         self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
         self.members, self.underway, self.draw = members, underway, draw
         self.problem = layout.problem
-        self.worked = layout.worked
+        self.worked, self.sampled = layout.worked, layout.cohort < layout.population
         self.book = book.empty()
 
     def mean(
@@ -179,7 +179,7 @@ class LocalFed:
 
     def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Answer]:
         """A phase's name, and what asks it of a client."""
-        name = phase_name(self.algorithm, phase)
+        name = self.algorithm.phase_name(phase)
 
         def answer(member: Members, state: PyTree) -> tuple[book.Sums, PyTree]:
             own = self.client(member, state), message, jax.random.fold_in(key, member.id)

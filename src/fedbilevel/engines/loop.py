@@ -149,7 +149,7 @@ class Loop:
 
     def ending(self, result: Result) -> str:
         """Why the algorithm has nothing left to do, or ""."""
-        return f"{type(self.algorithm).__name__} has finished" if self.algorithm.finished(result.state) else ""
+        return f"{self.algorithm.label} has finished" if self.algorithm.finished(result.state) else ""
 
     def listen(self, state: Any, round: int) -> None:
         """Ask the algorithm what it thinks of the state that some rounds from `round` on led to."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, phase_name
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Fed, Reply
@@ -61,7 +61,7 @@ class Recorder:
         examples: tuple[PyTree, PyTree],
         note: Note,
     ) -> None:
-        self.algorithm, self.problem, self.worked = algorithm, problem, worked
+        self.algorithm, self.problem, self.worked, self.sampled = algorithm, problem, worked, False
         self.state, self.examples, self.note = state, examples, note
 
     def mean(
@@ -87,10 +87,10 @@ class Recorder:
         return self.asked(phase, message, key, None, early=True).update
 
     def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> book.Sums:
-        name = phase_name(self.algorithm, phase)
+        name = self.algorithm.phase_name(phase)
         message = jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
-        reply = phase(client, message, key)
+        reply = self.algorithm.run_phase(name, client, message, key)
         check_reply(reply, name, fresh)
         self.note(name, message, reply, early)
         return book.weigh(reply, client.weight, jnp.ones(()))

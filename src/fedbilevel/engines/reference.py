@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, parts_of, phase_name
+from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
@@ -45,7 +45,7 @@ class ReferenceFed:
         self.run, self.algorithm, self.keys = run, algorithm, keys
         self.round, self.states, self.now, self.desk = int(carry.round), carry.clients, carry.now, carry.desk
         self.problem = run.problem
-        self.worked = run.clients.local_steps is not None
+        self.worked, self.sampled = run.clients.local_steps is not None, run.cohort < len(run.clients)
         self.own = self.cohort(keys)
         self.book = book.empty()
 
@@ -110,12 +110,12 @@ class ReferenceFed:
 
     def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Ask]:
         """A phase's name, and what asks it of client i, who is to work so much."""
-        name = phase_name(self.algorithm, phase)
+        name = self.algorithm.phase_name(phase)
 
         def ask(i: int, work: Array | None) -> tuple[book.Sums, Reply]:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
             client = self.client(i, work, state)
-            reply = phase(client, message, jax.random.fold_in(key, i))
+            reply = self.algorithm.run_phase(name, client, message, jax.random.fold_in(key, i))
             check_reply(reply, name, fresh)
             return book.weigh(reply, client.weight, jnp.ones(())), reply
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedbilevel.core.algorithm import parts_of, phase_name
+from fedbilevel.core.algorithm import parts_of
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
@@ -42,7 +42,7 @@ class SubmodelFed(LocalFed):
             of_class, units, (down, up) = self.sums_of(phase, message, key, fresh, number, members)
             sums.append(of_class)
             spent.append(units)
-            name = phase_name(self.algorithm, phase)
+            name = self.algorithm.phase_name(phase)
             entry = book.entry(name, down, of_class, of_class.responders, update=up, exchanges=int(number == 0))
             entries.append(entry)
         everyone = jax.tree.map(lambda *columns: jnp.concatenate(columns), *groups)

@@ -52,7 +52,7 @@ class Cutting:
         """
         if clients.capacity is None:
             return None
-        name, weak = type(algorithm).__name__, int(np.sum(clients.capacity < 1))
+        name, weak = algorithm.label, int(np.sum(clients.capacity < 1))
         policy = algorithm.submodels
         if policy is None:
             if weak:

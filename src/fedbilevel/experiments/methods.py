@@ -129,9 +129,13 @@ def comparison_specs(
             raise ConfigurationError(f"{name}: {error}") from error
     if centralised:
         first = specs[algorithms[0]]
-        answers = {"first": 1} if first.algorithm.fields.get("first") else {}  # of all, who are one
-        clock = _of_a_single_client(first.clock)
-        specs[CENTRALISED] = first.replace(run={"pooled": True}, clock=clock, algorithm=answers)
+        one = {"wait_for": 1}  # of all, who are one
+        specs[CENTRALISED] = first.replace(
+            run={"pooled": True},
+            clock=_of_a_single_client(first.clock),
+            algorithm=one if "wait_for" in first.algorithm.fields else {},
+            asynchronous={} if first.asynchronous.wait_for is None else one,
+        )
     return specs
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.algorithms.asynchronous import Asynchronous
 from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
@@ -50,15 +51,17 @@ def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> No
     there = population - spec.clock.never_there(population).size
     whole = not algorithm.needs_everyone or cohort == population
     require(whole, "run.cohort", cohort, f"none: {label(spec.algorithm.name)} needs all clients in every round")
-    first = algorithm.waits_for
+    count = algorithm.waits_for
     few = f"at most {there}, the number of clients that are ever there"
-    require(first is None or first <= there, "algorithm.first", first, few)
+    require(count is None or count <= there, "wait_for", count, few)
 
 
 def algorithm_of(spec: Spec) -> Algorithm:
     """The algorithm alone, which needs no data."""
     fields = fields_of(spec.task.name, spec.algorithm.name)["algorithm"]
-    return _made("algorithm", ALGORITHMS[spec.algorithm.name], spec.algorithm, fields)
+    algorithm: Algorithm = _made("algorithm", ALGORITHMS[spec.algorithm.name], spec.algorithm, fields)
+    waits = spec.asynchronous.wait_for is None
+    return algorithm if waits else Asynchronous(algorithm, **asdict(spec.asynchronous))
 
 
 def task_of(spec: Spec) -> Task:

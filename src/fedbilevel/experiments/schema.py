@@ -17,7 +17,9 @@ import optax
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.local_coefficients import Coefficients
+from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.renames import FIELDS
 from fedbilevel.core.tree import XYV
 from fedbilevel.experiments.choices import COEFFICIENTS, OPTIMIZERS, SCHEDULES
 
@@ -105,8 +107,8 @@ def complete(
 def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a field that is not there; where some algorithms have it, they are named."""
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_algorithm(cls))
-    if not owners:
-        return unknown(kind, name, allowed)
+    if not owners or name in FIELDS:
+        return errors.unknown_field(kind, name, allowed)
     return ConfigurationError(
         f"unknown {kind} {name!r}, a field of {', '.join(owners)} (allowed: {', '.join(sorted(allowed))})"
     )

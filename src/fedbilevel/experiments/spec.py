@@ -1,8 +1,8 @@
 """The typed spec: everything that determines a run, read from and written to TOML.
 
-[task] and [algorithm] have a name and the fields of what it names; [run] and [engine] are below, [clock] has the fields
-of `fedbilevel.Clock`. A spec is always complete: `resolve` fills in what it is not told, from the presets and then from
-the defaults.
+[task] and [algorithm] have a name and the fields of what it names; [asynchronous], [run] and [engine] are below;
+[clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` fills in what it is not told, from
+the presets and then from the defaults.
 """
 
 from __future__ import annotations
@@ -31,6 +31,29 @@ class Named:
 
     name: str
     fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsynchronousPlan:
+    """Whether to go on with the first replies: these fields of `fedbilevel.Asynchronous`.
+
+    Args:
+        wait_for: how many replies an exchange waits for; None waits for all.
+        max_staleness, delay_penalty: see `fedbilevel.Asynchronous`.
+    """
+
+    wait_for: int | None = None
+    max_staleness: int | None = None
+    delay_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.wait_for is None:
+            for field in ("max_staleness", "delay_penalty"):
+                got, allowed = (
+                    getattr(self, field),
+                    "left out without asynchronous.wait_for, where everyone is waited for",
+                )
+                require(not got, f"asynchronous.{field}", got, allowed)
 
 
 BUDGETS = ("exchanges", "time")
@@ -100,6 +123,7 @@ class Spec:
 
     task: Named
     algorithm: Named
+    asynchronous: AsynchronousPlan
     run: RunPlan
     engine: EnginePlan
     clock: Clock = field(default_factory=Clock)
@@ -109,6 +133,7 @@ class Spec:
         return {
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
+            "asynchronous": dataclasses.asdict(self.asynchronous),
             "run": dataclasses.asdict(self.run),
             "engine": dataclasses.asdict(self.engine),
             "clock": dataclasses.asdict(self.clock),
@@ -164,12 +189,16 @@ def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
     known = _fields_besides_task(algorithm)
     task_fields, values = _completed(task, task_fields, run_code)
     plan = schema.complete("run", known["run"], given["run"], {**values.of_run(algorithm), **_implied(given["run"])})
+    waiting = schema.complete(
+        "asynchronous", known["asynchronous"], given["asynchronous"], values.of_asynchronous(algorithm)
+    )
     engine = schema.complete("engine", known["engine"], given["engine"], {})
     clock = Clock(**schema.complete("clock", known["clock"], given["clock"], {}))
     _check_time_passes(plan, clock)
     return Spec(
         Named(task, task_fields),
         Named(algorithm, schema.complete("algorithm", known["algorithm"], algorithm_fields, values.of(algorithm))),
+        AsynchronousPlan(**waiting),
         RunPlan(**plan),
         EnginePlan(**engine),
         clock,
@@ -186,6 +215,7 @@ def _fields_besides_task(algorithm: str) -> dict[str, dict[str, schema.Field]]:
         raise unknown("algorithm", algorithm, ALGORITHMS)
     return {
         "algorithm": schema.of_algorithm(ALGORITHMS[algorithm]),
+        "asynchronous": schema.of_algorithm(AsynchronousPlan),
         "run": schema.of_algorithm(RunPlan),
         "engine": schema.of_algorithm(EnginePlan),
         "clock": schema.of_algorithm(Clock),

@@ -69,7 +69,7 @@ class Contract:
         terms = {
             "protocol": PROTOCOL,
             "fedbilevel": __version__,
-            "algorithm": type(self.algorithm).__name__,
+            "algorithm": self.algorithm.label,
             "hyperparameters": hyperparameters(self.algorithm),
             "schedules": self.schedules(),
             "local steps from the server": self.worked,
@@ -125,7 +125,7 @@ def draw_up(
         check_plain(f"the message of phase {phase}", message)
         check_plain(f"the update of phase {phase}", reply.update)
         if early and not algorithm.asynchronous:
-            name = type(algorithm).__name__
+            name = algorithm.label
             raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asynchronous = True")
         if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):
             raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")

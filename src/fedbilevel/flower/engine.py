@@ -75,7 +75,7 @@ class Flower:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
         whole = not algorithm.needs_everyone or cohort == len(clients)
-        require(whole, "cohort", cohort, f"None: {type(algorithm).__name__} needs all clients in every round")
+        require(whole, "cohort", cohort, f"None: {algorithm.label} needs all clients in every round")
         return FlowerRun(self, algorithm, problem, clients, cohort, key, carry)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, phase_name
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree
@@ -36,7 +36,7 @@ class FlowerFed:
     def __init__(self, run: FlowerRun, algorithm: Algorithm, round: int, keys: RoundKeys) -> None:
         self.run, self.algorithm, self.round, self.keys = run, algorithm, round, keys
         self.problem = run.problem
-        self.worked = run.clients.local_steps is not None
+        self.worked, self.sampled = run.clients.local_steps is not None, run.cohort < len(run.clients)
         self.own = self.cohort(keys)
         self.run.roster.refresh()
         self.book = book.empty()
@@ -126,7 +126,7 @@ class FlowerFed:
         self, phase: Callable[..., Reply], message: PyTree, key: Array, *, fresh: bool, first: bool
     ) -> Question:
         """What this exchange asks."""
-        name = phase_name(self.algorithm, phase)
+        name = self.algorithm.phase_name(phase)
         number, self.exchanges = self.exchanges, self.exchanges + 1
         return Question(name, self.round, number, self.wording(name, message), key, fresh, first)
 

@@ -32,7 +32,7 @@ class Measuring:
         whole = run.cutting is None
         require(whole, "metrics_per_client", list(metrics), "left out over Flower where clients hold submodels")
         waits = not run.algorithm.asynchronous
-        name = type(run.algorithm).__name__
+        name = run.algorithm.label
         require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
         alike = not run.algorithm.keeps_own_x
         require(alike, "metrics_per_client", list(metrics), "left out over Flower with own_x: clients keep parts of x")

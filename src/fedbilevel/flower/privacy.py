@@ -35,7 +35,7 @@ class NoiseError(ConfigurationError):
 def check_noise(algorithm: Algorithm) -> None:
     """Refuse an algorithm, with the fields that it has, whose numbers noise would spoil."""
     if objection := algorithm.noise_objection():
-        raise NoiseError(f"Site.privacy: {type(algorithm).__name__} does not bear noised replies: {objection}")
+        raise NoiseError(f"Site.privacy: {algorithm.label} does not bear noised replies: {objection}")
 
 
 @dataclass(frozen=True)

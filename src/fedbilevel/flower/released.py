@@ -13,19 +13,19 @@ import jax
 import numpy as np
 import optax
 
-from fedbilevel.core.answers import Change, Kept
+from fedbilevel.core.answers import LastReply, ReplyDelta
 from fedbilevel.core.tree import PyTree
 
 
 def is_kept(part: object) -> bool:
-    return isinstance(part, Kept)
+    return isinstance(part, LastReply)
 
 
 def without_answers(state: PyTree) -> PyTree:
     """The state as a phase has to see it, for its change to be the answer itself: the last ones are 0."""
 
     def emptied(part: Any) -> Any:
-        return part._replace(answer=jax.tree.map(np.zeros_like, part.answer)) if is_kept(part) else part
+        return part._replace(update=jax.tree.map(np.zeros_like, part.update)) if is_kept(part) else part
 
     return jax.tree.map(emptied, state, is_leaf=is_kept)
 
@@ -34,22 +34,22 @@ def released(sent: PyTree, before: PyTree, after: PyTree) -> tuple[PyTree, PyTre
     """What is sent and what is kept.
 
     Args:
-        sent: the update, noised; a `Change` has the answer itself.
+        sent: the update, noised; a `ReplyDelta` has the reply itself.
         before: what the client kept, or None.
         after: what the phase, called with `without_answers(before)`, would keep.
     """
-    if not isinstance(sent, Change):
+    if not isinstance(sent, ReplyDelta):
         return sent, after
     last: list[Any] = []
 
     def renewed(old: Any, new: Any) -> Any:
         if not is_kept(old):
             return new
-        if int(new.asked) == int(old.asked):  # of another kind of answer
+        if int(new.exchange) == int(old.exchange):  # of another kind of answer
             return old
-        last.append(old.answer)
-        return new._replace(answer=sent.answer)
+        last.append(old.update)
+        return new._replace(update=sent.update)
 
     kept = jax.tree.map(renewed, before, after, is_leaf=is_kept)
     (old,) = last
-    return sent._replace(answer=optax.tree.sub(sent.answer, jax.tree.map(np.asarray, old))), kept
+    return sent._replace(update=optax.tree.sub(sent.update, jax.tree.map(np.asarray, old))), kept

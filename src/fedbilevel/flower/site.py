@@ -313,7 +313,7 @@ def program(problem: Problem) -> Any:
 
     def play(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
         client = replace(client, problem=known())
-        return at(algorithm, round).named_phase(phase)(client, message, jax.random.fold_in(key, client.id))
+        return at(algorithm, round).run_phase(phase, client, message, jax.random.fold_in(key, client.id))
 
     if problem not in PROGRAMS:
         PROGRAMS[problem] = jax.jit(play, static_argnums=0)

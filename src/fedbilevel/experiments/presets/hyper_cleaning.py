@@ -20,9 +20,10 @@ CUTTING: Fields = {
     "consensus_lr": 1.0,
     "batch_size": None,
 }
-AFBO: Fields = {"first": 9, "inner_rounds": 3, "hypergradient": "global"}  # of 18 clients
+AFBO: Fields = {"inner_rounds": 3, "hypergradient": "global"}
+HALF: dict[str, Fields] = {"afbo": {"wait_for": 9}}  # of 18 clients
 DIGITS: dict[str, Fields] = {
-    "adbo": {**CUTTING, "first": 9, "max_staleness": 15},
+    "adbo": {**CUTTING, "wait_for": 9, "max_staleness": 15},
     "sdbo": CUTTING,
     **each(SINGLE_LOOP, {"client_lr": xyv(0.001, 0.05, 0.05), "server_lr": xyv(100.0, 0.1, 0.1), "radius": 10.0}),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 1000.0, "neumann_step": 0.1}),
@@ -45,18 +46,24 @@ MNIST: dict[str, Fields] = {
     **each(HESSIAN_INVERTING, NESTED),
     "fednest": {**NESTED, "inner_rounds": 3, "outer_lr": 30_000.0, "neumann_terms": 10},
     **each(OWN_HYPERGRADIENTS, {"inner_lr": 1.0, "outer_lr": 1000.0, "neumann_step": 0.1, "batch_size": 512}),
-    "adbo": {**CUTTING_MNIST, "iterations": 20, "first": 9, "max_staleness": 15},
+    "adbo": {**CUTTING_MNIST, "iterations": 20, "wait_for": 9, "max_staleness": 15},
     "sdbo": {**CUTTING_MNIST, "iterations": 10},
     "afbo": {**AFBO, "client_lr": 0.1, "inner_lr": 1.0, "outer_lr": 3000.0, "system_lr": 0.1, "batch_size": 128},
 }
 
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
 LIKE_MNIST = Preset(
-    task={"validation": 0.2}, shared={"local_steps": 10, "batch_size": 64, **TERMS}, algorithms=randomly(MNIST), run=RUN
+    task={"validation": 0.2},
+    shared={"local_steps": 10, "batch_size": 64, **TERMS},
+    algorithms=randomly(MNIST),
+    asynchronous=HALF,
+    run=RUN,
 )
 
 PRESETS: dict[str | None, Preset] = {
-    None: Preset(shared={"local_steps": 5, "batch_size": 32, **TERMS}, algorithms=randomly(DIGITS), run=RUN),
+    None: Preset(
+        shared={"local_steps": 5, "batch_size": 32, **TERMS}, algorithms=randomly(DIGITS), asynchronous=HALF, run=RUN
+    ),
     "mnist": LIKE_MNIST,
     "fashion-mnist": LIKE_MNIST,
 }

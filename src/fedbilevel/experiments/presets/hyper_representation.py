@@ -35,7 +35,7 @@ DIGITS: dict[str, Fields] = {
     **each(SINGLE_LOOP, SIMFBO),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05}),
     "afbo": {"client_lr": 0.05, "inner_lr": 0.3, "outer_lr": 0.3, "neumann_step": 0.05},
-    "adbo": {**CUTTING, "first": 10, "max_staleness": 15},  # of 20 clients
+    "adbo": {**CUTTING, "wait_for": 10, "max_staleness": 15},  # of 20 clients
     "sdbo": CUTTING,
     "aggitd": {"inner_lr": 0.1, "outer_lr": 0.3},
     "fedbio": {"client_lr": xyv(0.1, 0.1, 0.1)},
@@ -45,7 +45,7 @@ MNIST: dict[str, Fields] = {
     **each(SINGLE_LOOP, {**SIMFBO, "server_lr": xyv(0.2, 0.2, 0.2)}),
     **each(HESSIAN_INVERTING, {"inner_lr": 0.25, "outer_lr": 0.1, "neumann_step": 0.02}),
     "afbo": {"client_lr": 0.02, "inner_lr": 0.25, "outer_lr": 0.1, "neumann_step": 0.02},
-    "adbo": {**CUTTING_MNIST, "first": 50, "max_staleness": 15},  # of 100 clients
+    "adbo": {**CUTTING_MNIST, "wait_for": 50, "max_staleness": 15},  # of 100 clients
     "sdbo": CUTTING_MNIST,
     "aggitd": {"inner_lr": 0.03, "outer_lr": 0.1},
     "fedbio": {"client_lr": xyv(0.02, 0.02, 0.02)},

@@ -9,7 +9,7 @@ CUTTING: Fields = {
     "consensus_lr": 0.7,
 }
 ALGORITHMS: dict[str, Fields] = {
-    "adbo": {**CUTTING, "first": 5, "max_staleness": 10},
+    "adbo": {**CUTTING, "wait_for": 5, "max_staleness": 10},
     "sdbo": CUTTING,
     **each(SINGLE_LOOP, {"client_lr": xyv(1e-4, 1e-3, 1e-3), "server_lr": xyv(0.01, 0.1, 0.1)}),
     **each(

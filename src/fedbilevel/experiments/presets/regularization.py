@@ -20,7 +20,6 @@ CUTTING: Fields = {
     "batch_size": 256,
 }
 AFBO: Fields = {
-    "first": 9,  # of 18 clients
     "inner_rounds": 3,
     "hypergradient": "global",
     "client_lr": 0.1,
@@ -34,7 +33,7 @@ ALGORITHMS: dict[str, Fields] = {
     "aggitd": {"inner_rounds": 5, "inner_lr": 0.1, "outer_lr": 50.0, "inverse": "series"},
     **each(FEDBIO, {"client_lr": xyv(1.0, 0.05, 0.05)}),
     "afbo": AFBO,
-    "adbo": {**CUTTING, "iterations": 20, "first": 9, "max_staleness": 15},
+    "adbo": {**CUTTING, "iterations": 20, "wait_for": 9, "max_staleness": 15},
     "sdbo": {**CUTTING, "iterations": 10},
 }
 # Covertype's rows are many: larger batches bear larger steps.
@@ -48,12 +47,23 @@ COVERTYPE: dict[str, Fields] = {
         "batch_size": 256,
     },
     "afbo": {**AFBO, "inner_lr": 1.0, "batch_size": 64},
-    "adbo": {**CUTTING, "client_lr": xyv(20.0, 1.0, 0.002), "iterations": 20, "first": 9, "max_staleness": 15},
+    "adbo": {**CUTTING, "client_lr": xyv(20.0, 1.0, 0.002), "iterations": 20, "wait_for": 9, "max_staleness": 15},
     "sdbo": {**CUTTING, "client_lr": xyv(20.0, 1.0, 0.002), "iterations": 10},
 }
+HALF: dict[str, Fields] = {"afbo": {"wait_for": 9}}  # of 18 clients
 RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
 
 PRESETS: dict[str | None, Preset] = {
-    None: Preset(shared={"local_steps": 5, "batch_size": 32, **TERMS}, algorithms=randomly(ALGORITHMS), run=RUN),
-    "covtype": Preset(shared={"local_steps": 5, "batch_size": 32, **TERMS}, algorithms=randomly(COVERTYPE), run=RUN),
+    None: Preset(
+        shared={"local_steps": 5, "batch_size": 32, **TERMS},
+        algorithms=randomly(ALGORITHMS),
+        asynchronous=HALF,
+        run=RUN,
+    ),
+    "covtype": Preset(
+        shared={"local_steps": 5, "batch_size": 32, **TERMS},
+        algorithms=randomly(COVERTYPE),
+        asynchronous=HALF,
+        run=RUN,
+    ),
 }

@@ -27,6 +27,7 @@ class Preset:
     task: Fields = field(default_factory=dict)
     shared: Fields = field(default_factory=dict)  # for every algorithm that has such a field
     algorithms: Mapping[str, Fields] = field(default_factory=dict)  # by name
+    asynchronous: Mapping[str, Fields] = field(default_factory=dict)  # of [asynchronous], for an algorithm by name
     run: Fields = field(default_factory=dict)
     runs: Mapping[str, Fields] = field(default_factory=lambda: EVERYONE)  # of [run], for an algorithm by name
     networks: Mapping[str, Fields] = field(default_factory=dict)  # of the task, for a network that is asked for
@@ -36,6 +37,9 @@ class Preset:
 
     def of(self, algorithm: str) -> dict[str, Any]:
         return {**self.shared, **self.algorithms.get(algorithm, {})}
+
+    def of_asynchronous(self, algorithm: str) -> dict[str, Any]:
+        return dict(self.asynchronous.get(algorithm, {}))
 
     def of_run(self, algorithm: str) -> dict[str, Any]:
         return {**self.run, **self.runs.get(algorithm, {})}

@@ -1,12 +1,12 @@
-"""Is the sum of differences the table of last answers?"""
+"""Is the sum of differences the table of last replies?"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.algorithms.memory import Memory
-from fedbilevel.core.answers import Change, Kept, Public
+from fedbilevel.algorithms.asynchronous import LastReplies
+from fedbilevel.core.answers import LastReply, Public, ReplyDelta
 
 CLIENTS, SIZE = 6, 3
 
@@ -23,13 +23,13 @@ def exchanges(rng, count):
 
 def played(weights, count, seed=0):
     """After each exchange: the memory, and the table {client: (asked, answer)}."""
-    memory = Memory.nothing({"u": jnp.zeros(SIZE), "n": jnp.zeros(())})
-    kept = {i: Kept.nothing(memory.total) for i in range(CLIENTS)}
+    memory = LastReplies.none({"u": jnp.zeros(SIZE), "n": jnp.zeros(())})
+    kept = {i: LastReply.none(memory.total) for i in range(CLIENTS)}
     table = {}
     for _, answers in exchanges(np.random.default_rng(seed), count):
-        total = jax.tree.map(jnp.zeros_like, Change(memory.total, *[Public(jnp.zeros(()))] * 2))
+        total = jax.tree.map(jnp.zeros_like, ReplyDelta(memory.total, *[Public(jnp.zeros(()))] * 2))
         for i, asked, answer in answers:
-            change, kept[i] = Change.since(kept[i], jax.tree.map(jnp.asarray, answer), jnp.asarray(asked))
+            change, kept[i] = ReplyDelta.since(kept[i], jax.tree.map(jnp.asarray, answer), jnp.asarray(asked))
             total = jax.tree.map(lambda a, b, p=weights[i]: a + p * b, total, change)
             table[i] = asked, answer
         memory = memory.after(total)
@@ -52,8 +52,8 @@ def test_mean_weight_and_delay_are_those_of_the_table():
 
 def test_a_first_answer_is_not_too_short():
     """One client of weight 0.01 has answered: the mean is its answer, not a hundredth of it."""
-    memory = Memory.nothing(jnp.zeros(SIZE))
-    change, _ = Change.since(Kept.nothing(memory.total), jnp.array([1.0, -2.0, 3.0]), jnp.asarray(0))
+    memory = LastReplies.none(jnp.zeros(SIZE))
+    change, _ = ReplyDelta.since(LastReply.none(memory.total), jnp.array([1.0, -2.0, 3.0]), jnp.asarray(0))
     memory = memory.after(jax.tree.map(lambda leaf: 0.01 * leaf, change))
     np.testing.assert_allclose(memory.mean, [1.0, -2.0, 3.0], rtol=1e-15)
     np.testing.assert_allclose(memory.delay, 0.99, rtol=1e-15)  # the others are one exchange behind
@@ -70,17 +70,17 @@ def test_what_rounding_leaves_in_the_sum(dtype):
         who, what = jax.random.split(key)
         i = jax.random.randint(who, (), 0, CLIENTS)
         answer = jax.random.uniform(what, (SIZE,), dtype, -1, 1)
-        change, mine = Change.since(jax.tree.map(lambda leaf: leaf[i], kept), answer, memory.exchanges)
+        change, mine = ReplyDelta.since(jax.tree.map(lambda leaf: leaf[i], kept), answer, memory.exchanges)
         memory = memory.after(jax.tree.map(lambda leaf: leaf * weights[i].astype(leaf.dtype), change))
         return (memory, jax.tree.map(lambda rows, row: rows.at[i].set(row), kept, mine)), None
 
     nothing = jnp.zeros(SIZE, dtype)
-    kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (CLIENTS, *leaf.shape)), Kept.nothing(nothing))
+    kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (CLIENTS, *leaf.shape)), LastReply.none(nothing))
     keys = jax.random.split(jax.random.key(0), count)
-    (memory, kept), _ = jax.lax.scan(one, (Memory.nothing(nothing), kept), keys)
-    exact = np.asarray(weights) @ np.asarray(kept.answer, float)
+    (memory, kept), _ = jax.lax.scan(one, (LastReplies.none(nothing), kept), keys)
+    exact = np.asarray(weights) @ np.asarray(kept.update, float)
     off, bound = np.max(np.abs(memory.mean - exact)), 5 * 3 * np.finfo(dtype).eps / 2 * np.sqrt(count)
     assert off < bound
     assert bound < 1e-3 * np.max(np.abs(exact))
-    delay = np.asarray(weights) @ (count - 1 - np.asarray(kept.asked))
+    delay = np.asarray(weights) @ (count - 1 - np.asarray(kept.exchange))
     np.testing.assert_allclose(memory.delay, delay, rtol=1e-12)  # counts are weighed in float64 here

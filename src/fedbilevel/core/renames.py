@@ -1,0 +1,13 @@
+"""Names of earlier versions and what stands in their place; used for error messages alone."""
+
+PUBLIC = {
+    "algorithm": "a method is a subclass of fedbilevel.Algorithm, without a decorator",
+}
+"""Names that `fedbilevel` once handed out."""
+
+FIELDS = {
+    "first": "wait_for, of the wrapper Asynchronous (in a spec asynchronous.wait_for) and of ADBO",
+    "max_staleness": "a field of the wrapper Asynchronous (in a spec asynchronous.max_staleness) and of ADBO",
+    "delay_penalty": "a field of the wrapper Asynchronous (in a spec asynchronous.delay_penalty)",
+}
+"""Fields of methods that have another name or place now."""
