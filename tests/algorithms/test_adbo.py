@@ -40,7 +40,7 @@ class Played:
 
     def __init__(self, task, algorithm, engine, rounds=ROUNDS):
         x, y, count = task.x0, task.y0, len(task.clients)
-        carry = first_carry(algorithm, x, y, count)
+        carry = first_carry(algorithm, task.problem, x, y, count)
         carry = carry._replace(desk=open_desk(algorithm, task.problem, x, y, task.clients.examples(), False, count))
         self.rounds, self.tolerance = rounds, algorithm.tolerance
         self.run = engine.start(algorithm, task.problem, task.clients, count, jax.random.key(1), carry)

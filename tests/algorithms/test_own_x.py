@@ -22,7 +22,7 @@ METHODS = {
 }
 
 
-def split_quadratic():
+def split_quadratic(local):
     """(problem, clients): x has a row for each client; a sample knows whose it is."""
     task = quadratic(clients=CLIENTS, dim_x=DIM_X, dim_y=DIM_Y, samples=(2, 4))
 
@@ -37,19 +37,12 @@ def split_quadratic():
         return own
 
     clients = fb.Clients(rows(task.clients.outer), rows(task.clients.inner), weights=task.clients.weights)
-    return fb.Bilevel(outer=of_row(outer), inner=of_row(inner)), clients
+    return fb.Bilevel(outer=of_row(outer), inner=of_row(inner), local=local), clients
 
 
-def run(algorithm, rounds=5, x0=START, **options):
-    problem, clients = split_quadratic()
+def run(algorithm, rounds=5, x0=START, local="x", **options):
+    problem, clients = split_quadratic(local)
     return fb.solve(algorithm, problem, clients, jnp.asarray(x0), jnp.zeros(DIM_Y), rounds=rounds, **options)
-
-
-def with_own_x(algorithm):
-    if isinstance(algorithm, fb.Asynchronous):
-        return fb.Asynchronous(with_own_x(algorithm.algorithm), wait_for=algorithm.wait_for)
-    fields = {name: getattr(algorithm, name) for name in algorithm.__dataclass_fields__}
-    return type(algorithm)(**{**fields, "own_x": True})
 
 
 SLOW = {"AFBO, all are first", "AFBO, local", "AFBO, global"}
@@ -62,7 +55,7 @@ def test_the_same_rows_with_and_without_the_server(name):
     """And no x in any message: what goes down and up is y and, for some, v, less the one or two numbers beside them."""
     algorithm = METHODS[name]
     metrics = {"x": lambda x, y: jnp.sum(x**2)}
-    kept, sent = run(with_own_x(algorithm), metrics=metrics), run(algorithm, metrics=metrics)
+    kept, sent = run(algorithm, metrics=metrics), run(algorithm, local=None, metrics=metrics)
     np.testing.assert_allclose(kept.x, sent.x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(kept.y, sent.y, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(kept.history["x"], sent.history["x"], rtol=1e-12)
@@ -78,7 +71,7 @@ def test_the_same_rows_with_and_without_the_server(name):
 @pytest.mark.slow
 def test_both_engines_agree_where_clients_are_late():
     """Each block then moves once for each answer of its client."""
-    algorithm = fb.Asynchronous(fb.AFBO(hypergradient="global", own_x=True, **AFBO), wait_for=2)
+    algorithm = fb.Asynchronous(fb.AFBO(hypergradient="global", **AFBO), wait_for=2)
     clock = fb.Clock(network=(1.0, 1.7, 0.6, 5.3), spread=0.4)
     a, b = (run(algorithm, 2, engine=engine(clock=clock)) for engine in (fb.Local, fb.Reference))
     np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)
@@ -87,30 +80,39 @@ def test_both_engines_agree_where_clients_are_late():
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_has_its_blocks(tmp_path):
-    algorithm = with_own_x(METHODS["SimFBO"])
+    algorithm = METHODS["SimFBO"]
     whole = run(algorithm, 5)
     run(algorithm, 2, checkpoint=tmp_path / "run")
     rest = run(algorithm, 5, checkpoint=tmp_path / "run", resume=True)
     np.testing.assert_array_equal(rest.x, whole.x)
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.AFBO])
-def test_an_x_that_is_not_split_or_differs_is_refused(method):
-    algorithm = method(own_x=True)
+def test_an_x_that_is_not_split_or_differs_is_refused():
     for x0, words in (
         (START[:3], f"a leading axis of {CLIENTS}, the clients"),
         (START + np.arange(CLIENTS)[:, None], "all start with the same block"),
     ):
         with pytest.raises(fb.ConfigurationError) as error:
-            run(algorithm, x0=jnp.asarray(x0))
+            run(fb.SimFBO(), x0=jnp.asarray(x0))
         assert words in str(error.value)
 
 
-def test_shrofbo_has_no_own_x():
-    with pytest.raises(fb.ConfigurationError, match=r"ShroFBO\.own_x = True"):
-        fb.ShroFBO(own_x=True)
+@pytest.mark.parametrize("method", [fb.ShroFBO, fb.FedNest, fb.FedBiO])
+def test_methods_that_need_x_on_the_server_are_refused(method):
+    with pytest.raises(fb.ConfigurationError, match=f"{method.__name__} needs x on the server; .* afbo, simfbo"):
+        run(method())
+
+
+def test_a_penalty_for_delays_is_refused():
+    with pytest.raises(fb.ConfigurationError, match=r"delay_penalty = 1\.0 .* 0 where clients keep x"):
+        run(fb.Asynchronous(fb.SimFBO(), wait_for=2, delay_penalty=1.0))
+
+
+def test_another_word_for_local_is_refused():
+    with pytest.raises(fb.ConfigurationError, match=r"unknown Bilevel\.local 'X'"):
+        split_quadratic("X")
 
 
 def test_a_client_keeps_its_row_alone():
-    kept = fb.SimFBO(own_x=True).init_client(jnp.asarray(START), jnp.zeros(DIM_Y))
+    kept = fb.SimFBO().client_state(split_quadratic("x")[0], jnp.asarray(START), jnp.zeros(DIM_Y))
     assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(1, DIM_X)]

@@ -118,11 +118,10 @@ def test_a_name_is_taken_once():
 def test_every_hook_has_a_default():
     """What engines ask of an algorithm that says nothing of it."""
     method = Keeps()
-    assert (method.extra_cohorts, method.waits_for, method.submodels) == (0, None, None)
-    said = method.asynchronous, method.needs_everyone, method.keeps_own_x, method.estimates_hypergradient()
-    assert said == (False, False, False, False)
+    assert (method.extra_cohorts, method.waits_for, method.submodels, method.own_x_lr) == (0, None, None, None)
+    said = method.asynchronous, method.needs_everyone, method.estimates_hypergradient()
+    assert said == (False, False, False)
     state = method.init(jnp.zeros(2), jnp.zeros(3))
-    assert method.with_own(state, None) is state
     assert (method.finished(state), method.complaint(state), method.warning(state)) == (False, "", "")
     assert (method.noise_objection(), method.columns(state)) == ("", {})
     with pytest.raises(ConfigurationError, match="Keeps estimates no hypergradient"):

@@ -155,7 +155,7 @@ def three_rounds(case, engine):
     task = quadratic(clients=8, samples=(3, 9), local_steps=work)
     problem = PROBLEMS.get(case, task.problem)
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
-    carry = first_carry(algorithm, task.x0, y0, len(task.clients))
+    carry = first_carry(algorithm, problem, task.x0, y0, len(task.clients))
     carry = carry._replace(
         desk=open_desk(algorithm, problem, task.x0, y0, task.clients.examples(), work is not None, len(task.clients))
     )

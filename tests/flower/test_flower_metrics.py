@@ -115,7 +115,6 @@ def test_with_privacy_nothing_is_told(tmp_path):
     ("algorithm", "cutting", "why"),
     [
         (fb.Asynchronous(fb.SimFBO(), wait_for=2), None, "SimFBO, which is asynchronous"),
-        (fb.SimFBO(own_x=True), None, "own_x: clients keep parts of x"),
         (ALGORITHM, object(), "where clients hold submodels"),
     ],
 )

@@ -29,10 +29,11 @@ SIMPLE = fb.SimpleBilevel(
     lambda x, batch: inner(jnp.zeros(2), jnp.tile(x, 2)[:3], batch),
     fb.projections.box(-0.3, 0.5),
 )
+SPLIT = fb.Bilevel(lambda x, y, b: outer(x[0], y, b), lambda x, y, b: inner(x[0], y, b), local="x")
 LIGHT = {"batch_size": None, "inner_rounds": 1, "neumann_terms": 2, "local_steps": 1}
 CASES = {  # one for each method at least
     "AFBO": (fb.Asynchronous(fb.AFBO(inverse="cg", **LIGHT), wait_for=2), None),
-    "AFBO, own x": (fb.AFBO(own_x=True, **LIGHT), None),
+    "AFBO, own x": (fb.AFBO(**LIGHT), SPLIT),
     "AggITD": (fb.AggITD(batch_size=None, inner_rounds=2, local_steps=1, outer_lr=0.01), None),
     "BiFISTA": (fb.BiFISTA(lr=0.1), SIMPLE),
     "FedAvg": (fb.FedAvg(batch_size=None), SINGLE),
@@ -69,8 +70,12 @@ LARGEST = 9.42  # of a standard normal number, as `gaussian` makes them
 
 
 def test_every_method_is_here():
-    named = {type(algorithm) for algorithm, _ in (CASES | REFUSED).values()}
+    named = {type(inside(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
     assert named == set(fb.ALGORITHMS.values())
+
+
+def inside(algorithm):
+    return algorithm.algorithm if isinstance(algorithm, fb.Asynchronous) else algorithm
 
 
 def kept_in(folder, number):
@@ -88,6 +93,8 @@ def played(case, folder=None, privacy=None):
     task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4), local_steps=[1, 2, 3])
     if isinstance(problem, fb.SimpleBilevel | fb.SingleLevel):
         task = replace(task, x0=0.1 * jnp.ones(2), y0=None)
+    if problem is SPLIT:
+        task = replace(task, x0=jnp.zeros((CLIENTS, 2)))
     clients = fb.Clients(task.clients.outer, weights=task.clients.weights) if problem is MINIMAX else task.clients
     algorithm_problem = problem or task.problem
 
@@ -126,14 +133,15 @@ def test_noise_is_in_what_tells_of_data_alone(case, tmp_path):
         assert not {"outer_loss", "inner_loss"} & rows[1].keys()
 
 
-BOOKS = {"round", "exchanges", "replies", "bytes_up", "bytes_down", "staleness", "delay", "inner_delay", "outer_delay"}
+BOOKS = {"round", "exchanges", "replies", "bytes_up", "bytes_down", "staleness", "delay"}
+BOOKS |= {"delay.inner_gradients", "delay.outer_hypergradient"}
 COUNTS = {"weight", "age", "exchanges", "work", "rounds", "without", "everyone", "made", "k", "steps", "public"}
 
 
 def bookkeeping(case, state):
     """The numbers of a state that clients have a part in and that do not tell of data, and those that are withheld
     (0 where a federation's own products are noised: what the server meets it meets)."""
-    own = getattr(CASES[case][0], "hypergradient", "") == "local"
+    own = getattr(inside(CASES[case][0]), "hypergradient", "") == "local"
     named = COUNTS | {"withheld", "negative_curvature"} if own else COUNTS
     leaves = jax.tree_util.tree_leaves_with_path(state)
     found = {jax.tree_util.keystr(path): np.asarray(leaf).tolist() for path, leaf in leaves}

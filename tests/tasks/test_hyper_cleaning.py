@@ -71,7 +71,6 @@ def test_a_client_needs_its_own_row_alone(task, point):
             here, there = (a[i], b[0]) if a.shape == x.shape else (a, b)
             np.testing.assert_allclose(here, there, rtol=1e-12, atol=1e-15)
             np.testing.assert_array_equal(a, c)
-    assert task.split_x
     assert task.x0.shape == (7, task.clients.inner.size.max())
 
 

@@ -22,7 +22,7 @@ The mean of H_i is not the hypergradient where clients differ, and so neither is
             x ← x − α mean_i H_i,   v ← v − γ mean_i r_i
 
 Exchanges per round: K + 1. Down: x, y ("global", outer: and v). Up: y's shape, then x's ("global": and v's).
-Client state: none; with `own_x` the client's block of x, in no message then; `Asynchronous`: its last reply to either.
+Client state: none; `Asynchronous`: its last reply to either.
 Cost per local step: a gradient of g; per outer answer one of f and the products with the client's own ∇²g ("global":
 two products, by the same pass).
 
@@ -51,7 +51,6 @@ from jax import Array
 from fedbilevel.algorithms import fednest
 from fedbilevel.algorithms.fednest import Alternating
 from fedbilevel.algorithms.hypergradient import Quality
-from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients
@@ -93,8 +92,6 @@ class AFBO(Alternating, Algorithm):
         hypergradient: "local" (APHE, for which `inverse` and what belongs to it are) or "global", with a v.
         neumann_terms: N_i: one number for all, or one for each client.
         system_lr: γ, the server's step on v.
-        own_x: x is split by client (see own_x.py): each keeps its block and makes the step p_i α H_i by itself, once
-            for each of its outer answers.
         fresh_cohorts, merged, inner_server_lr: have no part in this method.
 
     Needs: a bilevel problem; g strongly convex in y, g_i for every client where hypergradient = "local".
@@ -106,21 +103,18 @@ class AFBO(Alternating, Algorithm):
     hypergradient: Literal["global", "local"] = static("local")
     client_lr: float = positive(0.01)
     system_lr: float = positive(0.1)
-    own_x: bool = static(False)
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:
         return "inner_gradients", "outer_hypergradient" if self.hypergradient == "local" else "outer_directions"
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-        if self.own_x:
-            check_own_x(f"{type(self).__name__}.own_x", clients, x)
         if self.hypergradient == "local":
             super().check_start(problem, clients, x, y)
 
     @property
-    def keeps_own_x(self) -> bool:
-        return self.own_x
+    def own_x_lr(self) -> Any:
+        return self.outer_lr
 
     def noise_objection(self) -> str:
         return ""  # "global" has no inverse
@@ -136,14 +130,11 @@ class AFBO(Alternating, Algorithm):
     def init(self, x: PyTree, y: PyTree) -> Any:  # a State
         return State(super().init(x, y), optax.tree.zeros_like(y) if self.hypergradient == "global" else None)
 
-    def init_client(self, x: PyTree, y: PyTree) -> PyTree:
-        return own_block(x) if self.own_x else None
-
     @phase(takes=("x", "y"), gives="y")
     def inner_gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """G_i, the mean of the gradients along E_i local steps on y."""
         x, y = at
-        gradient = self.inner_gradient_at(client, self.x_of(client, x), y)
+        gradient = self.inner_gradient_at(client, x, y)
         count = client.local_steps(self.local_steps)
 
         def step(e: Array, total: PyTree) -> PyTree:
@@ -156,33 +147,20 @@ class AFBO(Alternating, Algorithm):
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """H_i of "local", and what the client's own products told (see `Quality.to_average`)."""
-        x, y = at
-        return self.with_block(client, self.local_hypergradient(client, (self.x_of(client, x), y), key))
+        return self.local_hypergradient(client, at, key)
 
     @phase(takes=XYV("x", "y", "y"), gives=("x", "y"))
     def outer_directions(self, client: Client, at: XYV, key: Array) -> Reply:
         """H_i and r_i of "global"."""
-        at = at._replace(x=self.x_of(client, at.x))
         outer_key, inner_key = jax.random.split(key)
         outer_batch = client.outer_batch(outer_key, self.batch_size)
         found = directions(client.problem, at, outer_batch, client.inner_batch(inner_key, self.batch_size))
         metrics = {"outer_loss": found.outer_loss}
-        reply = Reply((found.step.x, found.step.v), metrics=metrics, gradients=1, products=2)
-        return self.with_block(client, reply)
-
-    def with_block(self, client: Client, reply: Reply) -> Reply:
-        """The reply; with `own_x` without H_i, along which the client's block steps."""
-        if not self.own_x:
-            return reply
-        h, rest = reply.update
-        return reply._replace(update=(None, rest), state=stepped(client.state, self.outer_lr, client.weight, h))
-
-    def x_of(self, client: Client, sent: PyTree) -> PyTree:
-        return client.state if self.own_x else sent
+        return Reply((found.step.x, found.step.v), metrics=metrics, gradients=1, products=2)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        x = None if self.own_x else state.x
+        x = state.x
 
         def inner(fed: Fed, y: PyTree, key: Array) -> PyTree:
             return move(y, -self.inner_lr, fed.mean(self.inner_gradients, (x, y), key, unbiased=True))
@@ -195,8 +173,4 @@ class AFBO(Alternating, Algorithm):
         else:
             h, r = fed.mean(self.outer_directions, XYV(x, y, v), outer_key, unbiased=True)
             v = move(v, -self.system_lr, r)
-        change = optax.tree.zeros_like(state.x) if self.own_x else scaled(-self.outer_lr, h)
-        return State(self.moved(state.nested, change, y, quality), v)
-
-    def with_own(self, state: State, clients: PyTree) -> State:
-        return state._replace(nested=state.nested._replace(x=together(clients))) if self.own_x else state
+        return State(self.moved(state.nested, scaled(-self.outer_lr, h), y, quality), v)

@@ -37,6 +37,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
@@ -126,9 +127,6 @@ class Asynchronous(Wrapper):
         c = self.delay_penalty
         number = isinstance(c, int | float) and not isinstance(c, bool) and isfinite(c) and c >= 0
         require(number, "Asynchronous.delay_penalty", c, "a number, at least 0")
-        alone = c == 0 or not self.algorithm.keeps_own_x
-        own = "0 where clients keep x: they make the steps on it, and do not know the mean delay"
-        require(alone, "Asynchronous.delay_penalty", c, own)
         if not self.algorithm.asynchronous_phases:
             raise ConfigurationError(
                 f"{self.label} cannot be Asynchronous: its exchanges need everyone's replies to the present message"
@@ -147,26 +145,22 @@ class Asynchronous(Wrapper):
         return ()  # they have been made so
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+        alone = self.delay_penalty == 0 or problem.local is None
+        own = "0 where clients keep x: they make the steps on it, and do not know the mean delay"
+        require(alone, "Asynchronous.delay_penalty", self.delay_penalty, own)
         few = f"at most {population}, the number of clients"
         require(self.wait_for <= population, "Asynchronous.wait_for", self.wait_for, few)
         super().check_problem(problem, population, x)
 
-    @property
-    def keeps_own_x(self) -> bool:
-        return self.algorithm.keeps_own_x
-
-    def with_own(self, state: State, clients: ClientState) -> State:
-        return state._replace(inside=self.algorithm.with_own(state.inside, clients.inside))
-
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(self.algorithm.init(x, y), self.of_phases(LastReplies.none, x, y))
 
-    def init_client(self, x: PyTree, y: PyTree) -> ClientState:
-        return ClientState(self.algorithm.init_client(x, y), self.of_phases(LastReply.none, x, y))
+    def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> ClientState:
+        last = self.of_phases(LastReply.none, server_x(problem, x), y)
+        return ClientState(self.algorithm.client_state(problem, x, y), last)
 
     def of_phases(self, none: Callable[[PyTree], Any], x: PyTree, y: PyTree) -> dict[str, Any]:
         """By phase, `none` of an update's shapes."""
-        x = None if self.keeps_own_x else x
         return {name: none(template(self.gives(name), x, y)) for name in self.algorithm.asynchronous_phases}
 
     def gives(self, name: str) -> PyTree:

@@ -17,8 +17,7 @@ r,
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
 one that was asked (Theorem 2).
 
-Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none;
-with `own_x` the client's block of x, which is then in no message.
+Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none.
 Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
 (`independent_batches`: a gradient of g, two of f and the two products apart).
 
@@ -38,7 +37,7 @@ Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_a
 tests/engines/test_agreement.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,15 +46,12 @@ from jax import Array
 
 from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.algorithms.local_directions import LocalDirections, descend
-from fedbilevel.algorithms.own_x import check_own_x, own_block, stepped, together
 from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, steps
-from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree
 
@@ -85,35 +81,16 @@ class SingleLoop(Submodels, LocalDirections, Algorithm):
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
         coefficients: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
         server_optimizer: an optax optimizer, fed with q; its updates are scaled by γ.
-        own_x: x is split by client (see own_x.py): each keeps its block and makes γ's plain step p_i γ_x q_i itself,
-            once for each of its replies; a cohort of P clients thus moves x by P/M of what the server would. SimFBO's.
     """
 
     server_lr: XYV = steps(x=0.01, y=0.1, v=0.1)
     radius: float = positive(float("inf"))
     coefficients: Coefficients = Plain()
     server_optimizer: optax.GradientTransformation = static(optax.sgd(1.0))
-    own_x: bool = static(False)
-
-    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-        """Refuse an x that is not split by client where `own_x` says that it is."""
-        if self.own_x:
-            check_own_x(f"{type(self).__name__}.own_x", clients, x)
-
-    @property
-    def keeps_own_x(self) -> bool:
-        return self.own_x
 
     def first_state(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))
-        return State(iterate, self.server_optimizer.init(self.shared(iterate)))
-
-    def init_client(self, x: PyTree, y: PyTree) -> PyTree:
-        return own_block(x) if self.own_x else None
-
-    def shared(self, iterate: XYV) -> XYV:
-        """What of x, y, v goes to and fro."""
-        return iterate._replace(x=None) if self.own_x else iterate
+        return State(iterate, self.server_optimizer.init(iterate))
 
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         tau = client.local_steps(self.local_steps)
@@ -121,11 +98,9 @@ class SingleLoop(Submodels, LocalDirections, Algorithm):
 
     def server_update(self, state: State, q: XYV) -> State:
         """Server, line 14: (5), with v brought back into its ball."""
-        iterate = self.shared(state.iterate)
-        updates, optimizer = self.server_optimizer.update(q, state.optimizer, iterate)
-        moved = descend(iterate, self.server_lr, optax.tree.scale(-1, updates))
-        moved = moved._replace(v=project_ball(moved.v, self.radius))
-        return State(moved._replace(x=state.x) if self.own_x else moved, optimizer)
+        updates, optimizer = self.server_optimizer.update(q, state.optimizer, state.iterate)
+        moved = descend(state.iterate, self.server_lr, optax.tree.scale(-1, updates))
+        return State(moved._replace(v=project_ball(moved.v, self.radius)), optimizer)
 
 
 class SimFBO(SingleLoop):
@@ -144,22 +119,17 @@ class SimFBO(SingleLoop):
     def init(self, x: PyTree, y: PyTree) -> State:
         return self.first_state(x, y)
 
+    @property
+    def own_x_lr(self) -> Any:
+        return self.server_lr.x
+
     @phase(takes=LIKE, gives=LIKE)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
-        if not self.own_x:
-            return self.own_updates(client, start, key)
-        block = client.state
-        reply = self.own_updates(client, start._replace(x=block), key)
-        block = stepped(block, self.server_lr.x, client.weight, reply.update.x)
-        return reply._replace(update=self.shared(reply.update), state=block)
+        return self.own_updates(client, start, key)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
-        q = fed.mean(self.local_updates, self.shared(state.iterate), key, unbiased=True)
-        return self.server_update(state, q)
-
-    def with_own(self, state: State, clients: PyTree) -> State:
-        return state._replace(iterate=state.iterate._replace(x=together(clients))) if self.own_x else state
+        return self.server_update(state, fed.mean(self.local_updates, state.iterate, key, unbiased=True))
 
 
 class RobustState(NamedTuple):
@@ -190,10 +160,6 @@ class ShroFBO(SingleLoop):
     """
 
     name = "shrofbo"
-
-    def validate(self) -> None:
-        super().validate()
-        require(not self.own_x, "ShroFBO.own_x", True, "False: ρ, which the length of a step goes by, is the server's")
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:

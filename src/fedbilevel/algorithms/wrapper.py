@@ -47,8 +47,8 @@ class Wrapper(Algorithm):
         return self.algorithm.submodels
 
     @property
-    def keeps_own_x(self) -> bool:
-        return self.algorithm.keeps_own_x
+    def own_x_lr(self) -> Any:
+        return self.algorithm.own_x_lr
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         self.algorithm.check_problem(problem, population, x)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform, overload
 
 from jax import Array
 
+from fedbilevel.core import own_x
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import config, counts, fraction, positive, static, steps, wrapped
 from fedbilevel.core.errors import ConfigurationError, require, unknown
@@ -123,16 +124,18 @@ class Algorithm(ABC):
         return None
 
     @property
-    def keeps_own_x(self) -> bool:
-        """Whether x is split by client, each of whom keeps its own block and sends none of it."""
-        return False
+    def own_x_lr(self) -> Any:
+        """The size of the step on x along the x of a reply, for problems whose clients keep x and make it themselves.
 
-    def with_own(self, state: Any, clients: PyTree) -> Any:
-        """The server's state with what clients keep for themselves in its place, for results and metrics.
-
-        `clients` has the states of all clients, leaves (M, ...), which only a simulation has at hand.
+        What every phase takes and gives has then to be declared. None: the method needs x on the server.
         """
-        return state
+        return None
+
+    def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
+        """What each client keeps between rounds, at the start, with its block of x where x is split by client."""
+        if problem.local is None:
+            return self.init_client(x, y)
+        return own_x.OwnX(own_x.own_block(x), self.init_client(None, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """One estimate of the hypergradient at (x, y), in the shape of x, by the exchanges of a round."""
@@ -171,7 +174,10 @@ class Algorithm(ABC):
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         """What a client replies when the server asks for the phase of that name."""
-        return self.named_phase(name)(client, message, key)
+        phase = self.named_phase(name)
+        if client.problem.local is None:
+            return phase(client, message, key)
+        return own_x.run(phase, parts_of(phase), self.own_x_lr, client, message, key)
 
     def phase_name(self, function: object) -> str:
         """The name of a phase, given as the bound method that an exchange gets.
@@ -252,8 +258,14 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
+    if problem.local is not None and algorithm.own_x_lr is None:
+        able = sorted(name for name, cls in ALGORITHMS.items() if cls().own_x_lr is not None)
+        needs = f"None: {algorithm.label} needs x on the server; methods that do not: {', '.join(able)}"
+        require(False, "Bilevel.local", problem.local, needs)
     algorithm.check_problem(problem, len(clients), x)
     if isinstance(clients, Clients):
+        if problem.local is not None:
+            own_x.check_split(clients, x)
         algorithm.check_start(problem, clients, x, y)
 
 

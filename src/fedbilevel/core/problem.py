@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.extend.core import ClosedJaxpr
 
-from fedbilevel.core.errors import ConfigurationError, is_number, require
+from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.functions import explained, require_function
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
@@ -22,6 +22,7 @@ Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
 
 Indirect = Literal["inverse", "identity", "none"]
+Local = Literal["x"]
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -35,19 +36,23 @@ class Problem:
     outer: Loss
     inner: Loss
     structure: Structure | None
+    local: Local | None
     indirect: ClassVar[Indirect]
 
-    def _set(self, outer: Loss, inner: Loss, structure: Structure | None = None) -> None:
+    def _set(self, outer: Loss, inner: Loss, structure: Structure | None = None, local: Local | None = None) -> None:
         known = structure is None or isinstance(structure, Structure)
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         object.__setattr__(self, "outer", outer)
         object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "structure", structure)
+        if local not in (None, "x"):
+            raise unknown(f"{type(self).__name__}.local", local, ["x"])
+        object.__setattr__(self, "local", local)
 
     def with_losses(self, change: Callable[[Loss], Loss]) -> Self:
         """The same kind of problem with both losses changed."""
         changed = copy.copy(self)
-        changed._set(change(self.outer), change(self.inner), self.structure)
+        changed._set(change(self.outer), change(self.inner), self.structure, self.local)
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
@@ -70,14 +75,19 @@ class Bilevel(Problem):
         inner: g(x, y, batch) -> scalar, the training loss, likewise; strongly convex in y for x to be defined.
             Terms without samples (regularisers) may be added to either.
         structure: which parts of x and y can be left out, for clients of limited capacity (see Structure).
+        local: "x" where x is split by client: its leaves are (M, ...), and a client's losses read its own block alone,
+            which they are given as (1, ...). Each client then keeps its block: nothing of x is in any message, and a
+            server elsewhere never sees it. None: the server has x.
     """
 
     indirect: ClassVar[Indirect] = "inverse"
 
-    def __init__(self, outer: Loss, inner: Loss, *, structure: Structure | None = None) -> None:
+    def __init__(
+        self, outer: Loss, inner: Loss, *, structure: Structure | None = None, local: Local | None = None
+    ) -> None:
         require_function("Bilevel.outer", outer, "x, y, batch")
         require_function("Bilevel.inner", inner, "x, y, batch")
-        self._set(outer, inner, structure)
+        self._set(outer, inner, structure, local)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -128,7 +138,7 @@ class Compositional(Bilevel):
 
     def over_batches(self) -> Self:
         changed = copy.copy(self)  # `inner` is no mean of its values on single samples, and takes padded batches itself
-        changed._set(_mean_over(self.outer), self.inner, self.structure)
+        changed._set(_mean_over(self.outer), self.inner, self.structure, self.local)
         return changed
 
 

@@ -9,5 +9,6 @@ FIELDS = {
     "first": "wait_for, of the wrapper Asynchronous (in a spec asynchronous.wait_for) and of ADBO",
     "max_staleness": "a field of the wrapper Asynchronous (in a spec asynchronous.max_staleness) and of ADBO",
     "delay_penalty": "a field of the wrapper Asynchronous (in a spec asynchronous.delay_penalty)",
+    "own_x": "local of the problem, Bilevel(outer, inner, local='x'), and of the task hyper_cleaning (task.local=x)",
 }
 """Fields of methods that have another name or place now."""

@@ -15,6 +15,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.book import Book
@@ -32,6 +33,7 @@ class Carry(NamedTuple):
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
     now: Now  # of the clock, for engines that have one
     desk: Desk | None = None  # who works on what, for asynchronous algorithms: see desk.py
+    own_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
 
 
 class Progress(NamedTuple):
@@ -67,15 +69,19 @@ class Engine(Protocol):
         ...
 
 
-def first_carry(algorithm: Algorithm, x: PyTree, y: PyTree, population: int, remote: bool = False) -> Carry:
+def first_carry(
+    algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, population: int, remote: bool = False
+) -> Carry:
     """The carry before round 0. Of `remote` clients, which keep their states themselves, it has (population, 2): round
     and exchange of each one's last answer that counted, -1 before the first."""
-    state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, x, y)
+    state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, server_x(problem, x), y)
+    kept = None if problem.local is None else x
     if remote:
-        return Carry(jnp.zeros((), jnp.int32), state, jnp.full((population, 2), -1, jnp.int32), Now.start())
-    one = algorithm.init_client(x, y)
+        counted = jnp.full((population, 2), -1, jnp.int32)
+        return Carry(jnp.zeros((), jnp.int32), state, counted, Now.start(), own_x=kept)
+    one = algorithm.client_state(problem, x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
-    return Carry(jnp.zeros((), jnp.int32), state, clients, Now.start())
+    return Carry(jnp.zeros((), jnp.int32), state, clients, Now.start(), own_x=kept)
 
 
 def loop(

@@ -268,7 +268,7 @@ class LocalRun:
             desk = None
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.isfinite(book.metrics[name][0]) for name in sorted(book.metrics)]
-        return Carry(carry.round + 1, state, clients, underway.now, desk), book, jnp.stack(flags)
+        return Carry(carry.round + 1, state, clients, underway.now, desk, carry.own_x), book, jnp.stack(flags)
 
     def fresh(self, keys: RoundKeys, inputs: Inputs, number: Array | int) -> Members:
         """This device's share of the round's fresh cohort of that number."""

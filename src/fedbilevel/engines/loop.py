@@ -28,7 +28,8 @@ from fedbilevel.core.errors import (
     diverged,
     require,
 )
-from fedbilevel.core.tree import join, nonfinite_leaves
+from fedbilevel.core.own_x import joined
+from fedbilevel.core.tree import join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import hosts
 from fedbilevel.engines.book import Call
@@ -162,14 +163,15 @@ class Loop:
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
         state = local(carry.state)
-        if self.here and self.algorithm.keeps_own_x:
-            state = self.algorithm.with_own(state, local(carry.clients))
-            if bad := nonfinite_leaves(state.x):
+        x = state.x if carry.own_x is None else carry.own_x
+        if self.here and carry.own_x is not None:
+            x = joined(local(carry.clients))
+            if bad := nonfinite_leaves(x):
                 raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
-        state = jax.tree.map(jnp.copy, state)
+        x, state = jax.tree.map(jnp.copy, (x, state))
         x_fixed, y_fixed = self.evaluation.fixed
         return Result(
-            x=join(state.x, x_fixed),
+            x=join(x, x_fixed),
             y=join(state.y, y_fixed),
             round=int(carry.round),
             rounds=self.plan.rounds,
@@ -185,7 +187,7 @@ class Loop:
         for name, values in self.losses.items():
             row[name] = math.fsum(values) / len(values)
         own = self.algorithm.columns(result.state)
-        at = result.round, result.state.x, result.state.y
+        at = result.round, split(result.x)[0], result.state.y
         each = self.per_client(*at) if self.per_client else {}
         for name, value in [*self.evaluation(*at).items(), *each.items()]:
             new = name not in row and name not in own

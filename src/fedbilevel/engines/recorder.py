@@ -13,6 +13,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import book
@@ -40,11 +41,13 @@ def record(
         worked: whether the population says how many local steps a client makes.
         recorder: what to make instead of a Recorder.
     """
-    kept = algorithm.init_client(x, y)
+    kept = algorithm.client_state(problem, x, y)
 
     def round(number: Array, x: PyTree, y: PyTree, kept: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
         now = at(algorithm, number)
-        return now.round((recorder or Recorder)(now, problem, worked, kept, examples, note), now.init(x, y), key)
+        return now.round(
+            (recorder or Recorder)(now, problem, worked, kept, examples, note), now.init(server_x(problem, x), y), key
+        )
 
     jax.eval_shape(round, jnp.zeros((), jnp.int32), x, y, kept, examples, jax.random.key(0))
 

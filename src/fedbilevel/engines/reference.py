@@ -227,7 +227,7 @@ class ReferenceRun:
                 fed.book = fed.told()
             if bad := nonfinite_leaves(state):
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))
-            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.desk)
+            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.desk, carry.own_x)
             books.append(fed.book)
             if algorithm.finished(state):
                 break

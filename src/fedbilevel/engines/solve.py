@@ -128,7 +128,7 @@ def solve(
     per_client.check_metrics(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, clients.examples())
 
     remote, worked = isinstance(clients, RemoteClients), clients.local_steps is not None
-    carry = first_carry(algorithm, x, y, len(clients), remote)
+    carry = first_carry(algorithm, problem, x, y, len(clients), remote)
     desk = open_desk(algorithm, problem, x, y, clients.examples(), worked, len(clients), remote)
     carry = carry._replace(desk=desk)
     chosen: Engine = engine or Local()

@@ -64,7 +64,7 @@ class Cutting:
             return None
         if problem.structure is None:
             raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
-        alone = not algorithm.asynchronous and algorithm.init_client(x, y) is None
+        alone = not algorithm.asynchronous and algorithm.client_state(problem, x, y) is None
         require(alone, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
         anatomy = Anatomy.of(problem.structure, x, y, policy.pruned)
         if weak and not anatomy.sizes:

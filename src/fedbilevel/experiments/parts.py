@@ -39,8 +39,6 @@ def build(spec: Spec, task: Task | None = None) -> Parts:
     task = task_of(spec) if task is None else task
     require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
     check_solves(algorithm, task.problem)
-    split = task.split_x or not algorithm.keeps_own_x
-    require(split, "algorithm.own_x", True, f"false: task {label(spec.task.name)}'s x is not split by client")
     _check_participants(spec, algorithm, len(task.clients))
     return Parts(task, algorithm, engine)
 

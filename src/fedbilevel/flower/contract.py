@@ -116,7 +116,7 @@ def draw_up(
     Raises:
         ConfigurationError: a message, an update or what clients keep holds a PRNG key.
     """
-    state = algorithm.init_client(x, y)
+    state = algorithm.client_state(problem, x, y)
     check_plain("what clients keep", state)
     first: dict[str, PyTree] = {}  # what is asked by fed.first, and the updates' shapes
     calls: dict[str, Call] = {}

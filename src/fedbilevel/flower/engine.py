@@ -97,7 +97,7 @@ class FlowerRun:
         self.algorithm, self.problem, self.clients, self.cohort, self.key = algorithm, problem, clients, cohort, key
         self.name, self.terms, self.weights = engine.name, engine.terms, clients.weights
         worked = clients.local_steps is not None
-        start = carry.state.x, getattr(carry.state, "y", None)
+        start = carry.state.x if carry.own_x is None else carry.own_x, carry.state.y
         self.contract = draw_up(algorithm, problem, *start, clients.examples(), worked)
         self.cutting = Cutting.of(algorithm, problem, clients, *start)
         self.clock: Clock = getattr(engine.grid, "clock", None) or WallClock()
@@ -159,14 +159,15 @@ class FlowerRun:
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         self.undoing.end()
-        return Carry(carry.round + 1, state, jnp.asarray(self.counted), carry.now, self.desk(fed, carry.desk))
+        counted, desk = jnp.asarray(self.counted), self.desk(fed, carry.desk)
+        return Carry(carry.round + 1, state, counted, carry.now, desk, carry.own_x)
 
     def fed(self, algorithm: Algorithm, keys: RoundKeys, carry: Carry) -> FlowerFed:
         """The exchanges of the round that the carry begins."""
         given = self, algorithm, int(carry.round), keys
         if self.cutting is None:
             return FlowerFed(*given)
-        start = carry.state.x, getattr(carry.state, "y", None)
+        start = carry.state.x, carry.state.y
         return SubmodelFlowerFed(*given, Submodels(self.cutting, algorithm, self.key, carry.round, *start))
 
     def desk(self, fed: FlowerFed, desk: Desk | None) -> Desk | None:

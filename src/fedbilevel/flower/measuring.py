@@ -34,8 +34,8 @@ class Measuring:
         waits = not run.algorithm.asynchronous
         name = run.algorithm.label
         require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
-        alike = not run.algorithm.keeps_own_x
-        require(alike, "metrics_per_client", list(metrics), "left out over Flower with own_x: clients keep parts of x")
+        alike = run.problem.local is None
+        require(alike, "metrics_per_client", list(metrics), "left out over Flower where clients keep their own x")
         self.run, self.metrics, self.names, self.warned = run, metrics, sorted(metrics), False
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:

@@ -60,7 +60,7 @@ class Site:
         id: which client of the population it is, 0 ≤ id < M.
         algorithm, problem, x0, y0: as given to `solve` on the server. Of x0 and y0 shapes alone are compared, but they
             must have the server's values where what clients keep begins with them: their own x and y in ADBO and SDBO,
-            blocks of x with `own_x`.
+            blocks of x where the problem is local in x.
         outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
         inner: likewise; None where both losses read the same samples.
         works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
@@ -293,7 +293,7 @@ class Desk:
     @cached_property
     def first(self) -> PyTree:
         """What the client keeps before it was ever asked."""
-        return jax.tree.map(np.asarray, self.site.algorithm.init_client(self.x, self.y))
+        return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
 
 
 def run_phase(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:

@@ -14,7 +14,7 @@ read. A client's losses read its own row alone, and give the same where x is tha
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ def hyper_cleaning(
     holdout: float = 0.0,
     ridge: float = 1e-3,
     capacities: Sequence[float] = (),
+    local: Literal["x"] | None = None,
     local_steps: Any = None,
     seed: int = 0,
 ) -> Task:
@@ -59,6 +60,8 @@ def hyper_cleaning(
         network: "linear" (no hidden layers), or one of those of hyper_representation; y is all of it.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
+        local: "x" has each client keep its own row of x, so that neither x nor a gradient in x is in any message, with
+            methods that can do so (see `Bilevel`).
         capacities: of clients, as in hyper_representation; not with network = "linear", which has no units.
         data, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
 
@@ -86,7 +89,7 @@ def hyper_cleaning(
     measured = images.accuracy()
     return Task(
         name="hyper_cleaning",
-        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure())),
+        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure()), local=local),
         clients=Clients(
             outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
         ),
@@ -94,7 +97,6 @@ def hyper_cleaning(
         y0=images.model.init(jax.random.key(seed)),
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
         metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
-        split_x=True,
     )
 
 

@@ -19,8 +19,7 @@ class Task:
     `metrics` are functions (x, y) -> scalar, which `Metric` says the better way of; the first is the one that plots and
     progress bars show.
     `metrics_per_client` are functions (x, y, batch) -> scalar, see `fedbilevel.solve`. As the server of a
-    federation sees it, its clients are `RemoteClients`. `split_x`: x has one block per client, its leaves (M, ...); a
-    client's losses read its own block alone, and take it alone too, as (1, ...).
+    federation sees it, its clients are `RemoteClients`.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Task:
     x0: PyTree
     y0: PyTree
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
-    split_x: bool = False
     metrics_per_client: Mapping[str, Any] = field(default_factory=dict)
 
     @property

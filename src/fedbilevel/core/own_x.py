@@ -1,0 +1,90 @@
+"""An outer variable that is split by client: every client keeps its own block and steps it by itself.
+
+x has one block per client, its leaves (M, ...), and a client's losses read its own block alone, which they are given as
+(1, ...). The gradient of Σ p_i f_i in block i is p_i times the client's own one, so the server's step on block i is one
+that the client can make: neither x nor a gradient in x needs to be in any message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.errors import require
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.tree import PyTree, move
+
+if TYPE_CHECKING:
+    from fedbilevel.core.problem import Problem
+
+
+class OwnX(NamedTuple):
+    """What a client keeps where x is split by client."""
+
+    x: PyTree  # its block, leaves (1, ...)
+    inside: PyTree  # what the method has it keep
+
+
+def server_x(problem: Problem, x: PyTree) -> PyTree:
+    """What of x the server has: nothing where clients keep it."""
+    return None if problem.local == "x" else x
+
+
+def own_block(x: PyTree) -> PyTree:
+    """Leaves (1, ...): the block that every client starts with."""
+    return jax.tree.map(lambda leaf: leaf[:1], x)
+
+
+def run(
+    phase: Callable[..., Reply],
+    parts: tuple[PyTree, PyTree],
+    lr: Any,
+    client: Client,
+    message: PyTree,
+    key: Array,
+) -> Reply:
+    """A phase with the client's block in the place of x, which then steps −lr·p_i along the reply's part in x.
+
+    Args:
+        parts: what the phase takes and gives: see `fedbilevel.core.algorithm.phase`.
+        lr: the size of the server's step on x.
+    """
+    takes, gives = parts
+    kept: OwnX = client.state
+    message = jax.tree.map(lambda kind, part: kept.x if kind == "x" else part, takes, message)
+    reply = phase(replace(client, state=kept.inside), message, key)
+    block = kept.x
+
+    def without(kind: str, part: PyTree) -> PyTree:
+        nonlocal block
+        if kind != "x":
+            return part
+        block = move(block, -lr * client.weight, part)
+        return None
+
+    update = jax.tree.map(without, gives, reply.update)
+    inside = kept.inside if reply.state is None else reply.state
+    return reply._replace(update=update, state=OwnX(block, inside))
+
+
+def joined(clients: PyTree) -> PyTree:
+    """x, leaves (M, ...), from all that the clients keep, where each has a block."""
+    nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, OwnX))
+    (blocks,) = (node.x for node in nodes if isinstance(node, OwnX))
+    return jax.tree.map(lambda leaf: leaf[:, 0], blocks)
+
+
+def check_split(clients: Clients, x: PyTree) -> None:
+    """Refuse an x that is not split by client, and blocks that differ: each client starts with what they share."""
+    shapes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(x)}
+    leading = f"where every leaf of x0 has a leading axis of {len(clients)}, the clients"
+    require(shapes == {(len(clients),)}, "Bilevel.local", "x", f"given {leading}")
+    same = all(bool(jnp.all(leaf == leaf[:1])) for leaf in jax.tree.leaves(x))
+    require(same, "Bilevel.local", "x", "given where x0 is the same for every client: all start with the same block")
