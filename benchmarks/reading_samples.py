@@ -28,7 +28,7 @@ from flwr.app import RecordDict
 import fedbilevel as fb
 from fedbilevel import data
 from fedbilevel.flower import Limits, Privacy, Site
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 from fedbilevel.flower.store import ContextStore
 from fedbilevel.flower.wire import Ask, from_bytes, to_bytes
 
@@ -51,9 +51,9 @@ class Server:
         self.x0 = {"weight": jnp.zeros((64, CLASSES)), "bias": jnp.zeros(CLASSES)}
         algorithm = fb.FedAvg(local_steps=1, outer_lr=1.0, batch_size=batch_size)
         folder = Path(tempfile.mkdtemp()) if privacy else None
-        self.desk = Desk(Site(id=0, algorithm=algorithm, problem=fb.SingleLevel(loss), x0=self.x0, outer=outer,
-                              limits=limits, privacy=privacy, folder=folder))  # fmt: skip
-        (self.call,) = self.desk.contract.calls.values()
+        problem, own = fb.SingleLevel(loss), {"limits": limits, "privacy": privacy, "folder": folder}
+        self.runtime = ClientRuntime(Site(id=0, algorithm=algorithm, problem=problem, x0=self.x0, outer=outer, **own))
+        (self.call,) = self.runtime.contract.calls.values()
         self.memory, self.run, self.asked, self.refused = ContextStore(RecordDict()), secrets.token_hex(16), 0, ""
         self.read: set[int] = set()
 
@@ -62,10 +62,10 @@ class Server:
         if self.asked == MOST:
             return None
         key = np.asarray(jax.random.key_data(jax.random.key(self.asked))).tobytes()
-        contract, payload = self.desk.contract.digest, to_bytes(x)
+        contract, payload = self.runtime.contract.digest, to_bytes(x)
         ask = Ask(run=self.run, contract=contract, round=self.asked, phase=self.call.phase, call=self.call.name,
                   key=key, key_kind="threefry2x32", weight=1.0, payload=payload)  # fmt: skip
-        answer = self.desk.answer(ask, self.memory)
+        answer = self.runtime.answer(ask, self.memory)
         if answer.refused:
             self.refused = answer.refused
             return None

@@ -27,7 +27,7 @@ import numpy as np
 
 import fedbilevel as fb
 import machine
-from fedbilevel.core.submodel import Anatomy
+from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.engines import submodels
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.tasks import Task, few_shot, hyper_representation
@@ -71,11 +71,11 @@ def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key
 def arrays(task: Task) -> None:
     """Of each array, the share of all entries that it is, and the share of it that clients hold on average."""
     model = (task.x0, task.y0)
-    anatomy = Anatomy.of(task.problem.structure, *model)
+    unit_layout = UnitLayout.of(task.problem.structure, *model)
 
     def sizes(capacity: float) -> np.ndarray:
-        units = {group: np.arange(count) for group, count in anatomy.kept(capacity).items()}
-        small = jax.eval_shape(lambda model: anatomy.cut(("x", "y"), model, units), model)
+        units = {group: np.arange(count) for group, count in unit_layout.kept(capacity).items()}
+        small = jax.eval_shape(lambda model: unit_layout.cut(("x", "y"), model, units), model)
         return np.array([leaf.size for leaf in jax.tree.leaves(small)])
 
     whole, held = sizes(1.0), np.mean([sizes(one) for one in SPREAD], axis=0)

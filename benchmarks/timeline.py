@@ -16,9 +16,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fedbilevel as fb
-from fedbilevel.engines import desk as desks
-from fedbilevel.engines.book import Sums
+from fedbilevel.engines import in_flight
 from fedbilevel.engines.clock import TICK, Now
+from fedbilevel.engines.round_costs import Sums
 
 CLIENTS, SECONDS = 5, 24.0
 CLOCK = fb.Clock(compute=0.1, network=1.0, spread=0.3, stragglers=1, slowdown=4.0, seed=4)
@@ -41,8 +41,8 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
     zero = jnp.zeros((), jnp.int32)
     nothing = Sums(None, zero, {}, zero, zero, zero)
     since, left = jnp.zeros((2, CLIENTS), jnp.int32)
-    lane = desks.Lane(zero, since, nothing, nothing, zero)
-    desk = desks.Desk(jnp.full(CLIENTS, desks.IDLE, jnp.int32), left, {"work": lane})
+    lane = in_flight.PhaseQueue(zero, since, nothing, nothing, zero)
+    queues = in_flight.InFlight(jnp.full(CLIENTS, in_flight.IDLE, jnp.int32), left, {"work": lane})
     works: dict[int, Work] = {}  # by client: the last one
     done: list[Work] = []
     ends: list[float] = []
@@ -50,7 +50,7 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
     time = 0.0
     while time < SECONDS:
         exchange = len(ends) + 1
-        plan = desks.first(desk, pace, now, "work", n, jnp.full(CLIENTS, UNITS), None)
+        plan = in_flight.first(queues, pace, now, "work", n, jnp.full(CLIENTS, UNITS), None)
         lasts = np.asarray(pace.durations(now, jnp.arange(CLIENTS), jnp.full(CLIENTS, UNITS))) * TICK
         for client in np.flatnonzero(plan.asked).tolist():
             works[client] = Work(client, exchange, time, time + lasts[client])
@@ -61,7 +61,7 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
         now = now.later(pace, plan.ticks)
         since = jnp.where(plan.asked | plan.arriving, lane.exchanges, lane.since)
         lane = lane._replace(exchanges=lane.exchanges + 1, since=since)
-        desk = desks.Desk(plan.kind, plan.left, {"work": lane})
+        queues = in_flight.InFlight(plan.kind, plan.left, {"work": lane})
     return done, ends, counted
 
 

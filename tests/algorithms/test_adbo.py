@@ -15,8 +15,8 @@ from matrices import inner_gradient, members, outer_gradient
 import fedbilevel as fb
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
-from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import first_carry
+from fedbilevel.engines.in_flight import nothing_in_flight
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
 
 ROUNDS = 24
@@ -41,7 +41,9 @@ class Played:
     def __init__(self, task, algorithm, engine, rounds=ROUNDS):
         x, y, count = task.x0, task.y0, len(task.clients)
         carry = first_carry(algorithm, task.problem, x, y, count)
-        carry = carry._replace(desk=open_desk(algorithm, task.problem, x, y, task.clients.examples(), False, count))
+        carry = carry._replace(
+            queues=nothing_in_flight(algorithm, task.problem, x, y, task.clients.examples(), False, count)
+        )
         self.rounds, self.tolerance = rounds, algorithm.tolerance
         self.run = engine.start(algorithm, task.problem, task.clients, count, jax.random.key(1), carry)
         self.carry, self.books = carry, None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.submodel import WHOLE, Anatomy
+from fedbilevel.core.submodel import WHOLE, UnitLayout
 from fedbilevel.tasks import networks
 
 SIZES = {"a": 5, "b": 4, "c": 7}
@@ -55,15 +55,15 @@ def on_jax(units):
 def test_cut_put_and_held_are_numpys(case):
     """put ∘ cut is the mask, cut ∘ put the identity; of a prefix tree each part is cut after its own kind."""
     structure, x, y, units = case
-    anatomy, chosen = Anatomy.of(structure, x, y), on_jax(units)
-    assert dict(anatomy.sizes) == SIZES
+    unit_layout, chosen = UnitLayout.of(structure, x, y), on_jax(units)
+    assert dict(unit_layout.sizes) == SIZES
     kinds, tree = ["x", {"like y": "y", "rest": WHOLE}], [x, {"like y": y, "rest": np.arange(3.0)}]
 
     @jax.jit
     def there_and_back(tree, chosen):
-        cut = anatomy.cut(kinds, tree, chosen)
-        put = anatomy.put(kinds, cut, chosen)
-        return cut, put, anatomy.held(kinds, tree, chosen, jnp.asarray(0.25)), anatomy.cut(kinds, put, chosen)
+        cut = unit_layout.cut(kinds, tree, chosen)
+        put = unit_layout.put(kinds, cut, chosen)
+        return cut, put, unit_layout.held(kinds, tree, chosen, jnp.asarray(0.25)), unit_layout.cut(kinds, put, chosen)
 
     cut, put, held, again = there_and_back(tree, chosen)
     both = [(x, structure.x, cut[0], put[0], held[0])]
@@ -84,7 +84,7 @@ def test_cut_put_and_held_are_numpys(case):
 def test_importance_is_what_leaves_with_a_unit(case):
     """Σ of squares of all entries that only exist with the unit: those that a submodel of all others lacks."""
     structure, x, y, _ = case
-    found = jax.jit(Anatomy.of(structure, x, y).importance)(x, y)
+    found = jax.jit(UnitLayout.of(structure, x, y).importance)(x, y)
     for group, size in SIZES.items():
         for unit in range(size):
             lost = 0.0
@@ -101,10 +101,10 @@ def test_many_clients_of_one_capacity_at_once():
     """`vmap` over units gives each client's own arrays, there and back."""
     tree = {"weight": np.arange(24.0).reshape(6, 4), "bias": np.arange(4.0)}
     structure = fb.Structure({"weight": "2*in out", "bias": "out"})
-    anatomy = Anatomy.of(structure, tree, None)
+    unit_layout = UnitLayout.of(structure, tree, None)
     units = {"in": jnp.array([[0, 1], [0, 2], [1, 2]]), "out": jnp.array([[0], [3], [1]])}
-    cut = jax.vmap(lambda chosen: anatomy.cut("x", tree, chosen))(units)
-    put = jax.vmap(lambda part, chosen: anatomy.put("x", part, chosen))(cut, units)
+    cut = jax.vmap(lambda chosen: unit_layout.cut("x", tree, chosen))(units)
+    put = jax.vmap(lambda part, chosen: unit_layout.put("x", part, chosen))(cut, units)
     for i in range(3):
         rows = [*units["in"][i], *(units["in"][i] + 3)]
         at = np.ix_([int(row) for row in rows], [int(units["out"][i, 0])])
@@ -114,13 +114,13 @@ def test_many_clients_of_one_capacity_at_once():
 
 
 def test_kept_is_rounded_to_the_nearest():
-    anatomy = Anatomy.of(fb.Structure({"w": "five eight"}), {"w": np.zeros((5, 8))}, None)
-    assert anatomy.kept(1.0) == {"eight": 8, "five": 5}
-    assert anatomy.kept(0.5) == {"eight": 4, "five": 3}  # of 2.5
-    assert anatomy.kept(0.25) == {"eight": 2, "five": 1}  # of 1.25
-    assert anatomy.kept(0.1) == {"eight": 1, "five": 1}  # of 0.8 and of 0.5
+    unit_layout = UnitLayout.of(fb.Structure({"w": "five eight"}), {"w": np.zeros((5, 8))}, None)
+    assert unit_layout.kept(1.0) == {"eight": 8, "five": 5}
+    assert unit_layout.kept(0.5) == {"eight": 4, "five": 3}  # of 2.5
+    assert unit_layout.kept(0.25) == {"eight": 2, "five": 1}  # of 1.25
+    assert unit_layout.kept(0.1) == {"eight": 1, "five": 1}  # of 0.8 and of 0.5
     with pytest.raises(fb.ConfigurationError, match=r"0\.09 leaves group 'five' with none of its 5 .* at least 0\.1"):
-        anatomy.kept(0.09)
+        unit_layout.kept(0.09)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +128,17 @@ def test_kept_is_rounded_to_the_nearest():
 )
 def test_a_group_of_x_and_y_is_pruned_with_both_alone(pruned, left):
     x, y = {"w": np.ones((3, 4))}, {"w": np.ones((4, 2))}
-    anatomy = Anatomy.of(fb.Structure({"w": "in shared"}, {"w": "shared own"}), x, y, pruned)
-    assert dict(anatomy.sizes) == left
-    cut = anatomy.cut("x", x, {group: jnp.arange(1) for group in left})
+    unit_layout = UnitLayout.of(fb.Structure({"w": "in shared"}, {"w": "shared own"}), x, y, pruned)
+    assert dict(unit_layout.sizes) == left
+    cut = unit_layout.cut("x", x, {group: jnp.arange(1) for group in left})
     assert cut["w"].shape == (1 if "in" in left else 3, 1 if "shared" in left else 4)
 
 
 def test_without_words_nothing_is_cut():
     x, y = [np.ones((2, 3)), 1.0], {"w": np.ones(4)}
-    anatomy = Anatomy.of(fb.Structure(y={"w": "units"}), x, y)
-    assert dict(anatomy.sizes) == {"units": 4}
-    np.testing.assert_array_equal(anatomy.cut("x", x, {"units": jnp.arange(2)})[0], x[0])
+    unit_layout = UnitLayout.of(fb.Structure(y={"w": "units"}), x, y)
+    assert dict(unit_layout.sizes) == {"units": 4}
+    np.testing.assert_array_equal(unit_layout.cut("x", x, {"units": jnp.arange(2)})[0], x[0])
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_without_words_nothing_is_cut():
 )
 def test_a_structure_that_does_not_fit(words, message):
     with pytest.raises(fb.ConfigurationError, match=message):
-        Anatomy.of(fb.Structure(words), {"w": np.zeros((6, 4)), "b": np.zeros(4)}, None)
+        UnitLayout.of(fb.Structure(words), {"w": np.zeros((6, 4)), "b": np.zeros(4)}, None)
 
 
 def test_sizes_agree_between_x_and_y():
     with pytest.raises(fb.ConfigurationError, match=r"Structure.y\['w'\], axis 0: 4 units .* Structure.x\['w'\] has 3"):
-        Anatomy.of(fb.Structure({"w": "h"}, {"w": "h"}), {"w": np.zeros(3)}, {"w": np.zeros(4)})
+        UnitLayout.of(fb.Structure({"w": "h"}, {"w": "h"}), {"w": np.zeros(3)}, {"w": np.zeros(4)})
 
 
 def losses(network):
@@ -181,15 +181,15 @@ def test_a_cut_network_is_the_whole_one_with_its_other_units_at_zero(make):
     """Without a normalisation: a unit all of whose weights are 0 gives 0 to the next layer. Gradients agree too."""
     network = make((4, 4), (6, 8, 7), 4)
     x, y = jax.tree.map(lambda leaf: leaf + 0.1, jax.jit(network.init)(jax.random.key(1)))  # biases that are not 0
-    anatomy, rng = Anatomy.of(network.structure, x, y), np.random.default_rng(2)
-    units = {g: jnp.sort(jnp.asarray(rng.permutation(n)[: n // 2])) for g, n in anatomy.sizes.items()}
+    unit_layout, rng = UnitLayout.of(network.structure, x, y), np.random.default_rng(2)
+    units = {g: jnp.sort(jnp.asarray(rng.permutation(n)[: n // 2])) for g, n in unit_layout.sizes.items()}
     kinds, loss = ("x", "y"), losses(network)
 
     @jax.jit
     def both(pair, units):
-        small = anatomy.cut(kinds, pair, units)
-        value, of_whole = loss(anatomy.put(kinds, small, units))
-        return loss(small), (value, anatomy.cut(kinds, of_whole, units))
+        small = unit_layout.cut(kinds, pair, units)
+        value, of_whole = loss(unit_layout.put(kinds, small, units))
+        return loss(small), (value, unit_layout.cut(kinds, of_whole, units))
 
     jax.tree.map(lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-12), *both((x, y), units))
 
@@ -202,11 +202,11 @@ def test_work_falls_with_the_square_of_the_capacity():
     """
     network = networks.mlp((4, 4), (512, 512), 4)
     whole = jax.eval_shape(network.init, jax.random.key(0))
-    anatomy, loss = Anatomy.of(network.structure, *whole), losses(network)
+    unit_layout, loss = UnitLayout.of(network.structure, *whole), losses(network)
 
     def flops(capacity):
-        units = {group: jnp.arange(count) for group, count in anatomy.kept(capacity).items()}
-        small = jax.eval_shape(lambda pair: anatomy.cut(("x", "y"), pair, units), whole)
+        units = {group: jnp.arange(count) for group, count in unit_layout.kept(capacity).items()}
+        small = jax.eval_shape(lambda pair: unit_layout.cut(("x", "y"), pair, units), whole)
         return jax.jit(loss).lower(small).compile().cost_analysis()["flops"]
 
     total = flops(1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.submodel import Anatomy
+from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.tasks import classification, hyper_cleaning, hyper_representation, loss_tuning, networks
 from fedbilevel.tasks.backbones import BACKBONES, normed, residual
 
@@ -46,7 +46,7 @@ def made(name, side=SIDE):
 def test_every_network_says_its_units(name):
     """Flattened maps have 2×2 positions: of sides of 8 after two poolings, of sides of 32 after Conv-4's four."""
     network, x, y, batch = made(name, 32 if name == "conv4" else SIDE)
-    assert len(Anatomy.of(network.structure, x, y).sizes) == GROUPS[name]
+    assert len(UnitLayout.of(network.structure, x, y).sizes) == GROUPS[name]
     fb.check_structure(problem_of(network, network.structure), x, y, batch, batch)
 
 
@@ -143,14 +143,14 @@ def test_the_tasks_hand_the_structure_on(make):
         {name: jnp.asarray(values[:5]) for name, values in rows.row(0).items()}
         for rows in (task.clients.outer, task.clients.inner)
     )
-    assert len(Anatomy.of(task.problem.structure, task.x0, task.y0).sizes) == 1
+    assert len(UnitLayout.of(task.problem.structure, task.x0, task.y0).sizes) == 1
     fb.check_structure(task.problem, task.x0, task.y0, outer, inner)
 
 
 def test_a_task_of_one_level_hands_its_structure_on():
     task = classification(hidden=(8, 6))
     batch = {name: jnp.asarray(values[:5]) for name, values in task.clients.outer.row(0).items()}
-    assert Anatomy.of(task.problem.structure, task.x0, None).sizes == {"hidden1": 8, "hidden2": 6}
+    assert UnitLayout.of(task.problem.structure, task.x0, None).sizes == {"hidden1": 8, "hidden2": 6}
     fb.check_structure(task.problem, task.x0, None, batch, batch)
 
 

@@ -11,8 +11,8 @@ from two_phase import TwoPhase
 
 import fedbilevel as fb
 from fedbilevel.engines import local
-from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import first_carry
+from fedbilevel.engines.in_flight import nothing_in_flight
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 COHORT = 5  # of 8: divided by neither the chunk nor the number of devices below
@@ -157,15 +157,17 @@ def three_rounds(case, engine):
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
     carry = first_carry(algorithm, problem, task.x0, y0, len(task.clients))
     carry = carry._replace(
-        desk=open_desk(algorithm, problem, task.x0, y0, task.clients.examples(), work is not None, len(task.clients))
+        queues=nothing_in_flight(
+            algorithm, problem, task.x0, y0, task.clients.examples(), work is not None, len(task.clients)
+        )
     )
     cohort = len(task.clients) if algorithm.needs_everyone else COHORT
     engine = replace(engine, clock=CLOCKS.get(case, fb.Clock()))
     run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
     books = []
     while int(carry.round) < 3:
-        carry, _, book = run.advance(carry, 3 - int(carry.round))
-        books.append(book)
+        carry, _, round_costs = run.advance(carry, 3 - int(carry.round))
+        books.append(round_costs)
     run.close()
     return carry, jax.tree.map(lambda *leaves: np.concatenate(leaves), *books)
 

@@ -11,7 +11,7 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.config import static
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.remote import RemoteClients
-from fedbilevel.core.submodel import Anatomy, Structure
+from fedbilevel.core.submodel import Structure, UnitLayout
 from fedbilevel.core.tree import XY
 from fedbilevel.engines.flops import count, flops_of_calls, known_flops
 
@@ -196,8 +196,8 @@ def test_local_steps_of_the_population_are_known_where_they_are_everyones():
 
 
 def test_submodels_have_an_entry_for_each_capacity():
-    anatomy = Anatomy.of(Structure(x="_ hidden", y="hidden _"), X, Y)
-    cut = [(anatomy, {"hidden": 8}), (anatomy, {"hidden": 4}), (anatomy, {"hidden": 2})]
+    unit_layout = UnitLayout.of(Structure(x="_ hidden", y="hidden _"), X, Y)
+    cut = [(unit_layout, {"hidden": 8}), (unit_layout, {"hidden": 4}), (unit_layout, {"hidden": 2})]
     costs = flops_of_calls(Twice(), PROBLEM, clients([6, 6]), X, Y, cut)
     for kept in (8, 4, 2):  # a product with y yᵀ is quadratic in the units, x and what comes of it linear
         assert costs["steps", 2 * kept * 8, 2 * kept * 8] == 4 * 2 * (2 * kept * 2 * kept)

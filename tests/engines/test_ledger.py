@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.fed import Reply
-from fedbilevel.engines import book
+from fedbilevel.engines import round_costs
 from fedbilevel.engines.ledger import Ledger
 
 
 def a_book(calls, gradients=0, products=0, cohort=1, lost=0):
     """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
-    counts = {call: book.Count(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()}
-    return book.Book(counts, np.asarray(gradients), np.asarray(products), {}, np.zeros(2, int))
+    counts = {
+        call: round_costs.Count(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()
+    }
+    return round_costs.RoundCosts(counts, np.asarray(gradients), np.asarray(products), {}, np.zeros(2, int))
 
 
 def test_bytes_are_counted_per_client_and_exchange():
@@ -95,7 +97,7 @@ def test_a_fresh_ledger_divides_by_nothing():
 def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
     reply = Reply({"u": jnp.array([1.0, 2.0])}, metrics={"loss": jnp.asarray(3.0)}, gradients=4, products=5)
     for counts in (1.0, 0.0):
-        sums = book.weigh(reply, jnp.asarray(0.25), jnp.asarray(counts))
+        sums = round_costs.weigh(reply, jnp.asarray(0.25), jnp.asarray(counts))
         assert sums.update["u"].tolist() == [0.25 * counts, 0.5 * counts]
         assert float(sums.metrics["loss"]) == 0.75 * counts
         assert [int(n) for n in (sums.responders, sums.gradients, sums.products)] == [counts, 4 * counts, 5 * counts]
@@ -103,7 +105,7 @@ def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
 
 def test_the_time_of_a_long_round_fits():
     """A thousand exchanges as long as can be: 74 hours in all would not fit into 32 bits of ticks."""
-    spent = sum((book.in_parts(jnp.asarray(2**28)) for _ in range(999)), book.in_parts(2**28))
+    spent = sum((round_costs.in_parts(jnp.asarray(2**28)) for _ in range(999)), round_costs.in_parts(2**28))
     ledger = Ledger()
     ledger.add(a_book({("ask", 1, 1): np.asarray(1)})._replace(time=spent), rounds=1)
     assert ledger.ticks == 1000 * 2**28
@@ -111,16 +113,18 @@ def test_the_time_of_a_long_round_fits():
 
 
 def test_the_two_means():
-    sums = book.Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
-    assert float(book.normalise(sums, population=10, unbiased=True)) == 15.0
-    assert float(book.normalise(sums, population=10, unbiased=False)) == 3.0 / 0.2
+    sums = round_costs.Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
+    assert float(round_costs.normalise(sums, population=10, unbiased=True)) == 15.0
+    assert float(round_costs.normalise(sums, population=10, unbiased=False)) == 3.0 / 0.2
 
 
 def test_books_merge_by_kind_of_exchange_and_metric():
-    sums = book.Sums(jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)])
-    ask = book.entry("ask", {"m": jnp.zeros(3)}, sums, asked=3)
-    tell = book.entry("tell", jnp.zeros(1), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
-    both = book.merge(book.merge(ask, tell), ask)
+    sums = round_costs.Sums(
+        jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)]
+    )
+    ask = round_costs.entry("ask", {"m": jnp.zeros(3)}, sums, asked=3)
+    tell = round_costs.entry("tell", jnp.zeros(1), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
+    both = round_costs.merge(round_costs.merge(ask, tell), ask)
     counts = {call: tuple(int(n) for n in count) for call, count in both.calls.items()}
     assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3)}
     assert [int(n) for n in (both.gradients, both.products)] == [12, 15]

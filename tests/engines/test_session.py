@@ -28,14 +28,14 @@ def history(rows=300):
 
 def ledger():
     phases = {f"phase_{EVIL}_{i}": 10**9 for i in range(100)}
-    book = {
+    round_costs = {
         "rounds": 10**9,
         "exchanges": 10**12,
         "bytes_down": 10**18,
         "bytes_up": 10**18,
         "exchanges_by_phase": phases,
     }
-    return fb.Ledger(**book, replies=1, gradients=10**15, products=10**15, flops=10**20, epsilon=1.0, delta=1e-5)
+    return fb.Ledger(**round_costs, replies=1, gradients=10**15, products=10**15, flops=10**20, epsilon=1.0, delta=1e-5)
 
 
 def clients():

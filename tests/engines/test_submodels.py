@@ -9,7 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.algorithms.submodels import Submodels
-from fedbilevel.core.submodel import Anatomy, Holder
+from fedbilevel.core.submodel import ClientSlot, UnitLayout
 
 CLIENTS, INPUTS, HIDDEN, OUTPUTS = 7, 5, 8, 2
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
@@ -273,12 +273,12 @@ def test_capacities_are_shares_of_one_each(capacity):
 class TestPolicies:
     """Which units a client holds: 3 of 8."""
 
-    anatomy = Anatomy.of(STRUCTURE, *start())
+    unit_layout = UnitLayout.of(STRUCTURE, *start())
 
     def units(self, round=0, id=0, rank=0, kept=3, peers=6, **fields):
-        holder = Holder(round, jax.random.key(0), id, rank, peers)
-        importance = self.anatomy.importance(*start())
-        return Submodels(**fields).units(self.anatomy, {"hidden": kept}, importance, holder)["hidden"].tolist()
+        holder = ClientSlot(round, jax.random.key(0), id, rank, peers)
+        importance = self.unit_layout.importance(*start())
+        return Submodels(**fields).units(self.unit_layout, {"hidden": kept}, importance, holder)["hidden"].tolist()
 
     def test_importance_takes_the_largest_sums_of_squares(self):
         x, y = start()

@@ -88,7 +88,7 @@ def test_clients_are_there_for_their_share_of_each_period():
     moments = np.arange(0, 160_000, 500)
     waits = np.array([np.asarray(pace.waits(Now.start(), jnp.arange(4), np.full(4, m))) for m in moments])
     np.testing.assert_allclose((waits == 0).mean(0)[[0, 2, 3]], [0.25, 1.0, 0.5], atol=0.01)
-    assert clock.never_there(4).tolist() == [1]
+    assert clock.never_available(4).tolist() == [1]
     assert waits[:, 0].max() <= 0.75 * 8 / TICK
 
 

@@ -17,15 +17,15 @@ from fedbilevel.core.config import at, static
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.contract import difference, draw_up
 from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 from fedbilevel.flower.wire import layout
 
 TASK = federations.TASK
 EXAMPLES = TASK.clients.examples()
 
 
-def contract(algorithm, problem=TASK.problem, y=TASK.y0, x=TASK.x0, worked=False):
-    return draw_up(algorithm, problem, x, y, EXAMPLES, worked)
+def contract(algorithm, problem=TASK.problem, y=TASK.y0, x=TASK.x0, has_client_steps=False):
+    return draw_up(algorithm, problem, x, y, EXAMPLES, has_client_steps)
 
 
 def problem_for(cls):
@@ -41,12 +41,12 @@ def problem_for(cls):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("worked", [False, True])
-def test_every_call_of_a_round_is_in_it(name, worked):
+@pytest.mark.parametrize("has_client_steps", [False, True])
+def test_every_call_of_a_round_is_in_it(name, has_client_steps):
     """Two rounds are traced, with a fed that plays every loop twice and looks each message up by its own layout."""
     algorithm = ALGORITHMS[name]()
     problem, y = problem_for(type(algorithm))
-    made = contract(algorithm, problem, y, worked=worked)
+    made = contract(algorithm, problem, y, has_client_steps=has_client_steps)
     found = set()
 
     class Noting:
@@ -82,7 +82,7 @@ def test_every_call_of_a_round_is_in_it(name, worked):
 def test_both_sides_draw_up_the_same():
     """The server has shapes of samples and the state of a run, a client its own samples, of another number."""
     server = contract(fb.SimFBO(batch_size=4))
-    client = Desk(federations.site(fb.SimFBO(batch_size=4), 2)).contract
+    client = ClientRuntime(federations.site(fb.SimFBO(batch_size=4), 2)).contract
     assert server.text == client.text
     assert server.digest == client.digest
 
@@ -94,7 +94,8 @@ OTHERS = {
     "a schedule": (fb.SimFBO(batch_size=4, client_lr=optax.constant_schedule(0.1)), {}, "hyperparameters.client_lr"),
     "other shapes": (fb.SimFBO(batch_size=4), {"x": jnp.zeros(3)}, "calls.local_updates:"),
     "other dtypes": (fb.SimFBO(batch_size=4), {"x": jnp.zeros(2, jnp.float32)}, "calls.local_updates:"),
-    "work from the server": (fb.SimFBO(batch_size=4), {"worked": True}, "local steps from the server is True there"),
+    "work from the server": (
+        fb.SimFBO(batch_size=4), {"has_client_steps": True}, "local steps from the server is True there"),
 }  # fmt: skip
 
 

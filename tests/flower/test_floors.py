@@ -15,7 +15,7 @@ import fedbilevel as fb
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorError
 from fedbilevel.flower.limits import Limits
-from fedbilevel.flower.site import Desk, _samples
+from fedbilevel.flower.site import ClientRuntime, _samples
 from fedbilevel.flower.store import FolderStore
 from fedbilevel.flower.tally import Tally
 from fedbilevel.flower.wire import Ask
@@ -34,10 +34,10 @@ def test_the_floors_that_everyone_has():
 def test_small_batches_are_refused_at_the_greeting(batch_size, refused):
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(9, 9))
     site = federations.site(federations.Steps(batch_size=batch_size), 0, task, limits=Limits())
-    desk = Desk(site)
-    greeting = Ask(run=federations.NAME, contract=desk.contract.text)
+    runtime = ClientRuntime(site)
+    greeting = Ask(run=federations.NAME, contract=runtime.contract.text)
     expected = f"batch_size = {batch_size} is below this client's floor of 8" if refused else ""
-    assert desk.answer(greeting, memory()).refused == expected
+    assert runtime.answer(greeting, memory()).refused == expected
 
 
 class Sly(federations.Steps):
@@ -53,9 +53,11 @@ class Sly(federations.Steps):
 
 def test_the_floor_is_where_samples_are_drawn():
     """Whatever an algorithm calls the size of its batches, nothing is computed on fewer samples."""
-    desk = Desk(federations.site(Sly(batch_size=None), 0, limits=replace(federations.FREE, min_batch_size=4)))
-    assert desk.answer(ask(desk), memory()).refused == "a draw of 3 samples is below this client's floor of 4"
-    assert desk.answer(ask(desk, "x_gradient"), memory()).refused == ""
+    runtime = ClientRuntime(
+        federations.site(Sly(batch_size=None), 0, limits=replace(federations.FREE, min_batch_size=4))
+    )
+    assert runtime.answer(ask(runtime), memory()).refused == "a draw of 3 samples is below this client's floor of 4"
+    assert runtime.answer(ask(runtime, "x_gradient"), memory()).refused == ""
 
 
 def test_walks_sample_by_sample_have_the_floor_too():
@@ -73,20 +75,23 @@ def test_walks_sample_by_sample_have_the_floor_too():
 def test_questions_of_a_round_and_of_all_runs(tmp_path):
     limits = replace(federations.FREE, questions_per_round=2, questions=5)
     site = federations.site(STEPS, 0, limits=limits, folder=tmp_path)
-    desk = Desk(site)
-    assert desk.answer(ask(desk, payload=b"1"), memory()).refused  # what is not computed is not counted
-    assert [desk.answer(ask(desk, round=1), memory()).refused for _ in range(2)] == ["", ""]
+    runtime = ClientRuntime(site)
+    assert runtime.answer(ask(runtime, payload=b"1"), memory()).refused  # what is not computed is not counted
+    assert [runtime.answer(ask(runtime, round=1), memory()).refused for _ in range(2)] == ["", ""]
     assert (
-        desk.answer(ask(desk, round=1), memory()).refused == "this client answers 2 questions in one round, and no more"
+        runtime.answer(ask(runtime, round=1), memory()).refused
+        == "this client answers 2 questions in one round, and no more"
     )
-    assert desk.answer(ask(desk, round=0), memory()).refused.endswith("in one round, and no more")  # nor by going back
-    assert desk.answer(ask(desk, round=2), memory()).refused == ""
-    desk = Desk(site)  # another process
+    assert runtime.answer(ask(runtime, round=0), memory()).refused.endswith(
+        "in one round, and no more"
+    )  # nor by going back
+    assert runtime.answer(ask(runtime, round=2), memory()).refused == ""
+    runtime = ClientRuntime(site)  # another process
     other = "f" * 16  # and another run
-    assert desk.answer(ask(desk, run=other), memory()).refused == ""
-    assert desk.answer(ask(desk, run=other), memory()).refused == ""
+    assert runtime.answer(ask(runtime, run=other), memory()).refused == ""
+    assert runtime.answer(ask(runtime, run=other), memory()).refused == ""
     assert (
-        desk.answer(ask(desk, run=other, round=9), memory()).refused
+        runtime.answer(ask(runtime, run=other, round=9), memory()).refused
         == "this client answers 5 questions in all, and no more"
     )
     assert FolderStore(tmp_path, 0).tally() == Tally(5, other, 2, 2)
@@ -103,8 +108,8 @@ def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, mon
         save_tally(store, tally)
 
     monkeypatch.setattr(FolderStore, "save_tally", noted)
-    desk = Desk(federations.site(STEPS, 0, folder=tmp_path))
-    assert [desk.answer(ask(desk, round=round), memory()).refused for round in (1, 2)] == ["", ""]
+    runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
+    assert [runtime.answer(ask(runtime, round=round), memory()).refused for round in (1, 2)] == ["", ""]
     assert tries == [1, 2]
 
 
@@ -114,12 +119,12 @@ def test_a_damaged_count_is_no_new_beginning(tmp_path, damaged):
     store.count.write_text(damaged)
     with pytest.raises(CheckpointError, match=r"client-0-questions\.json is damaged"):
         store.tally()
-    desk = Desk(federations.site(STEPS, 0, folder=tmp_path))
-    assert desk.answer(ask(desk), memory()).refused == "CheckpointError; the client's log says more"
+    runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
+    assert runtime.answer(ask(runtime), memory()).refused == "CheckpointError; the client's log says more"
 
 
 def test_a_count_without_a_folder_stays_with_flower():
     kept = memory()
-    desk = Desk(federations.site(STEPS, 0, limits=replace(federations.FREE, questions=2)))
-    assert [bool(desk.answer(ask(desk), kept).refused) for _ in range(3)] == [False, False, True]
+    runtime = ClientRuntime(federations.site(STEPS, 0, limits=replace(federations.FREE, questions=2)))
+    assert [bool(runtime.answer(ask(runtime), kept).refused) for _ in range(3)] == [False, False, True]
     assert kept.tally() == Tally(2, federations.NAME, 2, 2)

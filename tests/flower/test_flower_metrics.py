@@ -15,7 +15,7 @@ from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.limits import Limits
 from fedbilevel.flower.measuring import Measuring
 from fedbilevel.flower.privacy import Privacy
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 from fedbilevel.flower.wire import METRICS as METRICS_ASKED
 from fedbilevel.flower.wire import Ask, to_bytes
 
@@ -89,13 +89,15 @@ def test_what_is_no_answer_to_the_question_does_not_count(metrics, why):
 
 def test_a_site_counts_such_questions_and_checks_what_it_is_sent(tmp_path):
     limits = Limits(questions=1, min_local_samples=1)
-    desk = Desk(own.site(ALGORITHM, 0, metrics_per_client=ONE, tells_metrics=True, limits=limits, folder=tmp_path))
+    runtime = ClientRuntime(
+        own.site(ALGORITHM, 0, metrics_per_client=ONE, tells_metrics=True, limits=limits, folder=tmp_path)
+    )
     here = jax.tree.map(np.asarray, (own.TASK.x0, own.TASK.y0))
     nowhere = jax.tree.map(lambda leaf: leaf * np.nan, here)
 
-    def said(point, contract=desk.contract.digest):
+    def said(point, contract=runtime.contract.digest):
         ask = Ask(run=own.NAME, contract=contract, phase=METRICS_ASKED, payload=to_bytes(point))
-        return desk.answer(ask, desk.store)
+        return runtime.answer(ask, runtime.store)
 
     assert "not finite" in said(nowhere).refused
     assert "another contract" in said(here, "no").refused
@@ -112,12 +114,12 @@ def test_with_privacy_nothing_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "cutting", "why"),
+    ("algorithm", "submodel_plan", "why"),
     [
         (fb.Asynchronous(fb.SimFBO(), wait_for=2), None, "SimFBO, which is asynchronous"),
         (ALGORITHM, object(), "where clients hold submodels"),
     ],
 )
-def test_a_run_whose_x_and_y_the_server_cannot_send_whole_is_refused_by_name(algorithm, cutting, why):
+def test_a_run_whose_x_and_y_the_server_cannot_send_whole_is_refused_by_name(algorithm, submodel_plan, why):
     with pytest.raises(fb.ConfigurationError, match=f"metrics_per_client = .*{why}"):
-        Measuring(SimpleNamespace(algorithm=algorithm, cutting=cutting), METRICS)
+        Measuring(SimpleNamespace(algorithm=algorithm, submodel_plan=submodel_plan), METRICS)

@@ -9,7 +9,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.flower.engine import Flower
 from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 from fedbilevel.tasks.location import location
 
 ROUNDS, COHORT, DIM, NUMBER = 3, 2, 3, 8  # NUMBER: bytes of one in float64
@@ -60,7 +60,7 @@ def test_fresh_subgradients_need_clients_who_know_h():
     """They would take H for 0. Clients who know it are not sent 𝓗."""
     algorithm = fb.FISM(refresh=True)
     with pytest.raises(fb.ConfigurationError, match=r"SimpleBilevel\.outer = None .*on clients too"):
-        Desk(federations.site(algorithm, 0, TASK, UNKNOWN))
+        ClientRuntime(federations.site(algorithm, 0, TASK, UNKNOWN))
     result = over_flower(algorithm, KNOWN, cohort=1)
     assert result.ledger.bytes_down == ROUNDS * (DIM + 2) * NUMBER
 
@@ -91,5 +91,7 @@ def test_the_server_looks_before_it_asks(case):
 
 def test_sites_may_differ_in_what_they_know():
     """The contract is of shapes: whether a site has an H is nobody's business."""
-    desks = [Desk(replace(federations.site(fb.FISM(), 0, TASK), problem=problem)) for problem in (KNOWN, UNKNOWN)]
-    assert desks[0].contract == desks[1].contract
+    runtimes = [
+        ClientRuntime(replace(federations.site(fb.FISM(), 0, TASK), problem=problem)) for problem in (KNOWN, UNKNOWN)
+    ]
+    assert runtimes[0].contract == runtimes[1].contract

@@ -14,7 +14,7 @@ import pytest
 from federations import memory
 
 import fedbilevel as fb
-from fedbilevel.core.submodel import Anatomy
+from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import nbytes
 from fedbilevel.experiments import configure, federation, load_run, run
 from fedbilevel.flower import submodels
@@ -23,7 +23,7 @@ from fedbilevel.flower.engine import Flower
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.records import said_in
-from fedbilevel.flower.site import Desk, Site
+from fedbilevel.flower.site import ClientRuntime, Site
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Ask, layout
 
@@ -117,7 +117,7 @@ def test_an_answer_of_the_size_of_the_whole_does_not_count(tmp_path):
     """Client 1 is as if absent, but what was sent to it was sent."""
 
     def enlarged(answer, message):
-        (call,) = Desk(site(IMPORTANCE, 1, None)).contract.calls.values()
+        (call,) = ClientRuntime(site(IMPORTANCE, 1, None)).contract.calls.values()
         return replace(answer, layout=layout(call.update), payload=bytes(nbytes(call.update)))
 
     liar = federations.misbehaving(app(IMPORTANCE), {(1, 0, 0): enlarged})
@@ -144,18 +144,22 @@ def test_a_client_of_another_capacity_is_not_admitted():
 def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
     """Not the whole model's; and what privacy clips and noises is the small update."""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    desk = Desk(site(IMPORTANCE, 2, 0.25, privacy=privacy, folder=tmp_path))
-    (call,), (whole,) = desk.contract.calls.values(), desk.general.calls.values()
+    runtime = ClientRuntime(site(IMPORTANCE, 2, 0.25, privacy=privacy, folder=tmp_path))
+    (call,), (whole,) = runtime.contract.calls.values(), runtime.general.calls.values()
     assert (nbytes(call.message), nbytes(whole.message)) == (8 * numbers_of(2), 8 * numbers_of(HIDDEN))
     key = jax.random.key(0)
     asked = Ask(
-        run=federations.NAME, contract=desk.contract.digest, phase=call.phase, call=call.name,
+        run=federations.NAME, contract=runtime.contract.digest, phase=call.phase, call=call.name,
         key=np.asarray(jax.random.key_data(key)).tobytes(), key_kind=str(jax.random.key_impl(key)),
         payload=bytes(nbytes(call.message)),
     )  # fmt: skip
-    for other in ({"call": whole.name}, {"contract": desk.general.digest}, {"payload": bytes(nbytes(whole.message))}):
-        assert desk.answer(replace(asked, **other), memory()).refused
-    answer = desk.answer(asked, memory())
+    for other in (
+        {"call": whole.name},
+        {"contract": runtime.general.digest},
+        {"payload": bytes(nbytes(whole.message))},
+    ):
+        assert runtime.answer(replace(asked, **other), memory()).refused
+    answer = runtime.answer(asked, memory())
     assert (answer.refused, answer.layout, len(answer.payload)) == ("", layout(call.update), nbytes(call.update))
     assert np.all(np.frombuffer(answer.payload) != 0)  # noise in every entry
     assert answer.epsilon > 0
@@ -170,7 +174,7 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
 )
 def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, said):
     with pytest.raises(fb.ConfigurationError, match=said):
-        Desk(site(algorithm, 1, 0.5, problem=problem))
+        ClientRuntime(site(algorithm, 1, 0.5, problem=problem))
     with pytest.raises(fb.ConfigurationError, match=said):
         solved(algorithm, fb.RemoteClients.of(population()), engine=over(app(IMPORTANCE)), problem=problem)
 
@@ -210,10 +214,10 @@ def test_what_cuts_messages_goes_with_the_anatomy():
         pass
 
     phase.__parts__ = ("y", "y")
-    anatomy = Anatomy.of(fb.Structure(y="hidden"), jnp.zeros(3), jnp.zeros(4))
-    small = submodels.cut(anatomy, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
+    unit_layout = UnitLayout.of(fb.Structure(y="hidden"), jnp.zeros(3), jnp.zeros(4))
+    small = submodels.cut(unit_layout, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
     assert small.tolist() == [1.0, 3.0]
-    kept = [weakref.ref(thing) for thing in (anatomy, submodels.programs(anatomy).cut)]
-    del anatomy
+    kept = [weakref.ref(thing) for thing in (unit_layout, submodels.programs(unit_layout).cut)]
+    del unit_layout
     gc.collect()
     assert [thing() for thing in kept] == [None, None]

@@ -12,7 +12,7 @@ import fedbilevel as fb
 from fedbilevel.flower.apps import client_app
 from fedbilevel.flower.engine import Flower, FlowerRun
 from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 
 
 def played(monkeypatch):
@@ -48,7 +48,7 @@ def played(monkeypatch):
         return fb.flower.Site(id=client, algorithm=algorithm, problem=problem, x0=start[0], y0=start[1], **own)
 
     with monkeypatch.context() as patched:
-        for kind in (Desk, FlowerRun):
+        for kind in (ClientRuntime, FlowerRun):
             patched.setattr(kind, "__init__", noted(kind))
         grid = InProcess(client_app(site), 2)
         engine, known = Flower(grid=grid), fb.RemoteClients.of(clients)
@@ -65,6 +65,6 @@ def test_no_federation_is_kept(monkeypatch):
     arrays = len(jax.live_arrays())
     kept = played(monkeypatch)
     gc.collect()
-    assert {name.split()[0] for name in kept} >= {"Desk", "FlowerRun", "grid", "problem"}
+    assert {name.split()[0] for name in kept} >= {"ClientRuntime", "FlowerRun", "grid", "problem"}
     assert [name for name, thing in kept.items() if thing() is not None] == []
     assert len(jax.live_arrays()) == arrays

@@ -16,7 +16,7 @@ from fedbilevel.flower.apps import client_app
 from fedbilevel.flower.engine import Flower
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
-from fedbilevel.flower.site import Desk, Site
+from fedbilevel.flower.site import ClientRuntime, Site
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Ask, from_bytes, to_bytes
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
@@ -169,14 +169,15 @@ def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
         federations.solve(algorithm, grid, task=task, terms=Terms(join=1.0))
 
 
-def asked(desk, round, message, **more):
+def asked(runtime, round, message, **more):
     """The answer of a client, and its update, to a message of the only phase there is."""
-    (call,) = desk.contract.calls.values()
+    (call,) = runtime.contract.calls.values()
     ask = Ask(
-        run=federations.NAME, contract=desk.contract.digest, round=round, exchange=0, phase=call.phase, call=call.name,
+        run=federations.NAME, contract=runtime.contract.digest, round=round, exchange=0,
+        phase=call.phase, call=call.name,
         key=np.asarray(jax.random.key_data(jax.random.key(5))).tobytes(), key_kind="threefry2x32", weight=0.25,
         payload=to_bytes(message), **more)  # fmt: skip
-    answer = desk.answer(ask, None)
+    answer = runtime.answer(ask, None)
     assert answer.refused == ""
     return from_bytes(answer.payload, call.update)
 
@@ -186,11 +187,11 @@ def test_counts_do_not_eat_the_clip(tmp_path):
     with them it would be C/√(C² + 50² + 1) of itself."""
     algorithm = fb.ShroFBO(batch_size=None, local_steps=50, client_lr=1e-6)
     start = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
-    (h, tau, one) = asked(Desk(federations.site(algorithm, 0, folder=tmp_path / "plain")), 0, start)
+    (h, tau, one) = asked(ClientRuntime(federations.site(algorithm, 0, folder=tmp_path / "plain")), 0, start)
     size = float(optax.tree.norm(h))
     privacy = Privacy(clip=size * (1 + 1e-9), noise_multiplier=1e-9, delta=1e-5)
-    desk = Desk(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 0)))
-    (sent, *counts) = asked(desk, 0, start)
+    runtime = ClientRuntime(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 0)))
+    (sent, *counts) = asked(runtime, 0, start)
     assert size < 25  # half of τ: it would show
     assert [count.public for count in counts] == [tau.public, one.public] == [50, 1]
     for mine, theirs in zip(sent, h, strict=True):
@@ -202,20 +203,20 @@ def test_noise_does_not_add_up_over_differences(tmp_path):
     most. Noise on the differences would be 10σ in the root mean square, and more than that in some of 8 entries."""
     algorithm, sigma = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1), 0.5
     privacy = Privacy(clip=5e5, noise_multiplier=1e-6, delta=1e-5)
-    desk = Desk(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 3)))
+    runtime = ClientRuntime(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 3)))
     iterate = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
     total, joins, exchanges = optax.tree.zeros_like(iterate), 0.0, 0.0
     counted = {}
     for round in range(100):
-        change = asked(desk, round, (iterate, np.asarray(round, np.int32)), **counted)
+        change = asked(runtime, round, (iterate, np.asarray(round, np.int32)), **counted)
         counted = {"counted_round": round, "counted_exchange": 0, "settled_round": round, "settled_exchange": 0}
         total = optax.tree.add(total, change.answer)
         joins, exchanges = joins + change.joins.public, exchanges + change.exchanges.public
     assert (float(joins), float(exchanges)) == (1.0, 100.0)
-    exact = algorithm.own_updates(reference_client(desk), iterate, jax.random.key(0)).update
+    exact = algorithm.own_updates(reference_client(runtime), iterate, jax.random.key(0)).update
     off = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(total, exact, strict=True))
     assert sigma / 2 < off <= LARGEST * sigma  # 8 numbers all below ½: chance 0.0005
 
 
-def reference_client(desk):
-    return Client(desk.problem, desk.outer, desk.inner, jnp.asarray(0), jnp.asarray(0.25), None, None)
+def reference_client(runtime):
+    return Client(runtime.problem, runtime.outer, runtime.inner, jnp.asarray(0), jnp.asarray(0.25), None, None)

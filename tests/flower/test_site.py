@@ -24,7 +24,7 @@ from fedbilevel.flower.accounting import Spent
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.limits import Limits, Patience
 from fedbilevel.flower.privacy import Privacy
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Ask, Refusal, from_bytes
 
@@ -32,8 +32,8 @@ STEPS = federations.Steps()
 
 
 @pytest.fixture(scope="module")
-def desk():
-    return Desk(federations.site(STEPS, 0))
+def runtime():
+    return ClientRuntime(federations.site(STEPS, 0))
 
 
 @pytest.fixture
@@ -44,20 +44,20 @@ def ran(monkeypatch):
     return phases
 
 
-def ask(desk, of="y_gradient", **changes):
+def ask(runtime, of="y_gradient", **changes):
     """A good question about a phase at x = y = 1, changed."""
-    call = next(call for call in desk.contract.calls.values() if call.phase == of)
+    call = next(call for call in runtime.contract.calls.values() if call.phase == of)
     size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(call.message))
     good = Ask(
-        run=federations.NAME, contract=desk.contract.digest, round=2, exchange=1, phase=of, call=call.name,
+        run=federations.NAME, contract=runtime.contract.digest, round=2, exchange=1, phase=of, call=call.name,
         key=np.asarray(jax.random.key_data(jax.random.key(5))).tobytes(), key_kind="threefry2x32", weight=0.25,
         payload=np.ones(size).tobytes())  # fmt: skip
     return replace(good, **changes)
 
 
-def test_an_answer(desk, ran):
+def test_an_answer(runtime, ran):
     """The phase itself, called by hand with the key that every engine gives it."""
-    answer = desk.answer(ask(desk), memory())
+    answer = runtime.answer(ask(runtime), memory())
     assert answer.refused == ""
     clients, key = federations.TASK.clients, jax.random.fold_in(jax.random.key(5), 0)
     batch = sites._samples(sites.Ragged.listed("inner", [clients.inner.row(0)])).batch(key, 4)
@@ -69,11 +69,11 @@ def test_an_answer(desk, ran):
     assert ran == ["y_gradient"]
 
 
-def test_a_greeting(desk, ran):
-    answer = desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), memory())
-    assert (answer.contract, answer.client, answer.refused) == (desk.contract.text, 0, "")
-    other = Desk(federations.site(federations.Steps(batch_size=5), 0)).contract.text
-    refused = desk.answer(Ask(run=federations.NAME, contract=other), memory()).refused
+def test_a_greeting(runtime, ran):
+    answer = runtime.answer(Ask(run=federations.NAME, contract=runtime.contract.text), memory())
+    assert (answer.contract, answer.client, answer.refused) == (runtime.contract.text, 0, "")
+    other = ClientRuntime(federations.site(federations.Steps(batch_size=5), 0)).contract.text
+    refused = runtime.answer(Ask(run=federations.NAME, contract=other), memory()).refused
     assert refused == "we do not agree: hyperparameters.batch_size is 5 there and 4 here"
     assert ran == []
 
@@ -96,9 +96,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_is_not_run(case, desk, ran, caplog):
+def test_what_is_refused_is_not_run(case, runtime, ran, caplog):
     changes, expected = REFUSED[case]
-    answer = desk.answer(ask(desk, **changes), memory())
+    answer = runtime.answer(ask(runtime, **changes), memory())
     assert expected in answer.refused
     assert (answer.payload, answer.metrics, answer.layout) == (b"", "{}", [])
     assert ran == []
@@ -108,9 +108,9 @@ def test_what_is_refused_is_not_run(case, desk, ran, caplog):
 
 
 @pytest.mark.parametrize("changes", [{"key": b"123"}, {"key": b""}, {"key_kind": "dice"}])
-def test_a_key_that_is_none_is_refused(changes, desk, ran):
+def test_a_key_that_is_none_is_refused(changes, runtime, ran):
     """With the name of the error only: its text might hold anything."""
-    assert "Error; the client's log says more" in desk.answer(ask(desk, **changes), memory()).refused
+    assert "Error; the client's log says more" in runtime.answer(ask(runtime, **changes), memory()).refused
     assert ran == []
 
 
@@ -123,11 +123,11 @@ def test_a_key_that_is_none_is_refused(changes, desk, ran):
 ])  # fmt: skip
 def test_limits(limits, expected, ran):
     algorithm = Rounds() if "local_steps" in limits else STEPS
-    desk = Desk(federations.site(algorithm, 0, limits=replace(federations.FREE, **limits)))
-    assert desk.answer(ask(desk), memory()).refused == expected
+    runtime = ClientRuntime(federations.site(algorithm, 0, limits=replace(federations.FREE, **limits)))
+    assert runtime.answer(ask(runtime), memory()).refused == expected
     assert ran == []
     if "message_bytes" not in limits:  # told at the greeting, too
-        assert desk.answer(Ask(run=federations.NAME, contract=desk.contract.text), memory()).refused == expected
+        assert runtime.answer(Ask(run=federations.NAME, contract=runtime.contract.text), memory()).refused == expected
 
 
 def test_the_largest_of_several_counts_is_limited():
@@ -146,11 +146,11 @@ class Rounds(federations.Steps):
 
 def test_local_steps_that_the_server_says(ran):
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(6, 6), local_steps=(1, 5))
-    desk = Desk(federations.site(STEPS, 0, task, limits=replace(federations.FREE, local_steps=4)))
-    assert desk.answer(ask(desk, work=5), memory()).refused == "5 local steps are above this client's limit of 4"
-    assert desk.answer(ask(desk), memory()).refused == "local steps = -1 came; this client expects some"
+    runtime = ClientRuntime(federations.site(STEPS, 0, task, limits=replace(federations.FREE, local_steps=4)))
+    assert runtime.answer(ask(runtime, work=5), memory()).refused == "5 local steps are above this client's limit of 4"
+    assert runtime.answer(ask(runtime), memory()).refused == "local steps = -1 came; this client expects some"
     assert ran == []
-    assert desk.answer(ask(desk, work=4), memory()).refused == ""
+    assert runtime.answer(ask(runtime, work=4), memory()).refused == ""
 
 
 def test_a_phase_that_takes_too_long():
@@ -178,14 +178,17 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     site = federations.site(
         TwoPhase(), 0, limits=replace(federations.FREE, seconds=0.05), privacy=privacy, folder=tmp_path
     )
-    desk = Desk(site)
-    assert desk.answer(ask(desk, "inner_gradient"), memory()).refused == "the phase failed; the client's log says more"
+    runtime = ClientRuntime(site)
+    assert (
+        runtime.answer(ask(runtime, "inner_gradient"), memory()).refused
+        == "the phase failed; the client's log says more"
+    )
     go.set()
-    desk.patience.thread.join(5)
+    runtime.patience.thread.join(5)
     kept = {"secret", "client", "lock", "account.json", "client-0-questions.json"}  # it was asked all the same
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "account.json").read_text() == "{}"
-    assert desk.answer(ask(desk, "inner_gradient"), memory()).refused == ""
+    assert runtime.answer(ask(runtime, "inner_gradient"), memory()).refused == ""
     assert {path.name for path in tmp_path.iterdir()} == kept | {f"client-0-run-{federations.NAME}.npz"}
 
 
@@ -205,15 +208,15 @@ class Dividing(fb.Algorithm):
 
 def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
     """It says where; under privacy not even that, since it depends on the data."""
-    desk = Desk(federations.site(Dividing(), 0))
+    runtime = ClientRuntime(federations.site(Dividing(), 0))
     zero = np.zeros(1).tobytes()
-    answer = desk.answer(ask(desk, "phase", payload=zero), memory())
+    answer = runtime.answer(ask(runtime, "phase", payload=zero), memory())
     assert answer.refused.startswith("the reply is not finite in ")
     assert answer.payload == b""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    desk = Desk(federations.site(Dividing(), 0, privacy=privacy, folder=tmp_path))
+    runtime = ClientRuntime(federations.site(Dividing(), 0, privacy=privacy, folder=tmp_path))
     assert (
-        desk.answer(ask(desk, "phase", payload=zero), memory()).refused
+        runtime.answer(ask(runtime, "phase", payload=zero), memory()).refused
         == "the phase failed; the client's log says more"
     )
     assert (tmp_path / "account.json").read_text() == "{}"
@@ -222,12 +225,12 @@ def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
 def test_privacy(tmp_path):
     """Replies are noised, metrics and counts stay here, every reply is charged, also by a new process."""
     privacy = Privacy(clip=0.5, noise_multiplier=2.0, delta=1e-5, epsilon=12.0)
-    make = lambda: Desk(federations.site(STEPS, 0, privacy=privacy, folder=tmp_path))  # noqa: E731
-    plain, desk = Desk(federations.site(STEPS, 0)), make()
+    make = lambda: ClientRuntime(federations.site(STEPS, 0, privacy=privacy, folder=tmp_path))  # noqa: E731
+    plain, runtime = ClientRuntime(federations.site(STEPS, 0)), make()
     answers = [
-        desk.answer(ask(desk), memory()),
-        desk.answer(ask(desk), memory()),
-        (desk := make()).answer(ask(desk), memory()),
+        runtime.answer(ask(runtime), memory()),
+        runtime.answer(ask(runtime), memory()),
+        (runtime := make()).answer(ask(runtime), memory()),
     ]
     assert [answer.epsilon for answer in answers] == pytest.approx([privacy.epsilon_after(n) for n in (1, 2, 3)])
     assert all(a.refused == "" and (a.metrics, a.gradients, a.products, a.delta) == ("{}", 0, 0, 1e-5) for a in answers)
@@ -237,8 +240,8 @@ def test_privacy(tmp_path):
     assert all(0 < np.linalg.norm(vector - clipped) < 9.5 * 3**0.5 for vector in sent[1:])  # noise of deviation 1
     most = next(n for n in range(1, 100) if privacy.epsilon_after(n + 1) > 12.0)
     for _ in range(3, most):
-        assert desk.answer(ask(desk), memory()).refused == ""
-    assert desk.answer(ask(desk), memory()).refused.startswith(
+        assert runtime.answer(ask(runtime), memory()).refused == ""
+    assert runtime.answer(ask(runtime), memory()).refused.startswith(
         f"privacy budget spent: after {most} replies one more would"
     )
     assert Spent.from_json((tmp_path / "account.json").read_text()).total == most
@@ -265,16 +268,16 @@ def test_privacy_needs_a_folder():
 
 def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    make = lambda client: Desk(federations.site(STEPS, client, privacy=privacy, folder=tmp_path))  # noqa: E731
-    desk, account = make(1), tmp_path / "account.json"
+    make = lambda client: ClientRuntime(federations.site(STEPS, client, privacy=privacy, folder=tmp_path))  # noqa: E731
+    runtime, account = make(1), tmp_path / "account.json"
     assert json.loads(account.read_text()) == {}
     with pytest.raises(fb.ConfigurationError, match=r"Site\.id = 2 is not allowed: it must be 1, whose .* is"):
         make(2)
-    assert desk.answer(ask(desk), memory()).refused == ""
+    assert runtime.answer(ask(runtime), memory()).refused == ""
     kept = account.read_text()
     assert Spent.from_json(kept).total == 1
     account.unlink()
-    assert desk.answer(ask(desk), memory()).refused == "ConfigurationError; the client's log says more"
+    assert runtime.answer(ask(runtime), memory()).refused == "ConfigurationError; the client's log says more"
     with pytest.raises(fb.ConfigurationError, match=r"account\.json is missing"):
         make(1)
     assert not account.exists()
@@ -292,10 +295,10 @@ def test_logs_tell_nothing_of_data_or_updates(caplog, tmp_path):
     site = federations.site(STEPS, 0)
     site = replace(site, outer=jax.tree.map(lambda a: np.full_like(a, mark), site.outer),
                    inner=jax.tree.map(lambda a: np.full_like(a, mark), site.inner))  # fmt: skip
-    desk = Desk(site)
-    answers = [desk.answer(ask(desk, phase), memory()) for phase in ("y_gradient", "x_gradient")]
-    desk.answer(ask(desk, payload=b"1"), memory())
-    desk.answer(ask(desk, round=-1), memory())
+    runtime = ClientRuntime(site)
+    answers = [runtime.answer(ask(runtime, phase), memory()) for phase in ("y_gradient", "x_gradient")]
+    runtime.answer(ask(runtime, payload=b"1"), memory())
+    runtime.answer(ask(runtime, round=-1), memory())
     updates = np.concatenate([np.frombuffer(answer.payload) for answer in answers])
     secrets = {f"{abs(value):.8f}"[:6] for value in (mark, *updates, answers[0].numbers()["inner"]) if value}
     assert len(secrets) == 3
@@ -317,21 +320,21 @@ def test_a_client_that_cannot_start_says_so(caplog, tmp_path):
     assert "patients.csv" in caplog.text  # which is the client's own log
 
 
-def test_a_phase_is_compiled_once(desk):
+def test_a_phase_is_compiled_once(runtime):
     """Another round, weight or message is no new program."""
-    desk.answer(ask(desk), memory())
-    before = sites.program(desk.problem)._cache_size()
+    runtime.answer(ask(runtime), memory())
+    before = sites.program(runtime.problem)._cache_size()
     assert before >= 1
     for round in range(5):
-        assert desk.answer(ask(desk, round=round, weight=0.1 + round / 10), memory()).refused == ""
-    assert sites.program(desk.problem)._cache_size() == before
+        assert runtime.answer(ask(runtime, round=round, weight=0.1 + round / 10), memory()).refused == ""
+    assert sites.program(runtime.problem)._cache_size() == before
 
 
 def test_what_a_client_has_compiled_goes_with_its_problem():
     """Losses, what they close over, and programs: nothing of JAX's caches for the whole process may hold them."""
     task = federations.TASK.problem
     problem = fb.Bilevel(lambda x, y, batch: task.outer(x, y, batch), lambda x, y, batch: task.inner(x, y, batch))
-    one = Desk(replace(federations.site(STEPS, 0), problem=problem))
+    one = ClientRuntime(replace(federations.site(STEPS, 0), problem=problem))
     assert one.answer(ask(one), memory()).refused == ""
     kept = [weakref.ref(thing) for thing in (problem, problem.inner, sites.program(one.problem))]
     assert all(thing() is not None for thing in kept)

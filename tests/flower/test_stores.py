@@ -16,7 +16,7 @@ from fedbilevel.core.errors import CheckpointError, ExchangeError
 from fedbilevel.engines import checkpoint
 from fedbilevel.flower.client_state import Kept, states_for
 from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 from fedbilevel.flower.store import ContextStore, FolderStore
 from fedbilevel.flower.wire import Ask, Refusal
 
@@ -59,12 +59,12 @@ def test_there_and_back(store):
 
 
 def test_only_names_of_runs_are_names_of_files(tmp_path):
-    desks = [Desk(federations.site(ALGORITHM, 0, folder=folder)) for folder in (tmp_path, None)]
+    runtimes = [ClientRuntime(federations.site(ALGORITHM, 0, folder=folder)) for folder in (tmp_path, None)]
     for name in ("../../etc/passwd", "", "abc", "0123456789ABCDEF", "g" * 16, "a" * 65, "0123456789abcdef\n"):
-        for desk in desks:
+        for runtime in runtimes:
             for phase in ("", "inner_gradient"):
-                ask = Ask(run=name, contract=desk.contract.text, phase=phase)
-                assert desk.answer(ask, memory()).refused == f"{name!r} is not the name of a run"
+                ask = Ask(run=name, contract=runtime.contract.text, phase=phase)
+                assert runtime.answer(ask, memory()).refused == f"{name!r} is not the name of a run"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,58 +111,58 @@ def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def desk():
-    return Desk(federations.site(ALGORITHM, 0))
+def runtime():
+    return ClientRuntime(federations.site(ALGORITHM, 0))
 
 
-def calls(desk, store, round, exchange, counted=None):
+def calls(runtime, store, round, exchange, counted=None):
     """(the answer, how often the client's state has been changed); by default the exchange before counted last."""
     start = (round - 1, 2) if round else (-1, -1)
     counted = counted or ((round, exchange - 1) if exchange else start)
     settled = min(counted, start)
     phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
-    call = next(call for call in desk.contract.calls.values() if call.phase == phase)
-    ask = Ask(run=federations.NAME, contract=desk.contract.digest, round=round, exchange=exchange, phase=phase,
+    call = next(call for call in runtime.contract.calls.values() if call.phase == phase)
+    ask = Ask(run=federations.NAME, contract=runtime.contract.digest, round=round, exchange=exchange, phase=phase,
               counted_round=counted[0], counted_exchange=counted[1], settled_round=settled[0],
               settled_exchange=settled[1], call=call.name, key=bytes(8),
               key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
-    answer = desk.answer(ask, store)
+    answer = runtime.answer(ask, store)
     if answer.refused:
         return answer.refused
-    kept = store.load(ask.run, Kept(0, 0, (0, 0), *[desk.contract.state] * 3))
+    kept = store.load(ask.run, Kept(0, 0, (0, 0), *[runtime.contract.state] * 3))
     return answer.payload, int(kept.now["calls"])
 
 
-def test_a_repeated_message_is_applied_once(desk, store):
-    first = calls(desk, store, 0, 0)
+def test_a_repeated_message_is_applied_once(runtime, store):
+    first = calls(runtime, store, 0, 0)
     assert first[1] == 1
-    assert calls(desk, store, 0, 0) == first
-    second = calls(desk, store, 0, 1)
+    assert calls(runtime, store, 0, 0) == first
+    second = calls(runtime, store, 0, 1)
     assert second[1] == 2
-    assert calls(desk, store, 0, 1) == second
-    correction = calls(desk, store, 0, 2)
-    assert calls(desk, store, 0, 2) == correction
-    assert calls(desk, store, 0, 0) == first  # the server plays the round again
-    assert calls(desk, store, 0, 1) == second
-    assert calls(desk, store, 0, 2) == correction
-    assert calls(desk, store, 1, 0)[1] == 3
-    assert calls(desk, store, 0, 1) == "this client's state is of round 1, and round 0 is over for it"
-    assert calls(desk, store, 1, 0)[1] == 3
+    assert calls(runtime, store, 0, 1) == second
+    correction = calls(runtime, store, 0, 2)
+    assert calls(runtime, store, 0, 2) == correction
+    assert calls(runtime, store, 0, 0) == first  # the server plays the round again
+    assert calls(runtime, store, 0, 1) == second
+    assert calls(runtime, store, 0, 2) == correction
+    assert calls(runtime, store, 1, 0)[1] == 3
+    assert calls(runtime, store, 0, 1) == "this client's state is of round 1, and round 0 is over for it"
+    assert calls(runtime, store, 1, 0)[1] == 3
 
 
-def test_an_answer_that_did_not_count_leaves_no_trace(desk, store):
-    expected = calls(desk, store, 0, 0)
-    calls(desk, store, 0, 1)  # lost
-    assert calls(desk, store, 1, 0, counted=(0, 0))[1] == 2
-    assert calls(desk, store, 1, 0, counted=(0, 0))[1] == 2  # lost, and asked again
-    assert calls(desk, store, 2, 0, counted=(0, 0))[1] == 2  # lost, and asked in the next round
-    assert calls(desk, store, 2, 1, counted=(2, 0))[1] == 3
+def test_an_answer_that_did_not_count_leaves_no_trace(runtime, store):
+    expected = calls(runtime, store, 0, 0)
+    calls(runtime, store, 0, 1)  # lost
+    assert calls(runtime, store, 1, 0, counted=(0, 0))[1] == 2
+    assert calls(runtime, store, 1, 0, counted=(0, 0))[1] == 2  # lost, and asked again
+    assert calls(runtime, store, 2, 0, counted=(0, 0))[1] == 2  # lost, and asked in the next round
+    assert calls(runtime, store, 2, 1, counted=(2, 0))[1] == 3
     assert expected[1] == 1
 
 
 def test_a_changed_model_is_refused(store):
     store.save(federations.NAME, Kept(0, 0, (0, 0), *[{"control": np.zeros(7), "calls": np.int32(0)}] * 3))
-    refused = calls(Desk(federations.site(ALGORITHM, 0)), store, 1, 0)
+    refused = calls(ClientRuntime(federations.site(ALGORITHM, 0)), store, 1, 0)
     assert refused in (
         "CheckpointError; the client's log says more",  # whose text names a file
         "this client's state of the run is of another algorithm or model",

@@ -18,7 +18,7 @@ from fedbilevel.flower.counting import accepted
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, content, said_in
 from fedbilevel.flower.roster import Roster
-from fedbilevel.flower.site import Desk
+from fedbilevel.flower.site import ClientRuntime
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, read, require_layout, shapes, to_bytes
 
@@ -152,28 +152,31 @@ def of(kind, good):
 
 
 @pytest.fixture(scope="module")
-def desk():
-    return Desk(federations.site(federations.Steps(), 0))
+def runtime():
+    return ClientRuntime(federations.site(federations.Steps(), 0))
 
 
 def questions():
-    """One as the client expects it, but for the names of contract and call, which `desk` fills in."""
+    """One as the client expects it, but for the names of contract and call, which `runtime` fills in."""
     return Ask(run=federations.NAME, contract="", round=0, phase="y_gradient", key=bytes(8), key_kind="threefry2x32",
                payload=np.zeros(5).tobytes())  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
 @given(fields=of(Ask, questions()), right=st.booleans())
-def test_a_desk_answers_whatever_it_is_asked(desk, fields, right):
+def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
     """Garbage is refused; what is not raises nothing, and is an answer with a finite update."""
     payload = fields.pop("payload")
     if right:
-        fields["contract"], fields["call"] = desk.contract.digest, next(c for c in desk.contract.calls if c[0] == "y")
+        fields["contract"], fields["call"] = (
+            runtime.contract.digest,
+            next(c for c in runtime.contract.calls if c[0] == "y"),
+        )
     try:
         ask = read(Ask, fields, payload)
     except Refusal:
         return
-    answer = desk.answer(ask, memory())
+    answer = runtime.answer(ask, memory())
     assert answer.client == 0
     assert bool(answer.refused) != (len(answer.payload) == 24)
     Message(content(answer), 1, MESSAGE_TYPE)  # it can be sent
@@ -182,8 +185,8 @@ def test_a_desk_answers_whatever_it_is_asked(desk, fields, right):
 @settings(max_examples=300, deadline=None)
 @given(fields=of(Answer, Answer(run="r", round=1, exchange=0, client=2, layout=["value float64[3]"],
                                 metrics='{"inner": 1.0}', payload=np.ones(3).tobytes())))  # fmt: skip
-def test_a_server_counts_or_refuses_whatever_is_answered(desk, fields):
-    call = next(call for call in desk.contract.calls.values() if call.phase == "y_gradient")
+def test_a_server_counts_or_refuses_whatever_is_answered(runtime, fields):
+    call = next(call for call in runtime.contract.calls.values() if call.phase == "y_gradient")
     try:
         answer = read(Answer, fields, fields.pop("payload"))
         counted = accepted(answer, Ask(run="r", contract="", round=1), call, 2, Terms(norm_bound=10.0), 6)
@@ -209,16 +212,16 @@ def contracts(text):
 
 @settings(max_examples=500, deadline=None)
 @given(data=st.data(), client=st.just(2) | SIZES, refused=st.just("") | st.text())
-def test_a_server_admits_or_refuses_whoever_answers(desk, data, client, refused):
-    text = data.draw(contracts(desk.contract.text))
+def test_a_server_admits_or_refuses_whoever_answers(runtime, data, client, refused):
+    text = data.draw(contracts(runtime.contract.text))
     answer = Answer(run="r", round=0, exchange=0, client=client, contract=text, refused=refused)
-    roster = Roster(None, desk.contract, "r", 6, Terms(), None)
+    roster = Roster(None, runtime.contract, "r", 6, Terms(), None)
     try:
         roster.admit(7, answer)
     except Refusal:
         assert roster.nodes == {}
         return
-    assert (text, refused, roster.nodes) == (desk.contract.text, "", {client: 7})
+    assert (text, refused, roster.nodes) == (runtime.contract.text, "", {client: 7})
     assert 0 <= client < 6
 
 

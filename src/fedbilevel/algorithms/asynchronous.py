@@ -192,7 +192,7 @@ class LastRepliesFed:
 
     def __init__(self, fed: Fed, wrapper: Asynchronous, replies: dict[str, LastReplies]) -> None:
         self.fed, self.wrapper, self.replies = fed, wrapper, replies
-        self.problem, self.worked, self.sampled = fed.problem, fed.worked, False
+        self.problem, self.has_client_steps, self.sampled = fed.problem, fed.has_client_steps, False
 
     def mean(
         self,

@@ -199,7 +199,7 @@ class FedNest(GlobalOuter, Algorithm):
         q = fed.mean(self.inner_gradient, (x, y), first, unbiased=True)
         change = scaled(-self.inner_lr, q)
         if not (
-            self.merged and self.local_steps == 1 and not fed.worked
+            self.merged and self.local_steps == 1 and not fed.has_client_steps
         ):  # where the one step is along q, for everyone
             change = optax.tree.add(change, fed.mean(self.corrected_inner_descent, (x, y, q), second))
         return move(y, self.inner_server_lr, change)

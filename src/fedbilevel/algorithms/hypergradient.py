@@ -190,7 +190,7 @@ class Hypergradient(OuterGradients):
             require(
                 not sizes, f"{type(self).__name__}.paired", True, f"False: outer and inner samples differ, {sizes[:3]}"
             )
-        if self.inverse != "cg" and problem.indirect == "inverse":
+        if self.inverse != "cg" and problem.implicit_term == "inverse":
             name, local = f"{type(self).__name__}.neumann_step", self.hypergradient == "local"
             alike = self.batch_size if self.paired else None
             check_neumann_step(name, at(self, 0).neumann_step, problem, clients, x, y, local, alike)
@@ -224,15 +224,15 @@ class Hypergradient(OuterGradients):
         if self.hypergradient == "local":
             h, means = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
             return Estimate(h, Quality.of_clients(means))
-        if self.merged and self.inverse == "cg" and fed.problem.indirect == "inverse":
+        if self.merged and self.inverse == "cg" and fed.problem.implicit_term == "inverse":
             return self.merged_estimate(fed, x, y, key)
         gradient_key, system_key, last_key = jax.random.split(key, 3)
         v, quality = None, Quality.unknown()
-        if fed.problem.indirect != "none":
-            each = self.inverse == "parallel" and fed.problem.indirect == "inverse"
+        if fed.problem.implicit_term != "none":
+            each = self.inverse == "parallel" and fed.problem.implicit_term == "inverse"
             ask = self.outer_gradients_by_length if each else self.outer_gradient
             v = fed.mean(ask, (x, y), gradient_key, unbiased=True, fresh=self.cohort(0))
-        if fed.problem.indirect == "inverse":
+        if fed.problem.implicit_term == "inverse":
 
             def product(fed: Fed, v: PyTree, key: Array, number: Any) -> PyTree:
                 return fed.mean(self.hessian_product, (x, y, v), key, unbiased=True, fresh=self.cohort(number))
@@ -352,10 +352,10 @@ class Hypergradient(OuterGradients):
         outer_batch, inner_batch = client.outer_batch(outer_key, size), client.inner_batch(last_key, size)
         loss, (h, v) = jax.value_and_grad(problem.outer, (0, 1))(x, y, outer_batch)
         spent, quality = jnp.asarray(0), Quality.unknown()
-        if problem.indirect == "none":
+        if problem.implicit_term == "none":
             return Own(loss, Estimate(h, quality), 1, spent)
         inner = inner_loss_on(problem, x, y, inner_batch)
-        if problem.indirect == "inverse":
+        if problem.implicit_term == "inverse":
             product = self.own_products(client, x, y, inner.loss if self.paired else None, system_key)
             v, spent, quality = self.solve_system(Alone, product, v, system_key, self.terms_of(client))
         cross = inner.pull(self.second_order.cross_of(inner.of_y, inner.features, y, v))

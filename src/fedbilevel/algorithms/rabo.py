@@ -141,7 +141,7 @@ class RAFBO(Adaptive, Algorithm):
         return reply._replace(gradients=reply.gradients + 2 * reply.products, products=0)
 
     def own_hypergradient(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
-        if self.estimator == "adjoint" or client.problem.indirect != "inverse":
+        if self.estimator == "adjoint" or client.problem.implicit_term != "inverse":
             return super().own_hypergradient(client, x, y, key)
         outer_key, inner_key, draw_key = jax.random.split(key, 3)
         batch = client.outer_batch(outer_key, self.batch_size)

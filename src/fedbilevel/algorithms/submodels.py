@@ -21,7 +21,7 @@ from jax import Array
 
 from fedbilevel.core.config import config, static
 from fedbilevel.core.errors import require, require_count, unknown
-from fedbilevel.core.submodel import Anatomy, Holder, Pruned, SubmodelPolicy, Units
+from fedbilevel.core.submodel import ClientSlot, Pruned, SubmodelPolicy, UnitLayout, Units
 
 Policy = Literal["importance", "static", "rolling", "random", "covered"]
 
@@ -67,13 +67,13 @@ class Submodels:
         return self.policy in ("importance", "static", "rolling")
 
     def units(
-        self, anatomy: Anatomy, kept: Mapping[str, int], importance: Mapping[str, Array], holder: Holder
+        self, unit_layout: UnitLayout, kept: Mapping[str, int], importance: Mapping[str, Array], holder: ClientSlot
     ) -> Units:
         """The units that a client holds, `kept` of them in each group."""
         key = holder.key if self.fixed else jax.random.fold_in(holder.key, holder.round)
         chosen = {}
         for number, (group, count) in enumerate(sorted(kept.items())):
-            own_key, size = jax.random.fold_in(key, number), anatomy.sizes[group]
+            own_key, size = jax.random.fold_in(key, number), unit_layout.sizes[group]
             if self.policy == "importance":
                 some = jnp.argsort(-importance[group], stable=True)[:count]
             elif self.policy == "static":
@@ -87,7 +87,7 @@ class Submodels:
             chosen[group] = jnp.sort(some.astype(jnp.int32))
         return chosen
 
-    def segment(self, size: int, count: int, key: Array, holder: Holder) -> Array:
+    def segment(self, size: int, count: int, key: Array, holder: ClientSlot) -> Array:
         """One of ⌈size/count⌉ windows of `count` units, the last of which may overlap the one before."""
         segments = -(-size // count)
         dealt = holder.rank % segments

@@ -32,7 +32,7 @@ class Fed(Protocol):
     problem: Problem
     """What the server knows of it: the losses and what they are like, without anyone's samples."""
 
-    worked: bool
+    has_client_steps: bool
     """Whether the population says how many local steps each client makes; if not, the algorithm's word holds."""
 
     sampled: bool

@@ -21,7 +21,7 @@ from fedbilevel.core.tree import PyTree, join
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
 
-Indirect = Literal["inverse", "identity", "none"]
+ImplicitTerm = Literal["inverse", "identity", "none"]
 Local = Literal["x"]
 
 
@@ -29,15 +29,15 @@ Local = Literal["x"]
 class Problem:
     """What every kind of problem comes down to: an outer and an inner loss of (x, y, batch).
 
-    `indirect` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F itself
-    where that Hessian is the identity ("identity"), or not at all where ∇y F vanishes ("none").
+    `implicit_term` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F
+    itself where that Hessian is the identity ("identity"), or not at all where ∇y F vanishes ("none").
     """
 
     outer: Loss
     inner: Loss
     structure: Structure | None
     local: Local | None
-    indirect: ClassVar[Indirect]
+    implicit_term: ClassVar[ImplicitTerm]
 
     def _set(self, outer: Loss, inner: Loss, structure: Structure | None = None, local: Local | None = None) -> None:
         known = structure is None or isinstance(structure, Structure)
@@ -80,7 +80,7 @@ class Bilevel(Problem):
             server elsewhere never sees it. None: the server has x.
     """
 
-    indirect: ClassVar[Indirect] = "inverse"
+    implicit_term: ClassVar[ImplicitTerm] = "inverse"
 
     def __init__(
         self, outer: Loss, inner: Loss, *, structure: Structure | None = None, local: Local | None = None
@@ -99,7 +99,7 @@ class Minimax(Bilevel):
         structure: as of `Bilevel`.
     """
 
-    indirect: ClassVar[Indirect] = "none"
+    implicit_term: ClassVar[ImplicitTerm] = "none"
 
     def __init__(self, loss: Loss, *, structure: Structure | None = None) -> None:
         require_function("Minimax.loss", loss, "x, y, batch")
@@ -116,7 +116,7 @@ class Compositional(Bilevel):
         structure: as of `Bilevel`.
     """
 
-    indirect: ClassVar[Indirect] = "identity"
+    implicit_term: ClassVar[ImplicitTerm] = "identity"
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class SingleLevel(Problem):
         structure: as of `Bilevel`.
     """
 
-    indirect: ClassVar[Indirect] = "none"
+    implicit_term: ClassVar[ImplicitTerm] = "none"
 
     def __init__(self, loss: Callable[[PyTree, PyTree], Array], *, structure: Structure | None = None) -> None:
         require_function("SingleLevel.loss", loss, "x, batch")
@@ -179,7 +179,7 @@ class SimpleBilevel(Problem):
         strong_convexity: μ with H(u) ≥ H(v) + ⟨𝓗(v), u − v⟩ + (μ/2)‖u − v‖²; None: measured on random points of X.
     """
 
-    indirect: ClassVar[Indirect] = "none"
+    implicit_term: ClassVar[ImplicitTerm] = "none"
     project: Project
     subgradient: Callable[[PyTree], PyTree] | None
     strong_convexity: float | None

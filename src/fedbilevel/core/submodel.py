@@ -43,7 +43,7 @@ class Structure:
     y: PyTree = None
 
 
-class Holder(NamedTuple):
+class ClientSlot(NamedTuple):
     """Which client asks for units, and when."""
 
     round: Array | int
@@ -61,7 +61,7 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Anatomy:
+class UnitLayout:
     """A structure that was held against x and y."""
 
     sizes: Mapping[str, int]  # units of each group that may be cut
@@ -69,7 +69,7 @@ class Anatomy:
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]  # likewise
 
     @classmethod
-    def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> Anatomy:
+    def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> UnitLayout:
         """Refuses, by name, an array whose axes disagree with the structure or with those of another array.
 
         `pruned` = "x" leaves groups whole that reach into y, "y" those that reach into x.
@@ -177,7 +177,7 @@ class SubmodelPolicy(Protocol):
         ...
 
     def units(
-        self, anatomy: Anatomy, kept: Mapping[str, int], importance: Mapping[str, Array], holder: Holder
+        self, unit_layout: UnitLayout, kept: Mapping[str, int], importance: Mapping[str, Array], holder: ClientSlot
     ) -> Units:
         """The units that a client holds, `kept` of them in each group."""
         ...

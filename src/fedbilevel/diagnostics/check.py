@@ -200,9 +200,9 @@ class Rows:
             self.notes.append(f"{len(clients)} clients, more than {LOCAL}: their own hypergradients are left out")
             return
         each = Population.each(self.at.problem, clients, range(len(clients)))
-        p, indirect = jnp.asarray(clients.weights), self.at.problem.indirect
-        h, failed = local_hypergradient(each, p, self.at.x, self.found.inner.y, indirect=indirect)
-        note = LOCAL_NOTES[indirect]
+        p, implicit_term = jnp.asarray(clients.weights), self.at.problem.implicit_term
+        h, failed = local_hypergradient(each, p, self.at.x, self.found.inner.y, implicit_term=implicit_term)
+        note = LOCAL_NOTES[implicit_term]
         if failed:
             note = f"{int(failed)} of {len(clients)} clients' own Hessians are not positive definite"
         self.add("local", h, "1 exchange", note)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from fedbilevel.core.problem import Indirect
+from fedbilevel.core.problem import ImplicitTerm
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.exact import Implicit, dense_implicit, implicit_by_cg, implicit_with
 from fedbilevel.oracles.finite_differences import Inner, Slopes, slopes, solve_inner
@@ -88,9 +88,9 @@ def _series(population: Population, x: PyTree, y: PyTree, step: Array, *, terms:
     return implicit_with(population, x, y, v).hypergradient
 
 
-@partial(jax.jit, static_argnames="indirect")
+@partial(jax.jit, static_argnames="implicit_term")
 def local_hypergradient(
-    each: Population, p: Array, x: PyTree, y: PyTree, *, indirect: Indirect = "inverse"
+    each: Population, p: Array, x: PyTree, y: PyTree, *, implicit_term: ImplicitTerm = "inverse"
 ) -> tuple[PyTree, Array]:
     """Σ p_i (∇x f_i − ∇²xy g_i v_i), as LFedNest's clients form it, and the number of clients whose system failed.
 
@@ -99,12 +99,12 @@ def local_hypergradient(
     """
 
     def own(one: Population) -> tuple[PyTree, Array]:
-        if indirect == "inverse":
+        if implicit_term == "inverse":
             implicit, system = implicit_by_cg(one, x, y, tolerance=CG_TOLERANCE)
             failed = (system.negative_curvature >= 0) | (system.residual > 1e3 * CG_TOLERANCE)
             return implicit.hypergradient, failed
         f_x, f_y = one.outer.gradients(x, y)
-        h = f_x if indirect == "none" else one.hypergradient(x, y, f_y)[0]
+        h = f_x if implicit_term == "none" else one.hypergradient(x, y, f_y)[0]
         return h, jnp.asarray(False)
 
     h, failed = lax.map(own, each)

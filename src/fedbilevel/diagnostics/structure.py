@@ -11,7 +11,7 @@ from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodel import Anatomy, Axis
+from fedbilevel.core.submodel import Axis, UnitLayout
 from fedbilevel.core.tree import PyTree, epsilon, split
 
 MOVE = 0.1  # of an array's root mean square: how far its entries are moved at random, so that no two are equal
@@ -53,7 +53,7 @@ def check_structure(
         raise ConfigurationError("problem.structure = None: there is nothing to check; give the problem a Structure")
     (x, x_fixed), (y, y_fixed) = split(x), split(y)
     problem = problem.with_fixed(x_fixed, y_fixed)
-    anatomy = Anatomy.of(structure, x, y)
+    unit_layout = UnitLayout.of(structure, x, y)
     rng = np.random.default_rng(key)
     moved = tuple(jax.tree.map(lambda leaf: _moved(leaf, rng), part) for part in (x, y))
     losses = {"outer": (jax.jit(problem.outer), outer_batch), "inner": (jax.jit(problem.inner), inner_batch)}
@@ -62,9 +62,9 @@ def check_structure(
     for name, value in size.items():
         require(np.isfinite(value), f"the {name} loss at (x, y) and near it", value, "finite")
     found = []
-    for group, units in anatomy.sizes.items():
+    for group, units in unit_layout.sizes.items():
         order = _derangement(units, rng)
-        permuted = [_permuted(anatomy, part, tree, group, order) for part, tree in zip("xy", moved, strict=True)]
+        permuted = [_permuted(unit_layout, part, tree, group, order) for part, tree in zip("xy", moved, strict=True)]
         for name, (loss, batch) in losses.items():
             after = float(loss(*permuted, batch))
             if not abs(after - float(before[name])) <= ROUNDING * epsilon(x, y, before[name]) * size[name]:
@@ -94,10 +94,10 @@ def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:
     return moved
 
 
-def _permuted(anatomy: Anatomy, part: str, tree: PyTree, group: str, order: np.ndarray) -> PyTree:
+def _permuted(unit_layout: UnitLayout, part: str, tree: PyTree, group: str, order: np.ndarray) -> PyTree:
     """x or y with the units of the group in that order."""
     leaves, shape = jax.tree.flatten(tree)
-    pairs = zip(leaves, anatomy.axes[part], strict=True)
+    pairs = zip(leaves, unit_layout.axes[part], strict=True)
     return jax.tree.unflatten(shape, [_reordered(leaf, axes, group, order) for leaf, axes in pairs])
 
 

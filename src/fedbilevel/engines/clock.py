@@ -97,7 +97,7 @@ class Clock:
             key=jax.random.key(self.seed),
         )
 
-    def never_there(self, clients: int) -> np.ndarray:
+    def never_available(self, clients: int) -> np.ndarray:
         """Ids of the clients that are never there."""
         lasts = self.pace(clients).lasts
         return np.zeros(0, int) if lasts is None else np.flatnonzero(lasts == 0)

@@ -18,11 +18,11 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.book import Book
 from fedbilevel.engines.clock import Clock, Now
+from fedbilevel.engines.round_costs import RoundCosts
 
 if TYPE_CHECKING:
-    from fedbilevel.engines.desk import Desk
+    from fedbilevel.engines.in_flight import InFlight
 
 
 class Carry(NamedTuple):
@@ -32,7 +32,7 @@ class Carry(NamedTuple):
     state: Any  # the server's
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
     now: Now  # of the clock, for engines that have one
-    desk: Desk | None = None  # who works on what, for asynchronous algorithms: see desk.py
+    queues: InFlight | None = None  # who works on what, for asynchronous algorithms: see in_flight.py
     own_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
 
 
@@ -41,7 +41,7 @@ class Progress(NamedTuple):
 
     carry: Carry
     rounds: int  # rounds that were done
-    books: Book  # leaves (rounds,)
+    books: RoundCosts  # leaves (rounds,)
 
 
 class Run(Protocol):
@@ -111,7 +111,7 @@ def check_there(clock: Clock, algorithm: Algorithm, population: int, cohort: int
     never there."""
     whole = not algorithm.needs_everyone or cohort == population
     require(whole, "cohort", cohort, f"None: {algorithm.label} needs all clients in every round")
-    away = clock.never_there(population)
+    away = clock.never_available(population)
     if not away.size:
         return
     some = "Clock.availability", f"0 for {away.size} of {population} clients"
@@ -122,19 +122,19 @@ def check_there(clock: Clock, algorithm: Algorithm, population: int, cohort: int
 
 
 def population_there(clock: Clock, clients: Clients) -> float:
-    """The number of clients that are ever there over the sum of their weights: see `book.normalise`."""
-    there = np.delete(clients.weights, clock.never_there(len(clients)))
+    """The number of clients that are ever there over the sum of their weights: see `round_costs.normalise`."""
+    there = np.delete(clients.weights, clock.never_available(len(clients)))
     return len(clients) if len(there) == len(clients) else len(there) / float(there.sum())
 
 
-def check_first(n: int, clock: Clock, population: int, max_staleness: int | None, desk: Desk | None) -> Desk:
+def check_first(n: int, clock: Clock, population: int, max_staleness: int | None, queues: InFlight | None) -> InFlight:
     """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
-    if desk is None:
+    if queues is None:
         raise ConfigurationError("a round asks fed.first: its algorithm has to have asynchronous = True")
-    there = population - clock.never_there(population).size
+    there = population - clock.never_available(population).size
     require(1 <= n <= there, "fed.first: n", n, f"1 to {there}, the number of clients that are ever there")
     require_count("fed.first: max_staleness", max_staleness, optional=True)
-    return desk
+    return queues
 
 
 def check_reply(reply: Reply, phase: str, fresh: object) -> None:

@@ -22,13 +22,13 @@ from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodel import Anatomy
+from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
-from fedbilevel.engines import book
+from fedbilevel.engines import round_costs
 from fedbilevel.engines.engine import check_reply
 from fedbilevel.engines.recorder import Recorder, record
 
-Cut = tuple[Anatomy, Mapping[str, int]]
+Cut = tuple[UnitLayout, Mapping[str, int]]
 """A capacity: where models can be cut, and how many units of each group are kept."""
 
 
@@ -54,7 +54,7 @@ DEARER = _names("cholesky fft householder_product io_callback pure_callback sort
 
 def flops_of_calls(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
-) -> dict[book.Call, int | None]:
+) -> dict[round_costs.Call, int | None]:
     """What one client computes to answer each exchange of a round, in the operations of `count`; None: not known.
 
     A round is traced, nothing is computed. Full batches count as many samples as the client with the most has, since
@@ -67,16 +67,16 @@ def flops_of_calls(
             larger number.
     """
     examples = tuple(_longest(rows) for rows in (clients.outer, clients.inner))
-    costs: dict[book.Call, int | None] = {}
+    costs: dict[round_costs.Call, int | None] = {}
     counter = partial(Counter, population=clients, cut=cut, costs=costs)
-    worked, over_batches = clients.local_steps is not None, problem.over_batches()
-    record(algorithm, over_batches, x, y, examples, worked, lambda *_: None, counter)
+    has_client_steps, over_batches = clients.local_steps is not None, problem.over_batches()
+    record(algorithm, over_batches, x, y, examples, has_client_steps, lambda *_: None, counter)
     return costs
 
 
 def known_flops(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
-) -> dict[book.Call, int] | None:
+) -> dict[round_costs.Call, int] | None:
     """`flops_of_calls` where all of them are known; else, and of clients whose samples are not here, None."""
     if not isinstance(clients, Clients):
         return None
@@ -92,7 +92,7 @@ class Counter(Recorder):
     """A `Fed` for tracing that enters what exchanges cost in a table."""
 
     def __init__(
-        self, *given: Any, population: Clients, cut: Sequence[Cut], costs: dict[book.Call, int | None]
+        self, *given: Any, population: Clients, cut: Sequence[Cut], costs: dict[round_costs.Call, int | None]
     ) -> None:
         super().__init__(*given)
         self.population, self.cut, self.costs = population, cut, costs
@@ -100,20 +100,22 @@ class Counter(Recorder):
         differ = steps is not None and np.min(steps) != np.max(steps)
         self.unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
 
-    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> book.Sums:
+    def asked(
+        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool
+    ) -> round_costs.Sums:
         name, message = self.algorithm.phase_name(phase), jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
         if not self.cut:
             reply = self.entered(name, client, message, key)
-        for anatomy, kept in self.cut:
+        for unit_layout, kept in self.cut:
             takes, gives = parts_of(phase)
             units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
-            part = jax.eval_shape(partial(anatomy.cut, takes), message, units)
+            part = jax.eval_shape(partial(unit_layout.cut, takes), message, units)
             reply = self.entered(name, client, part, key)
-            reply = reply._replace(update=jax.eval_shape(partial(anatomy.put, gives), reply.update, units))
+            reply = reply._replace(update=jax.eval_shape(partial(unit_layout.put, gives), reply.update, units))
         check_reply(reply, name, fresh)
         reply = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), reply)
-        return book.weigh(reply, client.weight, jnp.ones(()))
+        return round_costs.weigh(reply, client.weight, jnp.ones(()))
 
     def entered(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         """The reply's shapes, after its cost has been entered."""

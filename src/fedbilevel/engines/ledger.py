@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedbilevel.core.card import Card, Shown, counted, listed
-from fedbilevel.engines.book import PART, Book, Call
 from fedbilevel.engines.clock import TICK
+from fedbilevel.engines.round_costs import PART, Call, RoundCosts
 from fedbilevel.quoting import printable, require_object
 
 _KINDS = {
@@ -69,10 +69,10 @@ class Ledger(Shown):
                 raise ValueError(f"{name} of the ledger is {printable(repr(value))}, not {kind}")
         return made
 
-    def add(self, book: Book, rounds: int, costs: Mapping[Call, int | None] | None = None) -> None:
-        """Add a book whose leaves are (rounds,) arrays or scalars; `costs`: what a client's answer costs, in flops."""
+    def add(self, round_costs: RoundCosts, rounds: int, costs: Mapping[Call, int | None] | None = None) -> None:
+        """Add the costs of some rounds, leaves (rounds,) or scalars; `costs`: what a client's reply costs, in flops."""
         self.rounds += rounds
-        for (phase, down, up), calls in book.calls.items():
+        for (phase, down, up), calls in round_costs.calls.items():
             count, asked, answered = (_total(number) for number in calls)
             self.exchanges += count
             self.bytes_down += asked * down
@@ -82,11 +82,14 @@ class Ledger(Shown):
             self.flops = None if self.flops is None or cost is None else self.flops + answered * cost
             if count:
                 self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
-        if book.privacy is not None:
-            self.epsilon, self.delta = max(self.epsilon, book.privacy[0]), max(self.delta, book.privacy[1])
-        self.gradients += _total(book.gradients)
-        self.products += _total(book.products)
-        whole, rest = np.asarray(book.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
+        if round_costs.privacy is not None:
+            self.epsilon, self.delta = (
+                max(self.epsilon, round_costs.privacy[0]),
+                max(self.delta, round_costs.privacy[1]),
+            )
+        self.gradients += _total(round_costs.gradients)
+        self.products += _total(round_costs.products)
+        whole, rest = np.asarray(round_costs.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
         self.ticks += int(whole) * PART + int(rest)
 
     def card(self) -> Card:

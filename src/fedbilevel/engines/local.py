@@ -21,18 +21,18 @@ from fedbilevel.core.errors import diverged, require, require_count
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines import hosts
-from fedbilevel.engines.book import Book
 from fedbilevel.engines.clock import Clock, Pace
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.desk import nonfinite_answers, with_tables
 from fedbilevel.engines.engine import Carry, Progress, check_here, check_there, population_there
+from fedbilevel.engines.in_flight import nonfinite_answers, with_tables
 from fedbilevel.engines.leaving import exchange
 from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Members, Underway
 from fedbilevel.engines.reference import ReferenceRun
+from fedbilevel.engines.round_costs import RoundCosts
 from fedbilevel.engines.shares import Shares
 from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, local, replicate
 from fedbilevel.engines.submodel_fed import SubmodelFed, chunk_of
-from fedbilevel.engines.submodels import Cutting, Submodels
+from fedbilevel.engines.submodels import SubmodelPlan, Submodels
 
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
 
@@ -84,7 +84,7 @@ class Local:
         share = -(-cohort // (self.devices * processes))  # clients per device, rounded up
         lumpy = shares is not None and cohort < len(clients)
         chunk = min(self.chunk or default_chunk(carry.state, clients, share, lumpy), share)
-        away = self.clock.never_there(len(clients))
+        away = self.clock.never_available(len(clients))
         layout = Layout(
             problem=problem.over_batches(),
             population=len(clients),
@@ -94,15 +94,15 @@ class Local:
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
             inner_longest=int(clients.inner.size.max()),
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
-            worked=clients.local_steps is not None,
+            has_client_steps=clients.local_steps is not None,
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,
             clock=self.clock,
             there=population_there(self.clock, clients),
             shares=shares,
-            cutting=Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y, away),
+            submodel_plan=SubmodelPlan.of(algorithm, problem, clients, carry.state.x, carry.state.y, away),
         )
-        require(not (shares and layout.cutting), "Clients.capacity", "given", "None with several processes")
+        require(not (shares and layout.submodel_plan), "Clients.capacity", "given", "None with several processes")
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
         together = not algorithm.asynchronous or not (stream or shares)
         how = "streamed samples" if stream else "several processes"
@@ -188,7 +188,7 @@ class LocalRun:
         self.compile_seconds = time.perf_counter() - began
         return program
 
-    def rounds(self, carry: Carry, count: Array, inputs: Inputs) -> tuple[Carry, Array, Book, Array]:
+    def rounds(self, carry: Carry, count: Array, inputs: Inputs) -> tuple[Carry, Array, RoundCosts, Array]:
         """Up to `count` rounds, fewer where the algorithm has finished; stops before committing a state not finite.
 
         The trip count is an argument, so that the same program, hence the same bits, serve any partition of a run.
@@ -197,28 +197,28 @@ class LocalRun:
         books = jax.tree.map(lambda s: jnp.zeros((self.source.rounds_per_call, *s.shape), s.dtype), shapes[0])
         finite = jnp.ones(shapes[1].shape, bool)
 
-        def unfinished(loop: tuple[Carry, Array, Book, Array]) -> Array:
+        def unfinished(loop: tuple[Carry, Array, RoundCosts, Array]) -> Array:
             return (loop[1] < count) & jnp.all(loop[3]) & jnp.logical_not(inputs.algorithm.finished(loop[0].state))
 
-        def step(loop: tuple[Carry, Array, Book, Array]) -> tuple[Carry, Array, Book, Array]:
+        def step(loop: tuple[Carry, Array, RoundCosts, Array]) -> tuple[Carry, Array, RoundCosts, Array]:
             carry, done, books, _ = loop
             new, entry, finite = self.one_round(carry, inputs)
             good = jnp.all(finite)
-            kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry) if new.desk is None else new
+            kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry) if new.queues is None else new
             books = jax.tree.map(lambda all_, one: all_.at[done].set(one), books, entry)
             return kept, done + good, books, finite
 
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), books, finite))
 
-    def one_round(self, carry: Carry, inputs: Inputs) -> tuple[Carry, Book, Array]:
-        """One round, its book, and whether each floating leaf of the new state and each metric is finite."""
+    def one_round(self, carry: Carry, inputs: Inputs) -> tuple[Carry, RoundCosts, Array]:
+        """One round, its costs, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.cohort(keys, inputs)
-        if self.layout.cutting:  # whose clients keep nothing
+        if self.layout.submodel_plan:  # whose clients keep nothing
             underway = Underway(None, carry.now, None)
         elif self.asynchronous:  # everyone, in order: what clients keep is not moved about
             pad = partial(padded, extra=members.id.shape[0] - len(self.clients))
-            underway = Underway(pad(carry.clients), carry.now, with_tables(carry.desk, pad))
+            underway = Underway(pad(carry.clients), carry.now, with_tables(carry.queues, pad))
         else:
             states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
             underway = Underway(states, carry.now, None)
@@ -235,20 +235,20 @@ class LocalRun:
             round, keys = now
             given = self.layout, algorithm, inputs.data, inputs.pace, members, underway
             draw = partial(self.fresh, keys, inputs)
-            if self.layout.cutting is None:
+            if self.layout.submodel_plan is None:
                 fed = LocalFed(*given, draw)
             else:
-                held = Submodels(self.layout.cutting, algorithm, inputs.key, round, state.x, state.y)
+                held = Submodels(self.layout.submodel_plan, algorithm, inputs.key, round, state.x, state.y)
                 fed = SubmodelFed(*given, draw, held)
             state = algorithm.round(fed, state, keys.algorithm)
-            return state, fed.underway, fed.told()
+            return state, fed.underway, fed.total_costs()
 
         if self.mesh:
             spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
             held: Any = PartitionSpec(HOST) if self.layout.shares else same  # the samples
             inputs_are: Any = Inputs._make((same, held, same, same, same, same))
             desk_is = with_tables(
-                jax.tree.map(lambda _: same, carry.desk), lambda table: jax.tree.map(lambda _: spread, table)
+                jax.tree.map(lambda _: same, carry.queues), lambda table: jax.tree.map(lambda _: spread, table)
             )
             underway_is: Any = Underway._make((spread, same, desk_is))
             play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
@@ -258,17 +258,17 @@ class LocalRun:
                 out_specs=(same, underway_is, same),
                 check_vma=False,
             )
-        state, underway, book = play(members, underway, algorithm, carry.state, (carry.round, keys), inputs)
+        state, underway, round_costs = play(members, underway, algorithm, carry.state, (carry.round, keys), inputs)
         # the places that pad the cohort are dropped here
         if self.asynchronous:
             cut = partial(jax.tree.map, lambda leaf: leaf[: len(self.clients)])
-            clients, desk = cut(underway.states), with_tables(underway.desk, cut)
+            clients, queues = cut(underway.states), with_tables(underway.queues, cut)
         else:
             clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, underway.states)
-            desk = None
+            queues = None
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
-        flags += [jnp.isfinite(book.metrics[name][0]) for name in sorted(book.metrics)]
-        return Carry(carry.round + 1, state, clients, underway.now, desk, carry.own_x), book, jnp.stack(flags)
+        flags += [jnp.isfinite(round_costs.metrics[name][0]) for name in sorted(round_costs.metrics)]
+        return Carry(carry.round + 1, state, clients, underway.now, queues, carry.own_x), round_costs, jnp.stack(flags)
 
     def fresh(self, keys: RoundKeys, inputs: Inputs, number: Array | int) -> Members:
         """This device's share of the round's fresh cohort of that number."""
@@ -304,14 +304,18 @@ class LocalRun:
             where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))
             members = jax.tree.map(lambda column: column[member], members)
             return ids, where, members._replace(counts=members.counts * taken)
-        if cutting := self.layout.cutting:
-            return ids, slice(size), tuple(self.of_class(members, number) for number in range(len(cutting.places)))
+        if submodel_plan := self.layout.submodel_plan:
+            return (
+                ids,
+                slice(size),
+                tuple(self.of_class(members, number) for number in range(len(submodel_plan.places))),
+            )
         return ids, slice(size), self.in_chunks(members, self.layout.chunk)
 
     def of_class(self, members: Members, number: int) -> Members:
         """Places for as many of a cohort as that class of capacity may have there, and those who are, first."""
-        assert self.layout.cutting is not None
-        places = min(self.layout.cohort, self.layout.cutting.places[number])
+        assert self.layout.submodel_plan is not None
+        places = min(self.layout.cohort, self.layout.submodel_plan.places[number])
         order = jnp.argsort(members.number != number, stable=True)[:places]
         members = jax.tree.map(lambda column: column[order], members)
         members = members._replace(counts=members.counts * (members.number == number))
@@ -333,11 +337,11 @@ class LocalRun:
         names += [f"phase {phase}: {metric}" for phase, metric in metrics]
         bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
         algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process plays it all by itself
-        if carry.desk is not None:  # what clients kept is gone with the round; their answers are still on the desk
-            bad += "".join(f"; {name}" for name in nonfinite_answers(carry.desk))
+        if carry.queues is not None:  # what clients kept is gone with the round; their answers are still on the queues
+            bad += "".join(f"; {name}" for name in nonfinite_answers(carry.queues))
         else:
-            clock, cutting = self.layout.clock, self.layout.cutting
-            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, cutting)
+            clock, submodel_plan = self.layout.clock, self.layout.submodel_plan
+            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
             replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
         raise diverged(f"round {round}, ", bad)
 

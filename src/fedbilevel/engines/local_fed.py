@@ -15,14 +15,13 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import book
-from fedbilevel.engines import desk as desks
+from fedbilevel.engines import in_flight, round_costs
 from fedbilevel.engines.clock import Clock, Now, Pace
-from fedbilevel.engines.desk import Desk
 from fedbilevel.engines.engine import check_first, check_reply
+from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.rows import Rows
 from fedbilevel.engines.shares import Shares
-from fedbilevel.engines.submodels import Cutting
+from fedbilevel.engines.submodels import SubmodelPlan
 
 AXIS = "clients"
 HOST = "hosts"  # the mesh's axis over processes, where there are several
@@ -39,7 +38,7 @@ class Members(NamedTuple):
     inner_size: Any
     work: Any
     counts: Any  # 1, or 0 for a place that only pads the cohort to a multiple of the chunk
-    number: Any = None  # where clients have capacities: the class of its own, and its rank there (see Cutting)
+    number: Any = None  # where clients have capacities: the class of its own, and its rank there (see SubmodelPlan)
     rank: Any = None
 
 
@@ -77,13 +76,13 @@ class Layout:
     outer_equal: bool
     inner_longest: int
     inner_equal: bool
-    worked: bool  # whether the population says how many local steps each client makes
+    has_client_steps: bool  # whether the population says how many local steps each client makes
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
     clock: Clock
     there: float  # see `population_there`
     shares: Shares | None = None  # of several processes
-    cutting: Cutting | None = None  # where clients hold submodels
+    submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
     ask: Ask = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +93,7 @@ Draw = Callable[[Array | int], Members]
 """Number of a fresh cohort -> its members on this device."""
 
 
-Answer = Callable[[Members, PyTree], tuple[book.Sums, PyTree]]
+Answer = Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]]
 """(a client, its state) -> its weighted answer and its next state."""
 
 
@@ -103,7 +102,7 @@ class Underway(NamedTuple):
 
     states: PyTree  # of this device's members
     now: Now
-    desk: Desk | None  # its tables are of this device's members, the rest is of everyone
+    queues: InFlight | None  # its tables are of this device's members, the rest is of everyone
 
 
 class LocalFed:
@@ -122,8 +121,8 @@ class LocalFed:
         self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
         self.members, self.underway, self.draw = members, underway, draw
         self.problem = layout.problem
-        self.worked, self.sampled = layout.worked, layout.cohort < layout.population
-        self.book = book.empty()
+        self.has_client_steps, self.sampled = layout.has_client_steps, layout.cohort < layout.population
+        self.round_costs = round_costs.empty()
 
     def mean(
         self,
@@ -136,7 +135,7 @@ class LocalFed:
     ) -> PyTree:
         name, answer = self.question(phase, message, key, fresh)
 
-        def one(member: Members, state: PyTree) -> tuple[book.Sums, tuple[PyTree, Any]]:
+        def one(member: Members, state: PyTree) -> tuple[round_costs.Sums, tuple[PyTree, Any]]:
             sums, kept = answer(member, state)
             return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.products)
 
@@ -151,8 +150,8 @@ class LocalFed:
             sums = lax.psum(sums, self.layout.axis)
         ticks = self.wait_for(members, units)
         asked = self.layout.cohort if self.pace.lasts is None else sums.responders
-        self.book = book.merge(self.book, book.entry(name, message, sums, asked, ticks))
-        return book.normalise(sums, self.layout.there, unbiased)
+        self.round_costs = round_costs.merge(self.round_costs, round_costs.entry(name, message, sums, asked, ticks))
+        return round_costs.normalise(sums, self.layout.there, unbiased)
 
     def first(
         self,
@@ -163,30 +162,32 @@ class LocalFed:
         *,
         max_staleness: int | None = None,
     ) -> PyTree:
-        desk = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.desk)
+        queues = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.queues)
         name, answer = self.question(phase, message, key, None)
         rows = self.rows(n)
         units = self.units(answer) if self.pace.compute is not None else 0
-        plan = desks.first(desk, self.pace, self.underway.now, name, n, units, max_staleness)
+        plan = in_flight.first(queues, self.pace, self.underway.now, name, n, units, max_staleness)
         table, states = rows.update(
-            rows.here(plan.asked), answer, self.members, (desk.lanes[name].answers, self.underway.states)
+            rows.here(plan.asked), answer, self.members, (queues.lanes[name].answers, self.underway.states)
         )
-        desk = desks.handed_in(desks.written(desk, name, table), plan, rows.total)
-        desk, total, age = desks.counted(desk, plan, name, rows.total)
-        self.underway = Underway(states, self.underway.now.later(self.pace, plan.ticks), desk)
-        self.book = book.merge(self.book, book.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age))
+        queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
+        queues, total, age = in_flight.counted(queues, plan, name, rows.total)
+        self.underway = Underway(states, self.underway.now.later(self.pace, plan.ticks), queues)
+        self.round_costs = round_costs.merge(
+            self.round_costs, round_costs.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
+        )
         return total.update
 
     def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Answer]:
         """A phase's name, and what asks it of a client."""
         name = self.algorithm.phase_name(phase)
 
-        def answer(member: Members, state: PyTree) -> tuple[book.Sums, PyTree]:
+        def answer(member: Members, state: PyTree) -> tuple[round_costs.Sums, PyTree]:
             own = self.client(member, state), message, jax.random.fold_in(key, member.id)
             reply = self.layout.ask(name, self.algorithm, *own)
             check_reply(reply, name, fresh)
             kept = state if reply.state is None else reply.state
-            answered = book.weigh(reply, member.weight, member.counts), kept
+            answered = round_costs.weigh(reply, member.weight, member.counts), kept
             if self.pace.lasts is None:
                 return answered
             nothing = jax.tree.map(jnp.zeros_like, answered[0]), state  # from those who are never there
@@ -196,15 +197,15 @@ class LocalFed:
 
     def wait_for(self, members: Members, units: Any) -> Array:
         """Let the time pass that these clients need, all of them; the ticks that it takes."""
-        pace, (states, now, desk) = self.pace, self.underway
-        if desk is None:
+        pace, (states, now, queues) = self.pace, self.underway
+        if queues is None:
             needed = pace.waits(now, members.id) + pace.durations(now, members.id, units)
             ticks = jnp.max(jnp.where(members.counts > 0, needed, 0))
             ticks = lax.pmax(ticks, self.layout.axis) if self.layout.axis else ticks
         else:
-            plan = desks.everyone(desk, pace, now, 0 if units is None else self.of_all(units))
-            ticks, desk = plan.ticks, desks.handed_in(desk, plan, self.rows(self.layout.population).total)
-        self.underway = Underway(states, now.later(pace, ticks), desk)
+            plan = in_flight.everyone(queues, pace, now, 0 if units is None else self.of_all(units))
+            ticks, queues = plan.ticks, in_flight.handed_in(queues, plan, self.rows(self.layout.population).total)
+        self.underway = Underway(states, now.later(pace, ticks), queues)
         return ticks
 
     def units(self, answer: Answer) -> Array:
@@ -222,7 +223,7 @@ class LocalFed:
         return all_[: self.layout.population]
 
     def rows(self, n: int) -> Rows:
-        """The rows of the desk's tables on this device, in blocks that suit exchanges of n answers."""
+        """The rows of the queues' tables on this device, in blocks that suit exchanges of n answers."""
         mine = self.members.id.shape[0]
         devices = -(-self.layout.population // mine)
         first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0
@@ -237,16 +238,18 @@ class LocalFed:
         *,
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
-        def once(i: Array | int, carry: PyTree, underway: Underway) -> tuple[PyTree, Underway, book.Book]:
+        def once(i: Array | int, carry: PyTree, underway: Underway) -> tuple[PyTree, Underway, round_costs.RoundCosts]:
             fed = self.again(underway)
             carry = body(fed, carry, jax.random.fold_in(key, i))
-            return carry, fed.underway, fed.book
+            return carry, fed.underway, fed.round_costs
 
-        def unfinished(loop: tuple[Array, PyTree, Underway, book.Book]) -> Array:
+        def unfinished(loop: tuple[Array, PyTree, Underway, round_costs.RoundCosts]) -> Array:
             i, carry, *_ = loop
             return i < n if until is None else (i < n) & ~until(carry)
 
-        def step(loop: tuple[Array, PyTree, Underway, book.Book]) -> tuple[Array, PyTree, Underway, book.Book]:
+        def step(
+            loop: tuple[Array, PyTree, Underway, round_costs.RoundCosts],
+        ) -> tuple[Array, PyTree, Underway, round_costs.RoundCosts]:
             i, carry, underway, total = loop
             carry, underway, new = once(i, carry, underway)
             return i + 1, carry, underway, jax.tree.map(jnp.add, total, new)
@@ -255,15 +258,15 @@ class LocalFed:
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         start = (jnp.zeros((), jnp.int32), carry, self.underway, zero)
         _, carry, self.underway, total = lax.while_loop(unfinished, step, start)
-        self.book = book.merge(self.book, total)
+        self.round_costs = round_costs.merge(self.round_costs, total)
         return carry
 
-    def told(self) -> book.Book:
-        """The book at the end of the round."""
-        return self.book
+    def total_costs(self) -> round_costs.RoundCosts:
+        """The costs of the round, at its end."""
+        return self.round_costs
 
     def again(self, underway: Underway) -> LocalFed:
-        """The same round further on, with an empty book."""
+        """The same round further on, with no costs yet."""
         return LocalFed(self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw)
 
     def client(self, member: Members, state: PyTree) -> Client:
@@ -292,12 +295,12 @@ class LocalFed:
 
 
 def sum_over_clients(
-    one: Callable[[Members, PyTree], tuple[book.Sums, PyTree]],
+    one: Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]],
     members: Members,
     states: PyTree,
     chunk: int,
     gaps: bool = False,
-) -> tuple[book.Sums, PyTree]:
+) -> tuple[round_costs.Sums, PyTree]:
     """Σ of `one` over clients, `chunk` of them vectorised at a time, and what else it gives of each, in order.
 
     With `gaps`, chunks in which nobody counts are left out: their states stay, of the rest there are zeros. `one` gives
@@ -308,11 +311,11 @@ def sum_over_clients(
         return _vectorised(one, members, states)
     blocks = jax.tree.map(lambda a: a.reshape(count // chunk, chunk, *a.shape[1:]), (members, states))
 
-    def play(total: book.Sums, inputs: tuple[Members, PyTree]) -> tuple[book.Sums, PyTree]:
+    def play(total: round_costs.Sums, inputs: tuple[Members, PyTree]) -> tuple[round_costs.Sums, PyTree]:
         sums, new = _vectorised(one, *inputs)
         return jax.tree.map(jnp.add, total, sums), new
 
-    def block(total: book.Sums, inputs: tuple[Members, PyTree]) -> tuple[book.Sums, PyTree]:
+    def block(total: round_costs.Sums, inputs: tuple[Members, PyTree]) -> tuple[round_costs.Sums, PyTree]:
         if not gaps:
             return play(total, inputs)
         counts = inputs[0].counts
@@ -326,8 +329,8 @@ def sum_over_clients(
 
 
 def _vectorised(
-    one: Callable[[Members, PyTree], tuple[book.Sums, PyTree]], members: Members, states: PyTree
-) -> tuple[book.Sums, PyTree]:
+    one: Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]], members: Members, states: PyTree
+) -> tuple[round_costs.Sums, PyTree]:
     if members.id.shape[0] == 1:  # a batch axis of one would only hide matrix products from the compiler
         sums, new = one(*jax.tree.map(lambda a: a[0], (members, states)))
         return sums, jax.tree.map(lambda a: a[None], new)

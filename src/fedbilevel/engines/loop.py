@@ -32,7 +32,6 @@ from fedbilevel.core.own_x import joined
 from fedbilevel.core.tree import join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import hosts
-from fedbilevel.engines.book import Call
 from fedbilevel.engines.engine import Carry, Run
 from fedbilevel.engines.evaluation import Evaluation
 from fedbilevel.engines.fingerprint import Fingerprint
@@ -40,6 +39,7 @@ from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.leaving import LostProcess
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.result import Callback, Result
+from fedbilevel.engines.round_costs import Call
 from fedbilevel.engines.source import local
 from fedbilevel.quoting import require_object
 
@@ -121,12 +121,12 @@ class Loop:
     def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
         """Some rounds, their costs and losses noted; the speed they had."""
         began, compiling = time.perf_counter(), run.compile_seconds
-        carry, done, book = run.advance(carry, rounds)
+        carry, done, round_costs = run.advance(carry, rounds)
         self.listen(local(carry.state), int(carry.round) - done)
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
-        self.ledger.add(book, done, self.costs)
-        for (_, name), (total, weight) in book.metrics.items():
+        self.ledger.add(round_costs, done, self.costs)
+        for (_, name), (total, weight) in round_costs.metrics.items():
             means = np.asarray(total, float) / np.asarray(weight, float)
             self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9)

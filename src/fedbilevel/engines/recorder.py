@@ -16,7 +16,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import book
+from fedbilevel.engines import round_costs
 from fedbilevel.engines.engine import check_reply
 
 Note = Callable[[str, PyTree, Reply, bool], None]
@@ -29,7 +29,7 @@ def record(
     x: PyTree,
     y: PyTree,
     examples: tuple[PyTree, PyTree],
-    worked: bool,
+    has_client_steps: bool,
     note: Note,
     recorder: Callable[..., Recorder] | None = None,
 ) -> None:
@@ -38,7 +38,7 @@ def record(
     Args:
         x, y: the variables where the run starts; only shapes matter.
         examples: one sample of each loss, as `RemoteClients.examples` gives them.
-        worked: whether the population says how many local steps a client makes.
+        has_client_steps: whether the population says how many local steps a client makes.
         recorder: what to make instead of a Recorder.
     """
     kept = algorithm.client_state(problem, x, y)
@@ -46,7 +46,9 @@ def record(
     def round(number: Array, x: PyTree, y: PyTree, kept: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
         now = at(algorithm, number)
         return now.round(
-            (recorder or Recorder)(now, problem, worked, kept, examples, note), now.init(server_x(problem, x), y), key
+            (recorder or Recorder)(now, problem, has_client_steps, kept, examples, note),
+            now.init(server_x(problem, x), y),
+            key,
         )
 
     jax.eval_shape(round, jnp.zeros((), jnp.int32), x, y, kept, examples, jax.random.key(0))
@@ -59,12 +61,12 @@ class Recorder:
         self,
         algorithm: Algorithm,
         problem: Problem,
-        worked: bool,
+        has_client_steps: bool,
         state: PyTree,
         examples: tuple[PyTree, PyTree],
         note: Note,
     ) -> None:
-        self.algorithm, self.problem, self.worked, self.sampled = algorithm, problem, worked, False
+        self.algorithm, self.problem, self.has_client_steps, self.sampled = algorithm, problem, has_client_steps, False
         self.state, self.examples, self.note = state, examples, note
 
     def mean(
@@ -76,7 +78,7 @@ class Recorder:
         unbiased: bool = False,
         fresh: int | Array | None = None,
     ) -> PyTree:
-        return book.normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
+        return round_costs.normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
 
     def first(
         self,
@@ -89,14 +91,16 @@ class Recorder:
     ) -> PyTree:
         return self.asked(phase, message, key, None, early=True).update
 
-    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> book.Sums:
+    def asked(
+        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool
+    ) -> round_costs.Sums:
         name = self.algorithm.phase_name(phase)
         message = jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
         reply = self.algorithm.run_phase(name, client, message, key)
         check_reply(reply, name, fresh)
         self.note(name, message, reply, early)
-        return book.weigh(reply, client.weight, jnp.ones(()))
+        return round_costs.weigh(reply, client.weight, jnp.ones(()))
 
     def repeat(
         self,
@@ -111,5 +115,5 @@ class Recorder:
 
     def client(self, state: PyTree) -> Client:
         outer, inner = (Samples(one, jnp.asarray(0), jnp.asarray(1), 1, True) for one in self.examples)
-        work = jnp.asarray(1, jnp.int32) if self.worked else None
+        work = jnp.asarray(1, jnp.int32) if self.has_client_steps else None
         return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)

@@ -18,8 +18,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
-from fedbilevel.engines import book
-from fedbilevel.engines import desk as desks
+from fedbilevel.engines import in_flight, round_costs
 from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.engine import (
@@ -32,10 +31,10 @@ from fedbilevel.engines.engine import (
     loop,
     population_there,
 )
-from fedbilevel.engines.submodels import Cutting, Submodels, covered, put_back
+from fedbilevel.engines.submodels import SubmodelPlan, Submodels, covered, put_back
 
-Ask = Callable[[int, Array | None], tuple[book.Sums, Reply]]
-Whole = Callable[[book.Sums], book.Sums]
+Ask = Callable[[int, Array | None], tuple[round_costs.Sums, Reply]]
+Whole = Callable[[round_costs.Sums], round_costs.Sums]
 
 
 class ReferenceFed:
@@ -43,11 +42,11 @@ class ReferenceFed:
 
     def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry):
         self.run, self.algorithm, self.keys = run, algorithm, keys
-        self.round, self.states, self.now, self.desk = int(carry.round), carry.clients, carry.now, carry.desk
+        self.round, self.states, self.now, self.queues = int(carry.round), carry.clients, carry.now, carry.queues
         self.problem = run.problem
-        self.worked, self.sampled = run.clients.local_steps is not None, run.cohort < len(run.clients)
+        self.has_client_steps, self.sampled = run.clients.local_steps is not None, run.cohort < len(run.clients)
         self.own = self.cohort(keys)
-        self.book = book.empty()
+        self.round_costs = round_costs.empty()
 
     def mean(
         self,
@@ -67,13 +66,15 @@ class ReferenceFed:
             part, whole = self.portion(phase, message, i)
             name, ask = self.question(phase, part, key, fresh)
             sums = self.answer(ask, name, i, None if works is None else works[place], fresh is None)
-            self.book = book.merge(self.book, book.entry(name, part, sums, 1, exchanges=int(not asked)))
+            self.round_costs = round_costs.merge(
+                self.round_costs, round_costs.entry(name, part, sums, 1, exchanges=int(not asked))
+            )
             spent.append(sums.gradients + sums.products)
             asked.append(i)
             totals.append(whole(sums))
         ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
-        self.book = self.book._replace(time=self.book.time + book.in_parts(ticks))
-        return book.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
+        self.round_costs = self.round_costs._replace(time=self.round_costs.time + round_costs.in_parts(ticks))
+        return round_costs.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
 
     def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, Whole]:
         """What of a message client i is sent, and how its answer becomes one to the whole message."""
@@ -89,39 +90,41 @@ class ReferenceFed:
         max_staleness: int | None = None,
     ) -> PyTree:
         count = len(self.run.clients)
-        desk = check_first(n, self.run.clock, count, max_staleness, self.desk)
+        queues = check_first(n, self.run.clock, count, max_staleness, self.queues)
         name, ask = self.question(phase, message, key, None)
         _, works = self.own
-        number, table = desk.number(name), desk.lanes[name].answers
+        number, table = queues.number(name), queues.lanes[name].answers
         units = jnp.zeros(count, jnp.int32)
         if self.run.pace.compute is not None:
-            idle = [i for i in range(count) if desk.kind[i] != number]
+            idle = [i for i in range(count) if queues.kind[i] != number]
             spent = {i: ask(i, None if works is None else works[i])[0] for i in idle}
             units = jnp.array([spent[i].gradients + spent[i].products if i in spent else 0 for i in range(count)])
-        plan = desks.first(desk, self.run.pace, self.now, name, n, units, max_staleness)
+        plan = in_flight.first(queues, self.run.pace, self.now, name, n, units, max_staleness)
         for i in np.flatnonzero(plan.asked).tolist():
             sums = self.answer(ask, name, i, None if works is None else works[i], True)
             table = jax.tree.map(lambda rows, new, i=i: rows.at[i].set(new), table, sums)
-        desk = desks.handed_in(desks.written(desk, name, table), plan, total_of)
-        self.desk, total, age = desks.counted(desk, plan, name, total_of)
+        queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
+        self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
         self.now = self.now.later(self.run.pace, plan.ticks)
-        self.book = book.merge(self.book, book.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age))
+        self.round_costs = round_costs.merge(
+            self.round_costs, round_costs.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
+        )
         return total.update
 
     def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Ask]:
         """A phase's name, and what asks it of client i, who is to work so much."""
         name = self.algorithm.phase_name(phase)
 
-        def ask(i: int, work: Array | None) -> tuple[book.Sums, Reply]:
+        def ask(i: int, work: Array | None) -> tuple[round_costs.Sums, Reply]:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
             client = self.client(i, work, state)
             reply = self.algorithm.run_phase(name, client, message, jax.random.fold_in(key, i))
             check_reply(reply, name, fresh)
-            return book.weigh(reply, client.weight, jnp.ones(())), reply
+            return round_costs.weigh(reply, client.weight, jnp.ones(())), reply
 
         return name, ask
 
-    def answer(self, ask: Ask, name: str, i: int, work: Array | None, keep: bool) -> book.Sums:
+    def answer(self, ask: Ask, name: str, i: int, work: Array | None, keep: bool) -> round_costs.Sums:
         """What client i answers, weighted and checked; its own new state is kept."""
         sums, reply = ask(i, work)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
@@ -134,12 +137,12 @@ class ReferenceFed:
     def wait_for(self, ids: Array, units: Array) -> Array:
         """Let the time pass that these clients need, all of them; the ticks that it takes."""
         pace = self.run.pace
-        if self.desk is None:
+        if self.queues is None:
             ticks = jnp.max(pace.waits(self.now, ids) + pace.durations(self.now, ids, units))
         else:
             every = jnp.zeros(len(self.run.clients), jnp.int32).at[ids].set(units)
-            plan = desks.everyone(self.desk, pace, self.now, every)
-            ticks, self.desk = plan.ticks, desks.handed_in(self.desk, plan, total_of)
+            plan = in_flight.everyone(self.queues, pace, self.now, every)
+            ticks, self.queues = plan.ticks, in_flight.handed_in(self.queues, plan, total_of)
         self.now = self.now.later(pace, ticks)
         return ticks
 
@@ -154,9 +157,9 @@ class ReferenceFed:
     ) -> PyTree:
         return loop(self, n, body, carry, key, until)
 
-    def told(self) -> book.Book:
-        """The book at the end of the round."""
-        return self.book
+    def total_costs(self) -> round_costs.RoundCosts:
+        """The costs of the round, at its end."""
+        return self.round_costs
 
     def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
         """Who is asked, and how much each one works."""
@@ -182,19 +185,19 @@ class SubmodelReferenceFed(ReferenceFed):
 
     def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry, held: Submodels):
         super().__init__(run, algorithm, keys, carry)
-        self.held, self.anatomy = held, held.anatomy
+        self.held, self.unit_layout = held, held.unit_layout
 
     def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, Whole]:
         (takes, gives), units = parts_of(phase), self.units(i)
-        return self.anatomy.cut(takes, message, units), lambda sums: put_back(self.anatomy, gives, sums, units)
+        return self.unit_layout.cut(takes, message, units), lambda sums: put_back(self.unit_layout, gives, sums, units)
 
     def units(self, i: int) -> Units:
-        cutting = self.held.cutting
-        return self.held.units(int(cutting.number[i]), i, int(cutting.rank[i]))
+        submodel_plan = self.held.submodel_plan
+        return self.held.units(int(submodel_plan.number[i]), i, int(submodel_plan.rank[i]))
 
-    def told(self) -> book.Book:
+    def total_costs(self) -> round_costs.RoundCosts:
         there = [(i, jnp.asarray(self.run.pace.ever(i), float)) for i in self.own[0].tolist()]
-        return covered(self.book, [self.held.held(self.units(i), counts) for i, counts in there])
+        return covered(self.round_costs, [self.held.held(self.units(i), counts) for i, counts in there])
 
 
 @dataclass
@@ -205,7 +208,7 @@ class ReferenceRun:
     cohort: int
     key: Array
     clock: Clock
-    cutting: Cutting | None = None
+    submodel_plan: SubmodelPlan | None = None
     compile_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -217,21 +220,21 @@ class ReferenceRun:
         for round in range(int(carry.round), int(carry.round) + rounds):
             keys = round_keys(self.key, round)
             algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
-            if self.cutting is None:
+            if self.submodel_plan is None:
                 fed = ReferenceFed(self, algorithm, keys, carry)
             else:
-                given = self.cutting, algorithm, self.key, carry.round, carry.state.x, carry.state.y
+                given = self.submodel_plan, algorithm, self.key, carry.round, carry.state.x, carry.state.y
                 fed = SubmodelReferenceFed(self, algorithm, keys, carry, Submodels(*given))
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
                 state = algorithm.round(fed, carry.state, keys.algorithm)
-                fed.book = fed.told()
+                fed.round_costs = fed.total_costs()
             if bad := nonfinite_leaves(state):
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))
-            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.desk, carry.own_x)
-            books.append(fed.book)
+            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.queues, carry.own_x)
+            books.append(fed.round_costs)
             if algorithm.finished(state):
                 break
-        return Progress(carry, len(books), book.stack(books))
+        return Progress(carry, len(books), round_costs.stack(books))
 
     def close(self) -> None:
         pass
@@ -252,15 +255,15 @@ class Reference:
     ) -> ReferenceRun:
         check_here(clients)
         check_there(self.clock, algorithm, len(clients), cohort)
-        away = self.clock.never_there(len(clients))
-        cutting = Cutting.of(algorithm, problem, clients, carry.state.x, carry.state.y, away)
-        return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, cutting)
+        away = self.clock.never_available(len(clients))
+        submodel_plan = SubmodelPlan.of(algorithm, problem, clients, carry.state.x, carry.state.y, away)
+        return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, submodel_plan)
 
 
-def total_of(table: book.Sums, asked: Array, who: Array) -> tuple[book.Sums, Array]:
-    """Σ of rows, and of weight·asked: see `desks.Total`."""
+def total_of(table: round_costs.Sums, asked: Array, who: Array) -> tuple[round_costs.Sums, Array]:
+    """Σ of rows, and of weight·asked: see `in_flight.Total`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
-    total: tuple[book.Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
+    total: tuple[round_costs.Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total
 
 

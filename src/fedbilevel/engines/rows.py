@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         return self._blocks(chosen, step, tables)
 
     def total(self, table: PyTree, asked: Array, who: Array) -> tuple[PyTree, Array]:
-        """Σ of the rows of the clients `who` (M,), and of weight·asked: see `desk.Total`."""
+        """Σ of the rows of the clients `who` (M,), and of weight·asked: see `queues.Total`."""
         asked, chosen = self.here(asked), self.here(who)
 
         def step(places: Array, total: tuple[PyTree, Array]) -> tuple[PyTree, Array]:

@@ -26,11 +26,11 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, freed, hosts, lock, per_client, submodels
-from fedbilevel.engines.desk import open_desk
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
+from fedbilevel.engines.in_flight import nothing_in_flight
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.local import Local
 from fedbilevel.engines.loop import Loop, Plan
@@ -127,10 +127,10 @@ def solve(
     own = per_client.named(metrics_per_client)
     per_client.check_metrics(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, clients.examples())
 
-    remote, worked = isinstance(clients, RemoteClients), clients.local_steps is not None
+    remote, has_client_steps = isinstance(clients, RemoteClients), clients.local_steps is not None
     carry = first_carry(algorithm, problem, x, y, len(clients), remote)
-    desk = open_desk(algorithm, problem, x, y, clients.examples(), worked, len(clients), remote)
-    carry = carry._replace(desk=desk)
+    queues = nothing_in_flight(algorithm, problem, x, y, clients.examples(), has_client_steps, len(clients), remote)
+    carry = carry._replace(queues=queues)
     chosen: Engine = engine or Local()
     stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
     if (clock := getattr(chosen, "clock", None)) is not None:

@@ -16,7 +16,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.cohort import draw_cohort, round_keys
 from fedbilevel.engines.local_fed import HOST, Data, Layout, Members
-from fedbilevel.engines.submodels import Cutting
+from fedbilevel.engines.submodels import SubmodelPlan
 
 Round = tuple[Data, Members, Array | None]
 
@@ -31,7 +31,7 @@ class Resident:
         same = clients.inner is clients.outer
         inner, inner_start = (outer, outer_start) if same else self.hold("inner", clients.inner, layout, mesh)
         every = np.arange(len(clients), dtype=np.int32)
-        table = replicate(members(clients, every, outer_start, inner_start, layout.cutting), mesh)
+        table = replicate(members(clients, every, outer_start, inner_start, layout.submodel_plan), mesh)
         self.round: Round = (Data(outer, inner), table, None)
 
     def hold(self, name: str, rows: Ragged, layout: Layout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
@@ -86,7 +86,7 @@ class Streamed:
             same = clients.inner is clients.outer
             inner = outer if same else padded("inner", clients.inner, here, layout.inner_longest)
             starts = place * layout.outer_longest, place * layout.inner_longest
-            table = members(clients, flat, *starts, layout.cutting)
+            table = members(clients, flat, *starts, layout.submodel_plan)
             table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
             table, device_ids = replicate((table, ids), self.mesh)
             data = Data(outer, inner)
@@ -116,7 +116,11 @@ class Streamed:
 
 
 def members(
-    clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray, cutting: Cutting | None
+    clients: Clients,
+    ids: np.ndarray,
+    outer_start: np.ndarray,
+    inner_start: np.ndarray,
+    submodel_plan: SubmodelPlan | None,
 ) -> Members:
     """The table of the clients `ids`, whose windows begin at the given starts."""
     per_client = clients.local_steps if isinstance(clients.local_steps, np.ndarray) else None
@@ -129,8 +133,8 @@ def members(
         inner_size=clients.inner.size[ids].astype(np.int32),
         work=None if per_client is None else per_client[ids],
         counts=np.ones(len(ids), jnp.result_type(float)),
-        number=None if cutting is None else cutting.number[ids],
-        rank=None if cutting is None else cutting.rank[ids],
+        number=None if submodel_plan is None else submodel_plan.number[ids],
+        rank=None if submodel_plan is None else submodel_plan.rank[ids],
     )
 
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 from fedbilevel.core.algorithm import parts_of
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import book
+from fedbilevel.engines import round_costs
 from fedbilevel.engines.local_fed import Layout, LocalFed, Members, Underway, sum_over_clients
 from fedbilevel.engines.submodels import covered, put_back
 
@@ -43,47 +43,47 @@ class SubmodelFed(LocalFed):
             sums.append(of_class)
             spent.append(units)
             name = self.algorithm.phase_name(phase)
-            entry = book.entry(name, down, of_class, of_class.responders, update=up, exchanges=int(number == 0))
+            entry = round_costs.entry(name, down, of_class, of_class.responders, update=up, exchanges=int(number == 0))
             entries.append(entry)
         everyone = jax.tree.map(lambda *columns: jnp.concatenate(columns), *groups)
         ticks = self.wait_for(everyone, None if self.pace.compute is None else jnp.concatenate(spent))
-        time = book.empty()._replace(time=book.in_parts(ticks))
-        self.book = reduce(book.merge, [self.book, *entries, time])
+        time = round_costs.empty()._replace(time=round_costs.in_parts(ticks))
+        self.round_costs = reduce(round_costs.merge, [self.round_costs, *entries, time])
         total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
-        return book.normalise(total, self.layout.there, unbiased)
+        return round_costs.normalise(total, self.layout.there, unbiased)
 
     def sums_of(
         self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, number: int, members: Members
-    ) -> tuple[book.Sums, Any, tuple[PyTree, PyTree]]:
+    ) -> tuple[round_costs.Sums, Any, tuple[PyTree, PyTree]]:
         """The sums of a class, what each of its members computed, and the shapes of what went down to one and up."""
         takes, gives = parts_of(phase)
-        anatomy, alike = self.held.anatomy, self.held.alike
+        unit_layout, alike = self.held.unit_layout, self.held.alike
         same = self.held.units(number)
-        small = anatomy.cut(takes, message, same) if alike else None
+        small = unit_layout.cut(takes, message, same) if alike else None
         shapes: list[PyTree] = [None, None]
 
-        def one(member: Members, state: PyTree) -> tuple[book.Sums, tuple[PyTree, Any]]:
+        def one(member: Members, state: PyTree) -> tuple[round_costs.Sums, tuple[PyTree, Any]]:
             units = same if alike else self.held.units(number, member.id, member.rank)
-            part = small if alike else anatomy.cut(takes, message, units)
+            part = small if alike else unit_layout.cut(takes, message, units)
             sums, kept = self.question(phase, part, key, fresh)[1](member, state)
             shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))
             if not alike:
-                sums = put_back(anatomy, gives, sums, units)
+                sums = put_back(unit_layout, gives, sums, units)
             return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.products)
 
         gaps = self.layout.cohort < self.layout.population
         sums, (_, spent) = sum_over_clients(one, members, None, chunk_of(self.layout, number), gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
-        return (put_back(anatomy, gives, sums, same) if alike else sums), spent, (shapes[0], shapes[1])
+        return (put_back(unit_layout, gives, sums, same) if alike else sums), spent, (shapes[0], shapes[1])
 
     def again(self, underway: Underway) -> SubmodelFed:
         given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
         return SubmodelFed(*given, self.held)
 
-    def told(self) -> book.Book:
-        """The book at the end of the round, with how many clients of its cohort hold each entry of x and y."""
-        return covered(self.book, [self.holders(number, members) for number, members in enumerate(self.members)])
+    def total_costs(self) -> round_costs.RoundCosts:
+        """The costs of the round, at its end, with how many clients of its cohort hold each entry of x and y."""
+        return covered(self.round_costs, [self.holders(number, members) for number, members in enumerate(self.members)])
 
     def holders(self, number: int, members: Members) -> PyTree:
         """(x, y) filled with the number of members who hold an entry."""
@@ -102,6 +102,6 @@ class SubmodelFed(LocalFed):
 
 def chunk_of(layout: Layout, number: int) -> int:
     """How many clients of a class to vectorise together: no more than a cohort has of them on average."""
-    assert layout.cutting is not None
-    average = -(-layout.cohort * layout.cutting.places[number] // layout.population)
+    assert layout.submodel_plan is not None
+    average = -(-layout.cohort * layout.submodel_plan.places[number] // layout.population)
     return max(1, min(layout.chunk, average))

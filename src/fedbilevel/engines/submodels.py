@@ -18,18 +18,18 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.remote import RemoteClients
-from fedbilevel.core.submodel import Anatomy, Holder, Units
+from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.book import Book, Sums
+from fedbilevel.engines.round_costs import RoundCosts, Sums
 
 STREAM = 2**32 - 1  # of the run's key: no round has this number
 
 
 @dataclass(frozen=True, eq=False)
-class Cutting:
+class SubmodelPlan:
     """The part of it that no round changes. Clients of one capacity are a class; the largest capacity comes first."""
 
-    anatomy: Anatomy
+    unit_layout: UnitLayout
     kept: tuple[dict[str, int], ...]  # of each class, how many units of each group
     places: tuple[int, ...]  # of each class, how many clients it has
     peers: tuple[int, ...]  # and how many of these are ever there
@@ -45,7 +45,7 @@ class Cutting:
         x: PyTree,
         y: PyTree,
         away: np.ndarray | tuple[()] = (),
-    ) -> Cutting | None:
+    ) -> SubmodelPlan | None:
         """None where everyone holds the whole model: no capacities, or an algorithm that knows no submodels.
 
         `away`: clients who are never there, among whom nothing is dealt out.
@@ -66,8 +66,8 @@ class Cutting:
             raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
         alone = not algorithm.asynchronous and algorithm.client_state(problem, x, y) is None
         require(alone, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
-        anatomy = Anatomy.of(problem.structure, x, y, policy.pruned)
-        if weak and not anatomy.sizes:
+        unit_layout = UnitLayout.of(problem.structure, x, y, policy.pruned)
+        if weak and not unit_layout.sizes:
             reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
             raise ConfigurationError(
                 f"Clients.capacity is given, but the structure has no group of units to cut{reach}"
@@ -78,14 +78,14 @@ class Cutting:
         rank = np.zeros(len(clients), np.int32)
         for one in range(len(capacities)):
             rank[(number == one) & there] = np.arange(np.sum((number == one) & there))
-        kept = tuple(anatomy.kept(-float(capacity)) for capacity in capacities)
+        kept = tuple(unit_layout.kept(-float(capacity)) for capacity in capacities)
         for capacity, of_class in zip(-capacities, kept, strict=True):
-            _check_cut(anatomy, of_class, float(capacity), problem, clients, x, y)
-        return cls(anatomy, kept, tuple(map(int, places)), tuple(peers), number.astype(np.int32), rank)
+            _check_cut(unit_layout, of_class, float(capacity), problem, clients, x, y)
+        return cls(unit_layout, kept, tuple(map(int, places)), tuple(peers), number.astype(np.int32), rank)
 
 
 def _check_cut(
-    anatomy: Anatomy,
+    unit_layout: UnitLayout,
     kept: dict[str, int],
     capacity: float,
     problem: Problem,
@@ -95,7 +95,7 @@ def _check_cut(
 ) -> None:
     """Trace both losses on a submodel: a structure that says too little leaves arrays that do not fit together."""
     units = {group: jnp.arange(count, dtype=jnp.int32) for group, count in kept.items()}
-    small_x, small_y = jax.eval_shape(lambda x, y: anatomy.cut(("x", "y"), (x, y), units), x, y)
+    small_x, small_y = jax.eval_shape(lambda x, y: unit_layout.cut(("x", "y"), (x, y), units), x, y)
     try:
         check_losses(problem, small_x, small_y, *clients.examples())
     except Exception as error:  # of whatever library the losses are made with
@@ -107,24 +107,28 @@ def _check_cut(
 
 def classes(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree
-) -> list[tuple[Anatomy, dict[str, int]]]:
-    """The anatomy and the units kept by each class of capacity; none where everyone holds the whole model."""
+) -> list[tuple[UnitLayout, dict[str, int]]]:
+    """The unit_layout and the units kept by each class of capacity; none where everyone holds the whole model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CapacityWarning)  # the engine says it
-        cutting = Cutting.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None
-    return [] if cutting is None else [(cutting.anatomy, kept) for kept in cutting.kept]
+        submodel_plan = SubmodelPlan.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None
+    return [] if submodel_plan is None else [(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
 
 
 class Submodels:
     """The submodels of one round, from the x and y that it begins with."""
 
     def __init__(
-        self, cutting: Cutting, algorithm: Algorithm, key: Array, round: Array | int, x: PyTree, y: PyTree
+        self, submodel_plan: SubmodelPlan, algorithm: Algorithm, key: Array, round: Array | int, x: PyTree, y: PyTree
     ) -> None:
         assert algorithm.submodels is not None
-        self.cutting, self.anatomy, self.policy = cutting, cutting.anatomy, algorithm.submodels
+        self.submodel_plan, self.unit_layout, self.policy = (
+            submodel_plan,
+            submodel_plan.unit_layout,
+            algorithm.submodels,
+        )
         self.key, self.round, self.model = jax.random.fold_in(key, STREAM), round, (x, y)
-        self.importance = cutting.anatomy.importance(x, y)
+        self.importance = submodel_plan.unit_layout.importance(x, y)
 
     @property
     def alike(self) -> bool:
@@ -133,24 +137,24 @@ class Submodels:
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
         """The units of a client of that class; where all are alike it does not matter which."""
-        holder = Holder(self.round, self.key, id, rank, self.cutting.peers[number])
-        return self.policy.units(self.anatomy, self.cutting.kept[number], self.importance, holder)
+        holder = ClientSlot(self.round, self.key, id, rank, self.submodel_plan.peers[number])
+        return self.policy.units(self.unit_layout, self.submodel_plan.kept[number], self.importance, holder)
 
     def held(self, units: Units, amount: Array) -> PyTree:
         """(x, y) filled with `amount` where these units have an entry."""
-        return self.anatomy.held(("x", "y"), self.model, units, amount)
+        return self.unit_layout.held(("x", "y"), self.model, units, amount)
 
 
-def put_back(anatomy: Anatomy, gives: PyTree, sums: Sums, units: Units) -> Sums:
+def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -> Sums:
     """Sums over clients who hold these units, in the shape of the whole, with the weight of those who hold an entry."""
-    held = anatomy.held(gives, sums.update, units, sums.weight)
-    return sums._replace(update=anatomy.put(gives, sums.update, units), held=held)
+    held = unit_layout.held(gives, sums.update, units, sums.weight)
+    return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
 
 
-def covered(book: Book, holders: Sequence[PyTree]) -> Book:
-    """The book of a round, with its coverage; `holders`: trees (x, y), how many clients hold an entry, to be added."""
+def covered(round_costs: RoundCosts, holders: Sequence[PyTree]) -> RoundCosts:
+    """The costs of a round, with its coverage; `holders`: trees (x, y), how many clients hold an entry, to be added."""
     counts = reduce(partial(jax.tree.map, jnp.add), holders)
-    return book._replace(metrics={**book.metrics, **coverage(counts)})
+    return round_costs._replace(metrics={**round_costs.metrics, **coverage(counts)})
 
 
 def coverage(counts: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:

@@ -46,7 +46,7 @@ def build(spec: Spec, task: Task | None = None) -> Parts:
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
     """Refuse a cohort, a clock, or a number of first answers that is none for so many clients."""
     cohort = check_cohort(spec.run.cohort, population)
-    there = population - spec.clock.never_there(population).size
+    there = population - spec.clock.never_available(population).size
     whole = not algorithm.needs_everyone or cohort == population
     require(whole, "run.cohort", cohort, f"none: {label(spec.algorithm.name)} needs all clients in every round")
     count = algorithm.waits_for

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.flower.records import ACTION, content, said_in
-from fedbilevel.flower.site import Desk, Site, in_words
+from fedbilevel.flower.site import ClientRuntime, Site, in_words
 from fedbilevel.flower.store import ContextStore
 from fedbilevel.flower.wire import Answer, Ask
 
@@ -34,18 +34,18 @@ def client_app(make: Callable[[Config, Config], Site]) -> ClientApp:
     """
     keep_compiled_programs()
     app = ClientApp()
-    desks: dict[int, tuple[Any, Desk]] = {}  # node -> the last one, and what it was made for
+    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> the last one, and what it was made for
 
     @app.query(ACTION)
     def answer(message: Message, context: Context) -> Message:
         try:
             ask: Ask = said_in(Ask, message)
             wanted = context.run_id, context.run_config, context.node_config
-            made, desk = desks.get(context.node_id, (None, None))
-            if desk is None or made != wanted:
-                desk = Desk(make(context.run_config, context.node_config))
-                desks[context.node_id] = wanted, desk
-            said = desk.answer(ask, ContextStore(context.state))
+            made, runtime = runtimes.get(context.node_id, (None, None))
+            if runtime is None or made != wanted:
+                runtime = ClientRuntime(make(context.run_config, context.node_config))
+                runtimes[context.node_id] = wanted, runtime
+            said = runtime.answer(ask, ContextStore(context.state))
         except Exception as error:
             log.warning("no answer: %s", error, exc_info=not isinstance(error, FedbilevelError))
             said = Answer(run="", round=0, exchange=0, client=-1, refused=in_words(error))

@@ -17,9 +17,9 @@ from fedbilevel.core.config import Schedule, hyperparameters
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodel import Anatomy
+from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
-from fedbilevel.engines import book
+from fedbilevel.engines import round_costs
 from fedbilevel.engines.recorder import record
 from fedbilevel.flower.wire import digest, layout, shapes
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
         return f"{self.phase}:{digest('|'.join(layout(self.message)))[:12]}"
 
     @property
-    def size(self) -> book.Call:
+    def size(self) -> round_costs.Call:
         """As the ledger knows it."""
         return self.phase, nbytes(self.message), nbytes(self.update)
 
@@ -59,7 +59,7 @@ class Contract:
     algorithm: Algorithm
     calls: dict[str, Call]
     state: PyTree  # shapes of what a client keeps between rounds, or None
-    worked: bool  # whether the server says how many local steps a client makes
+    has_client_steps: bool  # whether the server says how many local steps a client makes
     units: Mapping[str, int] | None = None  # of a client who holds a submodel: how many of each group
 
     @cached_property
@@ -72,7 +72,7 @@ class Contract:
             "algorithm": self.algorithm.label,
             "hyperparameters": hyperparameters(self.algorithm),
             "schedules": self.schedules(),
-            "local steps from the server": self.worked,
+            "local steps from the server": self.has_client_steps,
             "calls": calls,
             "state": layout(self.state),
         }
@@ -84,14 +84,14 @@ class Contract:
     def digest(self) -> str:
         return digest(self.text)
 
-    def cut(self, anatomy: Anatomy, kept: Mapping[str, int]) -> Contract:
+    def cut(self, unit_layout: UnitLayout, kept: Mapping[str, int]) -> Contract:
         """The contract with a client who holds so many units of each group: its calls are that much smaller."""
-        if kept == anatomy.sizes:
+        if kept == unit_layout.sizes:
             return self
         units = {group: jnp.arange(count, dtype=jnp.int32) for group, count in kept.items()}
 
         def small(kinds: PyTree, tree: PyTree) -> PyTree:
-            return shapes(jax.eval_shape(lambda tree: anatomy.cut(kinds, tree, units), tree))
+            return shapes(jax.eval_shape(lambda tree: unit_layout.cut(kinds, tree, units), tree))
 
         calls: dict[str, Call] = {}
         for call in self.calls.values():
@@ -109,7 +109,12 @@ class Contract:
 
 
 def draw_up(
-    algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], worked: bool
+    algorithm: Algorithm,
+    problem: Problem,
+    x: PyTree,
+    y: PyTree,
+    examples: tuple[PyTree, PyTree],
+    has_client_steps: bool,
 ) -> Contract:
     """The contract of a run; for the arguments see `engines.recorder.record`.
 
@@ -132,9 +137,9 @@ def draw_up(
         call = Call(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         calls[call.name] = call
 
-    record(algorithm, problem, x, y, examples, worked, note)
+    record(algorithm, problem, x, y, examples, has_client_steps, note)
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
-    return Contract(algorithm, calls, kept, worked)
+    return Contract(algorithm, calls, kept, has_client_steps)
 
 
 def check_plain(what: str, tree: PyTree) -> None:

@@ -14,7 +14,7 @@ from fedbilevel.flower.contract import Call
 from fedbilevel.flower.terms import Terms
 from fedbilevel.flower.wire import NOT_FINITE, Answer, Ask, Refusal, from_bytes, layout, require_layout
 
-LARGEST = 2**31 - 1  # that a ledger's book can hold for a round
+LARGEST = 2**31 - 1  # that the costs of a round can hold for a round
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from fedbilevel.core.errors import ExchangeError, NonFiniteError, diverged, requ
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import nonfinite_leaves
-from fedbilevel.engines import book
+from fedbilevel.engines import round_costs
 from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.cohort import RoundKeys, round_keys
-from fedbilevel.engines.desk import Desk, Lane
 from fedbilevel.engines.engine import Carry, Progress
+from fedbilevel.engines.in_flight import InFlight, PhaseQueue
 from fedbilevel.engines.per_client import PerClient
-from fedbilevel.engines.submodels import Cutting, Submodels
+from fedbilevel.engines.submodels import SubmodelPlan, Submodels
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
 from fedbilevel.flower.courier import Courier
@@ -96,15 +96,15 @@ class FlowerRun:
     ) -> None:
         self.algorithm, self.problem, self.clients, self.cohort, self.key = algorithm, problem, clients, cohort, key
         self.name, self.terms, self.weights = engine.name, engine.terms, clients.weights
-        worked = clients.local_steps is not None
+        has_client_steps = clients.local_steps is not None
         start = carry.state.x if carry.own_x is None else carry.own_x, carry.state.y
-        self.contract = draw_up(algorithm, problem, *start, clients.examples(), worked)
-        self.cutting = Cutting.of(algorithm, problem, clients, *start)
+        self.contract = draw_up(algorithm, problem, *start, clients.examples(), has_client_steps)
+        self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
         self.clock: Clock = getattr(engine.grid, "clock", None) or WallClock()
         if isinstance(self.clock, WallClock):
             pull_quickly(self.terms.deadline)
         post = Post(engine.grid)
-        own = {} if self.cutting is None else contracts(self.contract, self.cutting)
+        own = {} if self.submodel_plan is None else contracts(self.contract, self.submodel_plan)
         keys = {} if engine.keys is None else public_keys(Path(engine.keys), len(clients))
         self.roster = Roster(post, self.contract, self.name, len(clients), self.terms, self.clock, own, keys)
         self.courier = Courier(post, self.roster, self.terms, self.clock)
@@ -112,7 +112,7 @@ class FlowerRun:
         self.undoing = Undoing(self)
         self.counted = np.array(carry.clients)  # (M, 2): round and exchange of each client's last answer that counted
         self.settled = self.counted.copy()  # the same before this round
-        self.lanes = Lanes.of(carry.desk)
+        self.lanes = Lanes.of(carry.queues)
         self.seconds = 0.0  # in rounds
         self.exchange_log = ExchangeLog(None if engine.log is None else Path(engine.log))
         self.gather_clients()
@@ -129,7 +129,7 @@ class FlowerRun:
 
     def advance(self, carry: Carry, rounds: int) -> Progress:
         """One round, and again what has to be undone; of that only the costs are left."""
-        end, began, undone = int(carry.round) + 1, self.clock.time(), book.empty()
+        end, began, undone = int(carry.round) + 1, self.clock.time(), round_costs.empty()
         self.undoing.times = 0
         while True:
             fed = self.fed(at(self.algorithm, carry.round), round_keys(self.key, int(carry.round)), carry)
@@ -145,11 +145,11 @@ class FlowerRun:
             else:
                 if int(carry.round) == end:
                     break
-            undone = book.merge(undone, fed.book._replace(metrics={}))
+            undone = round_costs.merge(undone, fed.round_costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
-        costs = book.stack([book.merge(undone, fed.told())])
-        return Progress(carry, 1, costs._replace(privacy=fed.privacy, time=book.in_parts(ticks)[None]))
+        costs = round_costs.stack([round_costs.merge(undone, fed.total_costs())])
+        return Progress(carry, 1, costs._replace(privacy=fed.privacy, time=round_costs.in_parts(ticks)[None]))
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
         """The round that the carry begins."""
@@ -159,31 +159,31 @@ class FlowerRun:
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         self.undoing.end()
-        counted, desk = jnp.asarray(self.counted), self.desk(fed, carry.desk)
-        return Carry(carry.round + 1, state, counted, carry.now, desk, carry.own_x)
+        counted, queues = jnp.asarray(self.counted), self.queues(fed, carry.queues)
+        return Carry(carry.round + 1, state, counted, carry.now, queues, carry.own_x)
 
     def fed(self, algorithm: Algorithm, keys: RoundKeys, carry: Carry) -> FlowerFed:
         """The exchanges of the round that the carry begins."""
         given = self, algorithm, int(carry.round), keys
-        if self.cutting is None:
+        if self.submodel_plan is None:
             return FlowerFed(*given)
         start = carry.state.x, carry.state.y
-        return SubmodelFlowerFed(*given, Submodels(self.cutting, algorithm, self.key, carry.round, *start))
+        return SubmodelFlowerFed(*given, Submodels(self.submodel_plan, algorithm, self.key, carry.round, *start))
 
-    def desk(self, fed: FlowerFed, desk: Desk | None) -> Desk | None:
+    def queues(self, fed: FlowerFed, queues: InFlight | None) -> InFlight | None:
         """What a checkpoint keeps of the lanes: what has come in early counts, and clients go by that it does."""
-        if desk is None:
+        if queues is None:
             return None
         lanes = {}
-        for phase, lane in desk.lanes.items():
+        for phase, lane in queues.lanes.items():
             early, asked, kept = jax.tree.map(jnp.zeros_like, lane.early), 0.0, self.lanes.kept.get(phase, [])
             if kept or phase in self.lanes.resumed:
                 sums, asked = fed.early(phase, kept)
                 early = jax.tree.map(jnp.asarray, sums._replace(metrics=early.metrics))
             exchanges = jnp.asarray(self.lanes.exchanges[phase], jnp.int32)
             since = jnp.asarray([self.lanes.since[phase][client] for client in range(len(self.clients))], jnp.int32)
-            lanes[phase] = Lane(exchanges, since, lane.answers, early, jnp.asarray(asked, float))
-        return desk._replace(lanes=lanes)
+            lanes[phase] = PhaseQueue(exchanges, since, lane.answers, early, jnp.asarray(asked, float))
+        return queues._replace(lanes=lanes)
 
     def per_client(self, metrics: Mapping[str, PerClient]) -> Measuring:
         """Who asks clients for their own metrics."""

@@ -1,4 +1,4 @@
-"""What a server remembers between asynchronous exchanges: `engines.desk`, where the clients are elsewhere."""
+"""What a server remembers between asynchronous exchanges: `engines.queues`, where the clients are elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedbilevel.engines.book import Sums
-from fedbilevel.engines.desk import Desk
+from fedbilevel.engines.in_flight import InFlight
+from fedbilevel.engines.round_costs import Sums
 from fedbilevel.flower.counting import Counted
 
 
@@ -35,15 +35,15 @@ class Lanes:
     """By kind: such ones, from before the run was stopped, summed, and Σ p_i·asked of them. Without their metrics."""
 
     @classmethod
-    def of(cls, desk: Desk | None) -> Lanes:
+    def of(cls, queues: InFlight | None) -> Lanes:
         """As a checkpoint has them."""
-        if desk is None:
+        if queues is None:
             return cls()
-        exchanges = Counter({phase: int(lane.exchanges) for phase, lane in desk.lanes.items()})
-        early = {phase: (lane.early, float(lane.early_asked)) for phase, lane in desk.lanes.items()}
+        exchanges = Counter({phase: int(lane.exchanges) for phase, lane in queues.lanes.items()})
+        early = {phase: (lane.early, float(lane.early_asked)) for phase, lane in queues.lanes.items()}
         resumed = {phase: (sums, asked) for phase, (sums, asked) in early.items() if sums.responders > 0}
         lanes = cls(exchanges=exchanges, resumed=resumed)
-        for phase, lane in desk.lanes.items():
+        for phase, lane in queues.lanes.items():
             lanes.since[phase] |= dict(enumerate(lane.since.tolist()))
         return lanes
 

@@ -29,7 +29,7 @@ class Measuring:
     """
 
     def __init__(self, run: FlowerRun, metrics: Mapping[str, PerClient]) -> None:
-        whole = run.cutting is None
+        whole = run.submodel_plan is None
         require(whole, "metrics_per_client", list(metrics), "left out over Flower where clients hold submodels")
         waits = not run.algorithm.asynchronous
         name = run.algorithm.label

@@ -26,7 +26,7 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import per_client
 from fedbilevel.engines.per_client import Measure, PerClient, Population
-from fedbilevel.engines.submodels import Cutting
+from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower.accounting import BudgetSpentError
 from fedbilevel.flower.client_state import Kept, states_for
 from fedbilevel.flower.contract import Call, Contract, difference, draw_up
@@ -105,7 +105,7 @@ class Site:
         require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
 
 
-class Desk:
+class ClientRuntime:
     """Answers questions for a site; keeps its samples and compiled phases as long as the process lives."""
 
     def __init__(self, site: Site) -> None:
@@ -138,8 +138,12 @@ class Desk:
         """The contract for this client's capacity."""
         capacity = None if self.site.capacity is None else [self.site.capacity]
         alone = RemoteClients(1, *examples, capacity=capacity)
-        cutting = Cutting.of(self.site.algorithm, self.problem, alone, self.x, self.y)
-        return self.general if cutting is None else self.general.cut(cutting.anatomy, cutting.kept[0])
+        submodel_plan = SubmodelPlan.of(self.site.algorithm, self.problem, alone, self.x, self.y)
+        return (
+            self.general
+            if submodel_plan is None
+            else self.general.cut(submodel_plan.unit_layout, submodel_plan.kept[0])
+        )
 
     def answer(self, ask: Ask, memory: Store) -> Answer:
         """The answer to a question; what is wrong with the question is said in it, and logged. Never raises.

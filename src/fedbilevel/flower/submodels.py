@@ -15,10 +15,10 @@ import numpy as np
 from fedbilevel.core.algorithm import parts_of
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.submodel import Anatomy, Units
+from fedbilevel.core.submodel import UnitLayout, Units
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import book
-from fedbilevel.engines.submodels import Cutting, covered, put_back
+from fedbilevel.engines import round_costs
+from fedbilevel.engines.submodels import SubmodelPlan, covered, put_back
 from fedbilevel.flower.contract import Contract
 from fedbilevel.flower.fed import FlowerFed, Metrics
 from fedbilevel.flower.gathering import Gathering, Question, Wording
@@ -34,98 +34,102 @@ class SubmodelFlowerFed(FlowerFed):
     def __init__(self, *given: Any) -> None:
         *given_, self.held = given
         super().__init__(*given_)
-        self.first_of_class = np.unique(self.held.cutting.number, return_index=True)[1]
+        self.first_of_class = np.unique(self.held.submodel_plan.number, return_index=True)[1]
         self.units: Callable[[int], Units] = cache(self.units_of)
         self.heard: set[int] = set()  # of the round's own cohort, who has answered
 
     def like(self, client: int) -> int:
         """The first client who holds the same units."""
-        return int(self.first_of_class[self.held.cutting.number[client]]) if self.held.alike else client
+        return int(self.first_of_class[self.held.submodel_plan.number[client]]) if self.held.alike else client
 
     def units_of(self, client: int) -> Units:
-        cutting = self.held.cutting
-        return self.held.units(int(cutting.number[client]), client, int(cutting.rank[client]))
+        submodel_plan = self.held.submodel_plan
+        return self.held.units(int(submodel_plan.number[client]), client, int(submodel_plan.rank[client]))
 
     def wording(self, phase: str, message: PyTree) -> Callable[[int], Wording]:
         function = getattr(type(self.algorithm), phase)
 
         @cache
         def part(client: int) -> Wording:
-            small = cut(self.held.anatomy, function, message, self.units(client))
+            small = cut(self.held.unit_layout, function, message, self.units(client))
             return self.worded(self.run.roster.contract_of(client), phase, small)
 
         return lambda client: part(self.like(client))
 
-    def total(self, phase: str, answers: list[Arrival]) -> book.Sums:
+    def total(self, phase: str, answers: list[Arrival]) -> round_costs.Sums:
         """The weighted sums, put back into the whole; where all of a class hold the same, once for the class."""
         function, totals = getattr(type(self.algorithm), phase), []
         groups: dict[int, list[Arrival]] = {}
         for one in answers:
             groups.setdefault(self.like(one.client), []).append(one)
         for client, some in groups.items():
-            totals.append(whole(self.held.anatomy, function, super().total(phase, some), self.units(client)))
+            totals.append(whole(self.held.unit_layout, function, super().total(phase, some), self.units(client)))
         return reduce(partial(jax.tree.map, np.add), totals)
 
     def first(self, *_: Any, **__: Any) -> PyTree:
         raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
 
-    def enter(self, question: Question, gathering: Gathering, sums: book.Sums, metrics: Metrics) -> None:
+    def enter(self, question: Question, gathering: Gathering, sums: round_costs.Sums, metrics: Metrics) -> None:
         super().enter(question, gathering, sums, metrics)
         if not question.fresh:
             self.heard |= {one.client for one in gathering.answers}
 
-    def costs(self, question: Question, gathering: Gathering, sums: book.Sums) -> dict[book.Call, book.Count]:
+    def costs(
+        self, question: Question, gathering: Gathering, sums: round_costs.Sums
+    ) -> dict[round_costs.Call, round_costs.Count]:
         asked = Counter(question.wording(client).call.size for client in gathering.asked)
         answered = Counter(one.counted.call.size for one in gathering.answers)
         return {
-            size: book.Count(*np.array([number == 0, sent, answered[size]], np.int32))
+            size: round_costs.Count(*np.array([number == 0, sent, answered[size]], np.int32))
             for number, (size, sent) in enumerate(asked.items())
         }
 
-    def told(self) -> book.Book:
-        """The book at the end of the round, with how many of those who answered hold each entry of x and y."""
+    def total_costs(self) -> round_costs.RoundCosts:
+        """The costs of the round, at its end, with how many of those who answered hold each entry of x and y."""
         alike = Counter(map(self.like, sorted(self.heard or self.own)))
         holders = [self.held.held(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()]
-        return covered(self.book, holders)
+        return covered(self.round_costs, holders)
 
 
-def cut(anatomy: Anatomy, phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
+def cut(unit_layout: UnitLayout, phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
     """A client's part of a phase's message."""
-    return programs(anatomy).cut(phase, message, units)
+    return programs(unit_layout).cut(phase, message, units)
 
 
-def whole(anatomy: Anatomy, phase: Callable[..., Reply], sums: book.Sums, units: Units) -> book.Sums:
+def whole(
+    unit_layout: UnitLayout, phase: Callable[..., Reply], sums: round_costs.Sums, units: Units
+) -> round_costs.Sums:
     """The sums of those who hold these units, put back into the whole."""
-    put: book.Sums = programs(anatomy).whole(phase, sums, units)
+    put: round_costs.Sums = programs(unit_layout).whole(phase, sums, units)
     return put
 
 
 class Programs(NamedTuple):
-    """`cut` and `whole` of one anatomy, compiled."""
+    """`cut` and `whole` of one unit_layout, compiled."""
 
     cut: Any
     whole: Any
 
 
-PROGRAMS: WeakKeyDictionary[Anatomy, Programs] = WeakKeyDictionary()
+PROGRAMS: WeakKeyDictionary[UnitLayout, Programs] = WeakKeyDictionary()
 
 
-def programs(anatomy: Anatomy) -> Programs:
-    """They go when the anatomy does: see `site.program`."""
-    known: Any = ref(anatomy)
+def programs(unit_layout: UnitLayout) -> Programs:
+    """They go when the unit_layout does: see `site.program`."""
+    known: Any = ref(unit_layout)
 
     def cut(phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
         return known().cut(parts_of(phase)[0], message, units)
 
-    def whole(phase: Callable[..., Reply], sums: book.Sums, units: Units) -> book.Sums:
+    def whole(phase: Callable[..., Reply], sums: round_costs.Sums, units: Units) -> round_costs.Sums:
         return put_back(known(), parts_of(phase)[1], sums, units)
 
-    if anatomy not in PROGRAMS:
-        PROGRAMS[anatomy] = Programs(jax.jit(cut, static_argnums=0), jax.jit(whole, static_argnums=0))
-    return PROGRAMS[anatomy]
+    if unit_layout not in PROGRAMS:
+        PROGRAMS[unit_layout] = Programs(jax.jit(cut, static_argnums=0), jax.jit(whole, static_argnums=0))
+    return PROGRAMS[unit_layout]
 
 
-def contracts(general: Contract, cutting: Cutting) -> dict[int, Contract]:
+def contracts(general: Contract, submodel_plan: SubmodelPlan) -> dict[int, Contract]:
     """What is agreed with each client."""
-    by_class = [general.cut(cutting.anatomy, kept) for kept in cutting.kept]
-    return {client: by_class[number] for client, number in enumerate(cutting.number.tolist())}
+    by_class = [general.cut(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
+    return {client: by_class[number] for client, number in enumerate(submodel_plan.number.tolist())}

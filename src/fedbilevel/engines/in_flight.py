@@ -19,30 +19,30 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.book import Sums, weigh
 from fedbilevel.engines.clock import Now, Pace
 from fedbilevel.engines.recorder import record
+from fedbilevel.engines.round_costs import Sums, weigh
 
 IDLE = -1
 NEVER = 2**31 - 1  # ticks
 
 
-class Lane(NamedTuple):
+class PhaseQueue(NamedTuple):
     """All about one kind of question, which is a phase."""
 
     exchanges: Array  # of this kind so far
     since: Array  # (M,) exchange of this kind in which the client was last asked or, if that is later, handed in
-    answers: Sums  # leaves (M, ...): what each client works on, or last worked on; weighted
+    answers: Sums  # leaves (M, ...): what each client works on, or last has_client_steps on; weighted
     early: Sums  # what came in while another kind was waited for, summed
     early_asked: Array  # Σ p_i·(exchange of this kind in which it was asked) of those
 
 
-class Desk(NamedTuple):
+class InFlight(NamedTuple):
     """What is under way; part of the carry."""
 
     kind: Array  # (M,) number of the lane, or IDLE
     left: Array  # (M,) ticks until the answer is there
-    lanes: dict[str, Lane]  # by phase; lanes are numbered in the order of their names
+    lanes: dict[str, PhaseQueue]  # by phase; lanes are numbered in the order of their names
 
     def number(self, phase: str) -> int:
         if phase not in self.lanes:
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     arriving: Array  # (M,) whose answers end it
     over: Array  # (M,) kind of another question whose answer a client hands in meanwhile, or IDLE
     ticks: Array  # how long it takes
-    kind: Array  # (M,) of the desk after it
+    kind: Array  # (M,) of the queues after it
     left: Array  # (M,) likewise
 
 
@@ -65,17 +65,17 @@ Total = Callable[[Sums, Array, Array], tuple[Sums, Array]]
 """(table, asked (M,), who (M,)) -> the sum of their rows, and of weight·asked."""
 
 
-def open_desk(
+def nothing_in_flight(
     algorithm: Algorithm,
     problem: Problem,
     x: PyTree,
     y: PyTree,
     examples: tuple[PyTree, PyTree],
-    worked: bool,
+    has_client_steps: bool,
     clients: int,
     remote: bool = False,
-) -> Desk | None:
-    """The desk before round 0, or None for algorithms that always wait for everyone; for the arguments see `record`.
+) -> InFlight | None:
+    """The queues before round 0, or None for algorithms that always wait for everyone; for the arguments see `record`.
 
     Of `remote` clients, which know themselves what they work on, it has no table.
     """
@@ -90,27 +90,27 @@ def open_desk(
             if found.setdefault(phase, shapes) != shapes:
                 raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
 
-    record(algorithm, problem, x, y, examples, worked, note)
+    record(algorithm, problem, x, y, examples, has_client_steps, note)
     real, rows, lanes = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
     for phase, shape in found.items():
         table = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape), s.dtype), shape)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         since = jnp.zeros(clients, jnp.int32)
-        lanes[phase] = Lane(jnp.zeros((), jnp.int32), since, table, none, jnp.zeros((), real))
-    return Desk(jnp.full(rows, IDLE, jnp.int32), jnp.zeros(rows, jnp.int32), lanes)
+        lanes[phase] = PhaseQueue(jnp.zeros((), jnp.int32), since, table, none, jnp.zeros((), real))
+    return InFlight(jnp.full(rows, IDLE, jnp.int32), jnp.zeros(rows, jnp.int32), lanes)
 
 
-def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_staleness: int | None) -> Plan:
+def first(queues: InFlight, pace: Pace, now: Now, phase: str, n: int, units: Any, max_staleness: int | None) -> Plan:
     """The plan of an exchange that ends with the first n answers.
 
     Of answers that arrive at the same moment those come first that were asked for first, then those of lower ids.
     """
-    lane, number = desk.lanes[phase], desk.number(phase)
-    ids = jnp.arange(desk.kind.shape[0], dtype=jnp.int32)
-    here = desk.kind == number
+    lane, number = queues.lanes[phase], queues.number(phase)
+    ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
+    here = queues.kind == number
     free = ~here & pace.ever(ids)
-    start = desk.left + pace.waits(now, ids, desk.left)
-    arrival = jnp.where(free, start + pace.durations(now, ids, units), jnp.where(here, desk.left, NEVER))
+    start = queues.left + pace.waits(now, ids, queues.left)
+    arrival = jnp.where(free, start + pace.durations(now, ids, units), jnp.where(here, queues.left, NEVER))
     asked = jnp.where(here, lane.since, lane.exchanges)
     needed = n - lane.early.responders
     ticks = jnp.where(needed > 0, _smallest(arrival, n, needed), 0)
@@ -128,69 +128,69 @@ def first(desk: Desk, pace: Pace, now: Now, phase: str, n: int, units: Any, max_
         arriving = jnp.where(last >= ticks, arriving | (arrival <= last), arriving)
         ticks = jnp.maximum(ticks, last)
     sent = free & (start <= ticks)
-    done = ~here & (desk.kind != IDLE) & (desk.left <= ticks)
-    kind = jnp.where(arriving, IDLE, jnp.where(sent, number, jnp.where(done, IDLE, desk.kind)))
-    left = jnp.where(arriving, 0, jnp.where(sent, arrival - ticks, jnp.maximum(desk.left - ticks, 0)))
-    return Plan(sent, arriving, jnp.where(done, desk.kind, IDLE), ticks, kind, left)
+    done = ~here & (queues.kind != IDLE) & (queues.left <= ticks)
+    kind = jnp.where(arriving, IDLE, jnp.where(sent, number, jnp.where(done, IDLE, queues.kind)))
+    left = jnp.where(arriving, 0, jnp.where(sent, arrival - ticks, jnp.maximum(queues.left - ticks, 0)))
+    return Plan(sent, arriving, jnp.where(done, queues.kind, IDLE), ticks, kind, left)
 
 
-def everyone(desk: Desk, pace: Pace, now: Now, units: Any) -> Plan:
+def everyone(queues: InFlight, pace: Pace, now: Now, units: Any) -> Plan:
     """The plan of an exchange that waits for all who are ever there."""
-    ids = jnp.arange(desk.kind.shape[0], dtype=jnp.int32)
+    ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     able = jnp.broadcast_to(pace.ever(ids), ids.shape)
-    start = desk.left + pace.waits(now, ids, desk.left)
+    start = queues.left + pace.waits(now, ids, queues.left)
     ticks = jnp.max(jnp.where(able, start + pace.durations(now, ids, units), 0))
-    idle, nothing = jnp.full_like(desk.kind, IDLE), jnp.zeros_like(desk.left)
-    return Plan(able, able, jnp.where(able, desk.kind, IDLE), ticks, idle, nothing)
+    idle, nothing = jnp.full_like(queues.kind, IDLE), jnp.zeros_like(queues.left)
+    return Plan(able, able, jnp.where(able, queues.kind, IDLE), ticks, idle, nothing)
 
 
-def handed_in(desk: Desk, plan: Plan, total: Total) -> Desk:
-    """The desk after a plan, with what it brings of other kinds of question kept for later.
+def handed_in(queues: InFlight, plan: Plan, total: Total) -> InFlight:
+    """The queues after a plan, with what it brings of other kinds of question kept for later.
 
-    `desk` is the one before, but for the tables, into which the answers of those whom the plan asks are written.
+    `queues` is the one before, but for the tables, into which the answers of those whom the plan asks are written.
     """
     lanes = {}
-    for number, (name, lane) in enumerate(sorted(desk.lanes.items())):
+    for number, (name, lane) in enumerate(sorted(queues.lanes.items())):
         who = plan.over == number
         new, asked = total(lane.answers, lane.since, who)
         since = jnp.where(who, lane.exchanges, lane.since)
         lanes[name] = lane._replace(early=_added(lane.early, new), early_asked=lane.early_asked + asked, since=since)
-    return Desk(plan.kind, plan.left, lanes)
+    return InFlight(plan.kind, plan.left, lanes)
 
 
-def counted(desk: Desk, plan: Plan, phase: str, total: Total) -> tuple[Desk, Sums, Array]:
-    """What of a phase counts now: its sum, Σ p_i·(how many exchanges ago it was asked), and the desk without it."""
-    lane = desk.lanes[phase]
+def counted(queues: InFlight, plan: Plan, phase: str, total: Total) -> tuple[InFlight, Sums, Array]:
+    """What of a phase counts now: its sum, Σ p_i·(how many exchanges ago it was asked), and the queues without it."""
+    lane = queues.lanes[phase]
     since = jnp.where(plan.asked, lane.exchanges, lane.since)
     new, asked = total(lane.answers, since, plan.arriving)
     sums, asked = _added(lane.early, new), lane.early_asked + asked
-    left = Lane(
+    left = PhaseQueue(
         lane.exchanges + 1,
         jnp.where(plan.arriving, lane.exchanges, since),
         lane.answers,
         jax.tree.map(jnp.zeros_like, lane.early),
         jnp.zeros_like(asked),
     )
-    return desk._replace(lanes={**desk.lanes, phase: left}), sums, lane.exchanges * sums.weight - asked
+    return queues._replace(lanes={**queues.lanes, phase: left}), sums, lane.exchanges * sums.weight - asked
 
 
-def with_tables(desk: Desk | None, change: Callable[[Sums], Any]) -> Any:
-    """The desk with its tables changed; everything else is of all clients and no client's alone."""
-    if desk is None:
+def with_tables(queues: InFlight | None, change: Callable[[Sums], Any]) -> Any:
+    """The queues with its tables changed; everything else is of all clients and no client's alone."""
+    if queues is None:
         return None
-    changed = {phase: lane._replace(answers=change(lane.answers)) for phase, lane in desk.lanes.items()}
-    return desk._replace(lanes=changed)
+    changed = {phase: lane._replace(answers=change(lane.answers)) for phase, lane in queues.lanes.items()}
+    return queues._replace(lanes=changed)
 
 
-def written(desk: Desk, phase: str, answers: Sums) -> Desk:
-    """The desk with another table of answers."""
-    return desk._replace(lanes={**desk.lanes, phase: desk.lanes[phase]._replace(answers=answers)})
+def written(queues: InFlight, phase: str, answers: Sums) -> InFlight:
+    """The queues with another table of answers."""
+    return queues._replace(lanes={**queues.lanes, phase: queues.lanes[phase]._replace(answers=answers)})
 
 
-def nonfinite_answers(desk: Desk) -> list[str]:
+def nonfinite_answers(queues: InFlight) -> list[str]:
     """Whose answers are not finite, in words."""
     found = []
-    for phase, lane in desk.lanes.items():
+    for phase, lane in queues.lanes.items():
         finite = [np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1) for leaf in jax.tree.leaves(lane.answers)]
         ids = np.flatnonzero(~np.all(finite, axis=0))
         if ids.size:

@@ -28,7 +28,7 @@ class Count(NamedTuple):
     answered: Any  # replies that counted
 
 
-class Book(NamedTuple):
+class RoundCosts(NamedTuple):
     """Sums over the exchanges made so far; leaves are scalars (per round) or (rounds,) arrays."""
 
     calls: dict[Call, Count]  # the exchanges of each kind
@@ -39,16 +39,16 @@ class Book(NamedTuple):
     privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
 
 
-def empty() -> Book:
+def empty() -> RoundCosts:
     zero = jnp.zeros((), jnp.int32)
-    return Book({}, zero, zero, {}, in_parts(0))
+    return RoundCosts({}, zero, zero, {}, in_parts(0))
 
 
-def merge(a: Book, b: Book) -> Book:
+def merge(a: RoundCosts, b: RoundCosts) -> RoundCosts:
     """The sum of two books."""
     calls = _added(a.calls, b.calls, Count(0, 0, 0))
     metrics = _added(a.metrics, b.metrics, (jnp.zeros(()), jnp.zeros(())))
-    return Book(calls, a.gradients + b.gradients, a.products + b.products, metrics, a.time + b.time)
+    return RoundCosts(calls, a.gradients + b.gradients, a.products + b.products, metrics, a.time + b.time)
 
 
 def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]:
@@ -56,10 +56,10 @@ def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]
     return {k: jax.tree.map(operator.add, a.get(k, nothing), b.get(k, nothing)) for k in {**a, **b}}
 
 
-def stack(books: Sequence[Book]) -> Book:
+def stack(books: Sequence[RoundCosts]) -> RoundCosts:
     """The books of some rounds, with leaves (rounds,); what a round did not do counts 0 there."""
     nothing = jax.tree.map(jnp.zeros_like, reduce(merge, books))
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(merge(nothing, book) for book in books))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(merge(nothing, round_costs) for round_costs in books))
 
 
 def entry(
@@ -72,8 +72,8 @@ def entry(
     *,
     update: PyTree = None,
     exchanges: int = 1,
-) -> Book:
-    """The book of one exchange, in which so many clients were asked, and which took so many ticks of the clock.
+) -> RoundCosts:
+    """The costs of one exchange, in which so many clients were asked, and which took so many ticks of the clock.
 
     `age`: of one that was asked by `first`, Σ p_i·(exchanges since its client was asked), for the metric `staleness`.
     `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part of one, with
@@ -84,7 +84,7 @@ def entry(
     if age is not None:
         metrics[phase, "staleness"] = age, sums.weight
     call = (phase, nbytes(message), nbytes(sums.update if update is None else update))
-    return Book({call: count}, sums.gradients, sums.products, metrics, in_parts(ticks))
+    return RoundCosts({call: count}, sums.gradients, sums.products, metrics, in_parts(ticks))
 
 
 def in_parts(ticks: int | Array) -> Array:

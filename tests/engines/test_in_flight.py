@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.engines import desk as desks
-from fedbilevel.engines.book import Sums
+from fedbilevel.engines import in_flight
 from fedbilevel.engines.clock import TICK, Now
-from fedbilevel.engines.desk import IDLE, Desk, Lane
+from fedbilevel.engines.in_flight import IDLE, InFlight, PhaseQueue
 from fedbilevel.engines.reference import total_of
+from fedbilevel.engines.round_costs import Sums
 
 CLIENTS = 7
 
@@ -92,23 +92,23 @@ def opened():
     none = Sums(jnp.zeros(()), jnp.zeros(()), {}, zero, zero, zero)
     table = Sums(jnp.zeros(CLIENTS), jnp.zeros(CLIENTS), {}, *(jnp.zeros(CLIENTS, jnp.int32) for _ in range(3)))
     nobody = jnp.zeros(CLIENTS, jnp.int32)
-    lanes = {kind: Lane(zero, nobody, table, none, jnp.zeros(())) for kind in "ab"}
-    return Desk(jnp.full(CLIENTS, IDLE, jnp.int32), nobody, lanes)
+    lanes = {kind: PhaseQueue(zero, nobody, table, none, jnp.zeros(())) for kind in "ab"}
+    return InFlight(jnp.full(CLIENTS, IDLE, jnp.int32), nobody, lanes)
 
 
 @partial(jax.jit, static_argnames=("kind", "n", "bound"))
-def planned(desk, pace, now, kind, n, bound):
-    return desks.first(desk, pace, now, kind, n, 0, bound)
+def planned(queues, pace, now, kind, n, bound):
+    return in_flight.first(queues, pace, now, kind, n, 0, bound)
 
 
-def exchange(desk, pace, now, kind, n, bound):
+def exchange(queues, pace, now, kind, n, bound):
     """As an engine does it, with 2ⁱ for client i's answer: a sum tells who is in it."""
-    plan = planned(desk, pace, now, kind, n, bound)
+    plan = planned(queues, pace, now, kind, n, bound)
     ids = np.arange(CLIENTS)
     one = np.ones(CLIENTS, np.int32)
     table = Sums(jnp.asarray(2.0**ids), jnp.ones(CLIENTS), {}, *(jnp.asarray(one) for _ in range(3)))
-    after = desks.handed_in(desks.written(desk, kind, table), plan, total_of)
-    after, sums, age = desks.counted(after, plan, kind, total_of)
+    after = in_flight.handed_in(in_flight.written(queues, kind, table), plan, total_of)
+    after, sums, age = in_flight.counted(after, plan, kind, total_of)
     return plan, after, sums, float(age)
 
 
@@ -121,12 +121,12 @@ def test_agrees_with_a_simulation_event_by_event(seed, bound, availability):
     pace = pace_of(takes, availability)
     begins, lasts = (None, None) if pace.lasts is None else (pace.begins, pace.lasts)
     there = lambda c, t: begins is None or (t - int(begins[c])) % PERIOD < int(lasts[c])  # noqa: E731
-    simulated, desk, now = Simulated(takes, there), opened(), Now.start()
+    simulated, queues, now = Simulated(takes, there), opened(), Now.start()
     waited = 0
     for _ in range(60):
         kind, n = rng.choice(["a", "b"]), int(rng.choice([1, 2, 4]))
         asked, used, ticks = simulated.first(kind, n, bound)
-        plan, desk, sums, age = exchange(desk, pace, now, kind, n, bound)
+        plan, queues, sums, age = exchange(queues, pace, now, kind, n, bound)
         now = now.later(pace, plan.ticks)
         assert int(plan.ticks) == ticks
         assert set(np.flatnonzero(plan.asked)) == asked
@@ -140,13 +140,13 @@ def test_agrees_with_a_simulation_event_by_event(seed, bound, availability):
 def test_everyone_is_waited_for_and_brings_what_it_worked_on():
     """Times 10, 20, ..., 70. The first two of kind a end at 20; then all have to come home and answer once more."""
     pace = pace_of([10 * (c + 1) for c in range(CLIENTS)], 1.0)
-    plan, desk, sums, _ = exchange(opened(), pace, Now.start(), "a", 2, None)
+    plan, queues, sums, _ = exchange(opened(), pace, Now.start(), "a", 2, None)
     assert (int(plan.ticks), float(sums.update)) == (20, 1 + 2)
-    plan = desks.everyone(desk, pace, Now.start().later(pace, plan.ticks), 0)
+    plan = in_flight.everyone(queues, pace, Now.start().later(pace, plan.ticks), 0)
     assert int(plan.ticks) == (70 - 20) + 70  # the slowest has 50 to go, and then 70 again
-    desk = desks.handed_in(desk, plan, total_of)
-    assert desk.kind.tolist() == [IDLE] * CLIENTS
-    plan, desk, sums, age = exchange(desk, pace, Now.start(), "a", 3, None)
+    queues = in_flight.handed_in(queues, plan, total_of)
+    assert queues.kind.tolist() == [IDLE] * CLIENTS
+    plan, queues, sums, age = exchange(queues, pace, Now.start(), "a", 3, None)
     assert float(sums.update) == 4 + 8 + 16 + 32 + 64  # five of them: all that had come in counts at once
     assert (int(plan.ticks), age) == (0, 5)
 
@@ -156,9 +156,9 @@ def test_a_bound_on_staleness_waits_for_the_old_ones():
     bound of s, in exchange s, together with whatever else has arrived until then."""
     pace = pace_of([1] * 6 + [100], 1.0)
     for bound in (1, 3):
-        desk, now = opened(), Now.start()
+        queues, now = opened(), Now.start()
         for number in range(bound + 1):
-            plan, desk, sums, age = exchange(desk, pace, now, "a", 6, bound)
+            plan, queues, sums, age = exchange(queues, pace, now, "a", 6, bound)
             now = now.later(pace, plan.ticks)
             late = bool(float(sums.update) >= 64)
             assert late == (number == bound)
@@ -171,10 +171,10 @@ def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_questio
     for b in every s + 1 exchanges at least."""
     pace = pace_of([2] * 6 + [10], 1.0)
     for bound in (None, 3):
-        desk, now, slow = opened(), Now.start(), []
+        queues, now, slow = opened(), Now.start(), []
         for _ in range(14):
             for kind in "aab":
-                plan, desk, sums, _ = exchange(desk, pace, now, kind, 5, bound)
+                plan, queues, sums, _ = exchange(queues, pace, now, kind, 5, bound)
                 now = now.later(pace, plan.ticks)
             slow.append(bool(float(sums.update) >= 64))
         gaps = np.diff(np.flatnonzero([True, *slow, True]))
@@ -184,9 +184,9 @@ def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_questio
 def test_ties_go_to_the_older_question_then_to_the_lower_id():
     """Nobody needs any time: everybody is asked, and the first three count, then the next three."""
     pace = pace_of([0] * CLIENTS, 1.0)
-    desk, counted = opened(), []
+    queues, counted = opened(), []
     for _ in range(3):
-        plan, desk, _, _ = exchange(desk, pace, Now.start(), "a", 3, None)
+        plan, queues, _, _ = exchange(queues, pace, Now.start(), "a", 3, None)
         counted.append(np.flatnonzero(plan.arriving).tolist())
         assert int(plan.ticks) == 0
     assert counted == [[0, 1, 2], [3, 4, 5], [0, 1, 6]]
