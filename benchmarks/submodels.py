@@ -222,7 +222,8 @@ def policies(seeds: range) -> None:
     print(f"RABO, accuracy in % after {ROUNDS} rounds\n")
     print("| units | mean ± deviation of those that end | seed by seed |\n|---|---|---|")
     for policy in ("whole", "importance", "static", "rolling", "random", "covered"):
-        algorithm = fb.RABO(**DIGITS) if policy == "whole" else fb.RABO(**DIGITS, policy=policy)
+        whole = fb.RABO(**DIGITS)
+        algorithm = whole if policy == "whole" else fb.Submodels(whole, policy=policy)
         capacities = () if policy == "whole" else SPREAD
         ends = [_end(digits(capacities, seed), algorithm, seed) for seed in seeds]
         finite = [end for end in ends if not isinstance(end, str)]

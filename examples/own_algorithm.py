@@ -30,10 +30,10 @@ class State(NamedTuple):
 class AveragedSteps(fb.Algorithm):
     """Fields are hyperparameters: `static` ones shape the program, `positive` ones are numbers or schedules."""
 
-    local_steps: int = static(5)
-    batch_size: int | None = static(None)
-    inner_lr: float = positive(0.1)
-    outer_lr: float = positive(0.02)
+    local_steps: int = static(default=5)
+    batch_size: int | None = static(default=None)
+    inner_lr: float = positive(default=0.1)
+    outer_lr: float = positive(default=0.02)
 
     def init(self, x: Any, y: Any) -> State:
         return State(x, y)

@@ -26,6 +26,7 @@ from fedbilevel.algorithms import (
 )
 from fedbilevel.algorithms.asynchronous import Asynchronous
 from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
+from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public, Withheld
@@ -126,6 +127,7 @@ __all__ = [
     "SimpleBilevel",
     "SingleLevel",
     "Structure",
+    "Submodels",
     "Withheld",
     "check_hypergradient",
     "check_structure",

@@ -199,7 +199,7 @@ def test_problems_that_need_no_inverse():
         (fb.RABO, {"hypergradient": "global", "inverse": "cg"}, "RABO.inverse = 'cg' is not allowed: it must be"),
         (fb.RABO, {"hypergradient": "global", "inverse": "parallel"}, "'random' or 'series'"),
         (fb.RABO, {"inverse": "parallel"}, "RABO.inverse = 'parallel'"),
-        (fb.RABO, {"policy": "importence"}, "did you mean 'importance'"),
+        (fb.RABO, {"policy": "static"}, "it is now a field of the wrapper Submodels"),
         (fb.RABO, {"merged": True}, "RABO.merged"),
         (fb.RABO, {"inner_rounds": 0}, "RABO.inner_rounds = 0"),
         (fb.RAFBO, {"estimator": "adjont"}, "did you mean 'adjoint'"),

@@ -14,7 +14,7 @@ INPUTS, HIDDEN = 2, 4
 CAPACITY, WEIGHTS = np.array([1.0, 0.5, 0.25]), np.array([0.5, 0.2, 0.3])
 KEPT = (CAPACITY * HIDDEN).astype(int)
 EXACT = {"inverse": "cg", "cg_tolerance": 1e-12}
-COMMON = {"policy": "static", "batch_size": None, "local_steps": 1, "inner_lr": 0.3, "outer_lr": 1.0}
+COMMON = {"batch_size": None, "local_steps": 1, "inner_lr": 0.3, "outer_lr": 1.0}
 SERIES = {"inverse": "series", "neumann_terms": 300, "neumann_step": 0.8}
 METHODS = {
     "RABO": fb.RABO(**COMMON, **EXACT),
@@ -41,7 +41,9 @@ def rounds():
     clients = fb.Clients(*rows, weights=WEIGHTS, capacity=CAPACITY)
     problem = fb.Bilevel(outer, inner, structure=fb.Structure(x="_ hidden", y="hidden"))
     x, y = jnp.asarray(rng.normal(size=(INPUTS, HIDDEN))), jnp.asarray(rng.normal(size=HIDDEN))
-    found = functools.cache(lambda name: fb.solve(METHODS[name], problem, clients, x, y, rounds=1))
+    found = functools.cache(
+        lambda name: fb.solve(fb.Submodels(METHODS[name], policy="static"), problem, clients, x, y, rounds=1)
+    )
     return x, y, rows, found
 
 

@@ -20,10 +20,10 @@ from fedbilevel.core.tree import XYV
 class Example:
     """One field of each kind."""
 
-    count: int = static(3)
-    lr: XYV = steps(x=0.1, y=0.2, v=0.3)
-    radius: float = positive(2.0)
-    decay: float = fraction(0.5)
+    count: int = static(default=3)
+    lr: XYV = steps(default=XYV(x=0.1, y=0.2, v=0.3))
+    radius: float = positive(default=2.0)
+    decay: float = fraction(default=0.5)
 
 
 def test_hyperparameters_are_what_json_holds():

@@ -74,7 +74,7 @@ def best_response(clients, x):
 class Noisy(Algorithm):
     """Asks for ∇x f + normal noise of a known size; `schedule` shows that numbers reach the probe."""
 
-    noise: float = positive(1.0)
+    noise: float = positive(default=1.0)
 
     def init(self, x, y):
         raise AssertionError("the probe has a state of its own")

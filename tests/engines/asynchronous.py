@@ -9,8 +9,8 @@ from fedbilevel.core.tree import XY
 
 
 class Early(fb.Algorithm):
-    n: int = static(3)
-    max_staleness: int | None = static(None)
+    n: int = static(default=3)
+    max_staleness: int | None = static(default=None)
     asynchronous = True
 
     def init(self, x, y):

@@ -137,7 +137,7 @@ def test_a_convolution_counts_what_is_inside_and_no_zeros_between_the_entries():
 class Twice(Algorithm):
     """Two exchanges a round: a full batch's sum with x, and τ products of y with a matrix."""
 
-    local_steps: int = static(4)
+    local_steps: int = static(default=4)
     solves = (fb.Bilevel,)
 
     def init(self, x, y):

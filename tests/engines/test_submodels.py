@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.submodel import ClientSlot, UnitLayout
+from fedbilevel.core.unit_policy import UnitPolicy
 
 CLIENTS, INPUTS, HIDDEN, OUTPUTS = 7, 5, 8, 2
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
@@ -84,15 +84,22 @@ CASES = {
         {},
         None,
     ),
-    "RABO, random units, work": (fb.RABO(policy="random", batch_size=3), BILEVEL, {"local_steps": (1, 3)}, 4),
+    "RABO, random units, work": (
+        fb.Submodels(fb.RABO(batch_size=3), policy="random"),
+        BILEVEL,
+        {"local_steps": (1, 3)},
+        4,
+    ),
     "RABO, global, fresh cohorts": (
-        fb.RABO(policy="covered", batch_size=3, hypergradient="global", inverse="random", neumann_terms=3),
+        fb.Submodels(
+            fb.RABO(batch_size=3, hypergradient="global", inverse="random", neumann_terms=3), policy="covered"
+        ),
         BILEVEL,
         {},
         4,
     ),
-    "ShroFBO, x alone": (fb.ShroFBO(policy="static", pruned="x", batch_size=3), DEEP, {}, 5),
-    "FedAvg, rolling": (fb.FedAvg(policy="rolling", batch_size=3, local_steps=2), SINGLE, {}, 4),
+    "ShroFBO, x alone": (fb.Submodels(fb.ShroFBO(batch_size=3), policy="static", pruned="x"), DEEP, {}, 5),
+    "FedAvg, rolling": (fb.Submodels(fb.FedAvg(batch_size=3, local_steps=2), policy="rolling"), SINGLE, {}, 4),
 }
 SLOW = {"RABO, random units, work", "FedAvg, rolling", "ShroFBO, x alone", "RABO, global, fresh cohorts"}
 
@@ -121,7 +128,7 @@ def test_engines_agree(case):
 @pytest.fixture(scope="module")
 def one_round():
     """SimFBO on the first units, full batches, one local step: a round that can be done by hand."""
-    return solved(fb.SimFBO(policy="static", local_steps=1, batch_size=None), rounds=1)
+    return solved(fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="static"), rounds=1)
 
 
 def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
@@ -147,12 +154,14 @@ def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
 
 def test_one_variable_alone_can_be_cut():
     """With "x" the group within x: of 5 units 5, 3 (2.5 rounded up), 1; "y" has no group of its own here."""
-    fields = {"policy": "static", "local_steps": 1, "batch_size": None}
-    bytes_up = solved(fb.SimFBO(pruned="x", **fields), problem=DEEP, rounds=1).ledger.bytes_up
+    fields = {"local_steps": 1, "batch_size": None}
+    bytes_up = solved(
+        fb.Submodels(fb.SimFBO(**fields), policy="static", pruned="x"), problem=DEEP, rounds=1
+    ).ledger.bytes_up
     kept = [{1: 5, 0.5: 3, 0.25: 1}[c] for c in CAPACITY]
     assert bytes_up == 8 * sum(INPUTS * k + k * HIDDEN + HIDDEN + 2 * HIDDEN * OUTPUTS for k in kept)
     with pytest.raises(fb.ConfigurationError, match="no group of units to cut, as pruned = 'y' leaves it"):
-        solved(fb.SimFBO(pruned="y", **fields), problem=DEEP, rounds=1)
+        solved(fb.Submodels(fb.SimFBO(**fields), policy="static", pruned="y"), problem=DEEP, rounds=1)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
@@ -160,7 +169,7 @@ def test_nothing_is_dealt_to_those_who_are_never_there():
     """Seven clients of ½, two of them away: 2 segments among 5 clients, the second to exactly min_coverage = 2 of them.
     A count of everyone would deal some of it to those who are away."""
     clock = fb.Clock(availability=[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    algorithm = fb.SimFBO(policy="covered", min_coverage=2, fixed=True, local_steps=1, batch_size=None)
+    algorithm = fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="covered", min_coverage=2, fixed=True)
     results = [
         solved(algorithm, clients=population(np.full(CLIENTS, 0.5)), engine=engine(clock=clock))
         for engine in (fb.Local, fb.Reference)
@@ -176,7 +185,7 @@ def test_a_run_goes_on_with_the_capacities_that_it_began_with(tmp_path):
     x, y = start()
 
     def go_on(capacity, rounds, resume):
-        given = fb.FedAvg(batch_size=3, policy="static"), SINGLE, population(capacity), (x, y)
+        given = fb.Submodels(fb.FedAvg(batch_size=3), policy="static"), SINGLE, population(capacity), (x, y)
         return fb.solve(*given, rounds=rounds, checkpoint=tmp_path / "run", resume=resume)
 
     go_on(CAPACITY, 1, resume=False)
@@ -188,7 +197,10 @@ def test_operations_fall_with_the_submodels():
     """A client of k units costs k times one of one unit, but for what is done to targets and single numbers."""
 
     def spent(capacity):
-        algorithm, clients = fb.SimFBO(policy="static", local_steps=1, batch_size=None), population(capacity)
+        algorithm, clients = (
+            fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="static"),
+            population(capacity),
+        )
         x, y = start()
         found = fb.solve(algorithm, BILEVEL, clients, x, y, rounds=1, count_flops=True).ledger.flops
         return found / CLIENTS
@@ -214,7 +226,9 @@ def test_coverage_is_in_the_history(one_round):
 def test_what_nobody_holds_stays_and_is_counted():
     x, y = start()
     result = solved(
-        fb.SimFBO(policy="static", local_steps=1, batch_size=None), clients=population(np.full(CLIENTS, 0.25)), rounds=1
+        fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="static"),
+        clients=population(np.full(CLIENTS, 0.25)),
+        rounds=1,
     )
     np.testing.assert_array_equal(result.x["weight"][:, 2:], x["weight"][:, 2:])
     np.testing.assert_array_equal(result.y["weight"][2:], y["weight"][2:])
@@ -247,7 +261,7 @@ def test_a_method_without_submodels_says_that_it_trains_whole_models():
         (population(), fb.Asynchronous(fb.SimFBO(), wait_for=2), BILEVEL, "keeps whole models on clients"),
         (
             population(),
-            fb.RABO(policy="covered", min_coverage=2),
+            fb.Submodels(fb.RABO(), policy="covered", min_coverage=2),
             BILEVEL,
             "min_coverage = 2 is not allowed: it must be at most 1: 3 clients share 2 segments",
         ),
@@ -278,7 +292,7 @@ class TestPolicies:
     def units(self, round=0, id=0, rank=0, kept=3, peers=6, **fields):
         holder = ClientSlot(round, jax.random.key(0), id, rank, peers)
         importance = self.unit_layout.importance(*start())
-        return Submodels(**fields).units(self.unit_layout, {"hidden": kept}, importance, holder)["hidden"].tolist()
+        return UnitPolicy(**fields).units(self.unit_layout, {"hidden": kept}, importance, holder)["hidden"].tolist()
 
     def test_importance_takes_the_largest_sums_of_squares(self):
         x, y = start()
@@ -324,4 +338,4 @@ class TestPolicies:
     )
     def test_misspelt_or_meaningless_fields_are_refused(self, fields, said):
         with pytest.raises(fb.ConfigurationError, match=said):
-            Submodels(**fields)
+            UnitPolicy(**fields)

@@ -18,7 +18,7 @@ class State(NamedTuple):
 class TwoPhase(fb.Algorithm):
     """Inner steps with a control variate that each client keeps, then one outer step on its mean."""
 
-    inner: int = static(3)
+    inner: int = static(default=3)
     lr: float = 0.1
 
     def init(self, x, y):

@@ -28,7 +28,7 @@ SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 10 steps of them
 class Steps(fb.Algorithm):
     """Two exchanges a round: a step on y, then one on x; no client keeps anything."""
 
-    batch_size: int | None = static(4)
+    batch_size: int | None = static(default=4)
     lr: float = 0.1
 
     def init(self, x, y):

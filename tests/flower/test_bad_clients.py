@@ -34,8 +34,8 @@ BAD = 1  # the client
 class Following(fb.Algorithm):
     """y follows the clients' targets; y⁴ overflows long before y does, with clients or, `there`, on the server."""
 
-    there: bool = static(False)
-    keeps: bool = static(False)
+    there: bool = static(default=False)
+    keeps: bool = static(default=False)
 
     def init(self, x, y):
         return XY(x, y)

@@ -175,7 +175,7 @@ def test_no_values_are_in_it():
 class Odd(fb.Algorithm):
     """Sends whatever it is made for."""
 
-    what: str = static("")
+    what: str = static(default="")
 
     def init(self, x, y):
         return XY(x, y)

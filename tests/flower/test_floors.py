@@ -43,7 +43,7 @@ def test_small_batches_are_refused_at_the_greeting(batch_size, refused):
 class Sly(federations.Steps):
     """Draws batches whose size has another name than batch_size."""
 
-    few: int = static(3)
+    few: int = static(default=3)
 
     @fb.phase
     def y_gradient(self, client, message, key):

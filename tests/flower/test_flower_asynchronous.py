@@ -37,10 +37,10 @@ class Differences(fb.Algorithm):
     """Clients keep their last answer of either kind and send the difference to it: the server has the mean of the last
     ones. y's in a loop, then x's; from round `probe` on everyone then says what it keeps."""
 
-    n: int = static(2)
-    inner: int = static(2)
-    max_staleness: int | None = static(None)
-    probe: int = static(99)
+    n: int = static(default=2)
+    inner: int = static(default=2)
+    max_staleness: int | None = static(default=None)
+    probe: int = static(default=99)
     asynchronous = True
 
     def init(self, x, y):

@@ -29,8 +29,8 @@ LR, ROUNDS = 0.3, 8
 class Async(fb.Algorithm):
     """y follows the clients' targets as they come; where `both`, x does too, and waits for all of them."""
 
-    n: int = static(2)
-    both: bool = static(False)
+    n: int = static(default=2)
+    both: bool = static(default=False)
     asynchronous = True
 
     def init(self, x, y):
@@ -59,7 +59,7 @@ class Silent(Async):
 class Overdue(Async):
     """Nobody's answer is older than so many exchanges."""
 
-    max_staleness: int = static(1)
+    max_staleness: int = static(default=1)
 
     def round(self, fed, state, key):
         last = fed.first(self.n, self.towards, state.y, key, max_staleness=self.max_staleness)

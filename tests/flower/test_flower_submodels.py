@@ -32,7 +32,7 @@ CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
 UNITS = [int(share * HIDDEN) for share in CAPACITY]
 ROUNDS = 2
 IMPORTANCE = fb.SimFBO(local_steps=2, batch_size=3)
-RANDOM = fb.RABO(policy="random", local_steps=2, inner_rounds=1, batch_size=3, neumann_terms=2)
+RANDOM = fb.Submodels(fb.RABO(local_steps=2, inner_rounds=1, batch_size=3, neumann_terms=2), policy="random")
 STRUCTURE = fb.Structure(x={"weight": "_ hidden", "bias": "hidden"}, y={"weight": "hidden _"})
 
 

@@ -141,7 +141,7 @@ def test_the_largest_of_several_counts_is_limited():
 class Rounds(federations.Steps):
     """The same with a count that is work for clients."""
 
-    inner_rounds: int = static(3)
+    inner_rounds: int = static(default=3)
 
 
 def test_local_steps_that_the_server_says(ran):

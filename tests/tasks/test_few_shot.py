@@ -305,8 +305,7 @@ def test_a_head_moves_by_its_clients_step_over_the_holders_of_an_entry() -> None
     """Of the units 0 to 3 of 5 clients, those of capacity 1, three, hold all and the two others the first two. A head's
     entries move by inner_server_lr/holders of the step that its own client makes; nobody else moves them."""
     task = few_shot(**SMALL, capacities=(1.0, 0.5))
-    method = fb.RABO(
-        policy="static",
+    rabo = fb.RABO(
         paired=True,
         batch_size=None,
         local_steps=1,
@@ -315,6 +314,7 @@ def test_a_head_moves_by_its_clients_step_over_the_holders_of_an_entry() -> None
         outer_lr=1e-300,
         neumann_step=0.01,
     )
+    method = fb.Submodels(rabo, policy="static")
     end = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1, key=0)
     own = jax.grad(task.problem.inner, 1)(task.x0, task.y0, rows(task, 0, 5)[1])
     share = 3 / np.array([5, 5, 3, 3])

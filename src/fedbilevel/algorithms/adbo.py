@@ -136,17 +136,17 @@ class CuttingPlanes(Algorithm):
         consensus_penalty: μ.
     """
 
-    batch_size: int | None = static(32)
-    iterations: int = static(10)
-    client_lr: XYV = steps(x=0.1, y=0.1, v=0.1)
-    server_lr: XYV = steps(x=0.05, y=0.05, v=0.5)
-    planes: int = static(20)
-    tolerance: float = positive(1e-4)
-    plane_damping: float = positive(0.01)
-    consensus_damping: float = positive(1e-3)
-    consensus_steps: int = static(10)
-    consensus_lr: float = positive(0.5)
-    consensus_penalty: float = positive(0.3)
+    batch_size: int | None = static(default=32)
+    iterations: int = static(default=10)
+    client_lr: XYV = steps(default=XYV(x=0.1, y=0.1, v=0.1))
+    server_lr: XYV = steps(default=XYV(x=0.05, y=0.05, v=0.5))
+    planes: int = static(default=20)
+    tolerance: float = positive(default=1e-4)
+    plane_damping: float = positive(default=0.01)
+    consensus_damping: float = positive(default=1e-3)
+    consensus_steps: int = static(default=10)
+    consensus_lr: float = positive(default=0.5)
+    consensus_penalty: float = positive(default=0.3)
 
     def validate(self) -> None:
         require_count(f"{self.label}.batch_size", self.batch_size, optional=True)
@@ -323,8 +323,8 @@ class ADBO(CuttingPlanes):
 
     name = "adbo"
 
-    wait_for: int = static(1)
-    max_staleness: int | None = static(None)
+    wait_for: int = static(default=1)
+    max_staleness: int | None = static(default=None)
 
     @property
     def asynchronous(self) -> bool:

@@ -100,9 +100,9 @@ class AFBO(Alternating, Algorithm):
 
     name = "afbo"
 
-    hypergradient: Literal["global", "local"] = static("local")
-    client_lr: float = positive(0.01)
-    system_lr: float = positive(0.1)
+    hypergradient: Literal["global", "local"] = static(default="local")
+    client_lr: float = positive(default=0.01)
+    system_lr: float = positive(default=0.1)
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:

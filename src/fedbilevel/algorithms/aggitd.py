@@ -78,9 +78,9 @@ class AggITD(InnerDescent, OuterGradients, Algorithm):
 
     name = "aggitd"
 
-    inner_rounds: int = static(5)
-    outer_lr: float = positive(0.1)
-    inverse: Inverse = static("series")
+    inner_rounds: int = static(default=5)
+    outer_lr: float = positive(default=0.1)
+    inverse: Inverse = static(default="series")
 
     def validate(self) -> None:
         super().validate()

@@ -117,8 +117,8 @@ class Asynchronous(Wrapper):
     """
 
     wait_for: int = static()
-    max_staleness: int | None = static(None)
-    delay_penalty: float = static(0.0)
+    max_staleness: int | None = static(default=None)
+    delay_penalty: float = static(default=0.0)
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)
@@ -141,6 +141,10 @@ class Asynchronous(Wrapper):
         return self.wait_for
 
     @property
+    def needs_everyone(self) -> bool:
+        return True
+
+    @property
     def asynchronous_phases(self) -> tuple[str, ...]:
         return ()  # they have been made so
 
@@ -150,7 +154,7 @@ class Asynchronous(Wrapper):
         require(alone, "Asynchronous.delay_penalty", self.delay_penalty, own)
         few = f"at most {population}, the number of clients"
         require(self.wait_for <= population, "Asynchronous.wait_for", self.wait_for, few)
-        super().check_problem(problem, population, x)
+        self.algorithm.check_problem(problem, population, x)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(self.algorithm.init(x, y), self.of_phases(LastReplies.none, x, y))
@@ -184,7 +188,16 @@ class Asynchronous(Wrapper):
         """And the mean delay: `delay`, where there are several phases `delay.PHASE`."""
         one = len(state.replies) == 1
         delays = {"delay" if one else f"delay.{name}": kept.delay for name, kept in state.replies.items()}
-        return super().columns(state) | delays
+        return self.algorithm.columns(state.inside) | delays
+
+    def finished(self, state: State) -> Any:
+        return self.algorithm.finished(state.inside)
+
+    def complaint(self, state: State) -> str:
+        return self.algorithm.complaint(state.inside)
+
+    def warning(self, state: State) -> str:
+        return self.algorithm.warning(state.inside)
 
 
 class LastRepliesFed:

@@ -12,7 +12,7 @@ class Batches:
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
     """
 
-    batch_size: int | None = static(32)
+    batch_size: int | None = static(default=32)
 
     def validate(self) -> None:
         require_count(f"{type(self).__name__}.batch_size", self.batch_size, optional=True)

@@ -55,10 +55,10 @@ class FedAvgS(Algorithm):
 
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
-    local_steps: int = static(5)
-    outer_lr: float = positive(0.1)
-    inner_lr: float = positive(0.1)
-    batch_size: int | None = static(32)
+    local_steps: int = static(default=5)
+    outer_lr: float = positive(default=0.1)
+    inner_lr: float = positive(default=0.1)
+    batch_size: int | None = static(default=32)
 
     def validate(self) -> None:
         require_count("FedAvgS.local_steps", self.local_steps)

@@ -103,8 +103,8 @@ class FedBiOAcc(LocalDirections, Algorithm):
 
     name = "fedbioacc"
 
-    forgetting: float = fraction(0.1)
-    horizon: float = positive(float("inf"))
+    forgetting: float = fraction(default=0.1)
+    horizon: float = positive(default=float("inf"))
 
     def init(self, x: PyTree, y: PyTree) -> State:
         start = XYV(x, y, optax.tree.zeros_like(y))

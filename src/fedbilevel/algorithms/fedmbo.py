@@ -49,7 +49,7 @@ class FedMBO(Alternating, Algorithm):
 
     name = "fedmbo"
 
-    hypergradient: Literal["global", "local"] = static("global")
+    hypergradient: Literal["global", "local"] = static(default="global")
 
     def validate(self) -> None:
         only = self.hypergradient == "global"

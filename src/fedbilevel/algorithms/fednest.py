@@ -75,8 +75,8 @@ class Alternating(InnerDescent, Hypergradient):
             who hold an entry, and the fewest of these are the bound.
     """
 
-    outer_lr: float = positive(0.1)
-    inner_server_lr: float = positive(1.0)
+    outer_lr: float = positive(default=0.1)
+    inner_server_lr: float = positive(default=1.0)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(x, y, Quality.unknown())
@@ -136,7 +136,7 @@ class Nested(Alternating):
         outer_steps: τ on x; more than one is an exchange more where `merged`.
     """
 
-    outer_steps: int = static(1)
+    outer_steps: int = static(default=1)
 
     def validate(self) -> None:
         super().validate()
@@ -250,7 +250,7 @@ class LFedNest(Nested, Algorithm):
 
     name = "lfednest"
 
-    hypergradient: Literal["global", "local"] = static("local")
+    hypergradient: Literal["global", "local"] = static(default="local")
 
     def validate(self) -> None:
         super().validate()

@@ -71,9 +71,9 @@ class FISM(IterativeRegularization):
 
     name = "fism"
 
-    order: Literal["given", "random"] = static("given")
-    local_steps: int | None = static(None)
-    refresh: bool = static(False)
+    order: Literal["given", "random"] = static(default="given")
+    local_steps: int | None = static(default=None)
+    refresh: bool = static(default=False)
 
     def validate(self) -> None:
         super().validate()
@@ -153,7 +153,7 @@ class IRIG(FISM):
 
     name = "irig"
 
-    refresh: bool = static(True)
+    refresh: bool = static(default=True)
 
     def validate(self) -> None:
         super().validate()

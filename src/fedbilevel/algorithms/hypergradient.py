@@ -150,15 +150,15 @@ class Hypergradient(OuterGradients):
             meet in the inner unknowns that each sample has for itself.
     """
 
-    hypergradient: Literal["global", "local"] = static("global")
-    inverse: Inverse = static("series")
-    neumann_terms: int | tuple[int, ...] = counts(20)
-    neumann_step: float = positive(0.1)
-    cg_iterations: int = static(20)
-    cg_tolerance: float = positive(1e-3)
-    fresh_cohorts: bool = static(True)
-    merged: bool = static(False)
-    paired: bool = static(False)
+    hypergradient: Literal["global", "local"] = static(default="global")
+    inverse: Inverse = static(default="series")
+    neumann_terms: int | tuple[int, ...] = counts(default=20)
+    neumann_step: float = positive(default=0.1)
+    cg_iterations: int = static(default=20)
+    cg_tolerance: float = positive(default=1e-3)
+    fresh_cohorts: bool = static(default=True)
+    merged: bool = static(default=False)
+    paired: bool = static(default=False)
 
     def validate(self) -> None:
         super().validate()

@@ -25,9 +25,9 @@ class InnerDescent(Batches):
         inner_lr: β; a client's step is β/τ_i.
     """
 
-    inner_rounds: int = static(1)
-    local_steps: int = static(5)
-    inner_lr: float = positive(0.5)
+    inner_rounds: int = static(default=1)
+    local_steps: int = static(default=5)
+    inner_lr: float = positive(default=0.5)
 
     def validate(self) -> None:
         super().validate()

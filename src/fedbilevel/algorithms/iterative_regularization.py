@@ -78,11 +78,11 @@ class IterativeRegularization(Algorithm):
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SimpleBilevel,)
 
-    lr: float = positive(1.0)
-    lr_decay: float = static(0.6)
-    regularization: float = positive(0.05)
-    regularization_decay: float = static(0.35)
-    tolerance: float | None = static(None)
+    lr: float = positive(default=1.0)
+    lr_decay: float = static(default=0.6)
+    regularization: float = positive(default=0.05)
+    regularization_decay: float = static(default=0.35)
+    tolerance: float | None = static(default=None)
 
     def validate(self) -> None:
         name, a, b = self.label, self.lr_decay, self.regularization_decay

@@ -57,7 +57,7 @@ class Plain:
 class Momentum:
     """Heavy ball with momentum μ = `decay`, from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ)."""
 
-    decay: float = fraction(0.9)
+    decay: float = fraction(default=0.9)
 
     def begin(self, like: PyTree) -> PyTree:
         return optax.tree.zeros_like(like)
@@ -74,7 +74,7 @@ class Momentum:
 class Proximal:
     """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; α = `pull`; a_k = (1 − α)^{τ−1−k}."""
 
-    pull: float = fraction(0.1)
+    pull: float = fraction(default=0.1)
 
     def begin(self, like: PyTree) -> PyTree:
         return None

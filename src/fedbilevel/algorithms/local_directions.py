@@ -24,10 +24,10 @@ class LocalDirections:
         independent_batches: a draw of its own for each of the three directions.
     """
 
-    local_steps: int = static(5)
-    batch_size: int | None = static(32)
-    client_lr: XYV = steps(x=0.01, y=0.1, v=0.1)
-    independent_batches: bool = static(False)
+    local_steps: int = static(default=5)
+    batch_size: int | None = static(default=32)
+    client_lr: XYV = steps(default=XYV(x=0.01, y=0.1, v=0.1))
+    independent_batches: bool = static(default=False)
 
     def validate(self) -> None:
         require_count("local_steps", self.local_steps)

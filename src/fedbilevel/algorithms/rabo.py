@@ -3,7 +3,8 @@
 Mingyi Li, Xiao Zhang, Ruisheng Zheng, Hongjian Shi, Yuan Yuan, Xiuzhen Cheng, Dongxiao Yu. "Distributed Bilevel
 Optimization with Dual Pruning for Resource-limited Clients". 2025, arXiv:2512.24667. Algorithms 1 and 2, eqs. (3)-(10).
 
-Client i holds the units that `policy` leaves it, and x_i, y_i are what these have of x and y. A round:
+Client i holds the units that the policy leaves it, by importance if `Submodels` says no other, and x_i, y_i are what
+these have of x and y. A round:
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x_i, y_{i,ν}; ζ_ν),  ν < τ_i            (5)
     y ← y + η mean_i (y_{i,τ_i} − y_i),  η = `inner_server_lr`, 1 in the paper    (6)     T times, one exchange each
@@ -45,7 +46,6 @@ from jax import Array
 from fedbilevel.algorithms.fednest import Alternating, State
 from fedbilevel.algorithms.hypergradient import Estimate, Inverse, Own, Quality
 from fedbilevel.algorithms.local_descent import local_descent
-from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, positive, static
@@ -59,14 +59,14 @@ Estimator = Literal["adjoint", "coordinate", "printed"]
 
 
 @config
-class Adaptive(Submodels, Alternating):
+class Adaptive(Alternating):
     """What the two share: FedAvg on y, then one step on x, all on submodels.
 
-    Args: those of `Submodels` and of `Alternating`, where a step on x is α; `merged` has nothing to leave out.
+    Args: those of `Alternating`, where a step on x is α; `merged` has nothing to leave out.
     """
 
-    hypergradient: Literal["global", "local"] = static("local")
-    inverse: Inverse = static("series")
+    hypergradient: Literal["global", "local"] = static(default="local")
+    inverse: Inverse = static(default="series")
 
     def validate(self) -> None:
         super().validate()
@@ -93,6 +93,7 @@ class RABO(Adaptive, Algorithm):
     """
 
     name = "rabo"
+    trains_submodels = True
 
 
 class RAFBO(Adaptive, Algorithm):
@@ -114,10 +115,11 @@ class RAFBO(Adaptive, Algorithm):
     """
 
     name = "rafbo"
+    trains_submodels = True
 
-    estimator: Estimator = static("adjoint")
-    coordinates: int | None = static(None)
-    perturbation: float = positive(1.0)
+    estimator: Estimator = static(default="adjoint")
+    coordinates: int | None = static(default=None)
+    perturbation: float = positive(default=1.0)
 
     def validate(self) -> None:
         super().validate()

@@ -47,7 +47,7 @@ class WholeSubgradient(IterativeRegularization):
         batch_size: samples per draw, with replacement; None takes all samples.
     """
 
-    batch_size: int | None = static(None)
+    batch_size: int | None = static(default=None)
 
     def validate(self) -> None:
         super().validate()
@@ -108,7 +108,7 @@ class BiFISTA(WholeSubgradient):
 
     name = "bi-fista"
 
-    momentum: float = positive(4.0)
+    momentum: float = positive(default=4.0)
 
     def validate(self) -> None:
         super().validate()

@@ -46,7 +46,6 @@ from jax import Array
 
 from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
 from fedbilevel.algorithms.local_directions import LocalDirections, descend
-from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
@@ -73,20 +72,22 @@ class State(NamedTuple):
         return self.iterate.y
 
 
-class SingleLoop(Submodels, LocalDirections, Algorithm):
+class SingleLoop(LocalDirections, Algorithm):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
-    Args: those of `LocalDirections`, where `client_lr` is η, those of `Submodels`, and
+    Args: those of `LocalDirections`, where `client_lr` is η, and
         server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
         coefficients: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
         server_optimizer: an optax optimizer, fed with q; its updates are scaled by γ.
     """
 
-    server_lr: XYV = steps(x=0.01, y=0.1, v=0.1)
-    radius: float = positive(float("inf"))
+    trains_submodels = True
+
+    server_lr: XYV = steps(default=XYV(x=0.01, y=0.1, v=0.1))
+    radius: float = positive(default=float("inf"))
     coefficients: Coefficients = Plain()
-    server_optimizer: optax.GradientTransformation = static(optax.sgd(1.0))
+    server_optimizer: optax.GradientTransformation = static(default=optax.sgd(1.0))
 
     def first_state(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, optax.tree.zeros_like(y))

@@ -26,34 +26,32 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.local_descent import Gradient, corrected_drift, local_descent
-from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree, move
 
 
-@config
-class LocalDescent(Submodels):
+class LocalDescent(Algorithm):
     """What the two share: the fields and the start.
 
-    Args: those of `Submodels`, and
+    Args:
         local_steps: τ_i, where the population does not give each client its own.
         outer_lr: α; a client's step is α/τ_i.
         batch_size: samples per draw, with replacement; None takes all samples.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
+    trains_submodels = True
 
-    local_steps: int = static(5)
-    outer_lr: float = positive(0.1)
-    batch_size: int | None = static(32)
+    local_steps: int = static(default=5)
+    outer_lr: float = positive(default=0.1)
+    batch_size: int | None = static(default=32)
 
     def validate(self) -> None:
-        super().validate()
         name = type(self).__name__
         require_count(f"{name}.local_steps", self.local_steps)
         require_count(f"{name}.batch_size", self.batch_size, optional=True)
@@ -70,7 +68,7 @@ class LocalDescent(Submodels):
         return gradient
 
 
-class FedLin(LocalDescent, Algorithm):
+class FedLin(LocalDescent):
     """Federated SVRG: local steps corrected for the difference between clients. Fields: see `LocalDescent`.
 
     Aritra Mitra, Rayana Jaafar, George J. Pappas, Hamed Hassani. "Linear Convergence in Federated Learning: Tackling
@@ -108,7 +106,7 @@ class FedLin(LocalDescent, Algorithm):
         return state._replace(x=optax.tree.add(move(state.x, -self.outer_lr, q), drift))
 
 
-class FedAvg(LocalDescent, Algorithm):
+class FedAvg(LocalDescent):
     """Local gradient steps, then the mean of the clients' x. Fields: see `LocalDescent`.
 
     H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient

@@ -14,8 +14,8 @@ from fedbilevel.core.config import config, counts, fraction, positive, static, s
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Problem
-from fedbilevel.core.submodel import SubmodelPolicy
 from fedbilevel.core.tree import PyTree
+from fedbilevel.core.unit_policy import UnitPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
 ALGORITHMS: dict[str, type[Algorithm]] = {}
@@ -40,6 +40,9 @@ class Algorithm(ABC):
     """The kinds of problem that the method is for."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    trains_submodels: ClassVar[bool] = False
+    """Whether clients of limited capacity may train submodels: every phase then says what it takes and gives."""
 
     own_phases: ClassVar[frozenset[str]]
     """The names of the methods marked with `@phase`."""
@@ -68,6 +71,11 @@ class Algorithm(ABC):
     def label(self) -> str:
         """What messages call the method: the name of its class."""
         return type(self).__name__
+
+    @property
+    def kinds_of_problem(self) -> tuple[type[Problem], ...]:
+        """The kinds of problem that this instance is for."""
+        return self.solves
 
     @property
     def phases(self) -> frozenset[str]:
@@ -119,9 +127,9 @@ class Algorithm(ABC):
         return self.asynchronous
 
     @property
-    def submodels(self) -> SubmodelPolicy | None:
+    def submodels(self) -> UnitPolicy | None:
         """Which units clients of limited capacity hold; None: everyone trains the whole model."""
-        return None
+        return UnitPolicy() if self.trains_submodels else None
 
     @property
     def own_x_lr(self) -> Any:
@@ -247,10 +255,10 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     """Refuse a problem of a kind that the algorithm is not for, naming the algorithms that are."""
     kinds_of = "a Bilevel, Minimax, Compositional, SingleLevel or SimpleBilevel"
     require(isinstance(problem, Problem), "problem", problem, kinds_of)
-    if isinstance(problem, algorithm.solves):
+    if isinstance(problem, algorithm.kinds_of_problem):
         return
     able = sorted(cls.__name__ for cls in ALGORITHMS.values() if isinstance(problem, cls.solves))
-    kinds = " and ".join(kind.__name__ for kind in algorithm.solves)
+    kinds = " and ".join(kind.__name__ for kind in algorithm.kinds_of_problem)
     raise ConfigurationError(
         f"{algorithm.label} solves {kinds} problems, not {type(problem).__name__}; methods that do: {', '.join(able)}"
     )

@@ -1,7 +1,8 @@
 """Hyperparameters: frozen dataclasses that are pytrees, checked when built.
 
 Numbers are pytree leaves, so that a sweep is a `vmap` over the configuration itself; static fields recompile. A step
-size may be an optax schedule: `at` replaces it by its value at a round.
+size may be an optax schedule: `at` replaces it by its value at a round. A field says its default by name,
+`lr: float = positive(default=0.1)`: type checkers do not see it otherwise.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def counts(default: int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
-def steps(x: Step, y: Step, v: Step) -> Any:
+def steps(default: XYV) -> Any:
     """A field of three step sizes; a single number or schedule given for it serves all three."""
-    return dataclasses.field(default=XYV(x, y, v), metadata={"prepare": _prepare_steps})
+    return dataclasses.field(default=default, metadata={"prepare": _prepare_steps})
 
 
 def positive(default: float) -> Any:

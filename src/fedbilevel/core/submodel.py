@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,26 +161,6 @@ class UnitLayout:
                 padding = [(0, int(other == place)) for other in range(leaf.ndim)]
                 leaf = jnp.take(jnp.pad(leaf, padding), source, axis=place, mode="clip")  # the last entry is the zero
         return leaf
-
-
-class SubmodelPolicy(Protocol):
-    """How units are chosen for clients of limited capacity."""
-
-    @property
-    def pruned(self) -> Pruned:
-        """Whose units may be left out."""
-        ...
-
-    @property
-    def alike(self) -> bool:
-        """Whether all clients of one capacity hold the same units."""
-        ...
-
-    def units(
-        self, unit_layout: UnitLayout, kept: Mapping[str, int], importance: Mapping[str, Array], holder: ClientSlot
-    ) -> Units:
-        """The units that a client holds, `kept` of them in each group."""
-        ...
 
 
 def _entries(units: Array, size: int, times: int) -> Array:

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.asynchronous import Asynchronous
+from fedbilevel.algorithms.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import Engine, check_cohort
 from fedbilevel.engines.local import Local
 from fedbilevel.experiments.own_task import label, task_maker
-from fedbilevel.experiments.spec import Named, Spec, fields_of
+from fedbilevel.experiments.spec import Named, Spec, SubmodelsPlan, fields_of
 from fedbilevel.tasks import Task
 
 
@@ -58,6 +59,8 @@ def algorithm_of(spec: Spec) -> Algorithm:
     """The algorithm alone, which needs no data."""
     fields = fields_of(spec.task.name, spec.algorithm.name)["algorithm"]
     algorithm: Algorithm = _made("algorithm", ALGORITHMS[spec.algorithm.name], spec.algorithm, fields)
+    if spec.submodels != SubmodelsPlan():
+        algorithm = Submodels(algorithm, **asdict(spec.submodels))
     waits = spec.asynchronous.wait_for is None
     return algorithm if waits else Asynchronous(algorithm, **asdict(spec.asynchronous))
 

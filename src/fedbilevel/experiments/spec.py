@@ -1,8 +1,8 @@
 """The typed spec: everything that determines a run, read from and written to TOML.
 
-[task] and [algorithm] have a name and the fields of what it names; [asynchronous], [run] and [engine] are below;
-[clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` fills in what it is not told, from
-the presets and then from the defaults.
+[task] and [algorithm] have a name and the fields of what it names; [asynchronous], [submodels], [run] and [engine] are
+below; [clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` fills in what it is not told,
+from the presets and then from the defaults.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy as np
 from fedbilevel import __version__
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.submodel import Pruned
+from fedbilevel.core.unit_policy import Policy
 from fedbilevel.engines.clock import Clock
 from fedbilevel.experiments import schema, toml
 from fedbilevel.experiments.own_task import code_of, full_name, label, task_maker
@@ -54,6 +56,16 @@ class AsynchronousPlan:
                     "left out without asynchronous.wait_for, where everyone is waited for",
                 )
                 require(not got, f"asynchronous.{field}", got, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmodelsPlan:
+    """How clients of limited capacity get their units: the fields of `fedbilevel.Submodels`."""
+
+    policy: Policy = "importance"
+    pruned: Pruned = "both"
+    fixed: bool = False
+    min_coverage: int | None = None
 
 
 BUDGETS = ("exchanges", "time")
@@ -124,6 +136,7 @@ class Spec:
     task: Named
     algorithm: Named
     asynchronous: AsynchronousPlan
+    submodels: SubmodelsPlan
     run: RunPlan
     engine: EnginePlan
     clock: Clock = field(default_factory=Clock)
@@ -134,6 +147,7 @@ class Spec:
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
             "asynchronous": dataclasses.asdict(self.asynchronous),
+            "submodels": dataclasses.asdict(self.submodels),
             "run": dataclasses.asdict(self.run),
             "engine": dataclasses.asdict(self.engine),
             "clock": dataclasses.asdict(self.clock),
@@ -192,6 +206,7 @@ def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
     waiting = schema.complete(
         "asynchronous", known["asynchronous"], given["asynchronous"], values.of_asynchronous(algorithm)
     )
+    units = schema.complete("submodels", known["submodels"], given["submodels"], {})
     engine = schema.complete("engine", known["engine"], given["engine"], {})
     clock = Clock(**schema.complete("clock", known["clock"], given["clock"], {}))
     _check_time_passes(plan, clock)
@@ -199,6 +214,7 @@ def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
         Named(task, task_fields),
         Named(algorithm, schema.complete("algorithm", known["algorithm"], algorithm_fields, values.of(algorithm))),
         AsynchronousPlan(**waiting),
+        SubmodelsPlan(**units),
         RunPlan(**plan),
         EnginePlan(**engine),
         clock,
@@ -216,6 +232,7 @@ def _fields_besides_task(algorithm: str) -> dict[str, dict[str, schema.Field]]:
     return {
         "algorithm": schema.of_algorithm(ALGORITHMS[algorithm]),
         "asynchronous": schema.of_algorithm(AsynchronousPlan),
+        "submodels": schema.of_algorithm(SubmodelsPlan),
         "run": schema.of_algorithm(RunPlan),
         "engine": schema.of_algorithm(EnginePlan),
         "clock": schema.of_algorithm(Clock),
