@@ -181,8 +181,8 @@ def seconds(make: Any, fields: dict[str, Any], methods: Methods, passes: int, ro
 def coverage(seeds: range) -> None:
     """RABO's mean rounds to shares of what whole models reach, by how many clients hold each unit at least."""
 
-    def ends(capacities: tuple[float, ...], **fields: Any) -> list[np.ndarray]:
-        algorithm = fb.RABO(**DIGITS, **fields)
+    def ends(capacities: tuple[float, ...], **choice: Any) -> list[np.ndarray]:
+        algorithm = fb.Submodels(fb.RABO(**DIGITS), **choice)
         runs = [play(digits(capacities, seed), algorithm, ROUNDS, measured=True, key=seed) for seed in seeds]
         return [run.history["test_accuracy"] for run in runs]
 

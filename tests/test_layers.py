@@ -139,7 +139,7 @@ def test_the_check_finds_a_forbidden_import(path: str, source: str) -> None:
             "algorithms/simfbo.py",
             "import math\nimport jax.numpy as jnp\nfrom fedbilevel.oracles import products",
         ),
-        ("algorithms/simfbo.py", "from .local_coefficients import Plain\nfrom ..core.tree import XYV"),
+        ("algorithms/simfbo.py", "from .parts.local_optimizers import Plain\nfrom ..core.tree import XYV"),
         ("core/__init__.py", "from . import tree\nfrom .tree import XYV"),
         ("flower/server_app.py", "import flwr\nfrom fedbilevel.core.fed import Fed"),
         ("cli.py", "import rich\nimport fedbilevel as fb\nfrom fedbilevel.experiments import run"),

@@ -24,9 +24,9 @@ from fedbilevel.algorithms import (
     ShroFBO,
     SimFBO,
 )
-from fedbilevel.algorithms.asynchronous import Asynchronous
-from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
-from fedbilevel.algorithms.submodels import Submodels
+from fedbilevel.algorithms.parts.asynchronous import Asynchronous
+from fedbilevel.algorithms.parts.local_optimizers import Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.submodels import Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public, Withheld

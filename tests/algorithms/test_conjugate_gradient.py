@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.algorithms.hypergradient import Alone
+from fedbilevel.algorithms.parts.hypergradient import Alone
 
 DIMENSION, KAPPA, TOLERANCE = 400, 1e3, 1e-3
 STEP = 2 / (1 / KAPPA + 1)  # 2/(μ + ℓ), the best for a spectrum from μ to ℓ: it leaves (1 − 2/(κ + 1))^N at worst

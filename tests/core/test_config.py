@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from fedbilevel.algorithms.afbo import AFBO
-from fedbilevel.algorithms.local_coefficients import Momentum, Proximal
+from fedbilevel.algorithms.parts.local_optimizers import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, steps
 from fedbilevel.core.errors import ConfigurationError

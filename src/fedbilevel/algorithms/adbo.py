@@ -58,7 +58,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.asynchronous import ROUNDING
 from fedbilevel.algorithms.cutting_planes import (
     FREE,
     Cut,
@@ -71,6 +70,7 @@ from fedbilevel.algorithms.cutting_planes import (
     row,
     without_idle,
 )
+from fedbilevel.algorithms.parts.asynchronous import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client

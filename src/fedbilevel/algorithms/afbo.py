@@ -50,8 +50,8 @@ from jax import Array
 
 from fedbilevel.algorithms import fednest
 from fedbilevel.algorithms.fednest import Alternating
-from fedbilevel.algorithms.hypergradient import Quality
-from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.algorithms.parts.hypergradient import Quality
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, static
@@ -81,7 +81,7 @@ class State(NamedTuple):
         return self.nested.quality
 
 
-class AFBO(Alternating, Algorithm):
+class AFBO(Alternating):
     """Inner rounds on y, then one step of x, by phases that bear being late: see `Asynchronous`.
 
     Args: those of `Alternating`, and

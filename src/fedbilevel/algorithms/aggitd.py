@@ -41,10 +41,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.hypergradient import OuterGradients
-from fedbilevel.algorithms.inner_descent import InnerDescent
-from fedbilevel.algorithms.neumann_step import check_neumann_step
-from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.algorithms.parts.hypergradient import OuterGradients
+from fedbilevel.algorithms.parts.inner_descent import InnerDescent
+from fedbilevel.algorithms.parts.neumann_step import check_neumann_step
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, static
@@ -64,7 +64,7 @@ class Inner(NamedTuple):
     r: PyTree
 
 
-class AggITD(InnerDescent, OuterGradients, Algorithm):
+class AggITD(InnerDescent, OuterGradients):
     """Iterative differentiation folded into the inner loop. Fields: see `InnerDescent`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.

@@ -39,9 +39,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.local_coefficients import Plain
-from fedbilevel.algorithms.local_directions import LocalDirections, descend
-from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
+from fedbilevel.algorithms.parts.local_optimizers import Plain
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive
 from fedbilevel.core.fed import Fed, Reply
@@ -49,7 +49,7 @@ from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
 
 
-class FedBiO(LocalDirections, Algorithm):
+class FedBiO(LocalDirections):
     """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean. Fields: see `LocalDirections`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
@@ -89,7 +89,7 @@ class State(NamedTuple):
         return self.iterate.y
 
 
-class FedBiOAcc(LocalDirections, Algorithm):
+class FedBiOAcc(LocalDirections):
     """FedBiO along momenta whose variance is reduced as in STORM. Fields: see `LocalDirections`.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.

@@ -33,14 +33,13 @@ import jax
 from jax import Array
 
 from fedbilevel.algorithms.fednest import Alternating, State
-from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import scaled
 
 
-class FedMBO(Alternating, Algorithm):
+class FedMBO(Alternating):
     """FedAvg on y, one global hypergradient step on x. Fields: see `Alternating`; a step on x is α.
 
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.

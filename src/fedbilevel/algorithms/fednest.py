@@ -44,13 +44,13 @@ import numpy as np
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.hypergradient import Hypergradient, Quality
-from fedbilevel.algorithms.inner_descent import InnerDescent
-from fedbilevel.algorithms.local_descent import corrected_drift
-from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.algorithms.parts.hypergradient import Hypergradient, Quality
+from fedbilevel.algorithms.parts.inner_descent import InnerDescent
+from fedbilevel.algorithms.parts.local_descent import corrected_drift
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, move, scaled
@@ -64,7 +64,6 @@ class State(NamedTuple):
     quality: Quality  # of the last v; the first negative curvature stays noted
 
 
-@config
 class Alternating(InnerDescent, Hypergradient):
     """What FedNest's family and FedMBO share: steps on y, then on x by a hypergradient, and a guard for it.
 
@@ -128,7 +127,6 @@ the hypergradient may point anywhere (a ridge on the inner loss in y mends that)
         return State(x, y, quality._replace(negative_curvature=first))
 
 
-@config
 class Nested(Alternating):
     """What the three share.
 
@@ -140,10 +138,9 @@ class Nested(Alternating):
 
     def validate(self) -> None:
         super().validate()
-        require_count(f"{type(self).__name__}.outer_steps", self.outer_steps)
+        require_count(f"{self.label}.outer_steps", self.outer_steps)
 
 
-@config
 class GlobalOuter(Nested):
     """FedOut: h from the whole federation, then corrected local steps on x."""
 
@@ -172,7 +169,7 @@ class GlobalOuter(Nested):
         return self.moved(state, move(drift, -self.outer_lr, estimate.h), y, estimate.quality)
 
 
-class FedNest(GlobalOuter, Algorithm):
+class FedNest(GlobalOuter):
     """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Nested`.
 
     Exchanges per round: 2T + N + 2; merged: 2T + N + 1, by conjugate gradient with K products 2T + K + 1, all T fewer
@@ -220,7 +217,7 @@ class FedNest(GlobalOuter, Algorithm):
         return Reply(drift, gradients=2 * (tau - 1))
 
 
-class FedNestSGD(GlobalOuter, Algorithm):
+class FedNestSGD(GlobalOuter):
     """FedNest with FedAvg's plain local steps on y. Fields: see `Nested`.
 
     Exchanges per round: T + N + 2; merged: T + N + 1, by conjugate gradient with K products T + K + 1.
@@ -238,7 +235,7 @@ class FedNestSGD(GlobalOuter, Algorithm):
         return self.fed_out(fed, state, y, outer_key)
 
 
-class LFedNest(Nested, Algorithm):
+class LFedNest(Nested):
     """FedNest made light: FedAvg's steps on y, local hypergradients on x. Fields: see `Nested`.
 
     Exchanges per round: T + 1, which `merged` cannot make fewer.

@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from fedbilevel.algorithms.iterative_regularization import IterativeRegularization, State
+from fedbilevel.algorithms.parts.iterative_regularization import IterativeRegularization, State
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import static

@@ -44,11 +44,10 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.fednest import Alternating, State
-from fedbilevel.algorithms.hypergradient import Estimate, Inverse, Own, Quality
-from fedbilevel.algorithms.local_descent import local_descent
-from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.algorithms.parts.hypergradient import Estimate, Inverse, Own, Quality
+from fedbilevel.algorithms.parts.local_descent import local_descent
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, scaled
@@ -58,7 +57,6 @@ from fedbilevel.oracles.fixed_x import inner_loss_at
 Estimator = Literal["adjoint", "coordinate", "printed"]
 
 
-@config
 class Adaptive(Alternating):
     """What the two share: FedAvg on y, then one step on x, all on submodels.
 
@@ -72,7 +70,7 @@ class Adaptive(Alternating):
         super().validate()
         fits = self.hypergradient == "local" or self.inverse in ("random", "series")
         allowed = "'random' or 'series' where hypergradient = 'global': means over unequal holders are not symmetric"
-        require(fits, f"{type(self).__name__}.inverse", self.inverse, allowed)
+        require(fits, f"{self.label}.inverse", self.inverse, allowed)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
@@ -81,7 +79,7 @@ class Adaptive(Alternating):
         return self.moved(state, scaled(-self.outer_lr, h), y, quality)
 
 
-class RABO(Adaptive, Algorithm):
+class RABO(Adaptive):
     """Submodels for weak clients, with exact products. Fields: see `Adaptive`.
 
     Exchanges per round: T + 1; "global" T + N' + 2, by "series" T + N + 1.
@@ -96,7 +94,7 @@ class RABO(Adaptive, Algorithm):
     trains_submodels = True
 
 
-class RAFBO(Adaptive, Algorithm):
+class RAFBO(Adaptive):
     """Submodels for weak clients, without second derivatives. Fields: see `Adaptive`, and
 
     Args:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.iterative_regularization import IterativeRegularization, State
+from fedbilevel.algorithms.parts.iterative_regularization import IterativeRegularization, State
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static

@@ -44,9 +44,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.local_coefficients import Coefficients, Plain
-from fedbilevel.algorithms.local_directions import LocalDirections, descend
-from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
+from fedbilevel.algorithms.parts.local_optimizers import Coefficients, Plain
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, steps
@@ -72,7 +72,7 @@ class State(NamedTuple):
         return self.iterate.y
 
 
-class SingleLoop(LocalDirections, Algorithm):
+class SingleLoop(LocalDirections):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
     Args: those of `LocalDirections`, where `client_lr` is η, and

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from fedbilevel.algorithms.local_coefficients import Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.local_optimizers import Momentum, Plain, Proximal
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 
 REQUIRED = float("nan")  # in place of a default

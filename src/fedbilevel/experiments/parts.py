@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.asynchronous import Asynchronous
-from fedbilevel.algorithms.submodels import Submodels
+from fedbilevel.algorithms.parts.asynchronous import Asynchronous
+from fedbilevel.algorithms.parts.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError

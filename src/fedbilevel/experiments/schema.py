@@ -16,7 +16,7 @@ from typing import Any, Union
 import optax
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.local_coefficients import Coefficients
+from fedbilevel.algorithms.parts.local_optimizers import Coefficients
 from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.renames import FIELDS

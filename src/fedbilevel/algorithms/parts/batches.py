@@ -1,11 +1,11 @@
 """The field that several sets of fields have in common."""
 
-from fedbilevel.core.config import config, static
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.config import static
 from fedbilevel.core.errors import require_count
 
 
-@config
-class Batches:
+class Batches(Algorithm):
     """How many samples a client draws at a time.
 
     Args:
@@ -15,4 +15,4 @@ class Batches:
     batch_size: int | None = static(default=32)
 
     def validate(self) -> None:
-        require_count(f"{type(self).__name__}.batch_size", self.batch_size, optional=True)
+        require_count(f"{self.label}.batch_size", self.batch_size, optional=True)

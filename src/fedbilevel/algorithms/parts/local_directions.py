@@ -4,17 +4,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.algorithms.local_coefficients import Coefficients
+from fedbilevel.algorithms.parts.local_optimizers import Coefficients
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, static, steps
+from fedbilevel.core.config import static, steps
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
 
-@config
-class LocalDirections:
+class LocalDirections(Algorithm):
     """The fields of a client's steps, and the three directions.
 
     Args:
@@ -30,8 +30,8 @@ class LocalDirections:
     independent_batches: bool = static(default=False)
 
     def validate(self) -> None:
-        require_count("local_steps", self.local_steps)
-        require_count("batch_size", self.batch_size, optional=True)
+        require_count(f"{self.label}.local_steps", self.local_steps)
+        require_count(f"{self.label}.batch_size", self.batch_size, optional=True)
 
     def local_sum(
         self, client: Client, start: XYV, tau: int | Array, key: Array, coefficients: Coefficients

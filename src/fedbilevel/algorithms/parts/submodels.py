@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedbilevel.algorithms.wrapper import Wrapper
+from fedbilevel.algorithms.parts.wrapper import Wrapper
 from fedbilevel.core.algorithm import check_algorithm
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.wrapper import Wrapper
+from fedbilevel.algorithms.parts.wrapper import Wrapper
 from fedbilevel.core.algorithm import check_algorithm, parts_of
 from fedbilevel.core.answers import LastReply, ReplyDelta
 from fedbilevel.core.client import Client

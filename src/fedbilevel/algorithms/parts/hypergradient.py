@@ -28,13 +28,12 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.alone import Alone
-from fedbilevel.algorithms.batches import Batches
-from fedbilevel.algorithms.neumann_step import check_neumann_step
+from fedbilevel.algorithms.parts.batches import Batches
+from fedbilevel.algorithms.parts.neumann_step import check_neumann_step
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients, uniform_below
-from fedbilevel.core.config import at, config, counts, positive, static
+from fedbilevel.core.config import at, counts, positive, static
 from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -94,7 +93,6 @@ class Own(NamedTuple):
     products: Array
 
 
-@config
 class OuterGradients(Batches):
     """The two phases of every hypergradient that the federation makes together: how it begins and how it ends.
 
@@ -126,7 +124,6 @@ class OuterGradients(Batches):
         return self.counted(Reply(h, metrics={"outer_loss": loss}, gradients=1, products=0 if at[2] is None else 1))
 
 
-@config
 class Hypergradient(OuterGradients):
     """The fields of every method that inverts the inner Hessian.
 
@@ -162,7 +159,7 @@ class Hypergradient(OuterGradients):
 
     def validate(self) -> None:
         super().validate()
-        name = type(self).__name__
+        name = self.label
         for field, allowed in {"hypergradient": ("global", "local"), "inverse": get_args(Inverse)}.items():
             if getattr(self, field) not in allowed:
                 raise unknown(f"{name}.{field}", getattr(self, field), allowed)
@@ -181,17 +178,15 @@ class Hypergradient(OuterGradients):
         terms = self.neumann_terms
         fits = isinstance(terms, int) or len(terms) == population
         allowed = f"a positive integer, or one for each of the {population} clients"
-        require(fits, f"{type(self).__name__}.neumann_terms", terms, allowed)
+        require(fits, f"{self.label}.neumann_terms", terms, allowed)
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse a Neumann step at which the products grow, and pairs of which one is missing."""
         if self.paired:
             sizes = [(int(a), int(b)) for a, b in zip(clients.outer.size, clients.inner.size, strict=True) if a != b]
-            require(
-                not sizes, f"{type(self).__name__}.paired", True, f"False: outer and inner samples differ, {sizes[:3]}"
-            )
+            require(not sizes, f"{self.label}.paired", True, f"False: outer and inner samples differ, {sizes[:3]}")
         if self.inverse != "cg" and problem.implicit_term == "inverse":
-            name, local = f"{type(self).__name__}.neumann_step", self.hypergradient == "local"
+            name, local = f"{self.label}.neumann_step", self.hypergradient == "local"
             alike = self.batch_size if self.paired else None
             check_neumann_step(name, at(self, 0).neumann_step, problem, clients, x, y, local, alike)
 
@@ -392,3 +387,20 @@ def longest(by_length: PyTree) -> Array:
     some = [jnp.any(leaf.reshape(len(leaf), -1) != 0, axis=1) for leaf in jax.tree.leaves(by_length)]
     places = jnp.any(jnp.stack(some), axis=0)
     return jnp.max(jnp.where(places, jnp.arange(len(places)), 0))
+
+
+class Alone:
+    """A client's own loops in the words of the federation's, `Fed.repeat`, so that one solver serves both."""
+
+    @staticmethod
+    def repeat(n: Any, body: Callable[..., Any], carry: PyTree, key: Array, *, until: Any = None) -> PyTree:
+        if until is None:  # a loop of known length, if n is one
+            return jax.lax.fori_loop(0, n, lambda i, carry: body(Alone, carry, jax.random.fold_in(key, i)), carry)
+
+        def unfinished(loop: tuple[Array, PyTree]) -> Array:
+            return (loop[0] < n) & ~until(loop[1])
+
+        def step(loop: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+            return loop[0] + 1, body(Alone, loop[1], jax.random.fold_in(key, loop[0]))
+
+        return jax.lax.while_loop(unfinished, step, (jnp.asarray(0), carry))[1]

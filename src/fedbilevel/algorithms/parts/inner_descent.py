@@ -4,18 +4,17 @@ from typing import Any
 
 from jax import Array
 
-from fedbilevel.algorithms.batches import Batches
-from fedbilevel.algorithms.local_descent import Gradient, local_descent
+from fedbilevel.algorithms.parts.batches import Batches
+from fedbilevel.algorithms.parts.local_descent import Gradient, local_descent
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, positive, static
+from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, move
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
-@config
 class InnerDescent(Batches):
     """The fields of the steps on y, and one round of FedAvg.
 
@@ -31,7 +30,7 @@ class InnerDescent(Batches):
 
     def validate(self) -> None:
         super().validate()
-        name = type(self).__name__
+        name = self.label
         for field in ("inner_rounds", "local_steps"):
             require_count(f"{name}.{field}", getattr(self, field))
 
