@@ -6,31 +6,58 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.tasks.quadratic import quadratic
+from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
-
-def outcome(algorithm, rounds=4):
-    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4), local_steps=np.array([1, 2, 3, 1]))
-    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds)
-    return jax.tree.leaves((result.x, result.y)), result
-
-
-METHODS = {
-    "SimFBO": fb.SimFBO(batch_size=2),
-    "AFBO": fb.AFBO(batch_size=2, inner_rounds=2, neumann_terms=2),
+WORK = np.array([1, 2, 3, 1])
+METHODS = {  # and the problem, where it is not the task's own
+    "SimFBO": (fb.SimFBO(batch_size=2), None),
+    "AFBO": (fb.AFBO(batch_size=2, inner_rounds=2, neumann_terms=2), None),
+    "FedBiO": (fb.FedBiO(batch_size=2), None),
+    "LFedNest": (fb.LFedNest(batch_size=2, neumann_terms=2, outer_lr=0.01), None),
+    "FedAvg": (fb.FedAvg(batch_size=2), fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:3], batch))),
+    "FedAvgS": (
+        fb.FedAvgS(batch_size=2),
+        fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y)),
+    ),
+    "IRG": (
+        fb.IRG(batch_size=2, lr=0.1),
+        fb.SimpleBilevel(
+            lambda x: jnp.vdot(x, x) / 2,
+            lambda x, batch: inner(jnp.zeros(2), jnp.tile(x, 2)[:3], batch),
+            fb.projections.box(-0.3, 0.5),
+        ),
+    ),
 }
+
+
+def outcome(algorithm, problem, rounds=4):
+    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4), local_steps=WORK)
+    clients, y0 = task.clients, task.y0
+    if isinstance(problem, fb.Minimax):
+        clients = fb.Clients(clients.outer, weights=clients.weights, local_steps=WORK)
+    if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel):
+        y0 = None
+    result = fb.solve(algorithm, problem or task.problem, clients, task.x0 + 0.1, y0, rounds=rounds)
+    return jax.tree.leaves((result.x, result.y)), result
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_waiting_for_everyone_is_the_method_itself(name):
     """All have replied to this very message: sums of differences to the last replies give the mean of the replies."""
-    plain, _ = outcome(METHODS[name])
-    wrapped, result = outcome(fb.Asynchronous(METHODS[name], wait_for=4))
+    algorithm, problem = METHODS[name]
+    plain, _ = outcome(algorithm, problem)
+    wrapped, result = outcome(fb.Asynchronous(algorithm, wait_for=4), problem)
     for one, other in zip(plain, wrapped, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
-    assert float(jnp.linalg.norm(result.x)) > 1e-3
+    assert float(jnp.linalg.norm(result.x - 0.1)) > 1e-3
     for replies in result.state.replies.values():
         assert float(replies.delay) == pytest.approx(0, abs=1e-12)
+
+
+def test_every_method_that_can_be_late_is_here():
+    able = {cls for cls in fb.ALGORITHMS.values() if cls().asynchronous_phases}
+    tested = {type(algorithm) for algorithm, _ in METHODS.values()}
+    assert able - tested == {fb.ShroFBO, fb.FISM}  # test_simfbo_async.py, test_fism.py
 
 
 def test_the_penalty_divides_the_step_by_one_and_the_delay():

@@ -99,9 +99,10 @@ CASES = {
         4,
     ),
     "ShroFBO, x alone": (fb.Submodels(fb.ShroFBO(batch_size=3), policy="static", pruned="x"), DEEP, {}, 5),
+    "FedBiO": (fb.FedBiO(batch_size=3, local_steps=2), BILEVEL, {}, 4),
     "FedAvg, rolling": (fb.Submodels(fb.FedAvg(batch_size=3, local_steps=2), policy="rolling"), SINGLE, {}, 4),
 }
-SLOW = {"RABO, random units, work", "FedAvg, rolling", "ShroFBO, x alone", "RABO, global, fresh cohorts"}
+SLOW = {"RABO, random units, work", "FedBiO", "FedAvg, rolling", "ShroFBO, x alone", "RABO, global, fresh cohorts"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])

@@ -53,6 +53,10 @@ class FedAvgS(Algorithm):
 
     name = "fedavg-s"
 
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ("descent_ascent",)
+
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
     local_steps: int = static(default=5)
@@ -67,7 +71,7 @@ class FedAvgS(Algorithm):
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)
 
-    @phase
+    @phase(takes=XY("x", "y"), gives=XY("x", "y"))
     def descent_ascent(self, client: Client, start: XY, key: Array) -> Reply:
         """τ_i simultaneous steps: down on x, up on y."""
         tau = client.local_steps(self.local_steps)

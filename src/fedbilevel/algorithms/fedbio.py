@@ -48,6 +48,8 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
 
+LIKE = XYV("x", "y", "y")
+
 
 class FedBiO(LocalDirections):
     """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean. Fields: see `LocalDirections`.
@@ -58,11 +60,16 @@ class FedBiO(LocalDirections):
     """
 
     name = "fedbio"
+    trains_submodels = True
+
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ("local_descent",)
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))
 
-    @phase
+    @phase(takes=LIKE, gives=LIKE)
     def local_descent(self, client: Client, start: XYV, key: Array) -> Reply:
         """τ_i simultaneous steps; the reply is the change of (x, y, v)."""
         tau = client.local_steps(self.local_steps)

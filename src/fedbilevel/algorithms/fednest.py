@@ -53,6 +53,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 
 
@@ -247,6 +248,10 @@ class LFedNest(Nested):
 
     name = "lfednest"
 
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return "inner_descent", "own_outer_descent"
+
     hypergradient: Literal["global", "local"] = static(default="local")
 
     def validate(self) -> None:
@@ -256,7 +261,7 @@ class LFedNest(Nested):
             only, "LFedNest.hypergradient", self.hypergradient, "'local'; FedNest and FedNestSGD have the global one"
         )
 
-    @phase
+    @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def own_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """τ steps on x, each along the client's own hypergradient there."""
         x, y = at

@@ -155,6 +155,10 @@ class IRIG(FISM):
 
     refresh: bool = static(default=True)
 
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ()  # there is but one client
+
     def validate(self) -> None:
         super().validate()
         require(self.refresh, "IRIG.refresh", self.refresh, "True; FISM takes 𝓗 once in a round")

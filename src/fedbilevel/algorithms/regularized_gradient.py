@@ -53,7 +53,7 @@ class WholeSubgradient(IterativeRegularization):
         super().validate()
         require_count(f"{type(self).__name__}.batch_size", self.batch_size, optional=True)
 
-    @phase
+    @phase(takes=("x", "whole"), gives=("x",))
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """g_i at z, and with a tolerance what F needs: at x, where that is another point."""
         z, x = at
@@ -87,6 +87,10 @@ class IRG(WholeSubgradient):
     """
 
     name = "irg"
+
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ("inner_subgradient",) if self.tolerance is None else ()
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         return self.step_from(fed, state, state.x, None, key)
