@@ -46,11 +46,11 @@ class Played:
         )
         self.rounds, self.tolerance = rounds, algorithm.tolerance
         self.run = engine.start(algorithm, task.problem, task.clients, count, jax.random.key(1), carry)
-        self.carry, self.books = carry, None
+        self.carry, self.costs = carry, None
         self.more()
 
     def more(self):
-        self.carry, _, self.books = self.run.advance(self.carry, self.rounds)
+        self.carry, _, self.costs = self.run.advance(self.carry, self.rounds)
         return self.carry
 
 
@@ -209,7 +209,7 @@ def test_adbo_is_the_algorithm_event_by_event(adbo):
 
 def test_nobody_counts_who_was_asked_longer_ago_than_the_bound(task, adbo):
     told, run = adbo
-    age, weight = run.books.metrics["local_step", "staleness"]
+    age, weight = run.costs.metrics["local_step", "staleness"]
     np.testing.assert_allclose((age, weight), np.transpose(told.ages), rtol=1e-12)
     assert told.oldest == 3
     assert Simulation(task, ADBO(**FIELDS, wait_for=4), TIMES).play(ROUNDS).oldest > 3  # the bound is what bounds
@@ -219,7 +219,7 @@ def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
     run = Played(task, SDBO(**FIELDS), clocked())
     everyone = ADBO(**FIELDS, wait_for=len(task.clients))
     agrees(run.carry, Simulation(task, everyone, [1.0] * len(task.clients)).play(ROUNDS))
-    calls = {phase: np.unique(count.exchanges) for (phase, *_), count in run.books.calls.items()}
+    calls = {phase: np.unique(count.exchanges) for (phase, *_), count in run.costs.calls.items()}
     assert calls == {"consensus_step": [10], "consensus_adjoint": [10], "local_step": [10]}  # K, K, T
     assert SDBO().warning(run.carry.state) == ""
     errors = []

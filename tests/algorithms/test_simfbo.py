@@ -15,7 +15,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import project_ball
 from fedbilevel.engines import reference
-from fedbilevel.engines.clock import Now
+from fedbilevel.engines.clock import ClockState
 from fedbilevel.engines.engine import Carry
 from fedbilevel.tasks.quadratic import quadratic, solution
 
@@ -277,7 +277,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
 
     def next_iterate(ids):
         monkeypatch.setattr(reference, "draw_cohort", lambda *_: jnp.asarray(ids))
-        carry = Carry(jnp.asarray(2), middle.state, None, Now.start())
+        carry = Carry(jnp.asarray(2), middle.state, None, ClockState.start())
         engine = fb.Reference().start(algorithm, task.problem, task.clients, len(ids), jax.random.key(0), carry)
         return engine.advance(carry, 1).carry.state.iterate
 
@@ -349,7 +349,7 @@ def test_schedules_are_read_at_the_round():
     second = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.1, v=0.1))
     state = run(first, task, 1).state
     fed_state = run(scheduled, task, 2).state.iterate
-    carry = Carry(jnp.asarray(1), state, None, Now.start())
+    carry = Carry(jnp.asarray(1), state, None, ClockState.start())
     engine = fb.Local().start(second, task.problem, task.clients, 10, jax.random.key(0), carry)
     expected = engine.advance(carry, 1).carry.state.iterate
     for left, right in zip(fed_state, expected, strict=True):

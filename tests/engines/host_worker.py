@@ -20,7 +20,7 @@ seen = []
 
 
 def agreement(case, engine):
-    """State, clients' states and books after three rounds of a case of test_agreement.py."""
+    """State, clients' states and costs after three rounds of a case of test_agreement.py."""
     from test_agreement import three_rounds
 
     return three_rounds(case, fb.Local(**engine))

@@ -164,12 +164,12 @@ def three_rounds(case, engine):
     cohort = len(task.clients) if algorithm.needs_everyone else COHORT
     engine = replace(engine, clock=CLOCKS.get(case, fb.Clock()))
     run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
-    books = []
+    costs = []
     while int(carry.round) < 3:
         carry, _, round_costs = run.advance(carry, 3 - int(carry.round))
-        books.append(round_costs)
+        costs.append(round_costs)
     run.close()
-    return carry, jax.tree.map(lambda *leaves: np.concatenate(leaves), *books)
+    return carry, jax.tree.map(lambda *leaves: np.concatenate(leaves), *costs)
 
 
 @pytest.fixture(scope="module")

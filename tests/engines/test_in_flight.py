@@ -9,7 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import in_flight
-from fedbilevel.engines.clock import TICK, Now
+from fedbilevel.engines.clock import TICK, ClockState
 from fedbilevel.engines.in_flight import IDLE, InFlight, PhaseQueue
 from fedbilevel.engines.reference import total_of
 from fedbilevel.engines.round_costs import Sums
@@ -121,7 +121,7 @@ def test_agrees_with_a_simulation_event_by_event(seed, bound, availability):
     pace = pace_of(takes, availability)
     begins, lasts = (None, None) if pace.lasts is None else (pace.begins, pace.lasts)
     there = lambda c, t: begins is None or (t - int(begins[c])) % PERIOD < int(lasts[c])  # noqa: E731
-    simulated, queues, now = Simulated(takes, there), opened(), Now.start()
+    simulated, queues, now = Simulated(takes, there), opened(), ClockState.start()
     waited = 0
     for _ in range(60):
         kind, n = rng.choice(["a", "b"]), int(rng.choice([1, 2, 4]))
@@ -140,13 +140,13 @@ def test_agrees_with_a_simulation_event_by_event(seed, bound, availability):
 def test_everyone_is_waited_for_and_brings_what_it_worked_on():
     """Times 10, 20, ..., 70. The first two of kind a end at 20; then all have to come home and answer once more."""
     pace = pace_of([10 * (c + 1) for c in range(CLIENTS)], 1.0)
-    plan, queues, sums, _ = exchange(opened(), pace, Now.start(), "a", 2, None)
+    plan, queues, sums, _ = exchange(opened(), pace, ClockState.start(), "a", 2, None)
     assert (int(plan.ticks), float(sums.update)) == (20, 1 + 2)
-    plan = in_flight.everyone(queues, pace, Now.start().later(pace, plan.ticks), 0)
+    plan = in_flight.everyone(queues, pace, ClockState.start().later(pace, plan.ticks), 0)
     assert int(plan.ticks) == (70 - 20) + 70  # the slowest has 50 to go, and then 70 again
     queues = in_flight.handed_in(queues, plan, total_of)
     assert queues.kind.tolist() == [IDLE] * CLIENTS
-    plan, queues, sums, age = exchange(queues, pace, Now.start(), "a", 3, None)
+    plan, queues, sums, age = exchange(queues, pace, ClockState.start(), "a", 3, None)
     assert float(sums.update) == 4 + 8 + 16 + 32 + 64  # five of them: all that had come in counts at once
     assert (int(plan.ticks), age) == (0, 5)
 
@@ -156,7 +156,7 @@ def test_a_bound_on_staleness_waits_for_the_old_ones():
     bound of s, in exchange s, together with whatever else has arrived until then."""
     pace = pace_of([1] * 6 + [100], 1.0)
     for bound in (1, 3):
-        queues, now = opened(), Now.start()
+        queues, now = opened(), ClockState.start()
         for number in range(bound + 1):
             plan, queues, sums, age = exchange(queues, pace, now, "a", 6, bound)
             now = now.later(pace, plan.ticks)
@@ -171,7 +171,7 @@ def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_questio
     for b in every s + 1 exchanges at least."""
     pace = pace_of([2] * 6 + [10], 1.0)
     for bound in (None, 3):
-        queues, now, slow = opened(), Now.start(), []
+        queues, now, slow = opened(), ClockState.start(), []
         for _ in range(14):
             for kind in "aab":
                 plan, queues, sums, _ = exchange(queues, pace, now, kind, 5, bound)
@@ -186,7 +186,7 @@ def test_ties_go_to_the_older_question_then_to_the_lower_id():
     pace = pace_of([0] * CLIENTS, 1.0)
     queues, counted = opened(), []
     for _ in range(3):
-        plan, queues, _, _ = exchange(queues, pace, Now.start(), "a", 3, None)
+        plan, queues, _, _ = exchange(queues, pace, ClockState.start(), "a", 3, None)
         counted.append(np.flatnonzero(plan.arriving).tolist())
         assert int(plan.ticks) == 0
     assert counted == [[0, 1, 2], [3, 4, 5], [0, 1, 6]]

@@ -14,7 +14,8 @@ from fedbilevel.engines.ledger import Ledger
 def a_book(calls, gradients=0, products=0, cohort=1, lost=0):
     """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
     counts = {
-        call: round_costs.Count(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()
+        call: round_costs.ExchangeCount(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost))
+        for call, n in calls.items()
     }
     return round_costs.RoundCosts(counts, np.asarray(gradients), np.asarray(products), {}, np.zeros(2, int))
 

@@ -6,7 +6,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import per_client
-from fedbilevel.engines.per_client import DECILES, PerClient, Population, spread
+from fedbilevel.engines.per_client import DECILES, PerClient, PerClientEvaluation, spread
 
 BLOCK = 8
 SIZES = (1, 7, 11, 8)  # within a block, over its edge, exactly one
@@ -117,7 +117,7 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
         clients.inner,
     )
     with pytest.raises(fb.ConfigurationError, match=r"Clients\.outer\['a'\] holds NaN or infinity, first in sample "):
-        Population({"m": PerClient(METRICS["error"])}, clients, None, None)(0, jnp.ones(2), jnp.ones(3))
+        PerClientEvaluation({"m": PerClient(METRICS["error"])}, clients, None, None)(0, jnp.ones(2), jnp.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_of_several_processes_each_measures_its_share(monkeypatch):
     measured = {"error": PerClient(METRICS["error"])}
     x, y = jnp.array([0.1, 0.2]), jnp.ones(3) / 3
     whole = population()
-    want = Population(measured, whole, None, None).each(x, y)["error"]
+    want = PerClientEvaluation(measured, whole, None, None).each(x, y)["error"]
     said = []
     for process, own in enumerate([slice(0, 1), slice(1, 2), slice(2, 4)]):  # of 4 clients, in 3 ranges
         monkeypatch.setattr(per_client.hosts, "count", lambda: 3)
@@ -164,5 +164,5 @@ def test_of_several_processes_each_measures_its_share(monkeypatch):
             {"a": np.full_like(whole.outer.row(i)["a"], 1e6) if i in others else whole.outer.row(i)["a"]}
             for i in range(4)
         ]
-        said.append(Population(measured, fb.Clients(rows), None, None).each(x, y)["error"])
+        said.append(PerClientEvaluation(measured, fb.Clients(rows), None, None).each(x, y)["error"])
     np.testing.assert_allclose(np.concatenate(said), want, rtol=1e-12)

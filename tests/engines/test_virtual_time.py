@@ -9,7 +9,7 @@ import pytest
 from asynchronous import Early
 
 import fedbilevel as fb
-from fedbilevel.engines.clock import QUANTILES, TICK, Now
+from fedbilevel.engines.clock import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
 
 
@@ -60,15 +60,15 @@ def test_factors_are_log_normal_with_mean_one():
     assert len(pace.spread) == QUANTILES
     np.testing.assert_allclose(pace.spread.mean(dtype=float), 1, atol=1e-6)
     np.testing.assert_allclose(np.log(pace.spread.astype(float)).std(), 0.7, rtol=2e-3)
-    ticks = np.asarray(pace.durations(Now.start(), IDS, 0)) * TICK
+    ticks = np.asarray(pace.durations(ClockState.start(), IDS, 0)) * TICK
     assert abs(ticks.mean() - 1) < 4 * pace.spread.std() / np.sqrt(1000)
-    again = np.asarray(pace.durations(Now.start().later(pace, jnp.asarray(5)), IDS, 0)) * TICK
+    again = np.asarray(pace.durations(ClockState.start().later(pace, jnp.asarray(5)), IDS, 0)) * TICK
     assert abs(np.corrcoef(ticks, again)[0, 1]) < 4 / np.sqrt(1000)  # drawn anew for each exchange
 
 
 def test_drift_lasts_for_a_period():
     pace = fb.Clock(drift=0.5, period=10.0).pace(1000)
-    start = Now.start()
+    start = ClockState.start()
     same = start.later(pace, jnp.asarray(int(9.9 / TICK)))
     other = start.later(pace, jnp.asarray(int(10.1 / TICK)))
     ticks = [np.asarray(pace.durations(now, IDS, 0)) for now in (start, same, other)]
@@ -86,7 +86,7 @@ def test_clients_are_there_for_their_share_of_each_period():
     clock = fb.Clock(availability=[0.25, 0.0, 1.0, 0.5], period=8.0, seed=4)
     pace = clock.pace(4)
     moments = np.arange(0, 160_000, 500)
-    waits = np.array([np.asarray(pace.waits(Now.start(), jnp.arange(4), np.full(4, m))) for m in moments])
+    waits = np.array([np.asarray(pace.waits(ClockState.start(), jnp.arange(4), np.full(4, m))) for m in moments])
     np.testing.assert_allclose((waits == 0).mean(0)[[0, 2, 3]], [0.25, 1.0, 0.5], atol=0.01)
     assert clock.never_available(4).tolist() == [1]
     assert waits[:, 0].max() <= 0.75 * 8 / TICK

@@ -13,7 +13,7 @@ from flwr.app import Error, Message
 
 import fedbilevel as fb
 from fedbilevel.core.config import static
-from fedbilevel.engines.clock import TICK, Now
+from fedbilevel.engines.clock import TICK, ClockState
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.records import said_in
 from fedbilevel.flower.terms import Terms
@@ -85,7 +85,7 @@ def following(clock, exchanges, units):
 
     @cache
     def seconds(number, phase):
-        now = Now(jnp.asarray(number), jnp.asarray(0), jnp.asarray(0))
+        now = ClockState(jnp.asarray(number), jnp.asarray(0), jnp.asarray(0))
         return np.asarray(pace.durations(now, jnp.arange(6), units.get(phase, 0))) * TICK
 
     def delay(client, message):

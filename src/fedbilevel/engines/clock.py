@@ -121,7 +121,7 @@ class Pace(NamedTuple):
     period: Any
     key: Any
 
-    def durations(self, now: Now, ids: Array, units: Any) -> Array:
+    def durations(self, now: ClockState, ids: Array, units: Any) -> Array:
         """Ticks that these clients take if asked in this exchange; `units`: batch gradients and products of each.
 
         One product after the other, each rounded as IEEE says: no compiler can make them come out differently.
@@ -139,7 +139,7 @@ class Pace(NamedTuple):
         whole = [jnp.minimum(jnp.round(part), LONGEST).astype(jnp.int32) for part in parts]
         return whole[0] if len(whole) == 1 else whole[0] + whole[1]
 
-    def waits(self, now: Now, ids: Array, after: Any = 0) -> Any:
+    def waits(self, now: ClockState, ids: Array, after: Any = 0) -> Any:
         """Ticks until each of these clients is there, from `after` ticks on."""
         if self.begins is None:
             return 0
@@ -151,7 +151,7 @@ class Pace(NamedTuple):
         return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
 
 
-class Now(NamedTuple):
+class ClockState(NamedTuple):
     """Where the clock stands; part of the carry. Durations since the start are summed on the host."""
 
     exchanges: Array  # made so far
@@ -159,13 +159,13 @@ class Now(NamedTuple):
     moment: Array  # ticks since the last of these
 
     @classmethod
-    def start(cls) -> Now:
+    def start(cls) -> ClockState:
         return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
 
-    def later(self, pace: Pace, ticks: Array) -> Now:
+    def later(self, pace: Pace, ticks: Array) -> ClockState:
         """After an exchange that took so long."""
         moment = self.moment + ticks % pace.period
-        return Now(
+        return ClockState(
             self.exchanges + 1,
             self.periods + ticks // pace.period + moment // pace.period,
             moment % pace.period,

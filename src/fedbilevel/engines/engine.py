@@ -18,7 +18,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.clock import Clock, Now
+from fedbilevel.engines.clock import Clock, ClockState
 from fedbilevel.engines.round_costs import RoundCosts
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ class Carry(NamedTuple):
     round: Array  # rounds done
     state: Any  # the server's
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
-    now: Now  # of the clock, for engines that have one
+    now: ClockState  # of the clock, for engines that have one
     queues: InFlight | None = None  # who works on what, for asynchronous algorithms: see in_flight.py
     own_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
 
 
-class Progress(NamedTuple):
+class Stretch(NamedTuple):
     """The result of advancing."""
 
     carry: Carry
     rounds: int  # rounds that were done
-    books: RoundCosts  # leaves (rounds,)
+    costs: RoundCosts  # leaves (rounds,)
 
 
 class Run(Protocol):
@@ -49,7 +49,7 @@ class Run(Protocol):
 
     compile_seconds: float
 
-    def advance(self, carry: Carry, rounds: int) -> Progress:
+    def advance(self, carry: Carry, rounds: int) -> Stretch:
         """Do at most `rounds` rounds (at least one), consuming `carry`.
 
         Raises NonFiniteError, naming round, phase and quantity, where an iterate is not finite.
@@ -78,10 +78,10 @@ def first_carry(
     kept = None if problem.local is None else x
     if remote:
         counted = jnp.full((population, 2), -1, jnp.int32)
-        return Carry(jnp.zeros((), jnp.int32), state, counted, Now.start(), own_x=kept)
+        return Carry(jnp.zeros((), jnp.int32), state, counted, ClockState.start(), own_x=kept)
     one = algorithm.client_state(problem, x, y)
     clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
-    return Carry(jnp.zeros((), jnp.int32), state, clients, Now.start(), own_x=kept)
+    return Carry(jnp.zeros((), jnp.int32), state, clients, ClockState.start(), own_x=kept)
 
 
 def loop(

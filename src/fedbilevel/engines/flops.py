@@ -28,7 +28,7 @@ from fedbilevel.engines import round_costs
 from fedbilevel.engines.engine import check_reply
 from fedbilevel.engines.recorder import Recorder, record
 
-Cut = tuple[UnitLayout, Mapping[str, int]]
+CapacityClass = tuple[UnitLayout, Mapping[str, int]]
 """A capacity: where models can be cut, and how many units of each group are kept."""
 
 
@@ -53,8 +53,8 @@ DEARER = _names("cholesky fft householder_product io_callback pure_callback sort
 
 
 def flops_of_calls(
-    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
-) -> dict[round_costs.Call, int | None]:
+    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
+) -> dict[round_costs.ExchangeKind, int | None]:
     """What one client computes to answer each exchange of a round, in the operations of `count`; None: not known.
 
     A round is traced, nothing is computed. Full batches count as many samples as the client with the most has, since
@@ -67,16 +67,16 @@ def flops_of_calls(
             larger number.
     """
     examples = tuple(_longest(rows) for rows in (clients.outer, clients.inner))
-    costs: dict[round_costs.Call, int | None] = {}
-    counter = partial(Counter, population=clients, cut=cut, costs=costs)
+    costs: dict[round_costs.ExchangeKind, int | None] = {}
+    recorder = partial(FlopsRecorder, population=clients, cut=cut, costs=costs)
     has_client_steps, over_batches = clients.local_steps is not None, problem.over_batches()
-    record(algorithm, over_batches, x, y, examples, has_client_steps, lambda *_: None, counter)
+    record(algorithm, over_batches, x, y, examples, has_client_steps, lambda *_: None, recorder)
     return costs
 
 
 def known_flops(
-    algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[Cut] = ()
-) -> dict[round_costs.Call, int] | None:
+    algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
+) -> dict[round_costs.ExchangeKind, int] | None:
     """`flops_of_calls` where all of them are known; else, and of clients whose samples are not here, None."""
     if not isinstance(clients, Clients):
         return None
@@ -88,11 +88,15 @@ def known_flops(
     return known if len(known) == len(costs) else None
 
 
-class Counter(Recorder):
+class FlopsRecorder(Recorder):
     """A `Fed` for tracing that enters what exchanges cost in a table."""
 
     def __init__(
-        self, *given: Any, population: Clients, cut: Sequence[Cut], costs: dict[round_costs.Call, int | None]
+        self,
+        *given: Any,
+        population: Clients,
+        cut: Sequence[CapacityClass],
+        costs: dict[round_costs.ExchangeKind, int | None],
     ) -> None:
         super().__init__(*given)
         self.population, self.cut, self.costs = population, cut, costs

@@ -19,7 +19,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.clock import Now, Pace
+from fedbilevel.engines.clock import ClockState, Pace
 from fedbilevel.engines.recorder import record
 from fedbilevel.engines.round_costs import Sums, weigh
 
@@ -50,7 +50,7 @@ class InFlight(NamedTuple):
         return sorted(self.lanes).index(phase)
 
 
-class Plan(NamedTuple):
+class ExchangePlan(NamedTuple):
     """What an exchange does."""
 
     asked: Array  # (M,) who is sent its message
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     left: Array  # (M,) likewise
 
 
-Total = Callable[[Sums, Array, Array], tuple[Sums, Array]]
+SumRows = Callable[[Sums, Array, Array], tuple[Sums, Array]]
 """(table, asked (M,), who (M,)) -> the sum of their rows, and of weight·asked."""
 
 
@@ -100,7 +100,9 @@ def nothing_in_flight(
     return InFlight(jnp.full(rows, IDLE, jnp.int32), jnp.zeros(rows, jnp.int32), lanes)
 
 
-def first(queues: InFlight, pace: Pace, now: Now, phase: str, n: int, units: Any, max_staleness: int | None) -> Plan:
+def first(
+    queues: InFlight, pace: Pace, now: ClockState, phase: str, n: int, units: Any, max_staleness: int | None
+) -> ExchangePlan:
     """The plan of an exchange that ends with the first n answers.
 
     Of answers that arrive at the same moment those come first that were asked for first, then those of lower ids.
@@ -131,20 +133,20 @@ def first(queues: InFlight, pace: Pace, now: Now, phase: str, n: int, units: Any
     done = ~here & (queues.kind != IDLE) & (queues.left <= ticks)
     kind = jnp.where(arriving, IDLE, jnp.where(sent, number, jnp.where(done, IDLE, queues.kind)))
     left = jnp.where(arriving, 0, jnp.where(sent, arrival - ticks, jnp.maximum(queues.left - ticks, 0)))
-    return Plan(sent, arriving, jnp.where(done, queues.kind, IDLE), ticks, kind, left)
+    return ExchangePlan(sent, arriving, jnp.where(done, queues.kind, IDLE), ticks, kind, left)
 
 
-def everyone(queues: InFlight, pace: Pace, now: Now, units: Any) -> Plan:
+def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> ExchangePlan:
     """The plan of an exchange that waits for all who are ever there."""
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     able = jnp.broadcast_to(pace.ever(ids), ids.shape)
     start = queues.left + pace.waits(now, ids, queues.left)
     ticks = jnp.max(jnp.where(able, start + pace.durations(now, ids, units), 0))
     idle, nothing = jnp.full_like(queues.kind, IDLE), jnp.zeros_like(queues.left)
-    return Plan(able, able, jnp.where(able, queues.kind, IDLE), ticks, idle, nothing)
+    return ExchangePlan(able, able, jnp.where(able, queues.kind, IDLE), ticks, idle, nothing)
 
 
-def handed_in(queues: InFlight, plan: Plan, total: Total) -> InFlight:
+def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
     """The queues after a plan, with what it brings of other kinds of question kept for later.
 
     `queues` is the one before, but for the tables, into which the answers of those whom the plan asks are written.
@@ -158,7 +160,7 @@ def handed_in(queues: InFlight, plan: Plan, total: Total) -> InFlight:
     return InFlight(plan.kind, plan.left, lanes)
 
 
-def counted(queues: InFlight, plan: Plan, phase: str, total: Total) -> tuple[InFlight, Sums, Array]:
+def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) -> tuple[InFlight, Sums, Array]:
     """What of a phase counts now: its sum, Σ p_i·(how many exchanges ago it was asked), and the queues without it."""
     lane = queues.lanes[phase]
     since = jnp.where(plan.asked, lane.exchanges, lane.since)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedbilevel.core.card import Card, Shown, counted, listed
 from fedbilevel.engines.clock import TICK
-from fedbilevel.engines.round_costs import PART, Call, RoundCosts
+from fedbilevel.engines.round_costs import PART, ExchangeKind, RoundCosts
 from fedbilevel.quoting import printable, require_object
 
 _KINDS = {
@@ -69,7 +69,7 @@ class Ledger(Shown):
                 raise ValueError(f"{name} of the ledger is {printable(repr(value))}, not {kind}")
         return made
 
-    def add(self, round_costs: RoundCosts, rounds: int, costs: Mapping[Call, int | None] | None = None) -> None:
+    def add(self, round_costs: RoundCosts, rounds: int, costs: Mapping[ExchangeKind, int | None] | None = None) -> None:
         """Add the costs of some rounds, leaves (rounds,) or scalars; `costs`: what a client's reply costs, in flops."""
         self.rounds += rounds
         for (phase, down, up), calls in round_costs.calls.items():

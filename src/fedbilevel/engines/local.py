@@ -23,25 +23,25 @@ from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines import hosts
 from fedbilevel.engines.clock import Clock, Pace
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Progress, check_here, check_there, population_there
+from fedbilevel.engines.engine import Carry, Stretch, check_here, check_there, population_there
 from fedbilevel.engines.in_flight import nonfinite_answers, with_tables
 from fedbilevel.engines.leaving import exchange
-from fedbilevel.engines.local_fed import AXIS, HOST, Data, Layout, LocalFed, Members, Underway
+from fedbilevel.engines.local_fed import AXIS, HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.round_costs import RoundCosts
 from fedbilevel.engines.shares import Shares
 from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, local, replicate
 from fedbilevel.engines.submodel_fed import SubmodelFed, chunk_of
-from fedbilevel.engines.submodels import SubmodelPlan, Submodels
+from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
 
 
-class Inputs(NamedTuple):
+class ProgramInputs(NamedTuple):
     """Arguments of the compiled program: nothing big is ever captured as a constant."""
 
     algorithm: Algorithm
-    data: Data
+    data: SampleArrays
     table: Members  # the population (M,), or, when streaming, the cohorts themselves (1 + fresh, P)
     ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
     key: Array
@@ -85,7 +85,7 @@ class Local:
         lumpy = shares is not None and cohort < len(clients)
         chunk = min(self.chunk or default_chunk(carry.state, clients, share, lumpy), share)
         away = self.clock.never_available(len(clients))
-        layout = Layout(
+        layout = ProgramLayout(
             problem=problem.over_batches(),
             population=len(clients),
             cohort=cohort,
@@ -149,7 +149,7 @@ class LocalRun:
     def __init__(
         self,
         algorithm: Algorithm,
-        layout: Layout,
+        layout: ProgramLayout,
         source: Any,
         mesh: Mesh | None,
         key: Array,
@@ -165,22 +165,22 @@ class LocalRun:
         self.program: Any = None
         self.compile_seconds = 0.0
 
-    def advance(self, carry: Carry, rounds: int) -> Progress:
+    def advance(self, carry: Carry, rounds: int) -> Stretch:
         data, table, ids = self.source.inputs(int(carry.round))
-        inputs = Inputs(self.algorithm, data, table, ids, self.key, self.pace)
+        inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace)
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
             self.program = self.compile(carry, inputs)
         count = min(rounds, self.source.rounds_per_call)
         with exchange():
-            carry, done, books, finite = self.program(carry, np.int32(count), inputs)
+            carry, done, costs, finite = self.program(carry, np.int32(count), inputs)
             done = int(done)
         if not np.all(finite):
-            self.explain(carry, np.asarray(finite), sorted(books.metrics))
-        return Progress(carry, done, jax.tree.map(lambda leaf: np.asarray(leaf)[:done], books))
+            self.explain(carry, np.asarray(finite), sorted(costs.metrics))
+        return Stretch(carry, done, jax.tree.map(lambda leaf: np.asarray(leaf)[:done], costs))
 
-    def compile(self, carry: Carry, inputs: Inputs) -> Any:
+    def compile(self, carry: Carry, inputs: ProgramInputs) -> Any:
         began = time.perf_counter()
         everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and self.layout.shares else None
         rounds = jax.jit(self.rounds, donate_argnums=0, out_shardings=everywhere)
@@ -188,49 +188,49 @@ class LocalRun:
         self.compile_seconds = time.perf_counter() - began
         return program
 
-    def rounds(self, carry: Carry, count: Array, inputs: Inputs) -> tuple[Carry, Array, RoundCosts, Array]:
+    def rounds(self, carry: Carry, count: Array, inputs: ProgramInputs) -> tuple[Carry, Array, RoundCosts, Array]:
         """Up to `count` rounds, fewer where the algorithm has finished; stops before committing a state not finite.
 
         The trip count is an argument, so that the same program, hence the same bits, serve any partition of a run.
         """
         shapes = jax.eval_shape(lambda c: self.one_round(c, inputs)[1:], carry)
-        books = jax.tree.map(lambda s: jnp.zeros((self.source.rounds_per_call, *s.shape), s.dtype), shapes[0])
+        costs = jax.tree.map(lambda s: jnp.zeros((self.source.rounds_per_call, *s.shape), s.dtype), shapes[0])
         finite = jnp.ones(shapes[1].shape, bool)
 
         def unfinished(loop: tuple[Carry, Array, RoundCosts, Array]) -> Array:
             return (loop[1] < count) & jnp.all(loop[3]) & jnp.logical_not(inputs.algorithm.finished(loop[0].state))
 
         def step(loop: tuple[Carry, Array, RoundCosts, Array]) -> tuple[Carry, Array, RoundCosts, Array]:
-            carry, done, books, _ = loop
+            carry, done, costs, _ = loop
             new, entry, finite = self.one_round(carry, inputs)
             good = jnp.all(finite)
             kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry) if new.queues is None else new
-            books = jax.tree.map(lambda all_, one: all_.at[done].set(one), books, entry)
-            return kept, done + good, books, finite
+            costs = jax.tree.map(lambda all_, one: all_.at[done].set(one), costs, entry)
+            return kept, done + good, costs, finite
 
-        return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), books, finite))
+        return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), costs, finite))
 
-    def one_round(self, carry: Carry, inputs: Inputs) -> tuple[Carry, RoundCosts, Array]:
+    def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
         """One round, its costs, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.cohort(keys, inputs)
         if self.layout.submodel_plan:  # whose clients keep nothing
-            underway = Underway(None, carry.now, None)
+            underway = ExchangeState(None, carry.now, None)
         elif self.asynchronous:  # everyone, in order: what clients keep is not moved about
             pad = partial(padded, extra=members.id.shape[0] - len(self.clients))
-            underway = Underway(pad(carry.clients), carry.now, with_tables(carry.queues, pad))
+            underway = ExchangeState(pad(carry.clients), carry.now, with_tables(carry.queues, pad))
         else:
             states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
-            underway = Underway(states, carry.now, None)
+            underway = ExchangeState(states, carry.now, None)
         algorithm = at(inputs.algorithm, carry.round)
 
         def play(
             members: Any,
-            underway: Underway,
+            underway: ExchangeState,
             algorithm: Algorithm,
             state: Any,
             now: tuple[Array, RoundKeys],
-            inputs: Inputs,
+            inputs: ProgramInputs,
         ) -> Any:
             round, keys = now
             given = self.layout, algorithm, inputs.data, inputs.pace, members, underway
@@ -238,7 +238,7 @@ class LocalRun:
             if self.layout.submodel_plan is None:
                 fed = LocalFed(*given, draw)
             else:
-                held = Submodels(self.layout.submodel_plan, algorithm, inputs.key, round, state.x, state.y)
+                held = RoundSubmodels(self.layout.submodel_plan, algorithm, inputs.key, round, state.x, state.y)
                 fed = SubmodelFed(*given, draw, held)
             state = algorithm.round(fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
@@ -246,11 +246,11 @@ class LocalRun:
         if self.mesh:
             spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
             held: Any = PartitionSpec(HOST) if self.layout.shares else same  # the samples
-            inputs_are: Any = Inputs._make((same, held, same, same, same, same))
+            inputs_are: Any = ProgramInputs._make((same, held, same, same, same, same))
             desk_is = with_tables(
                 jax.tree.map(lambda _: same, carry.queues), lambda table: jax.tree.map(lambda _: spread, table)
             )
-            underway_is: Any = Underway._make((spread, same, desk_is))
+            underway_is: Any = ExchangeState._make((spread, same, desk_is))
             play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
                 play,
                 mesh=self.mesh,
@@ -270,7 +270,7 @@ class LocalRun:
         flags += [jnp.isfinite(round_costs.metrics[name][0]) for name in sorted(round_costs.metrics)]
         return Carry(carry.round + 1, state, clients, underway.now, queues, carry.own_x), round_costs, jnp.stack(flags)
 
-    def fresh(self, keys: RoundKeys, inputs: Inputs, number: Array | int) -> Members:
+    def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> Members:
         """This device's share of the round's fresh cohort of that number."""
         *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
         if self.mesh is None:
@@ -283,7 +283,7 @@ class LocalRun:
 
         return jax.tree.map(of_this_device, members)
 
-    def cohort(self, keys: RoundKeys, inputs: Inputs, place: Array | int = 0) -> tuple[Array, Any, Any]:
+    def cohort(self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0) -> tuple[Array, Any, Any]:
         """The ids of a cohort, the places of these among its members, and those, padded and sorted by work.
 
         Where clients hold submodels, there are members of each class of capacity.

@@ -16,10 +16,10 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import in_flight, round_costs
-from fedbilevel.engines.clock import Clock, Now, Pace
+from fedbilevel.engines.clock import Clock, ClockState, Pace
 from fedbilevel.engines.engine import check_first, check_reply
 from fedbilevel.engines.in_flight import InFlight
-from fedbilevel.engines.rows import Rows
+from fedbilevel.engines.rows import DeviceRows
 from fedbilevel.engines.shares import Shares
 from fedbilevel.engines.submodels import SubmodelPlan
 
@@ -42,30 +42,30 @@ class Members(NamedTuple):
     rank: Any = None
 
 
-class Data(NamedTuple):
+class SampleArrays(NamedTuple):
     """Flat samples that the members' windows point into."""
 
     outer: PyTree
     inner: PyTree
 
 
-Ask = Callable[[str, Any, Client, PyTree, Array], Reply]
+RunPhase = Callable[[str, Any, Client, PyTree, Array], Reply]
 """(name of a phase, algorithm, client but for the problem, message, key) -> its reply."""
 
 
-def traced_once(problem: Problem) -> Ask:
+def traced_once(problem: Problem) -> RunPhase:
     """What asks a phase, by its name. A program is traced many times over on its way to the compiler, a phase so only
     once for arguments of the same shapes; what is remembered of that, and of the problem, goes when the run does."""
 
     def ask(name: str, algorithm: Algorithm, client: Client, message: PyTree, key: Array) -> Reply:
         return algorithm.run_phase(name, replace(client, problem=problem), message, key)
 
-    made: Ask = jax.jit(ask, static_argnums=0, inline=True)
+    made: RunPhase = jax.jit(ask, static_argnums=0, inline=True)
     return made
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProgramLayout:
     """What shapes the program."""
 
     problem: Problem
@@ -83,25 +83,25 @@ class Layout:
     there: float  # see `population_there`
     shares: Shares | None = None  # of several processes
     submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
-    ask: Ask = field(init=False)
+    ask: RunPhase = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ask", traced_once(self.problem))
 
 
-Draw = Callable[[Array | int], Members]
+DrawMembers = Callable[[Array | int], Members]
 """Number of a fresh cohort -> its members on this device."""
 
 
-Answer = Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]]
+ClientFunction = Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]]
 """(a client, its state) -> its weighted answer and its next state."""
 
 
-class Underway(NamedTuple):
+class ExchangeState(NamedTuple):
     """What changes from exchange to exchange within a round."""
 
     states: PyTree  # of this device's members
-    now: Now
+    now: ClockState
     queues: InFlight | None  # its tables are of this device's members, the rest is of everyone
 
 
@@ -110,13 +110,13 @@ class LocalFed:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ProgramLayout,
         algorithm: Algorithm,
-        data: Data,
+        data: SampleArrays,
         pace: Pace,
         members: Members,
-        underway: Underway,
-        draw: Draw,
+        underway: ExchangeState,
+        draw: DrawMembers,
     ) -> None:
         self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
         self.members, self.underway, self.draw = members, underway, draw
@@ -172,13 +172,15 @@ class LocalFed:
         )
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)
-        self.underway = Underway(states, self.underway.now.later(self.pace, plan.ticks), queues)
+        self.underway = ExchangeState(states, self.underway.now.later(self.pace, plan.ticks), queues)
         self.round_costs = round_costs.merge(
             self.round_costs, round_costs.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
         )
         return total.update
 
-    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Answer]:
+    def question(
+        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any
+    ) -> tuple[str, ClientFunction]:
         """A phase's name, and what asks it of a client."""
         name = self.algorithm.phase_name(phase)
 
@@ -205,10 +207,10 @@ class LocalFed:
         else:
             plan = in_flight.everyone(queues, pace, now, 0 if units is None else self.of_all(units))
             ticks, queues = plan.ticks, in_flight.handed_in(queues, plan, self.rows(self.layout.population).total)
-        self.underway = Underway(states, now.later(pace, ticks), queues)
+        self.underway = ExchangeState(states, now.later(pace, ticks), queues)
         return ticks
 
-    def units(self, answer: Answer) -> Array:
+    def units(self, answer: ClientFunction) -> Array:
         """(M,) what each client would have to compute; all else of its answer is left to the compiler to leave out."""
 
         def count(member: Members, state: PyTree) -> Array:
@@ -222,12 +224,12 @@ class LocalFed:
         all_ = lax.all_gather(mine, self.layout.axis, tiled=True) if self.layout.axis else mine
         return all_[: self.layout.population]
 
-    def rows(self, n: int) -> Rows:
+    def rows(self, n: int) -> DeviceRows:
         """The rows of the queues' tables on this device, in blocks that suit exchanges of n answers."""
         mine = self.members.id.shape[0]
         devices = -(-self.layout.population // mine)
         first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0
-        return Rows(mine, first, min(self.layout.chunk, -(-n // devices)), self.layout.axis)
+        return DeviceRows(mine, first, min(self.layout.chunk, -(-n // devices)), self.layout.axis)
 
     def repeat(
         self,
@@ -238,18 +240,20 @@ class LocalFed:
         *,
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
-        def once(i: Array | int, carry: PyTree, underway: Underway) -> tuple[PyTree, Underway, round_costs.RoundCosts]:
+        def once(
+            i: Array | int, carry: PyTree, underway: ExchangeState
+        ) -> tuple[PyTree, ExchangeState, round_costs.RoundCosts]:
             fed = self.again(underway)
             carry = body(fed, carry, jax.random.fold_in(key, i))
             return carry, fed.underway, fed.round_costs
 
-        def unfinished(loop: tuple[Array, PyTree, Underway, round_costs.RoundCosts]) -> Array:
+        def unfinished(loop: tuple[Array, PyTree, ExchangeState, round_costs.RoundCosts]) -> Array:
             i, carry, *_ = loop
             return i < n if until is None else (i < n) & ~until(carry)
 
         def step(
-            loop: tuple[Array, PyTree, Underway, round_costs.RoundCosts],
-        ) -> tuple[Array, PyTree, Underway, round_costs.RoundCosts]:
+            loop: tuple[Array, PyTree, ExchangeState, round_costs.RoundCosts],
+        ) -> tuple[Array, PyTree, ExchangeState, round_costs.RoundCosts]:
             i, carry, underway, total = loop
             carry, underway, new = once(i, carry, underway)
             return i + 1, carry, underway, jax.tree.map(jnp.add, total, new)
@@ -265,7 +269,7 @@ class LocalFed:
         """The costs of the round, at its end."""
         return self.round_costs
 
-    def again(self, underway: Underway) -> LocalFed:
+    def again(self, underway: ExchangeState) -> LocalFed:
         """The same round further on, with no costs yet."""
         return LocalFed(self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw)
 

@@ -39,7 +39,7 @@ from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.leaving import LostProcess
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.result import Callback, Result
-from fedbilevel.engines.round_costs import Call
+from fedbilevel.engines.round_costs import ExchangeKind
 from fedbilevel.engines.source import local
 from fedbilevel.quoting import require_object
 
@@ -47,8 +47,8 @@ STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
 
 
 @dataclass(frozen=True)
-class Plan:
-    """When to do what."""
+class LoopPlan:
+    """The rounds at which a run evaluates, saves and ends, where it saves, and what identifies it."""
 
     rounds: int
     eval_every: int
@@ -72,7 +72,7 @@ class Plan:
 class Loop:
     """A run in progress, on the host's side."""
 
-    plan: Plan
+    plan: LoopPlan
     evaluation: Evaluation
     callbacks: Sequence[Callback]
     algorithm: Algorithm
@@ -84,7 +84,9 @@ class Loop:
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     here: bool = True  # whether the carry has the clients' own states
     per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
-    costs: Mapping[Call, int] | None = None  # of a client's answer, in floating-point operations, where it is known
+    costs: Mapping[ExchangeKind, int] | None = (
+        None  # of a client's answer, in floating-point operations, where it is known
+    )
 
     def play(self, run: Run, carry: Carry) -> Result:
         result, stop = self.result(run, carry), False

@@ -26,7 +26,7 @@ DECILES = tuple(range(10, 100, 10))
 
 ARGUMENTS = "x, y, batch"
 
-Which = Literal["outer", "inner"]
+SampleKind = Literal["outer", "inner"]
 Measure = Callable[[PyTree, PyTree, PyTree], Any]
 """(x, y, batch) -> scalar: a mean over the samples of the batch, whose leaves are (samples, ...)."""
 
@@ -43,12 +43,12 @@ class PerClient:
     """
 
     function: Measure
-    samples: Which = "outer"
+    samples: SampleKind = "outer"
     larger_is_better: bool | None = None
 
     def __post_init__(self) -> None:
         require_function("PerClient.function", self.function, ARGUMENTS, " -> one number")
-        require(self.samples in get_args(Which), "PerClient.samples", self.samples, "'outer' or 'inner'")
+        require(self.samples in get_args(SampleKind), "PerClient.samples", self.samples, "'outer' or 'inner'")
         require_direction("PerClient.larger_is_better", self.larger_is_better, optional=True)
 
 
@@ -67,7 +67,7 @@ def named(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str, PerCli
 def check_metrics(metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> None:
     """Trace each metric once on a sample, without computing: it must give one number."""
     for name, metric in metrics.items():
-        batch = examples[get_args(Which).index(metric.samples)]
+        batch = examples[get_args(SampleKind).index(metric.samples)]
         with explained(f"metrics_per_client[{name!r}]", x=x, y=y, batch=batch):
             shape = jax.eval_shape(metric.function, x, y, batch)
         one = getattr(shape, "shape", None) == () and jnp.issubdtype(jnp.result_type(shape), jnp.number)
@@ -89,7 +89,7 @@ def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | No
     return row | {f"{name}.p{decile}": float(level) for decile, level in zip(DECILES, levels, strict=True)}
 
 
-class Population:
+class PerClientEvaluation:
     """Per-client metrics of clients whose samples are on this machine, or, of each process, on its own.
 
     Samples are taken in blocks of BLOCK, read from memory maps as they are needed; each sample counts once in its

@@ -23,7 +23,7 @@ from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.engine import (
     Carry,
-    Progress,
+    Stretch,
     check_first,
     check_here,
     check_reply,
@@ -31,10 +31,10 @@ from fedbilevel.engines.engine import (
     loop,
     population_there,
 )
-from fedbilevel.engines.submodels import SubmodelPlan, Submodels, covered, put_back
+from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 
-Ask = Callable[[int, Array | None], tuple[round_costs.Sums, Reply]]
-Whole = Callable[[round_costs.Sums], round_costs.Sums]
+AskClient = Callable[[int, Array | None], tuple[round_costs.Sums, Reply]]
+PutBack = Callable[[round_costs.Sums], round_costs.Sums]
 
 
 class ReferenceFed:
@@ -76,7 +76,7 @@ class ReferenceFed:
         self.round_costs = self.round_costs._replace(time=self.round_costs.time + round_costs.in_parts(ticks))
         return round_costs.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
 
-    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, Whole]:
+    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, PutBack]:
         """What of a message client i is sent, and how its answer becomes one to the whole message."""
         return message, lambda sums: sums
 
@@ -111,7 +111,7 @@ class ReferenceFed:
         )
         return total.update
 
-    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, Ask]:
+    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
         """A phase's name, and what asks it of client i, who is to work so much."""
         name = self.algorithm.phase_name(phase)
 
@@ -124,7 +124,7 @@ class ReferenceFed:
 
         return name, ask
 
-    def answer(self, ask: Ask, name: str, i: int, work: Array | None, keep: bool) -> round_costs.Sums:
+    def answer(self, ask: AskClient, name: str, i: int, work: Array | None, keep: bool) -> round_costs.Sums:
         """What client i answers, weighted and checked; its own new state is kept."""
         sums, reply = ask(i, work)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
@@ -183,11 +183,11 @@ class ReferenceFed:
 class SubmodelReferenceFed(ReferenceFed):
     """The same for clients who hold submodels: each is sent its part, and entries are averaged over those with them."""
 
-    def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry, held: Submodels):
+    def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry, held: RoundSubmodels):
         super().__init__(run, algorithm, keys, carry)
         self.held, self.unit_layout = held, held.unit_layout
 
-    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, Whole]:
+    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, PutBack]:
         (takes, gives), units = parts_of(phase), self.units(i)
         return self.unit_layout.cut(takes, message, units), lambda sums: put_back(self.unit_layout, gives, sums, units)
 
@@ -215,8 +215,8 @@ class ReferenceRun:
         self.pace = self.clock.pace(len(self.clients))
         self.population = population_there(self.clock, self.clients)
 
-    def advance(self, carry: Carry, rounds: int) -> Progress:
-        books = []
+    def advance(self, carry: Carry, rounds: int) -> Stretch:
+        costs = []
         for round in range(int(carry.round), int(carry.round) + rounds):
             keys = round_keys(self.key, round)
             algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
@@ -224,17 +224,17 @@ class ReferenceRun:
                 fed = ReferenceFed(self, algorithm, keys, carry)
             else:
                 given = self.submodel_plan, algorithm, self.key, carry.round, carry.state.x, carry.state.y
-                fed = SubmodelReferenceFed(self, algorithm, keys, carry, Submodels(*given))
+                fed = SubmodelReferenceFed(self, algorithm, keys, carry, RoundSubmodels(*given))
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
                 state = algorithm.round(fed, carry.state, keys.algorithm)
                 fed.round_costs = fed.total_costs()
             if bad := nonfinite_leaves(state):
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))
             carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.queues, carry.own_x)
-            books.append(fed.round_costs)
+            costs.append(fed.round_costs)
             if algorithm.finished(state):
                 break
-        return Progress(carry, len(books), round_costs.stack(books))
+        return Stretch(carry, len(costs), round_costs.stack(costs))
 
     def close(self) -> None:
         pass
@@ -261,7 +261,7 @@ class Reference:
 
 
 def total_of(table: round_costs.Sums, asked: Array, who: Array) -> tuple[round_costs.Sums, Array]:
-    """Σ of rows, and of weight·asked: see `in_flight.Total`."""
+    """Σ of rows, and of weight·asked: see `in_flight.SumRows`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
     total: tuple[round_costs.Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total

@@ -13,14 +13,14 @@ from jax import Array
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import PyTree, nbytes
 
-Call = tuple[str, int, int]
+ExchangeKind = tuple[str, int, int]
 """(phase, bytes down per client, bytes up per client)."""
 
 
 PART = 2**14
 
 
-class Count(NamedTuple):
+class ExchangeCount(NamedTuple):
     """How often something was exchanged."""
 
     exchanges: Any
@@ -31,7 +31,7 @@ class Count(NamedTuple):
 class RoundCosts(NamedTuple):
     """Sums over the exchanges made so far; leaves are scalars (per round) or (rounds,) arrays."""
 
-    calls: dict[Call, Count]  # the exchanges of each kind
+    calls: dict[ExchangeKind, ExchangeCount]  # the exchanges of each kind
     gradients: Array  # batch gradients, summed over clients
     products: Array  # Hessian- and Jacobian-vector products, likewise
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
@@ -45,8 +45,8 @@ def empty() -> RoundCosts:
 
 
 def merge(a: RoundCosts, b: RoundCosts) -> RoundCosts:
-    """The sum of two books."""
-    calls = _added(a.calls, b.calls, Count(0, 0, 0))
+    """The sum of two costs."""
+    calls = _added(a.calls, b.calls, ExchangeCount(0, 0, 0))
     metrics = _added(a.metrics, b.metrics, (jnp.zeros(()), jnp.zeros(())))
     return RoundCosts(calls, a.gradients + b.gradients, a.products + b.products, metrics, a.time + b.time)
 
@@ -56,10 +56,10 @@ def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]
     return {k: jax.tree.map(operator.add, a.get(k, nothing), b.get(k, nothing)) for k in {**a, **b}}
 
 
-def stack(books: Sequence[RoundCosts]) -> RoundCosts:
-    """The books of some rounds, with leaves (rounds,); what a round did not do counts 0 there."""
-    nothing = jax.tree.map(jnp.zeros_like, reduce(merge, books))
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(merge(nothing, round_costs) for round_costs in books))
+def stack(costs: Sequence[RoundCosts]) -> RoundCosts:
+    """The costs of some rounds, with leaves (rounds,); what a round did not do counts 0 there."""
+    nothing = jax.tree.map(jnp.zeros_like, reduce(merge, costs))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(merge(nothing, round_costs) for round_costs in costs))
 
 
 def entry(
@@ -79,7 +79,7 @@ def entry(
     `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part of one, with
     clients whose messages have other sizes.
     """
-    count = Count(jnp.asarray(exchanges, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
+    count = ExchangeCount(jnp.asarray(exchanges, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
     metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
     if age is not None:
         metrics[phase, "staleness"] = age, sums.weight

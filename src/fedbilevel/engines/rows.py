@@ -12,7 +12,7 @@ from jax import Array, lax
 from fedbilevel.core.tree import PyTree
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """Where tables with leaves (rows, ...) stand among all clients.
 
     What is done costs as much as the rows that are chosen, however many there are.
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         return self._blocks(chosen, step, tables)
 
     def total(self, table: PyTree, asked: Array, who: Array) -> tuple[PyTree, Array]:
-        """Σ of the rows of the clients `who` (M,), and of weight·asked: see `queues.Total`."""
+        """Σ of the rows of the clients `who` (M,), and of weight·asked: see `in_flight.SumRows`."""
         asked, chosen = self.here(asked), self.here(who)
 
         def step(places: Array, total: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
 
 
 def _taken(tree: PyTree, places: Array) -> PyTree:
-    """Rows of all leaves; where there is none of that place, some row."""
+    """DeviceRows of all leaves; where there is none of that place, some row."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[places].get(mode="clip"), tree)
 
 

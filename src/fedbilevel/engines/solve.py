@@ -33,7 +33,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.engines.in_flight import nothing_in_flight
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.local import Local
-from fedbilevel.engines.loop import Loop, Plan
+from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.per_client import Measure, PerClient
 from fedbilevel.engines.result import Callback, Result
 
@@ -139,7 +139,7 @@ def solve(
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or hosts.count() > 1:  # else nobody compares it
         begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
-    plan = Plan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
+    plan = LoopPlan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
     hosts.here.saved = ""
     if hosts.count() > 1:
         hosts.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
@@ -159,7 +159,7 @@ def solve(
         run = chosen.start(algorithm, problem, clients, cohort, key, carry)
         try:
             if own and isinstance(clients, Clients):
-                loop.per_client = per_client.Population(own, clients, x_fixed, y_fixed)
+                loop.per_client = per_client.PerClientEvaluation(own, clients, x_fixed, y_fixed)
             elif own:
                 ask = getattr(run, "per_client", None)
                 can = f"left out with {type(chosen).__name__}, which cannot ask for them"
@@ -180,7 +180,7 @@ def _goes_on(path: Path | None, resume: Resume) -> bool:
 
 
 def _in_common(
-    plan: Plan, engine: Engine, resume: Resume, metrics: Mapping[str, Mapping[str, Any] | None]
+    plan: LoopPlan, engine: Engine, resume: Resume, metrics: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Any]:
     """What several processes must have in common; but for the samples, of which each may have only its own."""
     return {

@@ -15,26 +15,26 @@ from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.cohort import draw_cohort, round_keys
-from fedbilevel.engines.local_fed import HOST, Data, Layout, Members
+from fedbilevel.engines.local_fed import HOST, Members, ProgramLayout, SampleArrays
 from fedbilevel.engines.submodels import SubmodelPlan
 
-Round = tuple[Data, Members, Array | None]
+RoundInputs = tuple[SampleArrays, Members, Array | None]
 
 
 class Resident:
     """All samples on the device; cohorts are drawn inside the program."""
 
-    rounds_per_call = 1024  # how many rounds' books one call can hold
+    rounds_per_call = 1024  # how many rounds' costs one call can hold
 
-    def __init__(self, clients: Clients, layout: Layout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
+    def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         outer, outer_start = self.hold("outer", clients.outer, layout, mesh)
         same = clients.inner is clients.outer
         inner, inner_start = (outer, outer_start) if same else self.hold("inner", clients.inner, layout, mesh)
         every = np.arange(len(clients), dtype=np.int32)
         table = replicate(members(clients, every, outer_start, inner_start, layout.submodel_plan), mesh)
-        self.round: Round = (Data(outer, inner), table, None)
+        self.round: RoundInputs = (SampleArrays(outer, inner), table, None)
 
-    def hold(self, name: str, rows: Ragged, layout: Layout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
+    def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
         """Bring samples to the device, all or this process's share of them; and where each client's begin."""
         values, start = layout.shares.own_rows(rows) if layout.shares else (rows.values, rows.start)
         if int(np.max(start + rows.size)) >= 2**31:  # rows need not be in order
@@ -47,7 +47,7 @@ class Resident:
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, held.place)
         return (share(values, mesh) if layout.shares else replicate(values, mesh)), start
 
-    def inputs(self, round: int) -> Round:
+    def inputs(self, round: int) -> RoundInputs:
         return self.round
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Streamed:
 
     rounds_per_call = 1
 
-    def __init__(self, clients: Clients, layout: Layout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
+    def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         self.clients, self.layout, self.mesh, self.prefetch = clients, layout, mesh, prefetch
         self.key = key
         self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
@@ -67,16 +67,16 @@ class Streamed:
             if layout.cohort * (1 + layout.fresh) * longest >= 2**31:
                 raise ConfigurationError(f"a cohort of {layout.cohort} with {longest} {name} samples each is too large")
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedbilevel-prefetch")
-        self.pending: dict[int, Future[Round]] = {}
+        self.pending: dict[int, Future[RoundInputs]] = {}
 
-    def inputs(self, round: int) -> Round:
+    def inputs(self, round: int) -> RoundInputs:
         for ahead in range(round, round + 1 + self.prefetch):
             if ahead not in self.pending:
                 self.pending[ahead] = self.thread.submit(self.gather, ahead)
         return self.pending.pop(round).result()
 
-    def gather(self, round: int) -> Round:
-        """Draw the cohorts of a round and copy their samples, padded to the longest client, to the device."""
+    def gather(self, round: int) -> RoundInputs:
+        """DrawMembers the cohorts of a round and copy their samples, padded to the longest client, to the device."""
         clients, layout = self.clients, self.layout
         with jax.enable_x64(self.x64):
             ids = self.cohorts(round)
@@ -89,7 +89,7 @@ class Streamed:
             table = members(clients, flat, *starts, layout.submodel_plan)
             table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
             table, device_ids = replicate((table, ids), self.mesh)
-            data = Data(outer, inner)
+            data = SampleArrays(outer, inner)
             data = share(data, self.mesh) if layout.shares else replicate(data, self.mesh)
         return data, table, device_ids
 

@@ -14,7 +14,7 @@ from fedbilevel.core.algorithm import parts_of
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import round_costs
-from fedbilevel.engines.local_fed import Layout, LocalFed, Members, Underway, sum_over_clients
+from fedbilevel.engines.local_fed import ExchangeState, LocalFed, Members, ProgramLayout, sum_over_clients
 from fedbilevel.engines.submodels import covered, put_back
 
 
@@ -77,7 +77,7 @@ class SubmodelFed(LocalFed):
             sums = lax.psum(sums, self.layout.axis)
         return (put_back(unit_layout, gives, sums, same) if alike else sums), spent, (shapes[0], shapes[1])
 
-    def again(self, underway: Underway) -> SubmodelFed:
+    def again(self, underway: ExchangeState) -> SubmodelFed:
         given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
         return SubmodelFed(*given, self.held)
 
@@ -100,7 +100,7 @@ class SubmodelFed(LocalFed):
         return lax.psum(total, self.layout.axis) if self.layout.axis else total
 
 
-def chunk_of(layout: Layout, number: int) -> int:
+def chunk_of(layout: ProgramLayout, number: int) -> int:
     """How many clients of a class to vectorise together: no more than a cohort has of them on average."""
     assert layout.submodel_plan is not None
     average = -(-layout.cohort * layout.submodel_plan.places[number] // layout.population)

@@ -115,7 +115,7 @@ def classes(
     return [] if submodel_plan is None else [(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
 
 
-class Submodels:
+class RoundSubmodels:
     """The submodels of one round, from the x and y that it begins with."""
 
     def __init__(

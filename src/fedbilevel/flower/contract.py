@@ -43,7 +43,7 @@ class Call(NamedTuple):
         return f"{self.phase}:{digest('|'.join(layout(self.message)))[:12]}"
 
     @property
-    def size(self) -> round_costs.Call:
+    def size(self) -> round_costs.ExchangeKind:
         """As the ledger knows it."""
         return self.phase, nbytes(self.message), nbytes(self.update)
 

@@ -22,10 +22,10 @@ from fedbilevel.core.tree import nonfinite_leaves
 from fedbilevel.engines import round_costs
 from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.cohort import RoundKeys, round_keys
-from fedbilevel.engines.engine import Carry, Progress
+from fedbilevel.engines.engine import Carry, Stretch
 from fedbilevel.engines.in_flight import InFlight, PhaseQueue
 from fedbilevel.engines.per_client import PerClient
-from fedbilevel.engines.submodels import SubmodelPlan, Submodels
+from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
 from fedbilevel.flower.courier import Courier
@@ -127,7 +127,7 @@ class FlowerRun:
             told = f" ({reasons})" if reasons else ""
             raise ExchangeError(f"{here} clients are here where {needed} of {len(everyone)} are needed{told}")
 
-    def advance(self, carry: Carry, rounds: int) -> Progress:
+    def advance(self, carry: Carry, rounds: int) -> Stretch:
         """One round, and again what has to be undone; of that only the costs are left."""
         end, began, undone = int(carry.round) + 1, self.clock.time(), round_costs.empty()
         self.undoing.times = 0
@@ -149,7 +149,7 @@ class FlowerRun:
         before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
         costs = round_costs.stack([round_costs.merge(undone, fed.total_costs())])
-        return Progress(carry, 1, costs._replace(privacy=fed.privacy, time=round_costs.in_parts(ticks)[None]))
+        return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=round_costs.in_parts(ticks)[None]))
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
         """The round that the carry begins."""
@@ -168,7 +168,7 @@ class FlowerRun:
         if self.submodel_plan is None:
             return FlowerFed(*given)
         start = carry.state.x, carry.state.y
-        return SubmodelFlowerFed(*given, Submodels(self.submodel_plan, algorithm, self.key, carry.round, *start))
+        return SubmodelFlowerFed(*given, RoundSubmodels(self.submodel_plan, algorithm, self.key, carry.round, *start))
 
     def queues(self, fed: FlowerFed, queues: InFlight | None) -> InFlight | None:
         """What a checkpoint keeps of the lanes: what has come in early counts, and clients go by that it does."""

@@ -189,10 +189,10 @@ class FlowerFed:
 
     def costs(
         self, question: Question, gathering: Gathering, sums: round_costs.Sums
-    ) -> dict[round_costs.Call, round_costs.Count]:
+    ) -> dict[round_costs.ExchangeKind, round_costs.ExchangeCount]:
         """How often messages of each size were sent and answered."""
         size = question.wording(0).call.size  # the same for all
-        return {size: round_costs.Count(*np.array([1, len(gathering.asked), sums.responders], np.int32))}
+        return {size: round_costs.ExchangeCount(*np.array([1, len(gathering.asked), sums.responders], np.int32))}
 
     def total_costs(self) -> round_costs.RoundCosts:
         """The costs of the round, at its end."""

@@ -25,7 +25,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import per_client
-from fedbilevel.engines.per_client import Measure, PerClient, Population
+from fedbilevel.engines.per_client import Measure, PerClient, PerClientEvaluation
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower.accounting import BudgetSpentError
 from fedbilevel.flower.client_state import Kept, states_for
@@ -118,13 +118,13 @@ class ClientRuntime:
         check_losses(self.problem, self.x, self.y, *examples)
         self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
         self.contract = self.cut(examples)  # the general one, as it is for this client
-        self.measured: Population | None = None
+        self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
             metrics, none = per_client.named(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
             self.at = (self.x, self.x if none else self.y)  # of simple bilevel problems y is an average of x
             per_client.check_metrics(metrics, site.x0, site.x0 if none else site.y0, examples)
             alone = Clients(outer, None if inner is outer else inner)
-            self.measured = Population(metrics, alone, x_fixed, x_fixed if none else y_fixed)
+            self.measured = PerClientEvaluation(metrics, alone, x_fixed, x_fixed if none else y_fixed)
         floor = site.limits.min_batch_size
         self.outer = _samples(outer, floor)
         self.inner = self.outer if inner is outer else _samples(inner, floor)

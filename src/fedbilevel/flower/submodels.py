@@ -76,11 +76,11 @@ class SubmodelFlowerFed(FlowerFed):
 
     def costs(
         self, question: Question, gathering: Gathering, sums: round_costs.Sums
-    ) -> dict[round_costs.Call, round_costs.Count]:
+    ) -> dict[round_costs.ExchangeKind, round_costs.ExchangeCount]:
         asked = Counter(question.wording(client).call.size for client in gathering.asked)
         answered = Counter(one.counted.call.size for one in gathering.answers)
         return {
-            size: round_costs.Count(*np.array([number == 0, sent, answered[size]], np.int32))
+            size: round_costs.ExchangeCount(*np.array([number == 0, sent, answered[size]], np.int32))
             for number, (size, sent) in enumerate(asked.items())
         }
 

@@ -1,0 +1,71 @@
+"""One meaning for each name: no two classes or type aliases of the package are called the same."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fedbilevel"
+OF_EACH_METHOD = {"State", "ClientState"}
+"""What every file of a method may define for itself."""
+
+STILL_SHARED = {
+    "Client",
+    "Clock",
+    "Coefficients",
+    "Config",
+    "Estimator",
+    "Floats",
+    "Images",
+    "Indices",
+    "Inner",
+    "Inverse",
+    "Local",
+    "Momentum",
+    "Node",
+    "Own",
+    "Parts",
+    "Point",
+    "Row",
+    "Rows",
+    "Solution",
+    "Source",
+}
+"""Names that have two meanings today. A name leaves this list when one of the two is renamed; none is added."""
+
+
+def named(tree: ast.Module) -> list[str]:
+    """The names of all classes of a file, and of the type aliases of its top level, which begin with a capital."""
+    found = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets: list[ast.expr] = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        else:
+            continue
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        found += [name for name in names if name[0].isupper() and not name.isupper()]
+    return found
+
+
+def shared(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Names that stand for several things, and the files where; `sources`: the text of each file by its path."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for path, source in sources.items():
+        for name in named(ast.parse(source)):
+            where[name].append(path)
+    return {name: paths for name, paths in where.items() if len(paths) > 1 and name not in OF_EACH_METHOD}
+
+
+def test_no_two_classes_or_aliases_have_one_name() -> None:
+    sources = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+    found = shared(sources)
+    assert {name: paths for name, paths in found.items() if name not in STILL_SHARED} == {}
+    assert STILL_SHARED - found.keys() == set(), "take these off the list: they have one meaning now"
+
+
+def test_the_check_finds_classes_and_aliases() -> None:
+    class_, alias = "class Plan:\n    class Row: ...", "from typing import Any\nRow = dict[str, Any]\nLIMIT = 3"
+    assert shared({"a.py": class_, "b.py": alias}) == {"Row": ["a.py", "b.py"]}
+    assert shared({"a.py": class_, "b.py": class_}).keys() == {"Plan", "Row"}
+    assert shared({"a.py": "LIMIT = 1\nclass State: ...", "b.py": "LIMIT = 2\nclass State: ..."}) == {}
