@@ -59,7 +59,7 @@ class AveragedSteps(fb.Algorithm):
         solved = conjugate_gradient(lambda v: hess_v(problem, x, y, v, inner), grad_y, iterations=20)
         update = jax.tree.map(lambda a, b: a - b, grad_x, cross_v(problem, x, y, solved.v, inner))
         metrics = {"outer_loss": loss, "residual": solved.residual}
-        return fb.Reply(update, metrics=metrics, gradients=1, products=solved.iterations + 1)
+        return fb.Reply(update, metrics=metrics, gradients=1, hvps=solved.iterations + 1)
 
     def round(self, fed: fb.Fed, state: State, key: jax.Array) -> State:
         train_key, outer_key = jax.random.split(key)

@@ -152,7 +152,7 @@ def test_the_random_length_gives_the_series_on_average(task):
         replies = directions(
             list(zip(padded, sizes, strict=True)), jnp.asarray(i), jax.random.split(jax.random.key(i), 20_000)
         )
-        drawn, spent = np.asarray(replies.update[0]), np.asarray(replies.products)
+        drawn, spent = np.asarray(replies.update[0]), np.asarray(replies.hvps)
         _, f, g = members(task)[i]
         b, shrink = outer_gradient(f, x, y), np.eye(4) - s * g["A"]
         powers = [np.linalg.matrix_power(shrink, k) @ b for k in range(8)]

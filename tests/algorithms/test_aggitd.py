@@ -112,7 +112,7 @@ def test_two_rounds_written_out(monkeypatch):
         products = sum(N - 1 - q for q in lengths) if inverse == "random" else 2 * (N - 1)
         assert result.ledger.exchanges == 2 * (N + 1)
         assert result.ledger.gradients == 2 * N * int(WORK.sum()) + 3 * (asked + 2)
-        assert result.ledger.products == 3 * (products + 2)
+        assert result.ledger.hvps == 3 * (products + 2)
 
 
 def test_the_default_ends_at_the_solution():

@@ -29,7 +29,7 @@ def test_fedbio_is_simfbo_whose_server_takes_the_mean():
     simfbo = run(fb.SimFBO(server_lr=LR, **common), task, 3, cohort=3)
     np.testing.assert_allclose(flat(fedbio.state), flat(simfbo.state.iterate), rtol=1e-12, atol=1e-12)
     assert fedbio.ledger.exchanges == simfbo.ledger.exchanges == 3
-    assert (fedbio.ledger.gradients, fedbio.ledger.products) == (simfbo.ledger.gradients, simfbo.ledger.products)
+    assert (fedbio.ledger.gradients, fedbio.ledger.hvps) == (simfbo.ledger.gradients, simfbo.ledger.hvps)
     assert fedbio.ledger.bytes_up == simfbo.ledger.bytes_up == 3 * 3 * (5 + 8 + 8) * 8
 
 
@@ -71,7 +71,7 @@ def test_fedbioacc_written_out():
     np.testing.assert_allclose(flat(result.state.momentum), np.concatenate(m), rtol=1e-12, atol=1e-12)
     assert int(result.state.steps) == 3 * tau
     assert result.ledger.exchanges == 3
-    assert result.ledger.gradients == result.ledger.products == 3 * 2 * 2 * int(WORK.sum())
+    assert result.ledger.gradients == result.ledger.hvps == 3 * 2 * 2 * int(WORK.sum())
     assert result.ledger.bytes_up == 3 * 4 * 2 * 21 * 8
     assert result.ledger.bytes_down == 3 * 4 * (2 * 21 * 8 + 4)  # and t
 

@@ -50,7 +50,7 @@ def test_a_round_written_out(monkeypatch):
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
     assert result.ledger.exchanges == 2 + terms + 1
     assert result.ledger.gradients == 2 * int(WORK.sum()) + 3 + 3
-    assert result.ledger.products == 3 * (terms - 1) + 3
+    assert result.ledger.hvps == 3 * (terms - 1) + 3
 
 
 @pytest.mark.slow

@@ -196,10 +196,10 @@ def test_corrected_steps_are_unbiased_over_cohorts_of_unequal_clients(method):
 @pytest.mark.parametrize(
     ("problem", "counts"),
     [
-        (fb.Minimax(lambda x, y, batch: jnp.mean(batch["a"]) * x @ y - y @ y + x @ x), {"gradients": 1, "products": 0}),
+        (fb.Minimax(lambda x, y, batch: jnp.mean(batch["a"]) * x @ y - y @ y + x @ x), {"gradients": 1, "hvps": 0}),
         (
             fb.Compositional(lambda y, batch: y @ y, lambda x, batch: x * jnp.mean(batch["a"])),
-            {"gradients": 2, "products": 1},
+            {"gradients": 2, "hvps": 1},
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_hypergradients_cost_a_client_where_no_system_is_solved(problem, co
         ledger = fb.solve(algorithm, problem, fb.Clients(APART), *start, rounds=1, engine=fb.Reference()).ledger
         inner = 5 * 3  # FedAvg's gradients on y
         gradients = counts["gradients"] if algorithm.hypergradient == "global" else 1
-        assert ((ledger.gradients - inner) / 3, ledger.products / 3) == (gradients, counts["products"])
+        assert ((ledger.gradients - inner) / 3, ledger.hvps / 3) == (gradients, counts["hvps"])
 
 
 def test_exchanges_are_those_of_the_paper():

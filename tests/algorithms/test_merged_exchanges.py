@@ -70,7 +70,7 @@ def test_the_same_numbers_in_fewer_exchanges(case):
     assert (single.ledger.exchanges, merged.ledger.exchanges) == (many, few)
     gathers = fields["inverse"] == "cg" and fields.get("hypergradient") != "local"
     assert single.ledger.gradients - merged.ledger.gradients == M * gathers
-    assert merged.ledger.products - single.ledger.products == M * (K - 1) * gathers
+    assert merged.ledger.hvps - single.ledger.hvps == M * (K - 1) * gathers
 
 
 NOTHING = {
@@ -94,7 +94,7 @@ def test_costs_of_a_round_of_conjugate_gradient():
     """A client's gradients: T of q and 2(τ_i − 1) of its steps, T times, and one of f; K products of each kind."""
     ledger = solved(quadratic(clients=M, dim_y=K, local_steps=WORK), fb.FedNest, 1, merged=True, **CG).ledger
     assert ledger.gradients == T * (M + 2 * int((WORK - 1).sum())) + M
-    assert ledger.products == 2 * K * M
+    assert ledger.hvps == 2 * K * M
     assert ledger.exchanges_by_phase == {
         "inner_gradient": T, "corrected_inner_descent": T, "outer_gradients": 1, "both_products": K,
     }  # fmt: skip
@@ -123,7 +123,7 @@ def test_products_of_lengths_that_nobody_drew_are_not_asked_for(monkeypatch):
     single, merged = both(quadratic(clients=M, dim_y=K), fb.FedMBO, 1, inverse="parallel")
     same_point(single, merged)
     assert (single.ledger.exchanges, merged.ledger.exchanges) == (T + N + 1, T + 1 + 2)
-    assert single.ledger.products - merged.ledger.products == M * (N - 2)
+    assert single.ledger.hvps - merged.ledger.hvps == M * (N - 2)
 
 
 KINDS = {

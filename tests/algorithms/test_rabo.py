@@ -113,7 +113,7 @@ def test_counts(replies):
     """∇x f and ∇y f by one pass, then N products, or N pairs of gradients, or N steps from x
     and from each of the d = 3 points beside it."""
     gradients = {name: int(reply.gradients) for name, reply in replies.items()}
-    products = {name: int(reply.products) for name, reply in replies.items()}
+    products = {name: int(reply.hvps) for name, reply in replies.items()}
     assert (gradients["RABO, 3 terms"], products["RABO, 3 terms"]) == (1, 3)
     assert gradients["adjoint, 3 terms"] == 1 + 2 * 3
     assert gradients["coordinate, 3 terms"] == 1 + 3 * (1 + 3)
@@ -180,7 +180,7 @@ def test_ends_where_its_hypergradients_vanish(name, task):
     assert off(result.x, exact if everywhere else biased) < 1e-6
     assert result.ledger.exchanges == 300 * (1 + TERMS + 1 if everywhere else 2)
     if name == "adjoint, global":  # of 5 clients: on y, ∇y f, two for each of N products, ∇x f
-        assert (result.ledger.gradients, result.ledger.products) == (300 * 5 * (1 + 1 + 2 * TERMS + 1), 0)
+        assert (result.ledger.gradients, result.ledger.hvps) == (300 * 5 * (1 + 1 + 2 * TERMS + 1), 0)
 
 
 def test_problems_that_need_no_inverse():

@@ -385,9 +385,9 @@ def test_ledger_counts_one_exchange_and_the_local_work():
     assert result.ledger.exchanges == 3
     assert result.ledger.bytes_down == 3 * 8 * numbers * 8
     assert result.ledger.bytes_up == 3 * 8 * (numbers + 2) * 8  # and ‖a_i‖₁, and 1
-    assert result.ledger.gradients == result.ledger.products == 3 * 2 * WORK.sum()
+    assert result.ledger.gradients == result.ledger.hvps == 3 * 2 * WORK.sum()
     apart = run(fb.SimFBO(independent_batches=True), task, 1).ledger
-    assert (apart.gradients, apart.products) == (3 * WORK.sum(), 2 * WORK.sum())  # ∇y g, ∇y f and ∇x f
+    assert (apart.gradients, apart.hvps) == (3 * WORK.sum(), 2 * WORK.sum())  # ∇y g, ∇y f and ∇x f
 
 
 @pytest.mark.parametrize(

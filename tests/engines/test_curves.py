@@ -9,12 +9,12 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.curves import Curve, curve, draw_history, draw_panel, new_figure
 from fedbilevel.engines.history import History
 
-COST = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "products": 4, "seconds": 0.5}
+COST = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "hvps": 4, "seconds": 0.5}
 
 
 def history(*values: float, **columns: float) -> History:
     """Rows of a metric "e", an exchange and a million bytes apart, with all other costs 0."""
-    zeros = {"gradients": 0, "products": 0, "seconds": 0.0}
+    zeros = {"gradients": 0, "hvps": 0, "seconds": 0.0}
     row = {"bytes_down": 0, **zeros, **columns}
     return History(
         [{"round": i, "exchanges": i, "bytes_up": i * 10**6, **row, "e": value} for i, value in enumerate(values)]

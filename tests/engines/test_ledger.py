@@ -11,13 +11,13 @@ from fedbilevel.engines import round_costs
 from fedbilevel.engines.ledger import Ledger
 
 
-def a_book(calls, gradients=0, products=0, cohort=1, lost=0):
+def a_book(calls, gradients=0, hvps=0, cohort=1, lost=0):
     """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
     counts = {
         call: round_costs.ExchangeCount(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost))
         for call, n in calls.items()
     }
-    return round_costs.RoundCosts(counts, np.asarray(gradients), np.asarray(products), {}, np.zeros(2, int))
+    return round_costs.RoundCosts(counts, np.asarray(gradients), np.asarray(hvps), {}, np.zeros(2, int))
 
 
 def test_bytes_are_counted_per_client_and_exchange():
@@ -27,9 +27,9 @@ def test_bytes_are_counted_per_client_and_exchange():
     assert (ledger.rounds, ledger.exchanges) == (3, 3 + 3)
     assert ledger.bytes_down == 10 * (3 * 100 + 3 * 30)
     assert ledger.bytes_up == 10 * (3 * 7 + 3 * 50)
-    assert (ledger.replies, ledger.gradients, ledger.products) == (60, 6, 6)
+    assert (ledger.replies, ledger.gradients, ledger.hvps) == (60, 6, 6)
     assert ledger.exchanges_by_phase == {"ask": 3, "tell": 3}
-    assert ledger.gradients_per_client == ledger.products_per_client == 0.1
+    assert ledger.gradients_per_client == ledger.hvps_per_client == 0.1
 
 
 def test_those_who_do_not_answer_are_sent_to_but_send_nothing():
@@ -96,12 +96,12 @@ def test_a_fresh_ledger_divides_by_nothing():
 
 
 def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
-    reply = Reply({"u": jnp.array([1.0, 2.0])}, metrics={"loss": jnp.asarray(3.0)}, gradients=4, products=5)
+    reply = Reply({"u": jnp.array([1.0, 2.0])}, metrics={"loss": jnp.asarray(3.0)}, gradients=4, hvps=5)
     for counts in (1.0, 0.0):
         sums = round_costs.weigh(reply, jnp.asarray(0.25), jnp.asarray(counts))
         assert sums.update["u"].tolist() == [0.25 * counts, 0.5 * counts]
         assert float(sums.metrics["loss"]) == 0.75 * counts
-        assert [int(n) for n in (sums.responders, sums.gradients, sums.products)] == [counts, 4 * counts, 5 * counts]
+        assert [int(n) for n in (sums.responders, sums.gradients, sums.hvps)] == [counts, 4 * counts, 5 * counts]
 
 
 def test_the_time_of_a_long_round_fits():
@@ -128,7 +128,7 @@ def test_books_merge_by_kind_of_exchange_and_metric():
     both = round_costs.merge(round_costs.merge(ask, tell), ask)
     counts = {call: tuple(int(n) for n in count) for call, count in both.calls.items()}
     assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3)}
-    assert [int(n) for n in (both.gradients, both.products)] == [12, 15]
+    assert [int(n) for n in (both.gradients, both.hvps)] == [12, 15]
     assert {name: [float(n) for n in pair] for name, pair in both.metrics.items()} == {
         ("ask", "loss"): [4.0, 1.0],
         ("tell", "gain"): [1.0, 0.5],
@@ -150,3 +150,9 @@ def test_books_merge_by_kind_of_exchange_and_metric():
 def test_a_ledger_that_is_none_is_refused_with_what_was_found(fields, words):
     with pytest.raises(ValueError, match=words):
         Ledger.of(fields)
+
+
+def test_a_ledger_of_an_earlier_version_is_read_under_the_names_of_today():
+    assert Ledger.of({"rounds": 2, "products": 7}) == Ledger(rounds=2, hvps=7)
+    with pytest.raises(ValueError, match="'products' is no total of a ledger"):
+        Ledger.of({"products": 7, "hvps": 7})

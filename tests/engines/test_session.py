@@ -35,7 +35,7 @@ def ledger():
         "bytes_up": 10**18,
         "exchanges_by_phase": phases,
     }
-    return fb.Ledger(**round_costs, replies=1, gradients=10**15, products=10**15, flops=10**20, epsilon=1.0, delta=1e-5)
+    return fb.Ledger(**round_costs, replies=1, gradients=10**15, hvps=10**15, flops=10**20, epsilon=1.0, delta=1e-5)
 
 
 def clients():
@@ -95,7 +95,7 @@ def test_a_notebook_gets_a_table_in_which_names_are_text(name):
 
 def test_what_is_shown_is_true():
     rows = [{"round": 0, "test_accuracy": 0.1}, {"round": 5, "test_accuracy": 0.9}, {"round": 9, "test_accuracy": 0.85}]
-    ledger = fb.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, products=0)
+    ledger = fb.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, hvps=0)
     ledger.ticks = 7_000  # of 0.1 ms
     result = fb.Result({"w": jnp.ones((2, 3))}, None, 9, 9, fb.History(rows), ledger, stopped="enough")
     assert repr(result).splitlines() == [
@@ -103,7 +103,7 @@ def test_what_is_shown_is_true():
         "  x         6 numbers: w (2, 3) float64",
         "  y         none",
         "  last row  test_accuracy 85.00 %",
-        "  costs     1,234 exchanges, 2.0 MB, 1 gradient, 0 products",
+        "  costs     1,234 exchanges, 2.0 MB, 1 gradient, 0 hvps",
         "  more      summary(), plot(), history, ledger",
     ]
     summary = repr(result.summary())
@@ -140,7 +140,7 @@ def test_without_pandas_it_says_what_to_install(monkeypatch):
 
 def told(name, *values):
     """A history of a per-client metric of eleven clients whose deciles are a tenth apart, about each value."""
-    cost = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "products": 0, "seconds": 0.0}
+    cost = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0}
     rows = []
     for i, value in enumerate(values):
         deciles = {f"{name}.p{10 * k}": value + 0.1 * (k - 5) for k in range(1, 10)} | {f"{name}.worst": value + 0.5}

@@ -18,7 +18,7 @@ def made_up_run(
     """What load_run gives, with costs of six digits and more: 123,450 exchanges and 61.7 GB a row."""
     rows = [
         {"round": 1000 * i, "exchanges": 123_450 * i, "bytes_down": i * 10**9, "bytes_up": 60_700_000_000 * i}
-        | {"gradients": 9_876_500 * i, "products": 1_234_500 * i, "flops": 5 * 10**14 * i, "seconds": 1234.5 * i}
+        | {"gradients": 9_876_500 * i, "hvps": 1_234_500 * i, "flops": 5 * 10**14 * i, "seconds": 1234.5 * i}
         | {"time": 123_450.0 * i, metric: value}
         for i, value in enumerate(values)
     ]

@@ -117,7 +117,7 @@ def test_a_narrow_table_keeps_what_matters(runs) -> None:
     lines = console.export_text().splitlines()
     assert sum("sim (3 seeds)" in line for line in lines) == 1
     assert any("final" in line for line in lines)
-    assert any("on a wider terminal also: products" in line for line in lines)
+    assert any("on a wider terminal also: hvps" in line for line in lines)
     wide = comparison_table(groups)
     assert len(wide.columns) > len(comparison_table(groups, 80).columns)
 

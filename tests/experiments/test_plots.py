@@ -12,7 +12,7 @@ from fedbilevel.engines.curves import PANELS, Curve
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 
-ZEROS = {"exchanges": 0, "bytes_down": 0, "bytes_up": 0, "gradients": 0, "products": 0, "seconds": 0.0, "e": 2.0}
+ZEROS = {"exchanges": 0, "bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0, "e": 2.0}
 
 
 def curves(number: int) -> list[Curve]:

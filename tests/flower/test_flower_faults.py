@@ -74,7 +74,7 @@ FAULTS = {  # of an answer to the first exchange, whose update is float64[3]: wh
     "another exchange": (changed(exchange=1), "it answers another question"),
     "another run": (changed(run="ffffffffffffffff"), "it answers another question"),
     "negative gradients": (changed(gradients=-1), "its counts (-1, 0) are not between 0 and"),
-    "absurd products": (changed(products=2**62), "are not between 0 and 357913941"),  # ⌊(2³¹ − 1)/6⌋
+    "absurd products": (changed(hvps=2**62), "are not between 0 and 357913941"),  # ⌊(2³¹ − 1)/6⌋
     "an account of NaN": (changed(epsilon=math.nan), "it cannot have spent ε = nan"),
     "an account of δ = 1": (changed(delta=1.0), "it cannot have spent δ = 1.0"),
     "an account of δ < 0": (changed(delta=-1e-9), "it cannot have spent δ = -1e-09"),

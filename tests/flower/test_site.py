@@ -65,7 +65,7 @@ def test_an_answer(runtime, ran):
     np.testing.assert_allclose(from_bytes(answer.payload, gradient), gradient, rtol=1e-12)
     assert answer.numbers() == {"inner": pytest.approx(float(loss), rel=1e-12)}
     assert (answer.run, answer.round, answer.exchange, answer.client) == (federations.NAME, 2, 1, 0)
-    assert (answer.gradients, answer.products, answer.epsilon, answer.layout) == (1, 0, 0.0, ["value float64[3]"])
+    assert (answer.gradients, answer.hvps, answer.epsilon, answer.layout) == (1, 0, 0.0, ["value float64[3]"])
     assert ran == ["y_gradient"]
 
 
@@ -233,7 +233,7 @@ def test_privacy(tmp_path):
         (runtime := make()).answer(ask(runtime), memory()),
     ]
     assert [answer.epsilon for answer in answers] == pytest.approx([privacy.epsilon_after(n) for n in (1, 2, 3)])
-    assert all(a.refused == "" and (a.metrics, a.gradients, a.products, a.delta) == ("{}", 0, 0, 1e-5) for a in answers)
+    assert all(a.refused == "" and (a.metrics, a.gradients, a.hvps, a.delta) == ("{}", 0, 0, 1e-5) for a in answers)
     sent = [np.frombuffer(answer.payload) for answer in (plain.answer(ask(plain), memory()), *answers)]
     assert len({vector.tobytes() for vector in sent}) == 4
     clipped = sent[0] * min(1, 0.5 / np.linalg.norm(sent[0]))

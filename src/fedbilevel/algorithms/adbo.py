@@ -212,7 +212,7 @@ does not hold for them: this method needs everyone in every round"
         gap = optax.tree.vdot(mine, mine) / 4
         kept = own._replace(b=b, serial=own.serial.at[slot].set(serial), point=before)
         update = to_x, to_z, gap, optax.tree.vdot(mine, own.y), Public(own.heard)
-        return Reply(update, kept, {"inner_gap": gap}, gradients=1, products=2)
+        return Reply(update, kept, {"inner_gap": gap}, gradients=1, hvps=2)
 
     @phase
     def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:

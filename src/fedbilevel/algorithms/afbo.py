@@ -156,7 +156,7 @@ class AFBO(Alternating):
         outer_batch = client.outer_batch(outer_key, self.batch_size)
         found = directions(client.problem, at, outer_batch, client.inner_batch(inner_key, self.batch_size))
         metrics = {"outer_loss": found.outer_loss}
-        return Reply((found.step.x, found.step.v), metrics=metrics, gradients=1, products=2)
+        return Reply((found.step.x, found.step.v), metrics=metrics, gradients=1, hvps=2)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)

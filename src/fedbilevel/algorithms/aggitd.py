@@ -109,7 +109,7 @@ class AggITD(InnerDescent, OuterGradients):
         descent_key, product_key = jax.random.split(key)
         reply = self.inner_descent(client, (x, y), descent_key)
         product = hess_v(client.problem, x, y, r, client.inner_batch(product_key, self.batch_size))
-        return reply._replace(update=Inner(reply.update, scaled(-self.inner_lr, product)), products=1)
+        return reply._replace(update=Inner(reply.update, scaled(-self.inner_lr, product)), hvps=1)
 
     @phase
     def descent_with_both(self, client: Client, at: tuple[PyTree, Inner], key: Array) -> Reply:

@@ -279,7 +279,7 @@ class LFedNest(Nested):
         start = (optax.tree.zeros_like(x), jnp.zeros((), first.loss.dtype), unmet, none, none)
         change, loss, quality, gradients, products = jax.lax.fori_loop(0, self.outer_steps, step, start)
         metrics = {"outer_loss": loss / self.outer_steps}
-        return Reply((change, quality), metrics=metrics, gradients=gradients, products=products)
+        return Reply((change, quality), metrics=metrics, gradients=gradients, hvps=products)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)

@@ -138,7 +138,7 @@ class RAFBO(Adaptive):
         return Differences(self.perturbation)
 
     def counted(self, reply: Reply) -> Reply:
-        return reply._replace(gradients=reply.gradients + 2 * reply.products, products=0)
+        return reply._replace(gradients=reply.gradients + 2 * reply.hvps, hvps=0)
 
     def own_hypergradient(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
         if self.estimator == "adjoint" or client.problem.implicit_term != "inverse":

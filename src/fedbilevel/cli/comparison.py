@@ -37,7 +37,7 @@ Runs that differ in more than the method, such as in the task's objective, are f
 
 for a paper, with either way:
   fedbilevel compare FOLDER --out fig.pdf --panel exchanges --size 3.3x2.6 --latex
-  --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + Hessian products), gflop,
+  --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + hvps), gflop,
                       seconds (of this machine), time (of the clock); per_client, or per_client:NAME: metrics of
                       single clients, where they were measured (run.metrics_per_client=true)
   --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title

@@ -14,7 +14,7 @@ class Reply(NamedTuple):
 
     `update` is averaged over the cohort, and under privacy clipped and noised but for parts that are marked (see
     core/answers.py); `state` is the client's own next state, which never leaves it; `metrics`
-    (scalars by name) are averaged into the history and never fed back; `gradients` and `products` count the batch
+    (scalars by name) are averaged into the history and never fed back; `gradients` and `hvps` count the batch
     gradients and the Hessian- or Jacobian-vector products that the client computed, for the ledger and the clock; an
     asynchronous exchange asks for these two of everyone, so they had better not depend on what a loop finds.
     """
@@ -23,7 +23,7 @@ class Reply(NamedTuple):
     state: PyTree = None
     metrics: dict[str, Array] | None = None
     gradients: int | Array = 0
-    products: int | Array = 0
+    hvps: int | Array = 0
 
 
 class Fed(Protocol):

@@ -1,4 +1,7 @@
-"""Names of earlier versions and what stands in their place; used for error messages alone."""
+"""Names of earlier versions and what stands in their place; for error messages, and for reading what they saved."""
+
+from collections.abc import Mapping
+from typing import Any
 
 PUBLIC = {
     "algorithm": "a method is a subclass of fedbilevel.Algorithm, without a decorator",
@@ -16,3 +19,11 @@ FIELDS = {
     "own_x": "local of the problem, Bilevel(outer, inner, local='x'), and of the task hyper_cleaning (task.local=x)",
 }
 """Fields of methods that have another name or place now."""
+
+COLUMNS = {"products": "hvps"}
+"""Columns of histories and totals of ledgers that earlier versions saved under another name; they are read as ever."""
+
+
+def with_names_of_today(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved row or ledger with the columns' names of today; what has a name of today keeps it."""
+    return {name if COLUMNS.get(name, name) in saved else COLUMNS[name]: value for name, value in saved.items()}

@@ -26,13 +26,14 @@ QUANTILES = 4096  # a log-normal factor is one of so many, equally likely
 class Clock:
     """How long an exchange takes, in virtual seconds: history's `time`, and what asynchronous methods go by.
 
-    A client that is asked takes compute·(batch gradients and products of the phase) + network, each times a log-normal
+    A client that is asked takes compute·(batch gradients and hvps of the phase) + network, each times a log-normal
     factor of its own; an exchange that waits for all takes as long as the slowest of its cohort. By default every
     exchange takes 1, and `time` counts exchanges. Times are rounded to 0.1 ms; none of the two parts is ever longer
     than 3.7 hours.
 
     Args:
-        compute: seconds for a batch gradient or product; one number, or one per client.
+        compute: seconds for a batch gradient or for an hvp (a product of a vector with second derivatives); one number,
+            or one per client.
         network: seconds for a message and its answer; likewise.
         spread: σ of the log-normal factors, whose mean is 1; they are drawn anew for each exchange and client.
         stragglers: how many clients are slower than said so far; which ones, `seed` says.
@@ -122,7 +123,7 @@ class Pace(NamedTuple):
     key: Any
 
     def durations(self, now: ClockState, ids: Array, units: Any) -> Array:
-        """Ticks that these clients take if asked in this exchange; `units`: batch gradients and products of each.
+        """Ticks that these clients take if asked in this exchange; `units`: batch gradients and hvps of each.
 
         One product after the other, each rounded as IEEE says: no compiler can make them come out differently.
         """

@@ -23,14 +23,14 @@ PANELS = {  # what a panel may run over, and its label
     "rounds": "rounds",
     "exchanges": "exchanges",
     "megabytes": "traffic (MB, down + up, whole cohort)",
-    "evaluations": "gradients + Hessian products (all clients)",
+    "evaluations": "gradients + hvps (all clients)",
     "gflop": "GFLOP (all clients)",
     "seconds": "seconds in rounds",
     "time": "time (seconds, in simulations virtual)",
 }
 FAR_APART = 10  # of costs: on a linear axis the cheapest run would lie in its first tenth
 NARROW = 5.0  # inches: a column of a paper, with small type
-SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + products", "gflop": "GFLOP", "time": "time (s)"}
+SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + hvps", "gflop": "GFLOP", "time": "time (s)"}
 OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
 
@@ -64,7 +64,7 @@ def costs_of(row: Row) -> dict[str, float]:
         "rounds": row["round"],
         "exchanges": row["exchanges"],
         "megabytes": (row["bytes_down"] + row["bytes_up"]) / 1e6,
-        "evaluations": row["gradients"] + row["products"],
+        "evaluations": row["gradients"] + row["hvps"],
         "seconds": row["seconds"],
         "time": time_of(row),
     }
@@ -115,7 +115,7 @@ def draw_history(
     Args:
         metrics: one or more columns, or names of per-client metrics, drawn as a line for the mean in a band from the
             first to the last decile over clients, with a dotted line for the worst; with several there is a legend.
-        panel: the currency of cost: rounds, exchanges, megabytes, evaluations (gradients and Hessian products), gflop,
+        panel: the currency of cost: rounds, exchanges, megabytes, evaluations (gradients and hvps), gflop,
             seconds (of this machine) or time (of the clock).
         size: width and height of a new figure in inches; below 5 inches of width the type is small, as in a column of a
             paper. None: 6 by 4.

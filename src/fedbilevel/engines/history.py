@@ -13,6 +13,7 @@ import numpy as np
 from fedbilevel.core.card import Card, Shown, counted, listed, span
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
+from fedbilevel.core.renames import with_names_of_today
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.ledger import Ledger
 from fedbilevel.quoting import require_object
@@ -24,7 +25,7 @@ Row = dict[str, float | int]
 class History(Shown):
     """Rows of numbers, one per evaluation; the columns of a row are its keys.
 
-    Always there: round, exchanges, bytes_down, bytes_up, gradients, products, time (totals so far, see Ledger), seconds
+    Always there: round, exchanges, bytes_down, bytes_up, gradients, hvps, time (totals so far, see Ledger), seconds
     (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
     hold submodels: coverage_x, uncovered_x and the same of y. From the algorithm's phases: e.g. outer_loss and
     inner_loss. These are means over the rounds since the row before. From the user's metrics: each by its name.
@@ -144,8 +145,12 @@ class History(Shown):
 
     @classmethod
     def of(cls, rows: Any, directions: Any = None) -> "History":
-        """From rows, and directions, as JSON has them. ValueError: they are no numbers by name, or a round is no whole
-        number; directions are not true or false by name."""
+        """The history whose rows and directions JSON holds; columns may have their names of an earlier version.
+
+        Raises:
+            ValueError: a row is not numbers by name, or its round is not a whole number; or the directions are not true
+                or false by name.
+        """
         for number, row in enumerate(rows, 1):
             require_object(row, f"numbers by name, row {number} of the history,")
             if not all(map(is_number, row.values())):
@@ -155,7 +160,7 @@ class History(Shown):
         directions = {} if directions is None else directions
         if not isinstance(directions, dict) or not all(type(larger) is bool for larger in directions.values()):
             raise ValueError("whether larger values are better is not true or false by the names of metrics")
-        return cls(list(rows), directions)
+        return cls([with_names_of_today(row) for row in rows], directions)
 
 
 def is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedbilevel.core.card import Card, Shown, counted, listed
+from fedbilevel.core.renames import with_names_of_today
 from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.round_costs import PART, ExchangeKind, RoundCosts
 from fedbilevel.quoting import printable, require_object
@@ -25,13 +26,14 @@ _KINDS = {
 class Ledger(Shown):
     """Totals since round 0; resuming continues them.
 
-    An exchange is one message down to the cohort and one reply up. Bytes are those of the arrays, down to all who were
-    asked, up from those whose replies counted; gradients and products count batch evaluations, summed over clients,
-    one of a head as much as one of a whole network. Flops are the floating-point operations (see flops.count) that
-    those spent whose replies counted; None where they are not known.
+    An exchange is one message to each client of the cohort and one reply from each. `bytes_down` counts the arrays sent
+    to all clients that were asked, `bytes_up` those of the replies that counted. `gradients` and `hvps` (products of a
+    vector with second derivatives) count evaluations on a batch, summed over clients; one of a head counts as much as
+    one of a whole network. `flops` are the floating-point operations (see flops.count) behind the replies that
+    counted, None where they are not known.
     """
 
-    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "flops", "time")
+    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "time")
 
     rounds: int = 0
     exchanges: int = 0
@@ -39,7 +41,7 @@ class Ledger(Shown):
     bytes_up: int = 0
     replies: int = 0
     gradients: int = 0
-    products: int = 0
+    hvps: int = 0
     exchanges_by_phase: dict[str, int] = field(default_factory=dict)
     epsilon: float = 0.0  # the most that a client says to have spent of its differential privacy, at `delta`
     delta: float = 0.0
@@ -49,9 +51,14 @@ class Ledger(Shown):
 
     @classmethod
     def of(cls, fields: Any) -> "Ledger":
-        """From fields as JSON has them. ValueError: they are others, or of other types."""
+        """The ledger whose fields JSON holds, under names of today or of earlier versions.
+
+        Raises:
+            ValueError: a field is not one of a ledger's, or has another type.
+        """
         known = [one.name for one in dataclasses.fields(cls)]
         require_object(fields, f"the totals of a ledger ({', '.join(known[:2])}, …)")
+        fields = with_names_of_today(fields)
         if odd := [name for name in fields if name not in known]:
             raise ValueError(f"{printable(odd[0], 50)!r} is no total of a ledger, which are: {', '.join(known)}")
         made = cls(**fields)
@@ -88,14 +95,14 @@ class Ledger(Shown):
                 max(self.delta, round_costs.privacy[1]),
             )
         self.gradients += _total(round_costs.gradients)
-        self.products += _total(round_costs.products)
+        self.hvps += _total(round_costs.hvps)
         whole, rest = np.asarray(round_costs.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
         self.ticks += int(whole) * PART + int(rest)
 
     def card(self) -> Card:
         phases = [f"{name} {count:,}" for name, count in self.exchanges_by_phase.items()]
-        work = [counted(self.gradients, "gradient"), counted(self.products, "product")]
-        each = f"{self.gradients_per_client:.3g} and {self.products_per_client:.3g} of a client in an exchange"
+        work = [counted(self.gradients, "gradient"), counted(self.hvps, "hvp")]
+        each = f"{self.gradients_per_client:.3g} and {self.hvps_per_client:.3g} of a client in an exchange"
         lines = {
             "exchanges": f"{self.exchanges:,}" + (f": {listed(phases)}" if phases else ""),
             "traffic": f"{self.bytes_down / 1e6:,.3f} MB down, {self.bytes_up / 1e6:,.3f} MB up, the whole cohort's",
@@ -109,7 +116,7 @@ class Ledger(Shown):
     def in_short(self) -> str:
         """The most important ones in a line."""
         traffic = f"{(self.bytes_down + self.bytes_up) / 1e6:,.1f} MB"
-        work = f"{counted(self.gradients, 'gradient')}, {counted(self.products, 'product')}"
+        work = f"{counted(self.gradients, 'gradient')}, {counted(self.hvps, 'hvp')}"
         return f"{counted(self.exchanges, 'exchange')}, {traffic}, {work}"
 
     def columns(self) -> dict[str, float | int]:
@@ -128,9 +135,9 @@ class Ledger(Shown):
         return self.gradients / max(self.replies, 1)
 
     @property
-    def products_per_client(self) -> float:
-        """Products of the average participant, per exchange that it answered."""
-        return self.products / max(self.replies, 1)
+    def hvps_per_client(self) -> float:
+        """Hvps of the average participant, per exchange that it answered."""
+        return self.hvps / max(self.replies, 1)
 
 
 def _total(counts: object) -> int:

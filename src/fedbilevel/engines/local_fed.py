@@ -137,7 +137,7 @@ class LocalFed:
 
         def one(member: Members, state: PyTree) -> tuple[round_costs.Sums, tuple[PyTree, Any]]:
             sums, kept = answer(member, state)
-            return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.products)
+            return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.hvps)
 
         chunk, gaps = self.layout.chunk, self.layout.shares is not None
         members = self.members if fresh is None else self.draw(fresh)
@@ -215,7 +215,7 @@ class LocalFed:
 
         def count(member: Members, state: PyTree) -> Array:
             sums, _ = answer(member, state)
-            return sums.gradients + sums.products
+            return sums.gradients + sums.hvps
 
         return self.of_all(jax.vmap(count)(self.members, self.underway.states))
 

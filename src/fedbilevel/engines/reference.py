@@ -69,7 +69,7 @@ class ReferenceFed:
             self.round_costs = round_costs.merge(
                 self.round_costs, round_costs.entry(name, part, sums, 1, exchanges=int(not asked))
             )
-            spent.append(sums.gradients + sums.products)
+            spent.append(sums.gradients + sums.hvps)
             asked.append(i)
             totals.append(whole(sums))
         ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
@@ -98,7 +98,7 @@ class ReferenceFed:
         if self.run.pace.compute is not None:
             idle = [i for i in range(count) if queues.kind[i] != number]
             spent = {i: ask(i, None if works is None else works[i])[0] for i in idle}
-            units = jnp.array([spent[i].gradients + spent[i].products if i in spent else 0 for i in range(count)])
+            units = jnp.array([spent[i].gradients + spent[i].hvps if i in spent else 0 for i in range(count)])
         plan = in_flight.first(queues, self.run.pace, self.now, name, n, units, max_staleness)
         for i in np.flatnonzero(plan.asked).tolist():
             sums = self.answer(ask, name, i, None if works is None else works[i], True)

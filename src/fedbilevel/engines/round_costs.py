@@ -33,7 +33,7 @@ class RoundCosts(NamedTuple):
 
     calls: dict[ExchangeKind, ExchangeCount]  # the exchanges of each kind
     gradients: Array  # batch gradients, summed over clients
-    products: Array  # Hessian- and Jacobian-vector products, likewise
+    hvps: Array  # Hessian- and Jacobian-vector products, likewise
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
     time: Array  # (2,) what the clock says it took: see `in_parts`
     privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
@@ -48,7 +48,7 @@ def merge(a: RoundCosts, b: RoundCosts) -> RoundCosts:
     """The sum of two costs."""
     calls = _added(a.calls, b.calls, ExchangeCount(0, 0, 0))
     metrics = _added(a.metrics, b.metrics, (jnp.zeros(()), jnp.zeros(())))
-    return RoundCosts(calls, a.gradients + b.gradients, a.products + b.products, metrics, a.time + b.time)
+    return RoundCosts(calls, a.gradients + b.gradients, a.hvps + b.hvps, metrics, a.time + b.time)
 
 
 def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]:
@@ -84,7 +84,7 @@ def entry(
     if age is not None:
         metrics[phase, "staleness"] = age, sums.weight
     call = (phase, nbytes(message), nbytes(sums.update if update is None else update))
-    return RoundCosts({call: count}, sums.gradients, sums.products, metrics, in_parts(ticks))
+    return RoundCosts({call: count}, sums.gradients, sums.hvps, metrics, in_parts(ticks))
 
 
 def in_parts(ticks: int | Array) -> Array:
@@ -100,7 +100,7 @@ class Sums(NamedTuple):
     metrics: dict[str, Array]  # Σ p_i m_i
     responders: Array
     gradients: Array
-    products: Array
+    hvps: Array
     held: PyTree = None  # of submodels: Σ p_i over those who hold an entry, shaped like the update
 
 
@@ -117,7 +117,7 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
         {name: weight * value for name, value in (reply.metrics or {}).items()},
         counts.astype(jnp.int32),
         (counts * reply.gradients).astype(jnp.int32),
-        (counts * reply.products).astype(jnp.int32),
+        (counts * reply.hvps).astype(jnp.int32),
     )
 
 

@@ -69,7 +69,7 @@ class SubmodelFed(LocalFed):
             shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))
             if not alike:
                 sums = put_back(unit_layout, gives, sums, units)
-            return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.products)
+            return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.hvps)
 
         gaps = self.layout.cohort < self.layout.population
         sums, (_, spent) = sum_over_clients(one, members, None, chunk_of(self.layout, number), gaps)

@@ -27,7 +27,7 @@ UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
 WRITTEN = (*plots.SUFFIXES, ".csv", ".json", ".tex")  # by a comparison, among its runs
 TEXTS = ("run", "algorithm", "task")
 # Where the terminal is narrow:
-DROPPED_FIRST = ("products", "gradients", "seconds", "GFLOP", "exchanges", "time", "best")
+DROPPED_FIRST = ("hvps", "gradients", "seconds", "GFLOP", "exchanges", "time", "best")
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
         "exchanges": [f"{group.costs('exchanges'):,.0f}" for group in groups],
         "MB": [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups],
         "gradients": [f"{group.costs('gradients'):,.0f}" for group in groups],
-        "products": [f"{group.costs('products'):,.0f}" for group in groups],
+        "hvps": [f"{group.costs('hvps'):,.0f}" for group in groups],
     }
     if all(group.counted for group in groups):  # a gap in the column would look like no cost
         columns["GFLOP"] = [measure.gflop(group.costs("flops")) for group in groups]

@@ -141,7 +141,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "exchanges": f"{row['exchanges']:,}",
         **({"virtual time": f"{passed:,.1f} seconds"} if (passed := time_of(row)) != row["exchanges"] else {}),
         "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
-        "gradients / products": f"{row['gradients']:,} / {row['products']:,}",
+        "gradients / hvps": f"{row['gradients']:,} / {row['hvps']:,}",
         **({"GFLOP": measure.gflop(row["flops"])} if "flops" in row else {}),
         **holders(row),
         "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",

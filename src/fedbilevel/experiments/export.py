@@ -19,7 +19,7 @@ from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.places import write_json, write_text
 
 SCHEMA = 1  # of the JSON file; docs/comparing.md says what is in it
-CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "flops", "seconds", "time")
+CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
 FORMATS = ("csv", "json", "latex")
 
 

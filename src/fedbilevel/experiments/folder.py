@@ -19,7 +19,7 @@ from fedbilevel.experiments.places import default_path, require_free
 from fedbilevel.experiments.spec import Spec, read_spec
 from fedbilevel.quoting import in_a_line, require_object
 
-COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "products", "seconds")  # columns that every row has
+COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
 KINDS = {  # of what a summary says
     ("task", "algorithm", "metric", "stopped"): lambda value: isinstance(value, str),

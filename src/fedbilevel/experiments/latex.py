@@ -41,7 +41,7 @@ def latex_table(groups: Sequence[Group]) -> str:
         columns["GFLOP"] = [measure.gflop(group.costs("flops")) for group in groups]
     else:
         columns["gradients"] = [f"{group.costs('gradients'):,.0f}" for group in groups]
-        columns["products"] = [f"{group.costs('products'):,.0f}" for group in groups]
+        columns["hvps"] = [f"{group.costs('hvps'):,.0f}" for group in groups]
     for kind in ("final", "best"):
         columns[f"{kind} {name}{unit}"] = _outcomes(groups, metric, kind)
     for target in common_targets(groups, metric):

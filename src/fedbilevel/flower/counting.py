@@ -53,8 +53,8 @@ def accepted(outcome: Answer | Refusal, ask: Ask, call: Call, client: int, terms
     if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
         raise Refusal("its metrics are not those of the phase, or not finite")
     most = LARGEST // population  # so that their sum is exact
-    if not (0 <= outcome.gradients <= most and 0 <= outcome.products <= most):
-        raise Refusal(f"its counts ({outcome.gradients}, {outcome.products}) are not between 0 and {most}")
+    if not (0 <= outcome.gradients <= most and 0 <= outcome.hvps <= most):
+        raise Refusal(f"its counts ({outcome.gradients}, {outcome.hvps}) are not between 0 and {most}")
     if not 0 <= outcome.epsilon < math.inf:
         raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
     if not 0 <= outcome.delta < 1:

@@ -160,7 +160,7 @@ class FlowerFed:
             if answer.epsilon > 0:
                 epsilon, delta = self.privacy or (0.0, 0.0)
                 self.privacy = max(epsilon, answer.epsilon), max(delta, answer.delta)
-            reply = Reply(counted.update, gradients=answer.gradients, products=answer.products)
+            reply = Reply(counted.update, gradients=answer.gradients, hvps=answer.hvps)
             sums.append(round_costs.weigh(reply, weight, one))
         return reduce(lambda a, b: jax.tree.map(np.add, a, b), sums)
 
@@ -182,7 +182,7 @@ class FlowerFed:
         entry = round_costs.empty()._replace(
             calls=self.costs(question, gathering, sums),
             gradients=sums.gradients,
-            products=sums.products,
+            hvps=sums.hvps,
             metrics={(question.phase, name): pair for name, pair in metrics.items()},
         )
         self.round_costs = round_costs.merge(self.round_costs, entry)

@@ -211,7 +211,7 @@ class ClientRuntime:
                 answer,
                 payload=to_bytes(reply.update),
                 gradients=int(reply.gradients),
-                products=int(reply.products),
+                hvps=int(reply.hvps),
                 metrics=json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()}),
             )
         if reply.state is not None and not ask.fresh:  # last: what is refused must leave no trace

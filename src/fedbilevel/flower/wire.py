@@ -130,7 +130,7 @@ class Answer:
     refused: str = ""
     layout: list[str] = field(default_factory=list)
     gradients: int = 0
-    products: int = 0
+    hvps: int = 0
     metrics: str = "{}"  # JSON: name -> number
     epsilon: float = 0.0  # what the client has spent of its privacy so far
     delta: float = 0.0

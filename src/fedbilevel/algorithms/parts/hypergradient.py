@@ -121,7 +121,7 @@ class OuterGradients(Batches):
         outer_batch = client.outer_batch(outer_key, self.batch_size)
         inner_batch = client.inner_batch(inner_key, self.batch_size)
         loss, h = self.second_order.hypergradient(client.problem, *at, outer_batch, inner_batch)
-        return self.counted(Reply(h, metrics={"outer_loss": loss}, gradients=1, products=0 if at[2] is None else 1))
+        return self.counted(Reply(h, metrics={"outer_loss": loss}, gradients=1, hvps=0 if at[2] is None else 1))
 
 
 class Hypergradient(OuterGradients):
@@ -314,7 +314,7 @@ class Hypergradient(OuterGradients):
         hess_key, cross_key = jax.random.split(key)
         hess_batch, cross_batch = (client.inner_batch(k, self.batch_size) for k in (hess_key, cross_key))
         both = hess_v(client.problem, *at, hess_batch), cross_v(client.problem, *at, cross_batch)
-        return Reply(both, products=2)
+        return Reply(both, hvps=2)
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -330,7 +330,7 @@ class Hypergradient(OuterGradients):
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """∇²yy g_i v."""
         product = self.second_order.hess_v(client.problem, *at, client.inner_batch(key, self.batch_size))
-        return self.counted(Reply(product, products=1))
+        return self.counted(Reply(product, hvps=1))
 
     @phase(takes=("x", "y"), gives=("x", "whole"))
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -338,7 +338,7 @@ class Hypergradient(OuterGradients):
         own = self.own_hypergradient(client, *at, key)
         update = (own.estimate.h, own.estimate.quality.to_average())
         metrics = {"outer_loss": own.loss}
-        return self.counted(Reply(update, metrics=metrics, gradients=own.gradients, products=own.products))
+        return self.counted(Reply(update, metrics=metrics, gradients=own.gradients, hvps=own.products))
 
     def own_hypergradient(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
         problem, size = client.problem, self.batch_size

@@ -77,7 +77,7 @@ class LocalDirections(Algorithm):
         metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
         gradients = 3 if self.independent_batches else 2
         work = evaluations * tau
-        return Reply(total.step, metrics=metrics, gradients=gradients * work, products=2 * work)
+        return Reply(total.step, metrics=metrics, gradients=gradients * work, hvps=2 * work)
 
 
 def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
