@@ -19,7 +19,7 @@ import optax
 
 import fedbilevel as fb
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.in_flight import nothing_in_flight
+from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 
 SIZES = [(18, 9), (100, 20), (1000, 100), (10_000, 100)]
 FEATURES = {"softmax": (784, 10), "tiny": (4, 2)}

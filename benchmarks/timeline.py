@@ -16,9 +16,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fedbilevel as fb
-from fedbilevel.engines import in_flight
-from fedbilevel.engines.clock import TICK, Now
-from fedbilevel.engines.round_costs import Sums
+from fedbilevel.engines.costs import Sums
+from fedbilevel.engines.virtual_time import in_flight
+from fedbilevel.engines.virtual_time.clock import TICK, ClockState
 
 CLIENTS, SECONDS = 5, 24.0
 CLOCK = fb.Clock(compute=0.1, network=1.0, spread=0.3, stragglers=1, slowdown=4.0, seed=4)
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
     """All work, the ends of the exchanges, and in which exchange an answer counted, if each waits for n answers."""
-    pace, now = CLOCK.pace(CLIENTS), Now.start()
+    pace, now = CLOCK.pace(CLIENTS), ClockState.start()
     zero = jnp.zeros((), jnp.int32)
     nothing = Sums(None, zero, {}, zero, zero, zero)
     since, left = jnp.zeros((2, CLIENTS), jnp.int32)

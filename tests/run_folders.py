@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History
-from fedbilevel.engines.ledger import Ledger
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import Folder, Spec
 from fedbilevel.experiments.runner import finish

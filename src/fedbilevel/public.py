@@ -54,15 +54,15 @@ from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import HypergradientReport, check_hypergradient
 from fedbilevel.diagnostics.diagnose import Diagnosis, diagnose
 from fedbilevel.diagnostics.structure import check_structure
-from fedbilevel.engines.clock import Clock
-from fedbilevel.engines.cpu import tune_cpu
+from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.evaluation import PerClient
 from fedbilevel.engines.history import History
-from fedbilevel.engines.ledger import Ledger
-from fedbilevel.engines.local import Local
-from fedbilevel.engines.per_client import PerClient
+from fedbilevel.engines.local.cpu import tune_cpu
+from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.result import Result, load_result, stop_when, stop_without_progress
 from fedbilevel.engines.solve import solve
+from fedbilevel.engines.virtual_time.clock import Clock
 
 __all__ = [
     "ADBO",

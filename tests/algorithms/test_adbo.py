@@ -16,7 +16,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.in_flight import nothing_in_flight
+from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
 
 ROUNDS = 24

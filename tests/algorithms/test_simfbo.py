@@ -15,8 +15,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import project_ball
 from fedbilevel.engines import reference
-from fedbilevel.engines.clock import ClockState
 from fedbilevel.engines.engine import Carry
+from fedbilevel.engines.virtual_time.clock import ClockState
 from fedbilevel.tasks.quadratic import quadratic, solution
 
 WORK = np.array([1, 2, 3, 4, 5, 1, 2, 3])

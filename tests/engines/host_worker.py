@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.engines import hosts
+from fedbilevel.engines.multihost import current_group, join
 from fedbilevel.tasks.quadratic import quadratic
 
 seen = []
@@ -41,11 +41,11 @@ def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ
         engine=fb.Local(**engine),
         eval_every=2,
         metrics=task.metrics,
-        key=hosts.index() if differ else 0,
+        key=current_group().process if differ else 0,
         checkpoint=checkpoint,
         resume=resume,
         callbacks=[
-            lambda result, row: seen.append(hosts.here.saved),
+            lambda result, row: seen.append(current_group().saved),
             lambda result, row: "far enough" if result.round == stop_at else None,
             lambda result, row: {}["missing"] if fail else None,
         ],
@@ -65,17 +65,21 @@ def refused(function, **arguments):
 
 def said(file, size):
     """What the processes hear: a word from each, one from process 0, and its file, longer than a message may be."""
-    if hosts.is_first():
+    if current_group().is_first:
         Path(file).write_bytes(np.arange(size, dtype=np.uint8).tobytes())
-    words = [hosts.gather({"process": hosts.index()})[-1]["process"] for _ in range(3)]
-    with hosts.copy_of(Path(file)) as copy:
+    words = [current_group().gather({"process": current_group().process})[-1]["process"] for _ in range(3)]
+    with current_group().copy_of(Path(file)) as copy:
         content = np.frombuffer(copy.read_bytes(), np.uint8)
-    return {"last": np.array(words), "first": np.array(hosts.first(hosts.index())), "content": content}
+    return {
+        "last": np.array(words),
+        "first": np.array(current_group().first(current_group().process)),
+        "content": content,
+    }
 
 
 def main():
     coordinator, processes, process, folder, jobs = sys.argv[1:]
-    hosts.join(coordinator, int(processes), int(process), patience=60)
+    join(coordinator, int(processes), int(process), patience=60)
     for name, function, arguments in json.loads(jobs):
         leaves = jax.tree_util.tree_leaves_with_path(globals()[function](**arguments))
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

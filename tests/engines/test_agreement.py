@@ -10,9 +10,9 @@ import pytest
 from two_phase import TwoPhase
 
 import fedbilevel as fb
-from fedbilevel.engines import local
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.in_flight import nothing_in_flight
+from fedbilevel.engines.local import engine as engine_module
+from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 COHORT = 5  # of 8: divided by neither the chunk nor the number of devices below
@@ -189,8 +189,8 @@ def reference():
 def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
     """Sums of at most COHORT·32 terms of size about 1 in another order differ by some 1e-14; 1e-12 leaves room."""
     if engine == "permuted cohort":
-        draw = local.draw_cohort
-        monkeypatch.setattr(local, "draw_cohort", lambda *arguments: draw(*arguments)[::-1])
+        draw = engine_module.draw_cohort
+        monkeypatch.setattr(engine_module, "draw_cohort", lambda *arguments: draw(*arguments)[::-1])
     expected, computed = reference(case), three_rounds(case, ENGINES[engine])
     assert jax.tree.structure(expected) == jax.tree.structure(computed)
     for path, want in jax.tree_util.tree_leaves_with_path(expected):

@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
-from fedbilevel.engines import hosts, leaving
-from fedbilevel.engines.addresses import check_reachable
-from fedbilevel.engines.leaving import LOST
 from fedbilevel.engines.loop import Loop
+from fedbilevel.engines.multihost import LostProcess, ProcessGroup, join
+from fedbilevel.engines.multihost.addresses import check_reachable
+from fedbilevel.engines.multihost.group import PIECE
+from fedbilevel.engines.multihost.leaving import LOST
 
 SECONDS = 480  # after which a process that hangs is ended
 PORTS = iter(range(21000 + os.getpid() % 900, 22000))
@@ -125,7 +126,7 @@ def two(tmp_path_factory):
     host_worker.solved(4, folder / "of-one.npz")
     jobs = [
         *AGREEMENT,
-        ["said", "said", {"file": str(folder / "long"), "size": 3 * hosts.PIECE + 5}],
+        ["said", "said", {"file": str(folder / "long"), "size": 3 * PIECE + 5}],
         ["stop", "solved", {"rounds": 8, "checkpoint": str(folder / "of-two.npz"), "stop_at": 4}],
         ["resume", "solved", {"rounds": 8, "checkpoint": str(folder / "of-one.npz"), "resume": True}],
         ["differ", "refused", {"function": "solved", "rounds": 8, "checkpoint": None, "differ": True}],
@@ -150,7 +151,7 @@ def test_words_and_files_reach_every_process(two):
         heard = outcome("said", process)
         assert heard["['last']"].tolist() == [1, 1, 1]
         assert heard["['first']"] == 0
-        assert np.array_equal(heard["['content']"], np.arange(3 * hosts.PIECE + 5, dtype=np.uint8))
+        assert np.array_equal(heard["['content']"], np.arange(3 * PIECE + 5, dtype=np.uint8))
 
 
 def test_a_checkpoint_of_two_processes_is_resumed_by_one_and_the_other_way_round(two):
@@ -186,15 +187,15 @@ def test_what_differs_or_process_0_refuses_is_the_error_of_both(two):
 
 def ends_of(*codes):
     """`ends` of two processes that join and then run these lines."""
-    imports = "import os, time; from unittest.mock import Mock; from fedbilevel.engines import hosts, leaving"
-    join = f"{imports}; hosts.join('127.0.0.1:{free_port()}', 2, "
+    imports = "import os, time; from unittest.mock import Mock; from fedbilevel.engines.multihost import join"
+    join = f"{imports}; group = join('127.0.0.1:{free_port()}', 2, "
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     lines = [f"{join} {process}, patience=60); {code}" for process, code in enumerate(codes)]
     return ends([subprocess.Popen([sys.executable, "-c", line], **pipes) for line in lines])
 
 
 def test_an_error_that_nobody_catches_ends_both_with_what_it_says():
-    said = ends_of("hosts.gather(0); {}['mine']", "hosts.gather(0); hosts.gather(0)")
+    said = ends_of("group.gather(0); {}['mine']", "group.gather(0); group.gather(0)")
     (code0, _, error0), (code1, _, error1) = said
     assert (code0, code1) == (1, LOST)
     assert "KeyError: 'mine'" in error0
@@ -206,8 +207,8 @@ def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave
     there = tmp_path / "there"
     until = f"all(time.sleep(0.01) is None for _ in iter(lambda: os.path.exists({str(there)!r}), True)); os._exit(0)"
     waits = f"lambda *_: (open({str(there)!r}, 'w').close(), time.sleep(60), os._exit(3))"
-    parts = f"leaving.here.service = Mock(wait_at_barrier={waits}); leaving.part(2, 'mine')"
-    said = ends_of(f"hosts.gather(0); {until}", f"hosts.gather(0); {parts}")
+    parts = f"group.service = Mock(wait_at_barrier={waits}); group.part(2, 'mine')"
+    said = ends_of(f"group.gather(0); {until}", f"group.gather(0); {parts}")
     assert [code for code, *_ in said] == [0, 2]
 
 
@@ -218,27 +219,21 @@ class Silent:
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
 
 
-def test_among_three_a_process_that_is_waited_for_is_not_blamed(monkeypatch):
-    monkeypatch.setattr(leaving, "here", leaving.Here(Silent(), 3, 0))
-    monkeypatch.setattr(hosts, "here", leaving.here)
-    with pytest.raises(
-        leaving.LostProcess, match=r"^another process was lost .* while waiting for process 2; no check"
-    ):
-        hosts._wait_for("word", 2)
+def test_among_three_a_process_that_is_waited_for_is_not_blamed():
+    with pytest.raises(LostProcess, match=r"^another process was lost .* while waiting for process 2; no check"):
+        ProcessGroup(Silent(), 3, 0)._wait_for("word", 2)
 
 
 def test_process_0s_error_reaches_the_others_without_words_and_with_its_kind(monkeypatch):
     said = []
-    monkeypatch.setattr(hosts, "here", leaving.Here(None, 2, 0))
-    monkeypatch.setattr(hosts, "first", lambda word: said.append(json.loads(json.dumps(word))) or said[-1])
+    monkeypatch.setattr(ProcessGroup, "first", lambda self, word: said.append(json.loads(json.dumps(word))) or said[-1])
     for error in (AssertionError(), CheckpointError("full")):
         with pytest.raises(type(error)):
-            hosts.decide(lambda error=error: (_ for _ in ()).throw(error))
-    monkeypatch.setattr(hosts, "here", leaving.Here(None, 2, 1))
+            ProcessGroup(None, 2, 0).decide(lambda error=error: (_ for _ in ()).throw(error))
     for kind, message in [(ConfigurationError, "process 0: AssertionError: "), (CheckpointError, "process 0: full")]:
-        monkeypatch.setattr(hosts, "first", lambda word: said.pop(0))
+        monkeypatch.setattr(ProcessGroup, "first", lambda self, word: said.pop(0))
         with pytest.raises(kind) as caught:
-            hosts.decide(lambda: None)
+            ProcessGroup(None, 2, 1).decide(lambda: None)
         assert str(caught.value) == message
 
 
@@ -326,12 +321,12 @@ def test_a_lost_process_ends_the_other_with_a_sentence(tmp_path, lost):
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
-        hosts.join(*arguments)
+        join(*arguments)
 
 
 def test_a_coordinator_that_does_not_answer_is_named():
     with pytest.raises(ConfigurationError, match=r"does not answer in 1 s.*is process 0 running"):
-        hosts.join(f"127.0.0.1:{free_port()}", 2, 1, patience=1)
+        join(f"127.0.0.1:{free_port()}", 2, 1, patience=1)
 
 
 def test_a_name_that_nobody_knows_is_refused_at_once(monkeypatch):
@@ -340,12 +335,12 @@ def test_a_name_that_nobody_knows_is_refused_at_once(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", unknown)
     with pytest.raises(ConfigurationError, match=r"'mistyped' is not known: Name or service not known"):
-        hosts.join("mistyped:5678", 2, 1)
+        join("mistyped:5678", 2, 1)
 
 
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError, match="cannot listen"):
-        hosts.join(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
+        join(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
 
 
 def test_joining_comes_before_jax_is_used():
@@ -356,14 +351,14 @@ def test_joining_comes_before_jax_is_used():
     before = library.signal(signal.SIGABRT, own)
     try:
         with pytest.raises(ConfigurationError, match="must be called before JAX"):
-            hosts.join(f"127.0.0.1:{free_port()}", 2, 0)
+            join(f"127.0.0.1:{free_port()}", 2, 0)
     finally:
         left = library.signal(signal.SIGABRT, before)
     assert left == own  # the handler of a join that failed is gone
 
 
 def test_processes_that_do_not_come_are_a_sentence(tmp_path):
-    code = f"from fedbilevel.engines import hosts; hosts.join('127.0.0.1:{free_port()}', 2, 0, patience=2)"
+    code = f"from fedbilevel.engines.multihost import join; join('127.0.0.1:{free_port()}', 2, 0, patience=2)"
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "4"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False

@@ -7,17 +7,25 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.fed import Reply
-from fedbilevel.engines import round_costs
-from fedbilevel.engines.ledger import Ledger
+from fedbilevel.engines.costs import (
+    ExchangeCount,
+    Ledger,
+    RoundCosts,
+    Sums,
+    add_costs,
+    exchange_costs,
+    in_parts,
+    normalise,
+    weigh,
+)
 
 
 def a_book(calls, gradients=0, hvps=0, cohort=1, lost=0):
     """Of exchanges with `cohort` clients, `lost` of which never answer; calls: how often each kind was made."""
     counts = {
-        call: round_costs.ExchangeCount(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost))
-        for call, n in calls.items()
+        call: ExchangeCount(n, np.asarray(n) * cohort, np.asarray(n) * (cohort - lost)) for call, n in calls.items()
     }
-    return round_costs.RoundCosts(counts, np.asarray(gradients), np.asarray(hvps), {}, np.zeros(2, int))
+    return RoundCosts(counts, np.asarray(gradients), np.asarray(hvps), {}, np.zeros(2, int))
 
 
 def test_bytes_are_counted_per_client_and_exchange():
@@ -98,7 +106,7 @@ def test_a_fresh_ledger_divides_by_nothing():
 def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
     reply = Reply({"u": jnp.array([1.0, 2.0])}, metrics={"loss": jnp.asarray(3.0)}, gradients=4, hvps=5)
     for counts in (1.0, 0.0):
-        sums = round_costs.weigh(reply, jnp.asarray(0.25), jnp.asarray(counts))
+        sums = weigh(reply, jnp.asarray(0.25), jnp.asarray(counts))
         assert sums.update["u"].tolist() == [0.25 * counts, 0.5 * counts]
         assert float(sums.metrics["loss"]) == 0.75 * counts
         assert [int(n) for n in (sums.responders, sums.gradients, sums.hvps)] == [counts, 4 * counts, 5 * counts]
@@ -106,7 +114,7 @@ def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
 
 def test_the_time_of_a_long_round_fits():
     """A thousand exchanges as long as can be: 74 hours in all would not fit into 32 bits of ticks."""
-    spent = sum((round_costs.in_parts(jnp.asarray(2**28)) for _ in range(999)), round_costs.in_parts(2**28))
+    spent = sum((in_parts(jnp.asarray(2**28)) for _ in range(999)), in_parts(2**28))
     ledger = Ledger()
     ledger.add(a_book({("ask", 1, 1): np.asarray(1)})._replace(time=spent), rounds=1)
     assert ledger.ticks == 1000 * 2**28
@@ -114,18 +122,16 @@ def test_the_time_of_a_long_round_fits():
 
 
 def test_the_two_means():
-    sums = round_costs.Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
-    assert float(round_costs.normalise(sums, population=10, unbiased=True)) == 15.0
-    assert float(round_costs.normalise(sums, population=10, unbiased=False)) == 3.0 / 0.2
+    sums = Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
+    assert float(normalise(sums, population=10, unbiased=True)) == 15.0
+    assert float(normalise(sums, population=10, unbiased=False)) == 3.0 / 0.2
 
 
 def test_books_merge_by_kind_of_exchange_and_metric():
-    sums = round_costs.Sums(
-        jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)]
-    )
-    ask = round_costs.entry("ask", {"m": jnp.zeros(3)}, sums, asked=3)
-    tell = round_costs.entry("tell", jnp.zeros(1), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
-    both = round_costs.merge(round_costs.merge(ask, tell), ask)
+    sums = Sums(jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)])
+    ask = exchange_costs("ask", {"m": jnp.zeros(3)}, sums, asked=3)
+    tell = exchange_costs("tell", jnp.zeros(1), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
+    both = add_costs(add_costs(ask, tell), ask)
     counts = {call: tuple(int(n) for n in count) for call, count in both.calls.items()}
     assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3)}
     assert [int(n) for n in (both.gradients, both.hvps)] == [12, 15]

@@ -141,7 +141,7 @@ def forked(tmp_path, request):
     process.communicate()
 
 
-@pytest.mark.parametrize("forked", ["sleeps"], implicit_term=True)
+@pytest.mark.parametrize("forked", ["sleeps"], indirect=True)
 def test_a_child_that_was_forked_does_not_hold_it(forked):
     """Killed, the parent holds nobody up, though the child lives on."""
     path, process = forked
@@ -153,7 +153,7 @@ def test_a_child_that_was_forked_does_not_hold_it(forked):
         pass
 
 
-@pytest.mark.parametrize("forked", ["unwinds"], implicit_term=True)
+@pytest.mark.parametrize("forked", ["unwinds"], indirect=True)
 def test_a_child_that_was_forked_does_not_give_it_up(forked):
     path, process = forked
     with pytest.raises(fb.CheckpointError, match=f"in use by process {process.pid} on "):

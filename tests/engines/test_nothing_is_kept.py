@@ -9,7 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import freed
-from fedbilevel.engines.local import LocalRun
+from fedbilevel.engines.local.engine import LocalRun
 
 
 def solved(engine, monkeypatch):

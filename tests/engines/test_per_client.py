@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.engines import per_client
-from fedbilevel.engines.per_client import DECILES, PerClient, PerClientEvaluation, spread
+from fedbilevel.engines import evaluation
+from fedbilevel.engines.evaluation import DECILES, PerClient, PerClientEvaluation, spread
+from fedbilevel.engines.multihost import ProcessGroup
 
 BLOCK = 8
 SIZES = (1, 7, 11, 8)  # within a block, over its edge, exactly one
@@ -16,7 +17,7 @@ P = np.arange(1, 5) / 10
 @pytest.fixture(scope="module", autouse=True)
 def blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(per_client, "BLOCK", BLOCK)
+        patch.setattr(evaluation, "BLOCK", BLOCK)
         yield
 
 
@@ -156,13 +157,12 @@ def test_of_several_processes_each_measures_its_share(monkeypatch):
     want = PerClientEvaluation(measured, whole, None, None).each(x, y)["error"]
     said = []
     for process, own in enumerate([slice(0, 1), slice(1, 2), slice(2, 4)]):  # of 4 clients, in 3 ranges
-        monkeypatch.setattr(per_client.hosts, "count", lambda: 3)
-        monkeypatch.setattr(per_client.hosts, "index", lambda process=process: process)
-        monkeypatch.setattr(per_client.hosts, "gather", lambda word: [word])
+        group = ProcessGroup(processes=3, process=process)
+        monkeypatch.setattr(group, "gather", lambda word: [word])
         others = np.setdiff1d(np.arange(4), np.arange(4)[own])
         rows = [
             {"a": np.full_like(whole.outer.row(i)["a"], 1e6) if i in others else whole.outer.row(i)["a"]}
             for i in range(4)
         ]
-        said.append(PerClientEvaluation(measured, fb.Clients(rows), None, None).each(x, y)["error"])
+        said.append(PerClientEvaluation(measured, fb.Clients(rows), None, None, group).each(x, y)["error"])
     np.testing.assert_allclose(np.concatenate(said), want, rtol=1e-12)

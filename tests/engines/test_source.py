@@ -8,10 +8,10 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.client import Ragged, Samples
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cohort import draw_cohort, round_keys
-from fedbilevel.engines.local_fed import Layout
-from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, padded
+from fedbilevel.engines.local.fed import ProgramLayout
+from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, padded
+from fedbilevel.engines.virtual_time.clock import Clock
 
 OUTER, INNER = np.array([2, 5, 1, 3, 4, 2]), np.array([4, 1, 3, 2, 2, 6])
 KEY = jax.random.key(5)
@@ -36,7 +36,7 @@ def population(**options):
 
 
 def layout(clients):
-    return Layout(
+    return ProgramLayout(
         PROBLEM,
         len(clients),
         COHORT,

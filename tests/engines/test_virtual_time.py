@@ -9,7 +9,7 @@ import pytest
 from asynchronous import Early
 
 import fedbilevel as fb
-from fedbilevel.engines.clock import QUANTILES, TICK, ClockState
+from fedbilevel.engines.virtual_time.clock import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
 
 
@@ -107,7 +107,7 @@ def test_who_is_never_there_is_told_and_left_out():
     found = []
     simfbo = fb.SimFBO(local_steps=1, batch_size=None)
     for algorithm in (simfbo, fb.Asynchronous(simfbo, wait_for=4)):
-        with pytest.warns(fb.AbsenceWarning, match=r"2 of 6 clients are never there.*: 2, 4$"):
+        with pytest.warns(fb.AbsenceWarning, match=r"2 of 6 clients are never available.*: 2, 4$"):
             found.append(fb.solve(algorithm, TASK.problem, TASK.clients,
                                   TASK.x0, TASK.y0, rounds=3, engine=fb.Local(clock=clock)))  # fmt: skip
     assert found[0].ledger.replies == found[1].ledger.replies == 3 * 4
@@ -185,7 +185,7 @@ def test_wrong_fields_are_refused(fields, words):
     [
         (Early(n=7), {}, r"fed.first: n = 7 .* 1 to 6"),
         (Early(n=0), {}, r"fed.first: n = 0"),
-        (Early(n=6), {"clock": fb.Clock(availability=[1, 1, 1, 1, 1, 0])}, r"n = 6 .* 1 to 5, .* ever there"),
+        (Early(n=6), {"clock": fb.Clock(availability=[1, 1, 1, 1, 1, 0])}, r"n = 6 .* 1 to 5, .* ever available"),
         (Early(max_staleness=-1), {}, r"max_staleness = -1"),
         (Silent(), {}, r"has to have asynchronous = True"),
         (Early(), {"clock": fb.Clock(network=3600.0, stragglers=1)}, r"Clock.slowdown = 5.0 .* 13422 s"),

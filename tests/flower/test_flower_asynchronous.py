@@ -13,7 +13,7 @@ from flwr.app import Error, Message
 
 import fedbilevel as fb
 from fedbilevel.core.config import static
-from fedbilevel.engines.clock import TICK, ClockState
+from fedbilevel.engines.virtual_time.clock import TICK, ClockState
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.records import said_in
 from fedbilevel.flower.terms import Terms

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.engines.per_client import spread
+from fedbilevel.engines.evaluation import spread
 from fedbilevel.flower.apps import client_app
 from fedbilevel.flower.in_process import InProcess
 from fedbilevel.flower.limits import Limits

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
 from fedbilevel.core.errors import CheckpointError, NumericalError
-from fedbilevel.engines import hosts
+from fedbilevel.engines.multihost import current_group
 from fedbilevel.experiments import Folder, Parts, Spec, build, display, load_run, resume, run
 from fedbilevel.experiments.runner import resumable
 from fedbilevel.tasks import Task
@@ -58,10 +58,10 @@ def _shown(
 
     Where several processes play it together, process 0 does that; the others' summary is empty.
     """
-    quiet = quiet or not hosts.is_first()
+    quiet = quiet or not current_group().is_first
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
-    hosts.here.advice = _CONTINUE.format(folder)
+    current_group().advice = _CONTINUE.format(folder)
     watch = display.Watch(console(quiet or brief), next(iter(parts.task.metrics)), spec)
     try:
         with watch.shown():
@@ -77,7 +77,7 @@ def _shown(
             raise
         advice = f"free some space, then {_CONTINUE.format(folder)}"
         raise CheckpointError(f"{error}; {advice}") from error
-    if not hosts.is_first():
+    if not current_group().is_first:
         return {}
     summary = load_run(folder).summary
     if series is None:
@@ -95,7 +95,7 @@ _CONTINUE = "continue with: fedbilevel run --resume {}"
 
 
 def _how_to_resume(folder: Path, series: Path | None) -> str:
-    if not hosts.is_first():
+    if not current_group().is_first:
         return f"interrupted; {_ELSEWHERE}"
     if series is not None:
         return f"interrupted; continue with the same command and --out {series}"
@@ -105,7 +105,7 @@ def _how_to_resume(folder: Path, series: Path | None) -> str:
 
 
 def _what_stays(folder: Path) -> str:
-    if not hosts.is_first():
+    if not current_group().is_first:
         return _ELSEWHERE
     if Folder(folder).begun:
         return f"the last good checkpoint stays in {folder}"

@@ -71,19 +71,20 @@ def _run_together(options: argparse.Namespace) -> int:
     _check_together(options)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
     prepare_jax()
-    from fedbilevel.engines import hosts
-    from fedbilevel.engines.leaving import part
+    from fedbilevel.engines.multihost import current_group, join
 
     try:
-        hosts.join(options.coordinator, options.processes, options.process)
-        hosts.require_same({"--resume": "left out" if options.resume is None else "given"})
+        join(options.coordinator, options.processes, options.process)
+        current_group().require_same({"--resume": "left out" if options.resume is None else "given"})
         return _play(options)
     except BaseException as error:
-        if hosts.here.service is None:
+        if current_group().service is None:
             raise  # nobody is waiting
         from fedbilevel.cli import _sentence
 
-        part(_told(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else _sentence(error))
+        current_group().part(
+            _told(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else _sentence(error)
+        )
 
 
 def _told(error: BaseException, debug: bool) -> int:
@@ -130,14 +131,14 @@ def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
     """The spec and the folder for its run; where several processes play it, those of process 0."""
     if options.coordinator is None:
         return _described(options)
-    from fedbilevel.engines import hosts
+    from fedbilevel.engines.multihost import current_group
     from fedbilevel.experiments.spec import resolve
 
     def say() -> tuple[dict[str, dict[str, Any]], str]:
         spec, folder = _described(options)
         return spec.tables(), str(folder)
 
-    tables, folder = hosts.decide(say)
+    tables, folder = current_group().decide(say)
     spec = resolve(tables)
     tune(spec)
     return spec, Path(folder)

@@ -177,6 +177,6 @@ def prepare_jax() -> None:
 
 def tune(spec: Spec) -> None:
     """Set what XLA reads at the first computation, which is still to come."""
-    from fedbilevel.engines.cpu import tune_cpu
+    from fedbilevel.engines.local.cpu import tune_cpu
 
     tune_cpu(spec.engine.devices)

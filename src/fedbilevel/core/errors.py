@@ -31,7 +31,7 @@ class NumericalWarning(UserWarning):
 
 
 class AbsenceWarning(UserWarning):
-    """The run goes on without clients that are never there."""
+    """The run goes on without clients that are never available."""
 
 
 class CapacityWarning(UserWarning):

@@ -4,15 +4,14 @@ apart."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.metrics import in_percent
-from fedbilevel.engines.history import History, Row
 from fedbilevel.extras import missing
 
 # M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
@@ -35,6 +34,16 @@ OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
 
 
+class Table(Protocol):
+    """Rows of numbers by column, one row per evaluation: a `History`."""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, float]]: ...
+
+    @property
+    def columns(self) -> list[str]: ...
+
+
 @dataclass(frozen=True)
 class Curve:
     """One line: its values at the rows, with the spread between seeds if there are several. Of a `level` only the last
@@ -53,12 +62,12 @@ class Curve:
         return self.costs["rounds"]
 
 
-def time_of(row: Row) -> float:
+def time_of(row: Mapping[str, float]) -> float:
     """Seconds of the clock; rows of before there was one count an exchange as one, as clocks still do by default."""
     return row.get("time", row["exchanges"])
 
 
-def costs_of(row: Row) -> dict[str, float]:
+def costs_of(row: Mapping[str, float]) -> dict[str, float]:
     """What had been spent up to a row, by the names of PANELS; "gflop" where it was counted."""
     costs = {
         "rounds": row["round"],
@@ -71,7 +80,7 @@ def costs_of(row: Row) -> dict[str, float]:
     return costs | ({"gflop": row["flops"] / 1e9} if "flops" in row else {})
 
 
-def curve(label: str, histories: Sequence[History], metric: str, level: bool = False) -> Curve:
+def curve(label: str, histories: Sequence[Table], metric: str, level: bool = False) -> Curve:
     """The mean of some histories of one metric, at the rounds that all of them have; of a per-client metric with the
     means of its first and last decile and of the worst client's value."""
     metric = column_of(metric, histories)
@@ -94,7 +103,7 @@ def curve(label: str, histories: Sequence[History], metric: str, level: bool = F
     return Curve(label, costs, values.mean(axis=0), None if clients else spread, least, level, clients)
 
 
-def column_of(metric: str, histories: Sequence[History]) -> str:
+def column_of(metric: str, histories: Sequence[Table]) -> str:
     """The column that a curve of a metric runs along: of one that was measured per client, NAME.mean."""
     for name in (metric, f"{metric}.mean"):
         if all(name in history.columns for history in histories):
@@ -103,7 +112,7 @@ def column_of(metric: str, histories: Sequence[History]) -> str:
 
 
 def draw_history(
-    history: History,
+    history: Table,
     metrics: str | Sequence[str],
     *,
     panel: str = "exchanges",

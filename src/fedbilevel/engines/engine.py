@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,13 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.clock import Clock, ClockState
-from fedbilevel.engines.round_costs import RoundCosts
-
-if TYPE_CHECKING:
-    from fedbilevel.engines.in_flight import InFlight
+from fedbilevel.engines.costs import RoundCosts
+from fedbilevel.engines.virtual_time.clock import Clock, ClockState
+from fedbilevel.engines.virtual_time.in_flight import InFlight
 
 
 class Carry(NamedTuple):
@@ -100,47 +98,46 @@ def loop(
     return carry
 
 
-def check_here(clients: Any) -> None:
+def check_simulated(clients: Any) -> None:
     """Refuse clients whose samples are not on this machine, for engines that simulate them."""
     here = isinstance(clients, Clients)
     require(here, "clients", type(clients).__name__, "Clients, unless the engine is one that reaches them elsewhere")
 
 
-def check_there(clock: Clock, algorithm: Algorithm, population: int, cohort: int) -> None:
-    """Refuse cohorts that may be of clients alone who are never there, and cohorts where there are none; tell who is
-    never there."""
+def check_availability(clock: Clock, algorithm: Algorithm, population: int, cohort: int) -> None:
+    """Refuse a cohort that the method or the clock does not allow; warn of clients that are never available.
+
+    A method may need all clients in every round, and a cohort must not consist of clients that are never available.
+
+    Raises:
+        ConfigurationError: `cohort`, or `Clock.availability`, does not allow a round.
+    """
     whole = not algorithm.needs_everyone or cohort == population
     require(whole, "cohort", cohort, f"None: {algorithm.label} needs all clients in every round")
-    away = clock.never_available(population)
-    if not away.size:
+    absent = clock.never_available(population)
+    if not absent.size:
         return
-    some = "Clock.availability", f"0 for {away.size} of {population} clients"
-    require(cohort > away.size, *some, f"positive for more of them: a cohort of {cohort} may have nobody else")
-    named = ", ".join(map(str, away[:10])) + (", …" if away.size > 10 else "")
-    text = f"{away.size} of {population} clients are never there, and the run goes on without them: {named}"
+    some = "Clock.availability", f"0 for {absent.size} of {population} clients"
+    require(cohort > absent.size, *some, f"positive for more of them: a cohort of {cohort} may have nobody else")
+    named = ", ".join(map(str, absent[:10])) + (", …" if absent.size > 10 else "")
+    text = f"{absent.size} of {population} clients are never available, and the run goes on without them: {named}"
     warnings.warn(AbsenceWarning(text), stacklevel=4)
 
 
-def population_there(clock: Clock, clients: Clients) -> float:
-    """The number of clients that are ever there over the sum of their weights: see `round_costs.normalise`."""
-    there = np.delete(clients.weights, clock.never_available(len(clients)))
-    return len(clients) if len(there) == len(clients) else len(there) / float(there.sum())
+def available_population(clock: Clock, clients: Clients) -> float:
+    """M' / Σ p_i over the M' clients that are ever available: what `costs.normalise` takes for the population."""
+    weights = np.delete(clients.weights, clock.never_available(len(clients)))
+    return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())
 
 
 def check_first(n: int, clock: Clock, population: int, max_staleness: int | None, queues: InFlight | None) -> InFlight:
     """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
     if queues is None:
         raise ConfigurationError("a round asks fed.first: its algorithm has to have asynchronous = True")
-    there = population - clock.never_available(population).size
-    require(1 <= n <= there, "fed.first: n", n, f"1 to {there}, the number of clients that are ever there")
+    available = population - clock.never_available(population).size
+    require(1 <= n <= available, "fed.first: n", n, f"1 to {available}, the number of clients that are ever available")
     require_count("fed.first: max_staleness", max_staleness, optional=True)
     return queues
-
-
-def check_reply(reply: Reply, phase: str, fresh: object) -> None:
-    """Refuse a client's state from a fresh cohort, where it could not be kept."""
-    if fresh is not None and reply.state is not None:
-        raise ConfigurationError(f"phase {phase} keeps state on clients, so a fresh cohort cannot run it")
 
 
 def check_cohort(cohort: int | None, population: int) -> int:

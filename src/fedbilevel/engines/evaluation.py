@@ -1,15 +1,34 @@
-"""Metrics of (x, y), compiled."""
+"""Metrics of a run: of (x, y), compiled; and of each client on its own samples, summed up over the population.
+
+No value of a single client reaches an algorithm: one number per client is kept for the length of an evaluation.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.functions import explained, require_function
-from fedbilevel.core.metrics import MetricFunction
+from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.tree import PyTree, all_finite, join
 from fedbilevel.engines.history import Row
+from fedbilevel.engines.multihost import ProcessGroup, current_group
+
+BLOCK = 256  # samples that are vectorised together
+DECILES = tuple(range(10, 100, 10))
+
+ARGUMENTS = "x, y, batch"
+
+SampleKind = Literal["outer", "inner"]
+Measure = Callable[[PyTree, PyTree, PyTree], Any]
+"""(x, y, batch) -> scalar: a mean over the samples of the batch, whose leaves are (samples, ...)."""
 
 
 class Evaluation:
@@ -46,3 +65,144 @@ class Evaluation:
 
         constants = jax.device_put(closed.consts)
         return lambda x, y: run(constants, x, y)
+
+
+@dataclass(frozen=True)
+class PerClient:
+    """A metric of single clients, and which of its samples each one is measured on: all of them, always.
+
+    Args:
+        function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
+        samples: "outer" or "inner", the samples of that loss.
+        larger_is_better: whether the best client is the one with the largest value; None: as its name says, see
+            `fedbilevel.Metric`.
+    """
+
+    function: Measure
+    samples: SampleKind = "outer"
+    larger_is_better: bool | None = None
+
+    def __post_init__(self) -> None:
+        require_function("PerClient.function", self.function, ARGUMENTS, " -> one number")
+        require(self.samples in get_args(SampleKind), "PerClient.samples", self.samples, "'outer' or 'inner'")
+        require_direction("PerClient.larger_is_better", self.larger_is_better, optional=True)
+
+
+def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str, PerClient]:
+    """The argument `metrics_per_client` of `solve`, checked; a plain function is measured on the outer samples."""
+    fits = metrics is None or isinstance(metrics, Mapping)
+    require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
+    made = {}
+    for name, metric in (metrics or {}).items():
+        if not isinstance(metric, PerClient):
+            require_function(f"metrics_per_client[{name!r}]", metric, ARGUMENTS, " -> one number, or a PerClient")
+        made[name] = metric if isinstance(metric, PerClient) else PerClient(metric)
+    return made
+
+
+def check_per_client(metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> None:
+    """Trace each metric once on a sample, without computing: it must give one number."""
+    for name, metric in metrics.items():
+        batch = examples[get_args(SampleKind).index(metric.samples)]
+        with explained(f"metrics_per_client[{name!r}]", x=x, y=y, batch=batch):
+            shape = jax.eval_shape(metric.function, x, y, batch)
+        one = getattr(shape, "shape", None) == () and jnp.issubdtype(jnp.result_type(shape), jnp.number)
+        require(one, f"the value of metrics_per_client[{name!r}]", shape, "one number")
+
+
+def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | None = None) -> Row:
+    """The columns of a metric: NAME.mean, by the clients' weights; NAME.worst, NAME.best and the deciles NAME.p10 …
+    NAME.p90 over clients, each counted once, interpolated linearly. `larger`: whether a larger value is better; None:
+    as the name says (`larger_is_better`)."""
+    low, high = float(values.min()), float(values.max())
+    worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
+    row: Row = {
+        f"{name}.mean": float(np.average(values, weights=weights)),
+        f"{name}.worst": worst,
+        f"{name}.best": best,
+    }
+    levels = np.quantile(values, np.array(DECILES) / 100)
+    return row | {f"{name}.p{decile}": float(level) for decile, level in zip(DECILES, levels, strict=True)}
+
+
+class PerClientEvaluation:
+    """Per-client metrics of clients whose samples are on this machine, or, of each process, on its own.
+
+    Samples are taken in blocks of BLOCK, read from memory maps as they are needed; each sample counts once in its
+    client's mean, summed in float64, so that neither blocks nor unequal sizes show.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, PerClient],
+        clients: Clients,
+        x_fixed: PyTree,
+        y_fixed: PyTree,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.metrics, self.clients, self.group = metrics, clients, group or current_group()
+        self.programs = {name: _over_samples(metric.function, x_fixed, y_fixed) for name, metric in metrics.items()}
+
+    def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
+        """The row of all metrics.
+
+        Raises:
+            NonFiniteError: of some client's samples a metric is NaN or infinite.
+        """
+        row: Row = {}
+        for name, values in self.each(x, y).items():
+            if bad := np.flatnonzero(~np.isfinite(values)).tolist():
+                raise NonFiniteError(f"round {round}, evaluation: {name} of client {bad[0]} is {values[bad[0]]}")
+            row |= spread(name, values, self.clients.weights, self.metrics[name].larger_is_better)
+        return row
+
+    def each(self, x: PyTree, y: PyTree) -> dict[str, np.ndarray]:
+        """Each metric of each client, (M,)."""
+        rows = {name: getattr(self.clients, metric.samples) for name, metric in self.metrics.items()}
+        return {name: self.values(name, own, x, y) for name, own in rows.items()}
+
+    def values(self, name: str, rows: Ragged, x: PyTree, y: PyTree) -> np.ndarray:
+        """Each client's mean over its own samples, (M,) float64; of several processes each does its share."""
+        bounds = np.arange(self.group.processes + 1) * len(self.clients) // self.group.processes
+        own = slice(*bounds[self.group.process : self.group.process + 2])
+        mine = self.means(name, Ragged(rows.values, rows.start[own], rows.size[own]), int(own.start), x, y)
+        return np.concatenate([np.asarray(part, np.float64) for part in self.group.gather(mine.tolist())])
+
+    def means(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
+        """The mean over each row, (rows,) float64; `first` is the client of the first one."""
+        ends = np.cumsum(rows.size)
+        sums = np.zeros(len(rows.size))
+        for place in range(0, int(ends[-1]), BLOCK):
+            places = np.arange(place, min(place + BLOCK, ends[-1]))
+            owner = np.searchsorted(ends, places, side="right")
+            index = rows.start[owner] + places - (ends - rows.size)[owner]
+            sample = places - (ends - rows.size)[owner]
+            whose = lambda i, of=sample, at=owner: f"in sample {of[i]} of client {first + at[i]}"  # noqa: E731
+            what = f"Clients.{self.metrics[name].samples}"
+            values = self.programs[name](x, y, _block(rows.values, index, what, whose))
+            np.add.at(sums, owner, np.asarray(values, np.float64)[: len(places)])
+        return sums / rows.size
+
+
+def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
+    """Those samples, repeating the first up to BLOCK of them, so that all blocks have one shape."""
+    whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
+
+    def take(path: Any, leaf: Any) -> np.ndarray:
+        taken = np.asarray(leaf[whole])
+        if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
+            check_finite(f"{what}{jax.tree_util.keystr(path)}", taken, whose)
+        return taken
+
+    return jax.tree_util.tree_map_with_path(take, values)
+
+
+def _over_samples(function: Measure, x_fixed: PyTree, y_fixed: PyTree) -> Callable[[PyTree, PyTree, PyTree], Any]:
+    """(x, y, block) -> the metric on each sample by itself, (BLOCK,)."""
+
+    @jax.jit
+    def run(x: PyTree, y: PyTree, block: PyTree) -> Any:
+        whole = join(x, x_fixed), join(y, y_fixed)
+        return jax.vmap(lambda sample: function(*whole, jax.tree.map(lambda a: a[None], sample)))(block)
+
+    return run

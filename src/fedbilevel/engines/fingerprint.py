@@ -25,8 +25,8 @@ from fedbilevel.core.config import Schedule, field_values, hyperparameters
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import hosts
-from fedbilevel.engines.shares import Shares
+from fedbilevel.engines.local.shares import Shares
+from fedbilevel.engines.multihost import ProcessGroup
 
 WHOLE = 2**24  # bytes up to which a memory-mapped array is read from end to end, and any array hashed by SHA-256
 BLOCKS = 64  # of clients, each with a hash of its own, so that what differs can be told by client
@@ -115,7 +115,7 @@ def take(
     return Fingerprint(stated, hashed, functions)
 
 
-def of_samples(clients: Clients | RemoteClients) -> dict[str, list[str | None]]:
+def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:
     """A hash of each block of clients' samples, by loss: none of clients elsewhere. Several processes call it together,
     and each reads the samples of its own clients."""
     if isinstance(clients, RemoteClients):
@@ -124,14 +124,14 @@ def of_samples(clients: Clients | RemoteClients) -> dict[str, list[str | None]]:
     if clients.inner is not clients.outer:
         sets["inner"] = clients.inner
     bounds = _bounds(len(clients))
-    first, last = Shares(len(clients), hosts.count(), hosts.index(), 1).bounds[hosts.index() :][:2]
+    first, last = Shares(len(clients), group.processes, group.process, 1).bounds[group.process :][:2]
     mine = (first <= bounds[:-1]) & (bounds[1:] <= last)
     blocks = [slice(low, high) for low, high in pairwise(bounds)]
     own = {
         loss: [_of_block(rows, block) if here else None for block, here in zip(blocks, mine, strict=True)]
         for loss, rows in sets.items()
     }
-    every = hosts.gather(own)
+    every = group.gather(own)
     known = {loss: [_any(words) for words in zip(*(of[loss] for of in every), strict=True)] for loss in own}
     return known if "inner" in known else {**known, "inner": known["outer"]}  # both losses read the same samples
 

@@ -20,12 +20,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
-from fedbilevel.core.fed import Reply
+from fedbilevel.core.fed import Reply, check_reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
-from fedbilevel.engines import round_costs
-from fedbilevel.engines.engine import check_reply
+from fedbilevel.engines.costs import ExchangeKind, Sums, weigh
 from fedbilevel.engines.recorder import Recorder, record
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]
@@ -54,7 +53,7 @@ DEARER = _names("cholesky fft householder_product io_callback pure_callback sort
 
 def flops_of_calls(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
-) -> dict[round_costs.ExchangeKind, int | None]:
+) -> dict[ExchangeKind, int | None]:
     """What one client computes to answer each exchange of a round, in the operations of `count`; None: not known.
 
     A round is traced, nothing is computed. Full batches count as many samples as the client with the most has, since
@@ -67,7 +66,7 @@ def flops_of_calls(
             larger number.
     """
     examples = tuple(_longest(rows) for rows in (clients.outer, clients.inner))
-    costs: dict[round_costs.ExchangeKind, int | None] = {}
+    costs: dict[ExchangeKind, int | None] = {}
     recorder = partial(FlopsRecorder, population=clients, cut=cut, costs=costs)
     has_client_steps, over_batches = clients.local_steps is not None, problem.over_batches()
     record(algorithm, over_batches, x, y, examples, has_client_steps, lambda *_: None, recorder)
@@ -76,7 +75,7 @@ def flops_of_calls(
 
 def known_flops(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
-) -> dict[round_costs.ExchangeKind, int] | None:
+) -> dict[ExchangeKind, int] | None:
     """`flops_of_calls` where all of them are known; else, and of clients whose samples are not here, None."""
     if not isinstance(clients, Clients):
         return None
@@ -96,7 +95,7 @@ class FlopsRecorder(Recorder):
         *given: Any,
         population: Clients,
         cut: Sequence[CapacityClass],
-        costs: dict[round_costs.ExchangeKind, int | None],
+        costs: dict[ExchangeKind, int | None],
     ) -> None:
         super().__init__(*given)
         self.population, self.cut, self.costs = population, cut, costs
@@ -104,9 +103,7 @@ class FlopsRecorder(Recorder):
         differ = steps is not None and np.min(steps) != np.max(steps)
         self.unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
 
-    def asked(
-        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool
-    ) -> round_costs.Sums:
+    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> Sums:
         name, message = self.algorithm.phase_name(phase), jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
         if not self.cut:
@@ -119,7 +116,7 @@ class FlopsRecorder(Recorder):
             reply = reply._replace(update=jax.eval_shape(partial(unit_layout.put, gives), reply.update, units))
         check_reply(reply, name, fresh)
         reply = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), reply)
-        return round_costs.weigh(reply, client.weight, jnp.ones(()))
+        return weigh(reply, client.weight, jnp.ones(()))
 
     def entered(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         """The reply's shapes, after its cost has been entered."""

@@ -15,7 +15,8 @@ from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
 from fedbilevel.core.renames import with_names_of_today
 from fedbilevel.engines import checkpoint
-from fedbilevel.engines.ledger import Ledger
+from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.curves import draw_history
 from fedbilevel.quoting import require_object
 
 Row = dict[str, float | int]
@@ -107,8 +108,6 @@ class History(Shown):
         Raises:
             ConfigurationError: there is no such column or cost, or Matplotlib is not installed.
         """
-        from fedbilevel.engines.curves import draw_history
-
         if metrics is None:
             require(bool(self.measured), "metrics", metrics, "a column of the history, which has measured nothing yet")
             metrics = self.measured[0].removesuffix(".mean")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning
-from fedbilevel.engines import hosts
+from fedbilevel.engines.multihost import ProcessGroup, current_group
 
 try:
     import fcntl
@@ -29,7 +29,7 @@ TAKEN: set[TextIO] = set()
 
 
 @contextmanager
-def held(path: Path, what: Path) -> Iterator[None]:
+def held(path: Path, what: Path, group: ProcessGroup | None = None) -> Iterator[None]:
     """Be alone in writing `what`, a file or folder, while the file `path` is locked by this process: by process 0 where
     there are several. Folders that are missing are made, and go at the end if nothing has come into them.
 
@@ -40,7 +40,7 @@ def held(path: Path, what: Path) -> Iterator[None]:
     """
     made = [folder for folder in path.parents if not folder.exists()]
     mine: list[TextIO] = []
-    hosts.decide(lambda: mine.extend(_taken(path, what)))
+    (group or current_group()).decide(lambda: mine.extend(_taken(path, what)))
     try:
         yield
     finally:

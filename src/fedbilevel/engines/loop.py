@@ -31,16 +31,14 @@ from fedbilevel.core.errors import (
 from fedbilevel.core.own_x import joined
 from fedbilevel.core.tree import join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import hosts
+from fedbilevel.engines.costs import ExchangeKind, Ledger
 from fedbilevel.engines.engine import Carry, Run
 from fedbilevel.engines.evaluation import Evaluation
 from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.history import History, Row
-from fedbilevel.engines.leaving import LostProcess
-from fedbilevel.engines.ledger import Ledger
+from fedbilevel.engines.local.samples import local
+from fedbilevel.engines.multihost import LostProcess, ProcessGroup, current_group
 from fedbilevel.engines.result import Callback, Result
-from fedbilevel.engines.round_costs import ExchangeKind
-from fedbilevel.engines.source import local
 from fedbilevel.quoting import require_object
 
 STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
@@ -83,6 +81,7 @@ class Loop:
     warned: bool = False
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     here: bool = True  # whether the carry has the clients' own states
+    group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
     per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
     costs: Mapping[ExchangeKind, int] | None = (
         None  # of a client's answer, in floating-point operations, where it is known
@@ -97,7 +96,7 @@ class Loop:
                 first = self.add_row(result)
                 if self.plan.path:
                     self.save(carry)  # from now on there is something to resume
-                told, stop, _ = agree(partial(self.tell, result, first), interrupted.is_set(), speed)
+                told, stop, _ = agree(self.group, partial(self.tell, result, first), interrupted.is_set(), speed)
                 reason = reason or told
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
@@ -112,7 +111,7 @@ class Loop:
                 result = self.result(run, carry)
                 end = self.ending(result)
                 row = self.add_row(result) if end or self.plan.row_due(result.round) else None
-                reason, stop, speed = agree(partial(self.tell, result, row), interrupted.is_set(), speed)
+                reason, stop, speed = agree(self.group, partial(self.tell, result, row), interrupted.is_set(), speed)
                 reason = end or reason
                 if self.plan.save_due(result.round) or (self.plan.path and (reason or stop)):
                     self.save(carry)
@@ -217,27 +216,27 @@ class Loop:
             "losses": self.losses,
         }
         round = int(carry.round)
-        hosts.decide(lambda: files.save(path, carry, meta, keep=self.saved not in (None, round)))
+        self.group.decide(lambda: files.save(path, carry, meta, keep=self.saved not in (None, round)))
         self.saved = round
-        hosts.here.saved = str(path)
+        self.group.saved = str(path)
 
     def restore(self, carry: Carry, force: bool) -> Carry:
         """Continue from the plan's checkpoint; `carry` gives structure and shapes. `force`: though it is another's."""
         assert self.plan.path is not None
         path = self.plan.path
-        newest = Path(hosts.decide(lambda: str(files.newest(path))))
-        with hosts.copy_of(newest) as copy:
+        newest = Path(self.group.decide(lambda: str(files.newest(path))))
+        with self.group.copy_of(newest) as copy:
             carry, meta = self.state_of(copy, carry)
         with files.as_checkpoint_error(newest):
             self.compare(meta, force)
             self.continue_from(meta)
         if newest == path:
             self.saved = int(carry.round)
-        elif hosts.is_first():
-            _warn(f"{files.trouble(path)}: going on from {newest}, round {int(carry.round)}")
+        elif self.group.is_first:
+            _warn(self.group, f"{files.trouble(path)}: going on from {newest}, round {int(carry.round)}")
         done = int(carry.round)
         require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
-        hosts.here.saved = str(self.plan.path)
+        self.group.saved = str(self.plan.path)
         return carry
 
     def state_of(self, copy: Path, carry: Carry) -> tuple[Carry, dict[str, Any]]:
@@ -271,22 +270,25 @@ class Loop:
             advice = 'resume="force", in a shell --force, goes on with what is given now'
             raise CheckpointError(f"{path} belongs to another run: {differences}; {advice}")
         if differences:
-            _warn(f"{path} is continued with other arguments: {differences}")
+            _warn(self.group, f"{path} is continued with other arguments: {differences}")
         if before.versions != self.plan.begun.versions:
             versions = f"{before.versions} there, {self.plan.begun.versions} here"
-            _warn(f"whether losses and schedules are those that {path} was begun with is not known: {versions}")
+            _warn(
+                self.group,
+                f"whether losses and schedules are those that {path} was begun with is not known: {versions}",
+            )
 
 
-def _warn(text: str) -> None:
+def _warn(group: ProcessGroup, text: str) -> None:
     """Once, where there are several processes."""
-    if hosts.is_first():
+    if group.is_first:
         warnings.warn(CheckpointWarning(text), stacklevel=5)
 
 
-def agree(tell: Callable[[], str], interrupted: bool, speed: float) -> tuple[str, bool, float]:
+def agree(group: ProcessGroup, tell: Callable[[], str], interrupted: bool, speed: float) -> tuple[str, bool, float]:
     """What all processes go by: process 0's reason to stop and speed, anybody's Ctrl-C."""
-    reason, speed = hosts.decide(lambda: (tell(), speed))
-    return reason, any(hosts.gather(interrupted)), speed
+    reason, speed = group.decide(lambda: (tell(), speed))
+    return reason, any(group.gather(interrupted)), speed
 
 
 @contextmanager

@@ -12,12 +12,11 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Reply, check_reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import round_costs
-from fedbilevel.engines.engine import check_reply
+from fedbilevel.engines.costs import Sums, normalise, weigh
 
 Note = Callable[[str, PyTree, Reply, bool], None]
 """(phase, message, its reply, whether it was asked by `first`), of shapes alone."""
@@ -78,7 +77,7 @@ class Recorder:
         unbiased: bool = False,
         fresh: int | Array | None = None,
     ) -> PyTree:
-        return round_costs.normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
+        return normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
 
     def first(
         self,
@@ -91,16 +90,14 @@ class Recorder:
     ) -> PyTree:
         return self.asked(phase, message, key, None, early=True).update
 
-    def asked(
-        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool
-    ) -> round_costs.Sums:
+    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> Sums:
         name = self.algorithm.phase_name(phase)
         message = jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
         reply = self.algorithm.run_phase(name, client, message, key)
         check_reply(reply, name, fresh)
         self.note(name, message, reply, early)
-        return round_costs.weigh(reply, client.weight, jnp.ones(()))
+        return weigh(reply, client.weight, jnp.ones(()))
 
     def repeat(
         self,

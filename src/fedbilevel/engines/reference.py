@@ -14,27 +14,37 @@ from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Reply, check_reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
-from fedbilevel.engines import in_flight, round_costs
-from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
+from fedbilevel.engines.costs import (
+    RoundCosts,
+    Sums,
+    add_costs,
+    empty_costs,
+    exchange_costs,
+    in_parts,
+    normalise,
+    stack_costs,
+    weigh,
+)
 from fedbilevel.engines.engine import (
     Carry,
     Stretch,
+    available_population,
+    check_availability,
     check_first,
-    check_here,
-    check_reply,
-    check_there,
+    check_simulated,
     loop,
-    population_there,
 )
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
+from fedbilevel.engines.virtual_time import in_flight
+from fedbilevel.engines.virtual_time.clock import Clock
 
-AskClient = Callable[[int, Array | None], tuple[round_costs.Sums, Reply]]
-PutBack = Callable[[round_costs.Sums], round_costs.Sums]
+AskClient = Callable[[int, Array | None], tuple[Sums, Reply]]
+PutBack = Callable[[Sums], Sums]
 
 
 class ReferenceFed:
@@ -46,7 +56,7 @@ class ReferenceFed:
         self.problem = run.problem
         self.has_client_steps, self.sampled = run.clients.local_steps is not None, run.cohort < len(run.clients)
         self.own = self.cohort(keys)
-        self.round_costs = round_costs.empty()
+        self.round_costs = empty_costs()
 
     def mean(
         self,
@@ -61,20 +71,20 @@ class ReferenceFed:
         totals, spent = [], []
         asked: list[int] = []
         for place, i in enumerate(ids.tolist()):
-            if not self.run.pace.ever(i):
+            if not self.run.pace.ever_available(i):
                 continue
             part, whole = self.portion(phase, message, i)
             name, ask = self.question(phase, part, key, fresh)
             sums = self.answer(ask, name, i, None if works is None else works[place], fresh is None)
-            self.round_costs = round_costs.merge(
-                self.round_costs, round_costs.entry(name, part, sums, 1, exchanges=int(not asked))
+            self.round_costs = add_costs(
+                self.round_costs, exchange_costs(name, part, sums, 1, exchanges=int(not asked))
             )
             spent.append(sums.gradients + sums.hvps)
             asked.append(i)
             totals.append(whole(sums))
         ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
-        self.round_costs = self.round_costs._replace(time=self.round_costs.time + round_costs.in_parts(ticks))
-        return round_costs.normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
+        self.round_costs = self.round_costs._replace(time=self.round_costs.time + in_parts(ticks))
+        return normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
 
     def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, PutBack]:
         """What of a message client i is sent, and how its answer becomes one to the whole message."""
@@ -106,8 +116,8 @@ class ReferenceFed:
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
         self.now = self.now.later(self.run.pace, plan.ticks)
-        self.round_costs = round_costs.merge(
-            self.round_costs, round_costs.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
+        self.round_costs = add_costs(
+            self.round_costs, exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
         )
         return total.update
 
@@ -115,16 +125,16 @@ class ReferenceFed:
         """A phase's name, and what asks it of client i, who is to work so much."""
         name = self.algorithm.phase_name(phase)
 
-        def ask(i: int, work: Array | None) -> tuple[round_costs.Sums, Reply]:
+        def ask(i: int, work: Array | None) -> tuple[Sums, Reply]:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
             client = self.client(i, work, state)
             reply = self.algorithm.run_phase(name, client, message, jax.random.fold_in(key, i))
             check_reply(reply, name, fresh)
-            return round_costs.weigh(reply, client.weight, jnp.ones(())), reply
+            return weigh(reply, client.weight, jnp.ones(())), reply
 
         return name, ask
 
-    def answer(self, ask: AskClient, name: str, i: int, work: Array | None, keep: bool) -> round_costs.Sums:
+    def answer(self, ask: AskClient, name: str, i: int, work: Array | None, keep: bool) -> Sums:
         """What client i answers, weighted and checked; its own new state is kept."""
         sums, reply = ask(i, work)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
@@ -157,7 +167,7 @@ class ReferenceFed:
     ) -> PyTree:
         return loop(self, n, body, carry, key, until)
 
-    def total_costs(self) -> round_costs.RoundCosts:
+    def total_costs(self) -> RoundCosts:
         """The costs of the round, at its end."""
         return self.round_costs
 
@@ -195,8 +205,8 @@ class SubmodelReferenceFed(ReferenceFed):
         submodel_plan = self.held.submodel_plan
         return self.held.units(int(submodel_plan.number[i]), i, int(submodel_plan.rank[i]))
 
-    def total_costs(self) -> round_costs.RoundCosts:
-        there = [(i, jnp.asarray(self.run.pace.ever(i), float)) for i in self.own[0].tolist()]
+    def total_costs(self) -> RoundCosts:
+        there = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i in self.own[0].tolist()]
         return covered(self.round_costs, [self.held.held(self.units(i), counts) for i, counts in there])
 
 
@@ -213,7 +223,7 @@ class ReferenceRun:
 
     def __post_init__(self) -> None:
         self.pace = self.clock.pace(len(self.clients))
-        self.population = population_there(self.clock, self.clients)
+        self.population = available_population(self.clock, self.clients)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         costs = []
@@ -234,7 +244,7 @@ class ReferenceRun:
             costs.append(fed.round_costs)
             if algorithm.finished(state):
                 break
-        return Stretch(carry, len(costs), round_costs.stack(costs))
+        return Stretch(carry, len(costs), stack_costs(costs))
 
     def close(self) -> None:
         pass
@@ -253,17 +263,17 @@ class Reference:
     def start(
         self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> ReferenceRun:
-        check_here(clients)
-        check_there(self.clock, algorithm, len(clients), cohort)
+        check_simulated(clients)
+        check_availability(self.clock, algorithm, len(clients), cohort)
         away = self.clock.never_available(len(clients))
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, carry.state.x, carry.state.y, away)
         return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, submodel_plan)
 
 
-def total_of(table: round_costs.Sums, asked: Array, who: Array) -> tuple[round_costs.Sums, Array]:
+def total_of(table: Sums, asked: Array, who: Array) -> tuple[Sums, Array]:
     """Σ of rows, and of weight·asked: see `in_flight.SumRows`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
-    total: tuple[round_costs.Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
+    total: tuple[Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total
 
 

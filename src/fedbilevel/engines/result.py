@@ -10,8 +10,8 @@ from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.metrics import best, require_direction
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines import checkpoint
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, Row
-from fedbilevel.engines.ledger import Ledger
 
 
 @dataclass(repr=False)

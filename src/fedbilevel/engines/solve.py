@@ -25,17 +25,24 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_l
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import fingerprint, freed, hosts, lock, per_client, submodels
+from fedbilevel.engines import fingerprint, freed, lock, submodels
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
-from fedbilevel.engines.evaluation import Evaluation
+from fedbilevel.engines.evaluation import (
+    Evaluation,
+    Measure,
+    PerClient,
+    PerClientEvaluation,
+    as_per_client,
+    check_per_client,
+)
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
-from fedbilevel.engines.in_flight import nothing_in_flight
-from fedbilevel.engines.ledger import Ledger
-from fedbilevel.engines.local import Local
+from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
-from fedbilevel.engines.per_client import Measure, PerClient
+from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.result import Callback, Result
+from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 
 Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")
@@ -77,8 +84,8 @@ def solve(
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
             every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
-        callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.hosts); one that
-            returns a reason stops the run.
+        callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost); one
+            that returns a reason stops the run.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
         checkpoint_every: rounds between saves; None saves at each row. Also before round 0, at the end and on Ctrl-C.
         resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file is
@@ -91,7 +98,7 @@ def solve(
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
             hold here; the last good checkpoint stays.
         ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint. Or another
-            process was lost (engines.leaving.LostProcess); the last checkpoint stays.
+            process was lost (LostProcess of engines.multihost); the last checkpoint stays.
         CheckpointError: a checkpoint could not be written or read, another process writes it (its lock file,
             .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses,
             hyperparameters, key or cohort are others; the message names them.
@@ -124,8 +131,8 @@ def solve(
     losses = check_losses(problem, x, y, *clients.examples())
     warn_without_influence(problem, x, y, *clients.examples(), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
-    own = per_client.named(metrics_per_client)
-    per_client.check_metrics(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, clients.examples())
+    own = as_per_client(metrics_per_client)
+    check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, clients.examples())
 
     remote, has_client_steps = isinstance(clients, RemoteClients), clients.local_steps is not None
     carry = first_carry(algorithm, problem, x, y, len(clients), remote)
@@ -136,30 +143,33 @@ def solve(
     if (clock := getattr(chosen, "clock", None)) is not None:
         said = repr(clock)
         stated["clock"] = said if len(said) < 500 else hashlib.sha256(said.encode()).hexdigest()
+    group = current_group()
     begun = fingerprint.Fingerprint({}, {}, {})
-    if path is not None or hosts.count() > 1:  # else nobody compares it
+    if path is not None or group.processes > 1:  # else nobody compares it
         begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
     plan = LoopPlan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
-    hosts.here.saved = ""
-    if hosts.count() > 1:
-        hosts.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
+    group.saved = ""
+    if group.processes > 1:
+        group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
     history = History(directions=directions({**own, **(metrics or {})}))
-    loop = Loop(plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), here=not remote)
+    loop = Loop(
+        plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), here=not remote, group=group
+    )
     if count_flops:
         held = submodels.classes(algorithm, problem, clients, x, y)
         loop.costs = known_flops(algorithm, problem, clients, x, y, held)
         loop.ledger.flops = None if loop.costs is None else 0
-    with nullcontext() if path is None else lock.held(path.with_name(f".{path.name}.lock"), path):
-        going_on = hosts.decide(lambda: _goes_on(path, resume))
+    with nullcontext() if path is None else lock.held(path.with_name(f".{path.name}.lock"), path, group):
+        going_on = group.decide(lambda: _goes_on(path, resume))
         if path is not None:
-            loop.plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients)))
+            loop.plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients, group)))
         if going_on:
             carry = loop.restore(carry, force=resume == "force")
         run = chosen.start(algorithm, problem, clients, cohort, key, carry)
         try:
             if own and isinstance(clients, Clients):
-                loop.per_client = per_client.PerClientEvaluation(own, clients, x_fixed, y_fixed)
+                loop.per_client = PerClientEvaluation(own, clients, x_fixed, y_fixed, group)
             elif own:
                 ask = getattr(run, "per_client", None)
                 can = f"left out with {type(chosen).__name__}, which cannot ask for them"

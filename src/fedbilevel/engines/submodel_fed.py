@@ -13,8 +13,8 @@ from jax import Array, lax
 from fedbilevel.core.algorithm import parts_of
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import round_costs
-from fedbilevel.engines.local_fed import ExchangeState, LocalFed, Members, ProgramLayout, sum_over_clients
+from fedbilevel.engines.costs import RoundCosts, Sums, add_costs, empty_costs, exchange_costs, in_parts, normalise
+from fedbilevel.engines.local.fed import ExchangeState, LocalFed, Members, ProgramLayout, sum_over_clients
 from fedbilevel.engines.submodels import covered, put_back
 
 
@@ -43,18 +43,18 @@ class SubmodelFed(LocalFed):
             sums.append(of_class)
             spent.append(units)
             name = self.algorithm.phase_name(phase)
-            entry = round_costs.entry(name, down, of_class, of_class.responders, update=up, exchanges=int(number == 0))
+            entry = exchange_costs(name, down, of_class, of_class.responders, update=up, exchanges=int(number == 0))
             entries.append(entry)
         everyone = jax.tree.map(lambda *columns: jnp.concatenate(columns), *groups)
         ticks = self.wait_for(everyone, None if self.pace.compute is None else jnp.concatenate(spent))
-        time = round_costs.empty()._replace(time=round_costs.in_parts(ticks))
-        self.round_costs = reduce(round_costs.merge, [self.round_costs, *entries, time])
+        time = empty_costs()._replace(time=in_parts(ticks))
+        self.round_costs = reduce(add_costs, [self.round_costs, *entries, time])
         total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
-        return round_costs.normalise(total, self.layout.there, unbiased)
+        return normalise(total, self.layout.available_population, unbiased)
 
     def sums_of(
         self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, number: int, members: Members
-    ) -> tuple[round_costs.Sums, Any, tuple[PyTree, PyTree]]:
+    ) -> tuple[Sums, Any, tuple[PyTree, PyTree]]:
         """The sums of a class, what each of its members computed, and the shapes of what went down to one and up."""
         takes, gives = parts_of(phase)
         unit_layout, alike = self.held.unit_layout, self.held.alike
@@ -62,7 +62,7 @@ class SubmodelFed(LocalFed):
         small = unit_layout.cut(takes, message, same) if alike else None
         shapes: list[PyTree] = [None, None]
 
-        def one(member: Members, state: PyTree) -> tuple[round_costs.Sums, tuple[PyTree, Any]]:
+        def one(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
             units = same if alike else self.held.units(number, member.id, member.rank)
             part = small if alike else unit_layout.cut(takes, message, units)
             sums, kept = self.question(phase, part, key, fresh)[1](member, state)
@@ -81,7 +81,7 @@ class SubmodelFed(LocalFed):
         given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
         return SubmodelFed(*given, self.held)
 
-    def total_costs(self) -> round_costs.RoundCosts:
+    def total_costs(self) -> RoundCosts:
         """The costs of the round, at its end, with how many clients of its cohort hold each entry of x and y."""
         return covered(self.round_costs, [self.holders(number, members) for number, members in enumerate(self.members)])
 

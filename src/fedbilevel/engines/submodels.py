@@ -20,7 +20,7 @@ from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.round_costs import RoundCosts, Sums
+from fedbilevel.engines.costs import RoundCosts, Sums
 
 STREAM = 2**32 - 1  # of the run's key: no round has this number
 
@@ -32,7 +32,7 @@ class SubmodelPlan:
     unit_layout: UnitLayout
     kept: tuple[dict[str, int], ...]  # of each class, how many units of each group
     places: tuple[int, ...]  # of each class, how many clients it has
-    peers: tuple[int, ...]  # and how many of these are ever there
+    peers: tuple[int, ...]  # and how many of these are ever available
     number: np.ndarray  # (M,) the class of each client
     rank: np.ndarray  # (M,) its number among its peers
 
@@ -44,11 +44,11 @@ class SubmodelPlan:
         clients: Clients | RemoteClients,
         x: PyTree,
         y: PyTree,
-        away: np.ndarray | tuple[()] = (),
+        never_available: np.ndarray | tuple[()] = (),
     ) -> SubmodelPlan | None:
         """None where everyone holds the whole model: no capacities, or an algorithm that knows no submodels.
 
-        `away`: clients who are never there, among whom nothing is dealt out.
+        `never_available`: ids of clients that are never available; submodels are divided among the others.
         """
         if clients.capacity is None:
             return None
@@ -73,11 +73,11 @@ class SubmodelPlan:
                 f"Clients.capacity is given, but the structure has no group of units to cut{reach}"
             )
         capacities, number, places = np.unique(-clients.capacity, return_inverse=True, return_counts=True)
-        there = ~np.isin(np.arange(len(clients)), away)
-        peers = [max(1, int(np.sum(there[number == one]))) for one in range(len(capacities))]
+        available = ~np.isin(np.arange(len(clients)), never_available)
+        peers = [max(1, int(np.sum(available[number == one]))) for one in range(len(capacities))]
         rank = np.zeros(len(clients), np.int32)
         for one in range(len(capacities)):
-            rank[(number == one) & there] = np.arange(np.sum((number == one) & there))
+            rank[(number == one) & available] = np.arange(np.sum((number == one) & available))
         kept = tuple(unit_layout.kept(-float(capacity)) for capacity in capacities)
         for capacity, of_class in zip(-capacities, kept, strict=True):
             _check_cut(unit_layout, of_class, float(capacity), problem, clients, x, y)

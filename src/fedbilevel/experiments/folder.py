@@ -12,8 +12,8 @@ from typing import Any
 
 from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, require
 from fedbilevel.engines import checkpoint, lock
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, is_number
-from fedbilevel.engines.ledger import Ledger
 from fedbilevel.experiments.own_task import label
 from fedbilevel.experiments.places import default_path, require_free
 from fedbilevel.experiments.spec import Spec, read_spec

@@ -10,8 +10,8 @@ import numpy as np
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.engines.clock import Clock
 from fedbilevel.engines.curves import require_matplotlib
+from fedbilevel.engines.virtual_time.clock import Clock
 from fedbilevel.experiments.compare import PER_CLIENT, UNMEASURED, Group, draw, is_per_client, load_groups
 from fedbilevel.experiments.export import names
 from fedbilevel.experiments.own_task import full_name, label

@@ -11,7 +11,7 @@ from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import Engine, check_cohort
-from fedbilevel.engines.local import Local
+from fedbilevel.engines.local.engine import Local
 from fedbilevel.experiments.own_task import label, task_maker
 from fedbilevel.experiments.spec import Named, Spec, SubmodelsPlan, fields_of
 from fedbilevel.tasks import Task
@@ -51,7 +51,7 @@ def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> No
     whole = not algorithm.needs_everyone or cohort == population
     require(whole, "run.cohort", cohort, f"none: {label(spec.algorithm.name)} needs all clients in every round")
     count = algorithm.waits_for
-    few = f"at most {there}, the number of clients that are ever there"
+    few = f"at most {there}, the number of clients that are ever available"
     require(count is None or count <= there, "wait_for", count, few)
 
 

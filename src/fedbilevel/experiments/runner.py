@@ -16,10 +16,11 @@ from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, require
 from fedbilevel.core.metrics import best
-from fedbilevel.engines import checkpoint, hosts, lock
+from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.history import Row
+from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import budget, environment, plots
@@ -56,10 +57,10 @@ def run(
         NumericalError, CheckpointError: see `fedbilevel.solve`; the last good checkpoint stays.
     """
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
-    hosts.decide(place.require_free)
+    current_group().decide(place.require_free)
     parts = parts or build(spec)
     with lock.held(place.lock, place.path):
-        hosts.decide(lambda: place.claim(spec))
+        current_group().decide(lambda: place.claim(spec))
         return _play(spec, place, parts, callbacks, plot, resume=False)
 
 
@@ -84,9 +85,9 @@ def resume(
     spec = resumable(place, rounds)
     parts = parts or build(spec)
     with lock.held(place.lock, place.path):
-        hosts.decide(place.sweep)
-        begun = hosts.decide(lambda: place.begun)
-        if not begun and hosts.is_first():
+        current_group().decide(place.sweep)
+        begun = current_group().decide(lambda: place.begun)
+        if not begun and current_group().is_first:
             text = f"{place.path} has no checkpoint yet: its run is started again"
             warnings.warn(CheckpointWarning(text), stacklevel=2)
         how: Resume = "auto" if not begun else "force" if force else True
@@ -113,7 +114,7 @@ def complete(
 
 def resumable(place: Folder, rounds: int | None) -> Spec:
     """The spec with which the run in a folder, process 0's, can go on."""
-    return resolve(hosts.decide(lambda: _resumable(place, rounds).tables()))
+    return resolve(current_group().decide(lambda: _resumable(place, rounds).tables()))
 
 
 def _resumable(place: Folder, rounds: int | None) -> Spec:
@@ -140,7 +141,7 @@ def _play(
     spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: Resume
 ) -> Result:
     if plot:
-        hosts.decide(require_matplotlib)
+        current_group().decide(require_matplotlib)
     began = time.perf_counter()
     task = parts.task
     own = task.metrics_per_client if spec.run.metrics_per_client else {}
@@ -169,7 +170,9 @@ def _play(
             resume=resume,
             count_flops=True,
         )
-    hosts.decide(lambda: finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot))
+    current_group().decide(
+        lambda: finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
+    )
     return result
 
 
@@ -179,7 +182,9 @@ def _length(spec: Spec, place: Folder, parts: Parts, resume: Resume) -> tuple[in
         return spec.run.rounds, spec.run.eval_every, []
     assert spec.run.budget is not None
     whole = spec.run.budget
-    done = hosts.decide(lambda: budget.rounds_done(place.checkpoint, whole) if resume and place.begun else None)
+    done = current_group().decide(
+        lambda: budget.rounds_done(place.checkpoint, whole) if resume and place.begun else None
+    )
     rounds = budget.rounds_at_most(whole) if done is None else done
     return rounds, budget.rounds_between_rows(spec.run, parts), [budget.stop_after(whole)]
 
@@ -189,10 +194,10 @@ def _opened(scribe: Scribe) -> Iterator[None]:
     """Open a new run's folder, so that no checkpoint is ever without its spec; if the run ends before it has a
     checkpoint, leave nothing of the folder."""
     try:
-        hosts.decide(scribe.open)
+        current_group().decide(scribe.open)
         yield
     except BaseException:
-        if hosts.is_first() and not scribe.place.begun:
+        if current_group().is_first and not scribe.place.begun:
             with contextlib.suppress(OSError):
                 for file in (scribe.place.spec, scribe.place.environment):
                     file.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.submodel import Pruned
 from fedbilevel.core.unit_policy import Policy
-from fedbilevel.engines.clock import Clock
+from fedbilevel.engines.virtual_time.clock import Clock
 from fedbilevel.experiments import schema, toml
 from fedbilevel.experiments.own_task import code_of, full_name, label, task_maker
 from fedbilevel.experiments.presets import METHODS, Preset, preset

@@ -19,7 +19,7 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
-from fedbilevel.engines import round_costs
+from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import record
 from fedbilevel.flower.wire import digest, layout, shapes
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
         return f"{self.phase}:{digest('|'.join(layout(self.message)))[:12]}"
 
     @property
-    def size(self) -> round_costs.ExchangeKind:
+    def size(self) -> ExchangeKind:
         """As the ledger knows it."""
         return self.phase, nbytes(self.message), nbytes(self.update)
 

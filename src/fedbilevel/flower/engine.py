@@ -19,13 +19,13 @@ from fedbilevel.core.errors import ExchangeError, NonFiniteError, diverged, requ
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import nonfinite_leaves
-from fedbilevel.engines import round_costs
-from fedbilevel.engines.clock import TICK
 from fedbilevel.engines.cohort import RoundKeys, round_keys
+from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_costs
 from fedbilevel.engines.engine import Carry, Stretch
-from fedbilevel.engines.in_flight import InFlight, PhaseQueue
-from fedbilevel.engines.per_client import PerClient
+from fedbilevel.engines.evaluation import PerClient
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
+from fedbilevel.engines.virtual_time.clock import TICK
+from fedbilevel.engines.virtual_time.in_flight import InFlight, PhaseQueue
 from fedbilevel.flower.clock import Clock, WallClock
 from fedbilevel.flower.contract import draw_up
 from fedbilevel.flower.courier import Courier
@@ -129,7 +129,7 @@ class FlowerRun:
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         """One round, and again what has to be undone; of that only the costs are left."""
-        end, began, undone = int(carry.round) + 1, self.clock.time(), round_costs.empty()
+        end, began, undone = int(carry.round) + 1, self.clock.time(), empty_costs()
         self.undoing.times = 0
         while True:
             fed = self.fed(at(self.algorithm, carry.round), round_keys(self.key, int(carry.round)), carry)
@@ -145,11 +145,11 @@ class FlowerRun:
             else:
                 if int(carry.round) == end:
                     break
-            undone = round_costs.merge(undone, fed.round_costs._replace(metrics={}))
+            undone = add_costs(undone, fed.round_costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + self.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
-        costs = round_costs.stack([round_costs.merge(undone, fed.total_costs())])
-        return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=round_costs.in_parts(ticks)[None]))
+        costs = stack_costs([add_costs(undone, fed.total_costs())])
+        return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=in_parts(ticks)[None]))
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
         """The round that the carry begins."""

@@ -15,8 +15,17 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import round_costs
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
+from fedbilevel.engines.costs import (
+    ExchangeCount,
+    ExchangeKind,
+    RoundCosts,
+    Sums,
+    add_costs,
+    empty_costs,
+    normalise,
+    weigh,
+)
 from fedbilevel.engines.engine import loop
 from fedbilevel.flower.contract import Call, Contract
 from fedbilevel.flower.gathering import Gathering, Question, Wording
@@ -39,7 +48,7 @@ class FlowerFed:
         self.has_client_steps, self.sampled = run.clients.local_steps is not None, run.cohort < len(run.clients)
         self.own = self.cohort(keys)
         self.run.roster.refresh()
-        self.round_costs = round_costs.empty()
+        self.round_costs = empty_costs()
         self.exchanges = 0
         self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
 
@@ -58,7 +67,7 @@ class FlowerFed:
         answers = gathering.gather()
         sums = self.total(question.phase, answers)
         self.enter(question, gathering, sums, self.measured(answers))
-        mean = round_costs.normalise(sums, len(self.run.clients), unbiased)
+        mean = normalise(sums, len(self.run.clients), unbiased)
         return jax.tree.map(jnp.asarray, mean)
 
     def first(
@@ -95,7 +104,7 @@ class FlowerFed:
         self.enter(question, gathering, sums, metrics)
         return jax.tree.map(jnp.asarray, sums.update)
 
-    def early(self, phase: str, answers: list[Arrival]) -> tuple[round_costs.Sums, float]:
+    def early(self, phase: str, answers: list[Arrival]) -> tuple[Sums, float]:
         """The sum of these and of what is left from before a stop, and Σ p_i·asked."""
         sums, asked = self.run.lanes.resumed.get(phase, (None, 0.0))
         new = [self.total(phase, answers)] if answers else []
@@ -146,7 +155,7 @@ class FlowerFed:
             )
         return Wording(contract, contract.calls[name], to_bytes(message))
 
-    def total(self, phase: str, answers: list[Arrival]) -> round_costs.Sums:
+    def total(self, phase: str, answers: list[Arrival]) -> Sums:
         """The weighted sums: all that the algorithm sees. A protocol that reveals sums alone would stand here.
 
         In NumPy, which adds bytes that came over a network in a tenth of the time that single JAX operations take.
@@ -161,7 +170,7 @@ class FlowerFed:
                 epsilon, delta = self.privacy or (0.0, 0.0)
                 self.privacy = max(epsilon, answer.epsilon), max(delta, answer.delta)
             reply = Reply(counted.update, gradients=answer.gradients, hvps=answer.hvps)
-            sums.append(round_costs.weigh(reply, weight, one))
+            sums.append(weigh(reply, weight, one))
         return reduce(lambda a, b: jax.tree.map(np.add, a, b), sums)
 
     def measured(self, answers: list[Arrival]) -> Metrics:
@@ -177,23 +186,21 @@ class FlowerFed:
             name: (np.asarray(values, real), np.asarray(weights, real)) for name, (values, weights) in found.items()
         }
 
-    def enter(self, question: Question, gathering: Gathering, sums: round_costs.Sums, metrics: Metrics) -> None:
+    def enter(self, question: Question, gathering: Gathering, sums: Sums, metrics: Metrics) -> None:
         """Note what an exchange cost and measured."""
-        entry = round_costs.empty()._replace(
+        entry = empty_costs()._replace(
             calls=self.costs(question, gathering, sums),
             gradients=sums.gradients,
             hvps=sums.hvps,
             metrics={(question.phase, name): pair for name, pair in metrics.items()},
         )
-        self.round_costs = round_costs.merge(self.round_costs, entry)
+        self.round_costs = add_costs(self.round_costs, entry)
 
-    def costs(
-        self, question: Question, gathering: Gathering, sums: round_costs.Sums
-    ) -> dict[round_costs.ExchangeKind, round_costs.ExchangeCount]:
+    def costs(self, question: Question, gathering: Gathering, sums: Sums) -> dict[ExchangeKind, ExchangeCount]:
         """How often messages of each size were sent and answered."""
         size = question.wording(0).call.size  # the same for all
-        return {size: round_costs.ExchangeCount(*np.array([1, len(gathering.asked), sums.responders], np.int32))}
+        return {size: ExchangeCount(*np.array([1, len(gathering.asked), sums.responders], np.int32))}
 
-    def total_costs(self) -> round_costs.RoundCosts:
+    def total_costs(self) -> RoundCosts:
         """The costs of the round, at its end."""
         return self.round_costs

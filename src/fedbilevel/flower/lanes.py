@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedbilevel.engines.in_flight import InFlight
-from fedbilevel.engines.round_costs import Sums
+from fedbilevel.engines.costs import Sums
+from fedbilevel.engines.virtual_time.in_flight import InFlight
 from fedbilevel.flower.counting import Counted
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from fedbilevel.core.errors import AbsenceWarning, require
 from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
-from fedbilevel.engines.per_client import PerClient, spread
 from fedbilevel.flower.courier import Letter
 from fedbilevel.flower.records import reading
 from fedbilevel.flower.wire import METRICS, Ask, Refusal, to_bytes

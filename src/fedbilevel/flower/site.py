@@ -24,8 +24,7 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
-from fedbilevel.engines import per_client
-from fedbilevel.engines.per_client import Measure, PerClient, PerClientEvaluation
+from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower.accounting import BudgetSpentError
 from fedbilevel.flower.client_state import Kept, states_for
@@ -120,9 +119,9 @@ class ClientRuntime:
         self.contract = self.cut(examples)  # the general one, as it is for this client
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
-            metrics, none = per_client.named(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
+            metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
             self.at = (self.x, self.x if none else self.y)  # of simple bilevel problems y is an average of x
-            per_client.check_metrics(metrics, site.x0, site.x0 if none else site.y0, examples)
+            check_per_client(metrics, site.x0, site.x0 if none else site.y0, examples)
             alone = Clients(outer, None if inner is outer else inner)
             self.measured = PerClientEvaluation(metrics, alone, x_fixed, x_fixed if none else y_fixed)
         floor = site.limits.min_batch_size

@@ -17,7 +17,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.submodel import UnitLayout, Units
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import round_costs
+from fedbilevel.engines.costs import ExchangeCount, ExchangeKind, RoundCosts, Sums
 from fedbilevel.engines.submodels import SubmodelPlan, covered, put_back
 from fedbilevel.flower.contract import Contract
 from fedbilevel.flower.fed import FlowerFed, Metrics
@@ -56,7 +56,7 @@ class SubmodelFlowerFed(FlowerFed):
 
         return lambda client: part(self.like(client))
 
-    def total(self, phase: str, answers: list[Arrival]) -> round_costs.Sums:
+    def total(self, phase: str, answers: list[Arrival]) -> Sums:
         """The weighted sums, put back into the whole; where all of a class hold the same, once for the class."""
         function, totals = getattr(type(self.algorithm), phase), []
         groups: dict[int, list[Arrival]] = {}
@@ -69,22 +69,20 @@ class SubmodelFlowerFed(FlowerFed):
     def first(self, *_: Any, **__: Any) -> PyTree:
         raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
 
-    def enter(self, question: Question, gathering: Gathering, sums: round_costs.Sums, metrics: Metrics) -> None:
+    def enter(self, question: Question, gathering: Gathering, sums: Sums, metrics: Metrics) -> None:
         super().enter(question, gathering, sums, metrics)
         if not question.fresh:
             self.heard |= {one.client for one in gathering.answers}
 
-    def costs(
-        self, question: Question, gathering: Gathering, sums: round_costs.Sums
-    ) -> dict[round_costs.ExchangeKind, round_costs.ExchangeCount]:
+    def costs(self, question: Question, gathering: Gathering, sums: Sums) -> dict[ExchangeKind, ExchangeCount]:
         asked = Counter(question.wording(client).call.size for client in gathering.asked)
         answered = Counter(one.counted.call.size for one in gathering.answers)
         return {
-            size: round_costs.ExchangeCount(*np.array([number == 0, sent, answered[size]], np.int32))
+            size: ExchangeCount(*np.array([number == 0, sent, answered[size]], np.int32))
             for number, (size, sent) in enumerate(asked.items())
         }
 
-    def total_costs(self) -> round_costs.RoundCosts:
+    def total_costs(self) -> RoundCosts:
         """The costs of the round, at its end, with how many of those who answered hold each entry of x and y."""
         alike = Counter(map(self.like, sorted(self.heard or self.own)))
         holders = [self.held.held(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()]
@@ -96,11 +94,9 @@ def cut(unit_layout: UnitLayout, phase: Callable[..., Reply], message: PyTree, u
     return programs(unit_layout).cut(phase, message, units)
 
 
-def whole(
-    unit_layout: UnitLayout, phase: Callable[..., Reply], sums: round_costs.Sums, units: Units
-) -> round_costs.Sums:
+def whole(unit_layout: UnitLayout, phase: Callable[..., Reply], sums: Sums, units: Units) -> Sums:
     """The sums of those who hold these units, put back into the whole."""
-    put: round_costs.Sums = programs(unit_layout).whole(phase, sums, units)
+    put: Sums = programs(unit_layout).whole(phase, sums, units)
     return put
 
 
@@ -121,7 +117,7 @@ def programs(unit_layout: UnitLayout) -> Programs:
     def cut(phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
         return known().cut(parts_of(phase)[0], message, units)
 
-    def whole(phase: Callable[..., Reply], sums: round_costs.Sums, units: Units) -> round_costs.Sums:
+    def whole(phase: Callable[..., Reply], sums: Sums, units: Units) -> Sums:
         return put_back(known(), parts_of(phase)[1], sums, units)
 
     if unit_layout not in PROGRAMS:

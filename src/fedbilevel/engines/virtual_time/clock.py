@@ -1,4 +1,4 @@
-"""Virtual time: how long clients take to compute and to answer, and when they are there at all.
+"""Virtual time: how long clients take to compute and to answer, and when they are available.
 
 Times are whole numbers of ticks, so that engines which add up in another order still agree on every order of events.
 """
@@ -40,9 +40,9 @@ class Clock:
         slowdown: how many times slower those are, in both.
         drift: σ of a further log-normal factor of each client, drawn anew every `period`.
         period: seconds between two draws of `drift`, and of one cycle of `availability`.
-        availability: the share of each period that a client is there, in one piece which begins where `seed` says; one
-            number, or one per client. A client that is away finishes what it does, but is asked nothing new before it
-            is back. One with 0 is never asked.
+        availability: the share of each period in which a client is available, in one piece whose start `seed` draws;
+            one number, or one per client. A client that is not available finishes its work, but gets no new message
+            before it is available again. A client with 0 never gets one.
         seed: of all these draws.
     """
 
@@ -99,7 +99,7 @@ class Clock:
         )
 
     def never_available(self, clients: int) -> np.ndarray:
-        """Ids of the clients that are never there."""
+        """Ids of the clients that are never available."""
         lasts = self.pace(clients).lasts
         return np.zeros(0, int) if lasts is None else np.flatnonzero(lasts == 0)
 
@@ -141,14 +141,14 @@ class Pace(NamedTuple):
         return whole[0] if len(whole) == 1 else whole[0] + whole[1]
 
     def waits(self, now: ClockState, ids: Array, after: Any = 0) -> Any:
-        """Ticks until each of these clients is there, from `after` ticks on."""
+        """Ticks until each of these clients is available, from `after` ticks on."""
         if self.begins is None:
             return 0
         within = (now.moment + after % self.period - jnp.asarray(self.begins)[ids]) % self.period
         return jnp.where(within < jnp.asarray(self.lasts)[ids], 0, self.period - within)
 
-    def ever(self, ids: Array) -> Any:
-        """Whether each of these clients is ever there."""
+    def ever_available(self, ids: Array) -> Any:
+        """Whether each of these clients is ever available."""
         return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
 
 

@@ -12,16 +12,17 @@ from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Reply, check_reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines import in_flight, round_costs
-from fedbilevel.engines.clock import Clock, ClockState, Pace
-from fedbilevel.engines.engine import check_first, check_reply
-from fedbilevel.engines.in_flight import InFlight
-from fedbilevel.engines.rows import DeviceRows
-from fedbilevel.engines.shares import Shares
+from fedbilevel.engines.costs import RoundCosts, Sums, add_costs, empty_costs, exchange_costs, normalise, weigh
+from fedbilevel.engines.engine import check_first
+from fedbilevel.engines.local.rows import DeviceRows
+from fedbilevel.engines.local.shares import Shares
 from fedbilevel.engines.submodels import SubmodelPlan
+from fedbilevel.engines.virtual_time import in_flight
+from fedbilevel.engines.virtual_time.clock import Clock, ClockState, Pace
+from fedbilevel.engines.virtual_time.in_flight import InFlight
 
 AXIS = "clients"
 HOST = "hosts"  # the mesh's axis over processes, where there are several
@@ -80,7 +81,7 @@ class ProgramLayout:
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
     clock: Clock
-    there: float  # see `population_there`
+    available_population: float  # see `available_population`
     shares: Shares | None = None  # of several processes
     submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
     ask: RunPhase = field(init=False)
@@ -93,7 +94,7 @@ DrawMembers = Callable[[Array | int], Members]
 """Number of a fresh cohort -> its members on this device."""
 
 
-ClientFunction = Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]]
+ClientFunction = Callable[[Members, PyTree], tuple[Sums, PyTree]]
 """(a client, its state) -> its weighted answer and its next state."""
 
 
@@ -122,7 +123,7 @@ class LocalFed:
         self.members, self.underway, self.draw = members, underway, draw
         self.problem = layout.problem
         self.has_client_steps, self.sampled = layout.has_client_steps, layout.cohort < layout.population
-        self.round_costs = round_costs.empty()
+        self.round_costs = empty_costs()
 
     def mean(
         self,
@@ -135,7 +136,7 @@ class LocalFed:
     ) -> PyTree:
         name, answer = self.question(phase, message, key, fresh)
 
-        def one(member: Members, state: PyTree) -> tuple[round_costs.Sums, tuple[PyTree, Any]]:
+        def one(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
             sums, kept = answer(member, state)
             return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.hvps)
 
@@ -150,8 +151,8 @@ class LocalFed:
             sums = lax.psum(sums, self.layout.axis)
         ticks = self.wait_for(members, units)
         asked = self.layout.cohort if self.pace.lasts is None else sums.responders
-        self.round_costs = round_costs.merge(self.round_costs, round_costs.entry(name, message, sums, asked, ticks))
-        return round_costs.normalise(sums, self.layout.there, unbiased)
+        self.round_costs = add_costs(self.round_costs, exchange_costs(name, message, sums, asked, ticks))
+        return normalise(sums, self.layout.available_population, unbiased)
 
     def first(
         self,
@@ -173,8 +174,8 @@ class LocalFed:
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)
         self.underway = ExchangeState(states, self.underway.now.later(self.pace, plan.ticks), queues)
-        self.round_costs = round_costs.merge(
-            self.round_costs, round_costs.entry(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
+        self.round_costs = add_costs(
+            self.round_costs, exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
         )
         return total.update
 
@@ -184,15 +185,15 @@ class LocalFed:
         """A phase's name, and what asks it of a client."""
         name = self.algorithm.phase_name(phase)
 
-        def answer(member: Members, state: PyTree) -> tuple[round_costs.Sums, PyTree]:
+        def answer(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
             own = self.client(member, state), message, jax.random.fold_in(key, member.id)
             reply = self.layout.ask(name, self.algorithm, *own)
             check_reply(reply, name, fresh)
             kept = state if reply.state is None else reply.state
-            answered = round_costs.weigh(reply, member.weight, member.counts), kept
+            answered = weigh(reply, member.weight, member.counts), kept
             if self.pace.lasts is None:
                 return answered
-            nothing = jax.tree.map(jnp.zeros_like, answered[0]), state  # from those who are never there
+            nothing = jax.tree.map(jnp.zeros_like, answered[0]), state  # from those who are never available
             return jax.tree.map(lambda a, b: jnp.where(member.counts > 0, a, b), answered, nothing)
 
         return name, answer
@@ -240,20 +241,18 @@ class LocalFed:
         *,
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
-        def once(
-            i: Array | int, carry: PyTree, underway: ExchangeState
-        ) -> tuple[PyTree, ExchangeState, round_costs.RoundCosts]:
+        def once(i: Array | int, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:
             fed = self.again(underway)
             carry = body(fed, carry, jax.random.fold_in(key, i))
             return carry, fed.underway, fed.round_costs
 
-        def unfinished(loop: tuple[Array, PyTree, ExchangeState, round_costs.RoundCosts]) -> Array:
+        def unfinished(loop: tuple[Array, PyTree, ExchangeState, RoundCosts]) -> Array:
             i, carry, *_ = loop
             return i < n if until is None else (i < n) & ~until(carry)
 
         def step(
-            loop: tuple[Array, PyTree, ExchangeState, round_costs.RoundCosts],
-        ) -> tuple[Array, PyTree, ExchangeState, round_costs.RoundCosts]:
+            loop: tuple[Array, PyTree, ExchangeState, RoundCosts],
+        ) -> tuple[Array, PyTree, ExchangeState, RoundCosts]:
             i, carry, underway, total = loop
             carry, underway, new = once(i, carry, underway)
             return i + 1, carry, underway, jax.tree.map(jnp.add, total, new)
@@ -262,10 +261,10 @@ class LocalFed:
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         start = (jnp.zeros((), jnp.int32), carry, self.underway, zero)
         _, carry, self.underway, total = lax.while_loop(unfinished, step, start)
-        self.round_costs = round_costs.merge(self.round_costs, total)
+        self.round_costs = add_costs(self.round_costs, total)
         return carry
 
-    def total_costs(self) -> round_costs.RoundCosts:
+    def total_costs(self) -> RoundCosts:
         """The costs of the round, at its end."""
         return self.round_costs
 
@@ -299,12 +298,12 @@ class LocalFed:
 
 
 def sum_over_clients(
-    one: Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]],
+    one: Callable[[Members, PyTree], tuple[Sums, PyTree]],
     members: Members,
     states: PyTree,
     chunk: int,
     gaps: bool = False,
-) -> tuple[round_costs.Sums, PyTree]:
+) -> tuple[Sums, PyTree]:
     """Σ of `one` over clients, `chunk` of them vectorised at a time, and what else it gives of each, in order.
 
     With `gaps`, chunks in which nobody counts are left out: their states stay, of the rest there are zeros. `one` gives
@@ -315,11 +314,11 @@ def sum_over_clients(
         return _vectorised(one, members, states)
     blocks = jax.tree.map(lambda a: a.reshape(count // chunk, chunk, *a.shape[1:]), (members, states))
 
-    def play(total: round_costs.Sums, inputs: tuple[Members, PyTree]) -> tuple[round_costs.Sums, PyTree]:
+    def play(total: Sums, inputs: tuple[Members, PyTree]) -> tuple[Sums, PyTree]:
         sums, new = _vectorised(one, *inputs)
         return jax.tree.map(jnp.add, total, sums), new
 
-    def block(total: round_costs.Sums, inputs: tuple[Members, PyTree]) -> tuple[round_costs.Sums, PyTree]:
+    def block(total: Sums, inputs: tuple[Members, PyTree]) -> tuple[Sums, PyTree]:
         if not gaps:
             return play(total, inputs)
         counts = inputs[0].counts
@@ -333,8 +332,8 @@ def sum_over_clients(
 
 
 def _vectorised(
-    one: Callable[[Members, PyTree], tuple[round_costs.Sums, PyTree]], members: Members, states: PyTree
-) -> tuple[round_costs.Sums, PyTree]:
+    one: Callable[[Members, PyTree], tuple[Sums, PyTree]], members: Members, states: PyTree
+) -> tuple[Sums, PyTree]:
     if members.id.shape[0] == 1:  # a batch axis of one would only hide matrix products from the compiler
         sums, new = one(*jax.tree.map(lambda a: a[0], (members, states)))
         return sums, jax.tree.map(lambda a: a[None], new)

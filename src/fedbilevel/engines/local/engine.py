@@ -20,19 +20,18 @@ from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged, require, require_count
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
-from fedbilevel.engines import hosts
-from fedbilevel.engines.clock import Clock, Pace
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.engine import Carry, Stretch, check_here, check_there, population_there
-from fedbilevel.engines.in_flight import nonfinite_answers, with_tables
-from fedbilevel.engines.leaving import exchange
-from fedbilevel.engines.local_fed import AXIS, HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays
+from fedbilevel.engines.costs import RoundCosts
+from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
+from fedbilevel.engines.local.fed import AXIS, HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays
+from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
+from fedbilevel.engines.local.shares import Shares
+from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.reference import ReferenceRun
-from fedbilevel.engines.round_costs import RoundCosts
-from fedbilevel.engines.shares import Shares
-from fedbilevel.engines.source import Resident, Streamed, is_memory_mapped, local, replicate
 from fedbilevel.engines.submodel_fed import SubmodelFed, chunk_of
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
+from fedbilevel.engines.virtual_time.clock import Clock, Pace
+from fedbilevel.engines.virtual_time.in_flight import nonfinite_answers, with_tables
 
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
 
@@ -50,7 +49,7 @@ class ProgramInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Local:
-    """Simulate clients on this machine's devices, or on those of all processes that called `hosts.join`.
+    """Simulate clients on this machine's devices, or on those of all processes that called `multihost.join`.
 
     Args:
         chunk: clients vectorised together; None chooses: everyone where models are small or on a GPU (in quarters
@@ -76,11 +75,11 @@ class Local:
     def start(
         self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> LocalRun:
-        check_here(clients)
-        check_there(self.clock, algorithm, len(clients), cohort)
-        mesh = self.mesh()
-        processes = hosts.count()
-        shares = Shares(len(clients), processes, hosts.index(), self.devices) if processes > 1 else None
+        check_simulated(clients)
+        check_availability(self.clock, algorithm, len(clients), cohort)
+        group = current_group()
+        mesh, processes = self.mesh(group), group.processes
+        shares = Shares(len(clients), processes, group.process, self.devices) if processes > 1 else None
         share = -(-cohort // (self.devices * processes))  # clients per device, rounded up
         lumpy = shares is not None and cohort < len(clients)
         chunk = min(self.chunk or default_chunk(carry.state, clients, share, lumpy), share)
@@ -98,7 +97,7 @@ class Local:
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,
             clock=self.clock,
-            there=population_there(self.clock, clients),
+            available_population=available_population(self.clock, clients),
             shares=shares,
             submodel_plan=SubmodelPlan.of(algorithm, problem, clients, carry.state.x, carry.state.y, away),
         )
@@ -110,14 +109,16 @@ class Local:
         make: Callable[..., Any] = Streamed if stream else Resident
         if shares:
             assert mesh is not None
-            hosts.meet(mesh)
-        return LocalRun(algorithm, layout, make(clients, layout, key, mesh, self.prefetch), mesh, key, clients, problem)
+            group.meet(mesh)
+        return LocalRun(
+            algorithm, layout, make(clients, layout, key, mesh, self.prefetch), mesh, key, clients, problem, group
+        )
 
-    def mesh(self) -> Mesh | None:
+    def mesh(self, group: ProcessGroup) -> Mesh | None:
         """The devices to use: none named where one will do, else one axis, or two where there are several processes."""
-        joined = jax.process_count() == hosts.count()
-        require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.hosts.join")
-        own = [[d for d in jax.devices() if d.process_index == process] for process in range(hosts.count())]
+        joined = jax.process_count() == group.processes
+        require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.multihost.group.join")
+        own = [[d for d in jax.devices() if d.process_index == process] for process in range(group.processes)]
         available = min(map(len, own))
         whose = "this machine" if len(own) == 1 else "the machine with the fewest"
         require(
@@ -155,9 +156,10 @@ class LocalRun:
         key: Array,
         clients: Clients,
         problem: Problem,
+        group: ProcessGroup,
     ) -> None:
         self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
-        self.clients, self.problem = clients, problem
+        self.clients, self.problem, self.group = clients, problem, group
         self.local_steps = clients.local_steps if isinstance(clients.local_steps, tuple) else None
         self.pace, self.asynchronous = layout.clock.pace(len(clients)), algorithm.asynchronous
         if layout.shares:
@@ -173,7 +175,7 @@ class LocalRun:
         if self.program is None:
             self.program = self.compile(carry, inputs)
         count = min(rounds, self.source.rounds_per_call)
-        with exchange():
+        with self.group.exchange():
             carry, done, costs, finite = self.program(carry, np.int32(count), inputs)
             done = int(done)
         if not np.all(finite):
@@ -296,7 +298,7 @@ class LocalRun:
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         if self.local_steps is not None:
             members = members._replace(work=work_of(keys.work, ids, self.local_steps))
-        members = members._replace(counts=members.counts * inputs.pace.ever(ids))
+        members = members._replace(counts=members.counts * inputs.pace.ever_available(ids))
         if members.work is not None and not self.asynchronous:
             order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)

@@ -15,7 +15,7 @@ from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.cohort import draw_cohort, round_keys
-from fedbilevel.engines.local_fed import HOST, Members, ProgramLayout, SampleArrays
+from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
 from fedbilevel.engines.submodels import SubmodelPlan
 
 RoundInputs = tuple[SampleArrays, Members, Array | None]

@@ -19,9 +19,9 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.clock import ClockState, Pace
+from fedbilevel.engines.costs import Sums, weigh
 from fedbilevel.engines.recorder import record
-from fedbilevel.engines.round_costs import Sums, weigh
+from fedbilevel.engines.virtual_time.clock import ClockState, Pace
 
 IDLE = -1
 NEVER = 2**31 - 1  # ticks
@@ -110,7 +110,7 @@ def first(
     lane, number = queues.lanes[phase], queues.number(phase)
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     here = queues.kind == number
-    free = ~here & pace.ever(ids)
+    free = ~here & pace.ever_available(ids)
     start = queues.left + pace.waits(now, ids, queues.left)
     arrival = jnp.where(free, start + pace.durations(now, ids, units), jnp.where(here, queues.left, NEVER))
     asked = jnp.where(here, lane.since, lane.exchanges)
@@ -137,9 +137,9 @@ def first(
 
 
 def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> ExchangePlan:
-    """The plan of an exchange that waits for all who are ever there."""
+    """The plan of an exchange that waits for all who are ever available."""
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
-    able = jnp.broadcast_to(pace.ever(ids), ids.shape)
+    able = jnp.broadcast_to(pace.ever_available(ids), ids.shape)
     start = queues.left + pace.waits(now, ids, queues.left)
     ticks = jnp.max(jnp.where(able, start + pace.durations(now, ids, units), 0))
     idle, nothing = jnp.full_like(queues.kind, IDLE), jnp.zeros_like(queues.left)

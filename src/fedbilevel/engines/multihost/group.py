@@ -1,0 +1,276 @@
+"""The processes that run one simulation together, as an object; by default this process alone.
+
+Sums over clients go through XLA's collectives. Everything else (the spec, how many rounds come next, whether anybody
+pressed Ctrl-C, the bytes of a checkpoint) goes through the key-value store of JAX's coordination service, which
+process 0 hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ExchangeError,
+    FedbilevelError,
+    NonFiniteError,
+    NumericalError,
+)
+from fedbilevel.engines.multihost.addresses import check_reachable, own_name
+
+LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
+PIECE = 2**20  # bytes of a message in one entry of the store; gRPC carries at most 4 MiB
+PARTING_SECONDS = 5  # in which an error that all processes have comes up in all of them
+LEFT = "fedbilevel/left"  # keys of the notes of processes that have ended
+LONGEST = 10_000  # characters of a note
+KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, NumericalError)}
+"""Errors of process 0 that are of the same kind there; all other kinds become ConfigurationErrors."""
+
+
+class LostProcess(ExchangeError):
+    """Another process of the simulation has ended, or cannot be reached any more."""
+
+
+@dataclass
+class ProcessGroup:
+    """The processes of one simulation, as one of them knows them. Without arguments: this process alone.
+
+    All processes of a group call `gather`, `first`, `decide`, `require_same` and `copy_of` in the same order.
+    """
+
+    service: Any = None  # JAX's client of the key-value store, once `join` has been called
+    processes: int = 1
+    process: int = 0  # the number of this process, 0 … processes − 1
+    coordinator: str = ""  # HOST:PORT
+    saved: str = ""  # the path of this run's last checkpoint
+    advice: str = ""  # how to continue from it
+    trouble: str = ""  # what it means, at this moment, if JAX's runtime ends this process
+    reported: bool = False  # whether this process has already said that another one was lost
+    ending: int | None = None  # exit code of a process that has said why it ends
+    messages: int = 0  # so far; all processes count alike, since all make the same calls
+    mine: list[str] = field(default_factory=list)  # keys of messages that others may not have read yet
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return self.process == 0
+
+    @contextmanager
+    def meanwhile(self, trouble: str) -> Iterator[None]:
+        """What it means if JAX's runtime ends this process self."""
+        self.trouble = trouble
+        try:
+            yield
+        finally:
+            self.trouble = ""
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Turn what XLA and JAX's service raise when another process is gone into `LostProcess`."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            gone = any(word in str(error) for word in ("Gloo", "NCCL", "UNAVAILABLE"))
+            if self.processes == 1 or not gone:
+                raise
+            self.reported = True
+            raise LostProcess(self.sentence(self.trouble or self.lost())) from error
+
+    def lost(self) -> str:
+        """That another process was lost, and which one."""
+        other = f"process {1 - self.process}" if self.processes == 2 else "another process"
+        return f"{other} was lost (killed, crashed or cut off)"
+
+    def sentence(self, what: str) -> str:
+        """What has happened, what stays, and how to go on."""
+        if not self.saved:
+            return f"{what}; no checkpoint had been written"
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{what}; the last checkpoint is {self.saved}, of process 0{advice}"
+
+    def part(self, code: int, why: str) -> NoReturn:
+        """End this process after an error: with the others if it is theirs too, else alone, and they will be told."""
+        alone, self.reported = self.reported, True
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.ending = code
+        if not alone:
+            self._take_leave(why)
+            with suppress(jax.errors.JaxRuntimeError):  # jax.distributed.shutdown would wait for a minute
+                self.service.wait_at_barrier("fedbilevel/part", 1000 * PARTING_SECONDS)
+        os._exit(code)
+
+    def gather(self, word: Any) -> list[Any]:
+        """What every process says, in order; `word` is JSON. All processes make the same calls in the same order."""
+        if self.processes == 1:
+            return [word]
+        self._say(json.dumps(word).encode())
+        words = [word if k == self.process else json.loads(self._hear(k)) for k in range(self.processes)]
+        self.messages += 1
+        earlier, self.mine = self.mine[:-1], self.mine[-1:]  # who speaks now has heard all that was said before
+        for key in earlier:
+            self.service.key_value_delete(key)
+        return words
+
+    def first(self, word: Any) -> Any:
+        """What process 0 says, in JSON; the others' words do not count."""
+        return json.loads(self._first(json.dumps(word).encode()))
+
+    def decide(self, choose: Callable[[], Any]) -> Any:
+        """The value (JSON) of a function that process 0 alone calls; its error is everybody's error."""
+        if self.processes == 1:
+            return choose()
+        value, kind, said = None, "", ""
+        if self.is_first:
+            try:
+                value = choose()
+            except Exception as error:
+                kind, said = type(error).__name__, str(error)
+                own = isinstance(error, FedbilevelError | OSError)
+                self.first([None, kind, said if own and said else f"{kind}: {said}"])
+                raise
+        value, kind, said = self.first([value, kind, said])
+        if kind:
+            raise KINDS.get(kind, ConfigurationError)(f"process 0: {said}")
+        return value
+
+    def require_same(self, fields: dict[str, Any]) -> None:
+        """Refuse values (JSON, by name) that are not the same on every process."""
+        words = self.gather(fields)
+        for process, theirs in enumerate(words):
+            for name in sorted(words[0].keys() | theirs.keys()):
+                of_first, other = words[0].get(name), theirs.get(name)
+                if of_first != other:
+                    said = f"{name} differs between processes: {of_first} on process 0, {other} on process {process}"
+                    raise ConfigurationError(f"{said}; it must be the same")
+
+    @contextmanager
+    def copy_of(self, path: Path) -> Iterator[Path]:
+        """Process 0's file `path`, as a file that this process can read."""
+        if self.processes == 1:
+            yield path
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            content = self._first(path.read_bytes() if self.is_first and path.is_file() else b"")
+            copy = Path(folder) / path.name
+            if content:
+                copy.write_bytes(content)
+            yield path if self.is_first else copy
+
+    def _first(self, data: bytes) -> bytes:
+        if self.processes == 1:
+            return data
+        if self.is_first:
+            self._say(data)
+        else:
+            data = self._hear(0)
+        self.messages += 1
+        return data
+
+    def _say(self, data: bytes) -> None:
+        """Put a message into the store, its last piece first: who finds the first one finds them all."""
+        key = f"fedbilevel/{self.messages}/{self.process}"
+        pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
+        with self.exchange():
+            for number, piece in reversed(list(enumerate(pieces))):
+                self.service.key_value_set_bytes(f"{key}/{number}", len(pieces).to_bytes(4) + piece)
+        self.mine.append(key)
+
+    def _hear(self, process: int) -> bytes:
+        """Wait for that process's message."""
+        key, content, total, number = f"fedbilevel/{self.messages}/{process}", b"", 1, 0
+        while number < total:
+            piece = self._wait_for(f"{key}/{number}", process)
+            total, content, number = int.from_bytes(piece[:4]), content + piece[4:], number + 1
+        return content
+
+    def _wait_for(self, key: str, process: int) -> bytes:
+        whom = "" if self.processes == 2 else f" while waiting for process {process}"
+        gone = ""
+        with self.meanwhile(f"{self.lost()}{whom}"):
+            while True:
+                try:
+                    with self.exchange():
+                        return bytes(self.service.blocking_key_value_get_bytes(key, LISTEN_MILLISECONDS))
+                except jax.errors.JaxRuntimeError as error:
+                    if "DEADLINE_EXCEEDED" not in str(error):
+                        raise
+                if gone:  # and had said nothing before it left
+                    raise LostProcess(self.sentence(gone))
+                gone = self.who_left()
+
+    def meet(self, mesh: Mesh) -> None:
+        """Have all devices of a mesh connected, by a sum over them, once every process has come here.
+
+        Gloo gives up after half a minute, and only the words of `gather` are waited for without end.
+
+        Raises:
+            ConfigurationError: the own name of some host is an address that the others cannot reach.
+            LostProcess: they do not come together.
+        """
+        names = self.gather(own_name())
+        if jax.default_backend() == "cpu":
+            check_reachable(self.coordinator, names)
+        add = lambda: lax.psum(jnp.ones(()), mesh.axis_names)  # noqa: E731
+        total = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
+        with (
+            _silent(),
+            self.meanwhile("the processes could not connect to each other, or one was lost meanwhile"),
+            self.exchange(),
+        ):
+            total().block_until_ready()
+
+    def end(self) -> None:
+        """Say that this process has come to its end, before JAX waits for the others."""
+        self.trouble = "this process had come to its end, and the others had not"
+        self._take_leave("")
+
+    def _take_leave(self, why: str) -> None:
+        """Leave a note for those who will wait for this process."""
+        with suppress(jax.errors.JaxRuntimeError):
+            self.service.key_value_set(f"{LEFT}/{self.process}", why[:LONGEST])
+
+    def who_left(self) -> str:
+        """Who has left a note, and why; nothing if nobody has."""
+        with self.exchange():
+            notes = self.service.key_value_dir_get(LEFT)
+        for key, why in notes:
+            who = f"process {key.rpartition('/')[2]} has ended"
+            return f"{who} with {why}" if why else f"{who} before the others"
+        return ""
+
+
+_OF_THIS_PROCESS = ProcessGroup()
+
+
+def current_group() -> ProcessGroup:
+    """The group that this process belongs to: the one that it joined (see `join`), or itself alone."""
+    return _OF_THIS_PROCESS
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep what C++ prints (Gloo, that it is connected) off standard output, which is for the run's own words."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,131 @@
+"""Joining several processes, on one or more hosts, to a group that runs one simulation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+import jax
+
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.engines.multihost.addresses import AUTO, check_place
+from fedbilevel.engines.multihost.group import ProcessGroup, current_group
+from fedbilevel.engines.multihost.leaving import explain_abort, leave_when_failing
+
+HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
+END_SECONDS = 60  # that a process at its end waits for the others to come to theirs
+WORD_SECONDS = 2  # of waiting for the others to come, before it says so
+TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which one may come to after a long download
+
+
+def join(
+    coordinator: str, processes: int | None = None, process: int | None = None, *, patience: float = 300.0
+) -> ProcessGroup:
+    """Make this process one of several that run one simulation together; before JAX computes anything.
+
+    Args:
+        coordinator: HOST:PORT where process 0 listens, the same on every process; or "auto": all three from the
+            environment of a launcher that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
+        processes: how many there are.
+        process: which one this is, 0 … processes − 1.
+        patience: seconds to wait for the others.
+
+    Returns:
+        The group of these processes, which `current_group` also returns from now on.
+
+    Raises:
+        ConfigurationError: an argument is not allowed, JAX is already in use, nobody answers, or the processes have
+            different versions.
+
+    From then on an error that nobody catches ends this process at once (`sys.excepthook` is extended; functions
+    registered with `atexit` are not called), and the others learn of it. A process that is lost ends the others with
+    exit code 5 and a sentence that says so.
+    """
+    group = current_group()
+    require(group.service is None, "join", "a second call", "called once")
+    require(patience >= 1, "patience", patience, "at least 1 second")
+    auto = coordinator == AUTO
+    if auto:
+        given = [name for name, value in (("processes", processes), ("process", process)) if value is not None]
+        require(not given, " and ".join(given), "a number", f"left out with coordinator = {AUTO!r}")
+    others = f"the {processes or 'other'} processes"
+    with _patiently(f"waiting up to {patience:.0f} s for {others} to come to {coordinator}"):
+        if not auto:
+            check_place(coordinator, processes, process, patience)
+        undo = explain_abort(group)
+        try:
+            with (
+                group.meanwhile(f"{others} did not all come to {coordinator} within {patience:.0f} s"),
+                _interrupt_at_once(),
+            ):
+                _initialize(group, coordinator, processes, process, int(patience))
+        except ConfigurationError:
+            undo()
+            raise
+    leave_when_failing(group)
+    versions = {name: version(name) for name in ("fedbilevel", "jax", "jaxlib")}
+    group.require_same({"processes": group.processes} | versions)
+    return group
+
+
+def _initialize(
+    group: ProcessGroup, coordinator: str, processes: int | None, process: int | None, patience: int
+) -> None:
+    from jax._src import distributed  # the one way to the store; jax.distributed itself only starts and ends it
+
+    auto = coordinator == AUTO
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    try:
+        for which in ("local", "global"):
+            jax.config.update(f"jax_cpu_get_{which}_topology_timeout_minutes", TOPOLOGY_MINUTES)
+    except RuntimeError as error:
+        raise ConfigurationError("join must be called before JAX computes anything or looks at its devices") from error
+    try:
+        jax.distributed.initialize(
+            None if auto else coordinator,
+            processes,
+            process,
+            cluster_detection_method=None if auto else "deactivate",
+            coordinator_bind_address=None if auto else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
+            initialization_timeout=patience,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=END_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if auto and "be defined" in reason:
+            reason = "no launcher that JAX knows was found; give HOST:PORT, processes and process"
+        raise ConfigurationError(f"coordinator = {coordinator!r}: {reason}") from error
+    state = distributed.global_state
+    group.service, group.coordinator = state.client, str(state.coordinator_address)
+    group.processes, group.process = int(state.num_processes), int(state.process_id)
+
+
+@contextmanager
+def _patiently(sentence: str) -> Iterator[None]:
+    """Say what is waited for, if it takes long."""
+    timer = threading.Timer(WORD_SECONDS, print, [f"fedbilevel: {sentence}"], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _interrupt_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process while JAX waits for others, which it does without looking at Python's signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,1 @@
+"""Virtual time: how long simulated clients take, and which replies are in flight."""
