@@ -1,5 +1,7 @@
 """The engine that defines the semantics: a Python loop over clients, nothing compiled. For debugging and tests."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -48,9 +50,21 @@ PutBack = Callable[[Sums], Sums]
 
 
 class ReferenceFed:
-    """One round's exchanges, one client after the other. An error names the client."""
+    """The exchanges of one round, with one client after the other. An error names the client.
 
-    def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry):
+    Where clients hold submodels, each is sent its part of a message, and each entry is averaged over the clients that
+    hold it; otherwise everyone is sent the whole.
+    """
+
+    def __init__(
+        self,
+        run: ReferenceRun,
+        algorithm: Algorithm,
+        keys: RoundKeys,
+        carry: Carry,
+        submodels: RoundSubmodels | None = None,
+    ) -> None:
+        self.submodels = submodels
         self.run, self.algorithm, self.keys = run, algorithm, keys
         self.round, self.states, self.now, self.queues = int(carry.round), carry.clients, carry.now, carry.queues
         self.problem = run.problem
@@ -87,8 +101,16 @@ class ReferenceFed:
         return normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
 
     def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, PutBack]:
-        """What of a message client i is sent, and how its answer becomes one to the whole message."""
-        return message, lambda sums: sums
+        """The part of a message that client i is sent, and what gives its sums the shapes of the whole."""
+        if self.submodels is None:
+            return message, lambda sums: sums
+        (takes, gives), layout, units = parts_of(phase), self.submodels.unit_layout, self.units(self.submodels, i)
+        return layout.cut(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
+
+    def units(self, submodels: RoundSubmodels, i: int) -> Units:
+        """The units that client i holds in this round."""
+        plan = submodels.submodel_plan
+        return submodels.units(int(plan.number[i]), i, int(plan.rank[i]))
 
     def first(
         self,
@@ -168,8 +190,12 @@ class ReferenceFed:
         return loop(self, n, body, carry, key, until)
 
     def total_costs(self) -> RoundCosts:
-        """The costs of the round, at its end."""
-        return self.round_costs
+        """The costs of the round, at its end; with submodels also how many clients of its cohort hold each entry."""
+        if (submodels := self.submodels) is None:
+            return self.round_costs
+        available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i in self.own[0].tolist()]
+        held = [submodels.held(self.units(submodels, i), counts) for i, counts in available]
+        return covered(self.round_costs, held)
 
     def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
         """Who is asked, and how much each one works."""
@@ -188,26 +214,6 @@ class ReferenceFed:
             state=state,
             work=work,
         )
-
-
-class SubmodelReferenceFed(ReferenceFed):
-    """The same for clients who hold submodels: each is sent its part, and entries are averaged over those with them."""
-
-    def __init__(self, run: "ReferenceRun", algorithm: Algorithm, keys: RoundKeys, carry: Carry, held: RoundSubmodels):
-        super().__init__(run, algorithm, keys, carry)
-        self.held, self.unit_layout = held, held.unit_layout
-
-    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, PutBack]:
-        (takes, gives), units = parts_of(phase), self.units(i)
-        return self.unit_layout.cut(takes, message, units), lambda sums: put_back(self.unit_layout, gives, sums, units)
-
-    def units(self, i: int) -> Units:
-        submodel_plan = self.held.submodel_plan
-        return self.held.units(int(submodel_plan.number[i]), i, int(submodel_plan.rank[i]))
-
-    def total_costs(self) -> RoundCosts:
-        there = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i in self.own[0].tolist()]
-        return covered(self.round_costs, [self.held.held(self.units(i), counts) for i, counts in there])
 
 
 @dataclass
@@ -230,11 +236,9 @@ class ReferenceRun:
         for round in range(int(carry.round), int(carry.round) + rounds):
             keys = round_keys(self.key, round)
             algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
-            if self.submodel_plan is None:
-                fed = ReferenceFed(self, algorithm, keys, carry)
-            else:
-                given = self.submodel_plan, algorithm, self.key, carry.round, carry.state.x, carry.state.y
-                fed = SubmodelReferenceFed(self, algorithm, keys, carry, RoundSubmodels(*given))
+            plan, x, y = self.submodel_plan, carry.state.x, carry.state.y
+            submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, x, y)
+            fed = ReferenceFed(self, algorithm, keys, carry, submodels)
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
                 state = algorithm.round(fed, carry.state, keys.algorithm)
                 fed.round_costs = fed.total_costs()

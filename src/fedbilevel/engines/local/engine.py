@@ -23,12 +23,20 @@ from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.costs import RoundCosts
 from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
-from fedbilevel.engines.local.fed import AXIS, HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays
+from fedbilevel.engines.local.fed import (
+    AXIS,
+    HOST,
+    ExchangeState,
+    LocalFed,
+    Members,
+    ProgramLayout,
+    SampleArrays,
+    chunk_of,
+)
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
 from fedbilevel.engines.local.shares import Shares
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.reference import ReferenceRun
-from fedbilevel.engines.submodel_fed import SubmodelFed, chunk_of
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 from fedbilevel.engines.virtual_time.clock import Clock, Pace
 from fedbilevel.engines.virtual_time.in_flight import nonfinite_answers, with_tables
@@ -219,10 +227,10 @@ class LocalRun:
         if self.layout.submodel_plan:  # whose clients keep nothing
             underway = ExchangeState(None, carry.now, None)
         elif self.asynchronous:  # everyone, in order: what clients keep is not moved about
-            pad = partial(padded, extra=members.id.shape[0] - len(self.clients))
+            pad = partial(padded, extra=members[0].id.shape[0] - len(self.clients))
             underway = ExchangeState(pad(carry.clients), carry.now, with_tables(carry.queues, pad))
         else:
-            states = jax.tree.map(lambda leaf: leaf[members.id], carry.clients)
+            states = jax.tree.map(lambda leaf: leaf[members[0].id], carry.clients)
             underway = ExchangeState(states, carry.now, None)
         algorithm = at(inputs.algorithm, carry.round)
 
@@ -235,13 +243,19 @@ class LocalRun:
             inputs: ProgramInputs,
         ) -> Any:
             round, keys = now
-            given = self.layout, algorithm, inputs.data, inputs.pace, members, underway
-            draw = partial(self.fresh, keys, inputs)
-            if self.layout.submodel_plan is None:
-                fed = LocalFed(*given, draw)
-            else:
-                held = RoundSubmodels(self.layout.submodel_plan, algorithm, inputs.key, round, state.x, state.y)
-                fed = SubmodelFed(*given, draw, held)
+            given = (
+                self.layout,
+                algorithm,
+                inputs.data,
+                inputs.pace,
+                members,
+                underway,
+                partial(self.fresh, keys, inputs),
+            )
+            plan = self.layout.submodel_plan
+            x, y = state.x, state.y
+            submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, round, x, y)
+            fed = LocalFed(*given, submodels)
             state = algorithm.round(fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
 
@@ -272,7 +286,7 @@ class LocalRun:
         flags += [jnp.isfinite(round_costs.metrics[name][0]) for name in sorted(round_costs.metrics)]
         return Carry(carry.round + 1, state, clients, underway.now, queues, carry.own_x), round_costs, jnp.stack(flags)
 
-    def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> Members:
+    def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> tuple[Members, ...]:
         """This device's share of the round's fresh cohort of that number."""
         *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
         if self.mesh is None:
@@ -285,10 +299,14 @@ class LocalRun:
 
         return jax.tree.map(of_this_device, members)
 
-    def cohort(self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0) -> tuple[Array, Any, Any]:
-        """The ids of a cohort, the places of these among its members, and those, padded and sorted by work.
+    def cohort(
+        self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0
+    ) -> tuple[Array, Any, tuple[Members, ...]]:
+        """A cohort.
 
-        Where clients hold submodels, there are members of each class of capacity.
+        Returns:
+            Its ids, (P,); their places among the members; the members of each class of capacity, padded and sorted by
+            work. Without capacities there is one class.
         """
         size = self.layout.cohort
         if inputs.ids is None:
@@ -305,14 +323,14 @@ class LocalRun:
         if shares := self.layout.shares:
             where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))
             members = jax.tree.map(lambda column: column[member], members)
-            return ids, where, members._replace(counts=members.counts * taken)
+            return ids, where, (members._replace(counts=members.counts * taken),)
         if submodel_plan := self.layout.submodel_plan:
             return (
                 ids,
                 slice(size),
                 tuple(self.of_class(members, number) for number in range(len(submodel_plan.places))),
             )
-        return ids, slice(size), self.in_chunks(members, self.layout.chunk)
+        return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
         """Places for as many of a cohort as that class of capacity may have there, and those who are, first."""

@@ -1,25 +1,35 @@
-"""The exchanges of one round inside a compiled program: clients by vmap × chunk × device mesh."""
+"""The exchanges of one round inside a compiled program: clients by class of capacity × vmap × chunk × device mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import Fed, Reply, check_reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.costs import RoundCosts, Sums, add_costs, empty_costs, exchange_costs, normalise, weigh
+from fedbilevel.engines.costs import (
+    RoundCosts,
+    Sums,
+    add_costs,
+    empty_costs,
+    exchange_costs,
+    in_parts,
+    normalise,
+    weigh,
+)
 from fedbilevel.engines.engine import check_first
 from fedbilevel.engines.local.rows import DeviceRows
 from fedbilevel.engines.local.shares import Shares
-from fedbilevel.engines.submodels import SubmodelPlan
+from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import in_flight
 from fedbilevel.engines.virtual_time.clock import Clock, ClockState, Pace
 from fedbilevel.engines.virtual_time.in_flight import InFlight
@@ -90,8 +100,8 @@ class ProgramLayout:
         object.__setattr__(self, "ask", traced_once(self.problem))
 
 
-DrawMembers = Callable[[Array | int], Members]
-"""Number of a fresh cohort -> its members on this device."""
+DrawMembers = Callable[[Array | int], tuple[Members, ...]]
+"""The number of a fresh cohort -> its members on this device, by class of capacity."""
 
 
 ClientFunction = Callable[[Members, PyTree], tuple[Sums, PyTree]]
@@ -107,7 +117,11 @@ class ExchangeState(NamedTuple):
 
 
 class LocalFed:
-    """See `Fed`. Sums stream over chunks; per-client replies are never stacked."""
+    """The exchanges of a round: see `Fed`. Sums stream over chunks; replies of single clients are never stacked.
+
+    The members of a cohort are grouped by class of capacity, and each class is sent its part of a message. Without
+    capacities there is one class, which is sent the whole.
+    """
 
     def __init__(
         self,
@@ -115,12 +129,13 @@ class LocalFed:
         algorithm: Algorithm,
         data: SampleArrays,
         pace: Pace,
-        members: Members,
+        members: tuple[Members, ...],
         underway: ExchangeState,
         draw: DrawMembers,
+        submodels: RoundSubmodels | None = None,
     ) -> None:
         self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
-        self.members, self.underway, self.draw = members, underway, draw
+        self.members, self.underway, self.draw, self.submodels = members, underway, draw, submodels
         self.problem = layout.problem
         self.has_client_steps, self.sampled = layout.has_client_steps, layout.cohort < layout.population
         self.round_costs = empty_costs()
@@ -134,25 +149,80 @@ class LocalFed:
         unbiased: bool = False,
         fresh: int | Array | None = None,
     ) -> PyTree:
-        name, answer = self.question(phase, message, key, fresh)
+        classes = self.members if fresh is None else self.draw(fresh)
+        name = self.algorithm.phase_name(phase)
+        sums, units, entries = [], [], []
+        for number, members in enumerate(classes):
+            of_class, states, computed, (down, up) = self.sums_of(phase, message, key, fresh, number, members)
+            if fresh is None:
+                self.underway = self.underway._replace(states=states)
+            sums.append(of_class)
+            units.append(computed)
+            first = int(number == 0)  # the others are further parts of the same exchange
+            entries.append(exchange_costs(name, down, of_class, of_class.responders, update=up, exchanges=first))
+        ticks = self.wait_for(_joined(classes), None if self.pace.compute is None else _joined(units))
+        time = empty_costs()._replace(time=in_parts(ticks))
+        self.round_costs = reduce(add_costs, [self.round_costs, *entries, time])
+        total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
+        return normalise(total, self.layout.available_population, unbiased)
+
+    def sums_of(
+        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, number: int, members: Members
+    ) -> tuple[Sums, PyTree, Any, tuple[PyTree, PyTree]]:
+        """The exchange with one class of capacity.
+
+        Args:
+            number: of the class.
+            members: those of the class on this device.
+
+        Returns:
+            The sums over the class, in the shapes of the whole model; the next states of its members; the gradients and
+            hvps that each computed, or None where the clock does not ask; the shapes of one message down and one up.
+        """
+        submodels = self.submodels
+        shapes: list[PyTree] = [None, None]
+        if submodels is not None:
+            takes, gives = parts_of(phase)
+            same = submodels.units(number)
+            small = submodels.unit_layout.cut(takes, message, same) if submodels.alike else None
 
         def one(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
-            sums, kept = answer(member, state)
+            if submodels is None:
+                part = message
+            elif submodels.alike:
+                part = small
+            else:
+                units = submodels.units(number, member.id, member.rank)
+                part = submodels.unit_layout.cut(takes, message, units)
+            sums, kept = self.question(phase, part, key, fresh)[1](member, state)
+            if submodels is not None:
+                shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))
+            if submodels is not None and not submodels.alike:
+                sums = put_back(submodels.unit_layout, gives, sums, units)
             return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.hvps)
 
-        chunk, gaps = self.layout.chunk, self.layout.shares is not None
-        members = self.members if fresh is None else self.draw(fresh)
-        sums, (states, units) = sum_over_clients(
-            one, members, self.underway.states if fresh is None else None, chunk, gaps
-        )
-        if fresh is None:
-            self.underway = self.underway._replace(states=states)
+        states = self.underway.states if fresh is None else None
+        sums, (states, computed) = sum_over_clients(one, members, states, chunk_of(self.layout, number), self.gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
-        ticks = self.wait_for(members, units)
-        asked = self.layout.cohort if self.pace.lasts is None else sums.responders
-        self.round_costs = add_costs(self.round_costs, exchange_costs(name, message, sums, asked, ticks))
-        return normalise(sums, self.layout.available_population, unbiased)
+        if submodels is None:
+            return sums, states, computed, (message, sums.update)
+        if submodels.alike:
+            sums = put_back(submodels.unit_layout, gives, sums, same)
+        return sums, states, computed, (shapes[0], shapes[1])
+
+    @property
+    def gaps(self) -> bool:
+        """Whether whole chunks of places may be empty: of a class of capacity, or of a process's share of a cohort."""
+        if self.submodels is None:
+            return self.layout.shares is not None
+        return self.layout.cohort < self.layout.population
+
+    @property
+    def everyone(self) -> Members:
+        """The members on this device, where all clients train whole models."""
+        (members,) = self.members
+        return members
 
     def first(
         self,
@@ -169,7 +239,7 @@ class LocalFed:
         units = self.units(answer) if self.pace.compute is not None else 0
         plan = in_flight.first(queues, self.pace, self.underway.now, name, n, units, max_staleness)
         table, states = rows.update(
-            rows.here(plan.asked), answer, self.members, (queues.lanes[name].answers, self.underway.states)
+            rows.here(plan.asked), answer, self.everyone, (queues.lanes[name].answers, self.underway.states)
         )
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)
@@ -218,7 +288,7 @@ class LocalFed:
             sums, _ = answer(member, state)
             return sums.gradients + sums.hvps
 
-        return self.of_all(jax.vmap(count)(self.members, self.underway.states))
+        return self.of_all(jax.vmap(count)(self.everyone, self.underway.states))
 
     def of_all(self, mine: Array) -> Array:
         """(M,) what every device has for its members."""
@@ -227,7 +297,7 @@ class LocalFed:
 
     def rows(self, n: int) -> DeviceRows:
         """The rows of the queues' tables on this device, in blocks that suit exchanges of n answers."""
-        mine = self.members.id.shape[0]
+        mine = self.everyone.id.shape[0]
         devices = -(-self.layout.population // mine)
         first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0
         return DeviceRows(mine, first, min(self.layout.chunk, -(-n // devices)), self.layout.axis)
@@ -265,12 +335,30 @@ class LocalFed:
         return carry
 
     def total_costs(self) -> RoundCosts:
-        """The costs of the round, at its end."""
-        return self.round_costs
+        """The costs of the round, at its end; with submodels also how many clients of its cohort hold each entry."""
+        if self.submodels is None:
+            return self.round_costs
+        counts = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
+        return covered(self.round_costs, counts)
+
+    def holders(self, submodels: RoundSubmodels, number: int, members: Members) -> PyTree:
+        """(x, y) filled with the number of members of a class that hold an entry, over all devices."""
+
+        def one(member: Members, _: Any) -> tuple[Any, tuple[None, None]]:
+            units = submodels.units(number, member.id, member.rank)
+            return submodels.held(units, member.counts), (None, None)
+
+        if submodels.alike:
+            counts = jnp.sum(members.counts)
+            counts = lax.psum(counts, self.layout.axis) if self.layout.axis else counts
+            return submodels.held(submodels.units(number), counts)
+        total, _ = sum_over_clients(one, members, None, 1)
+        return lax.psum(total, self.layout.axis) if self.layout.axis else total
 
     def again(self, underway: ExchangeState) -> LocalFed:
-        """The same round further on, with no costs yet."""
-        return LocalFed(self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw)
+        """The same round after some exchanges, with costs of zero."""
+        given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
+        return LocalFed(*given, self.submodels)
 
     def client(self, member: Members, state: PyTree) -> Client:
         layout = self.layout
@@ -295,6 +383,21 @@ class LocalFed:
             state=state,
             work=member.work,
         )
+
+
+def chunk_of(layout: ProgramLayout, number: int) -> int:
+    """How many clients of a class to vectorise together: at most as many as a cohort has of them on average."""
+    if layout.submodel_plan is None:
+        return layout.chunk
+    average = -(-layout.cohort * layout.submodel_plan.places[number] // layout.population)
+    return max(1, min(layout.chunk, average))
+
+
+def _joined(columns: Sequence[Any]) -> Any:
+    """Trees of columns (P_c,) of each class, as one tree of columns (P,)."""
+    if len(columns) == 1:
+        return columns[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *columns)
 
 
 def sum_over_clients(
