@@ -239,7 +239,7 @@ def test_process_0s_error_reaches_the_others_without_words_and_with_its_kind(mon
 
 def test_a_callbacks_reason_becomes_a_word():
     loop = Loop(None, None, [lambda result, row: None, lambda result, row: np.bool_(True)], None)
-    assert loop.tell(None, None) == "True"
+    assert loop.call_back(None, None) == "True"
 
 
 def test_hosts_that_take_their_own_name_for_loopback_are_refused():

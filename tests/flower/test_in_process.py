@@ -90,7 +90,7 @@ def test_clients_come_and_go():
     sent = grid.push_messages([message(1), message(2)])
     grid.leave(1)
     grid.clock.sleep(1.0)
-    assert received(grid, sent) == [(0, 1)]  # what the other one has_client_steps on is lost
+    assert received(grid, sent) == [(0, 1)]  # what the other one worked on is lost
     assert grid.get_node_ids() == [1]
     assert received(grid, grid.push_messages([message(2)])) == []
     grid.join(1)

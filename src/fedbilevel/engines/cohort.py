@@ -21,7 +21,7 @@ class RoundKeys(NamedTuple):
     algorithm: Array
 
     def of_fresh(self, number: Array | int) -> "RoundKeys":
-        """The same for the round's fresh cohort of that number."""
+        """The streams of the round's fresh cohort with that number; the algorithm's stream is the round's own."""
         return self._replace(cohort=jax.random.fold_in(self.cohort, number), work=jax.random.fold_in(self.work, number))
 
 

@@ -41,26 +41,27 @@ class RoundCosts(NamedTuple):
 
     calls: dict[ExchangeKind, ExchangeCount]  # the exchanges of each kind
     gradients: Array  # batch gradients, summed over clients
-    hvps: Array  # Hessian- and Jacobian-vector products, likewise
+    hvps: Array  # products of a vector with second derivatives, summed over clients
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
     time: Array  # (2,) what the clock says it took: see `in_parts`
     privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
 
 
 def empty_costs() -> RoundCosts:
+    """The costs of a round before its first exchange."""
     zero = jnp.zeros((), jnp.int32)
     return RoundCosts({}, zero, zero, {}, in_parts(0))
 
 
 def add_costs(a: RoundCosts, b: RoundCosts) -> RoundCosts:
-    """The sum of two costs."""
+    """The sum of the costs of exchanges `a` and `b`."""
     calls = _added(a.calls, b.calls, ExchangeCount(0, 0, 0))
     metrics = _added(a.metrics, b.metrics, (jnp.zeros(()), jnp.zeros(())))
     return RoundCosts(calls, a.gradients + b.gradients, a.hvps + b.hvps, metrics, a.time + b.time)
 
 
 def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]:
-    """Entry by entry; one that is missing counts as `nothing`."""
+    """The sum of two tables by key; a key that one of them lacks counts as `nothing` there."""
     return {k: jax.tree.map(operator.add, a.get(k, nothing), b.get(k, nothing)) for k in {**a, **b}}
 
 
@@ -109,7 +110,7 @@ class Sums(NamedTuple):
     responders: Array
     gradients: Array
     hvps: Array
-    held: PyTree = None  # of submodels: Σ p_i over those who hold an entry, shaped like the update
+    held: PyTree = None  # of submodels: for each entry of the update, Σ p_i over the clients that hold it
 
 
 def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:

@@ -30,7 +30,7 @@ class Carry(NamedTuple):
     state: Any  # the server's
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
     now: ClockState  # of the clock, for engines that have one
-    queues: InFlight | None = None  # who works on what, for asynchronous algorithms: see in_flight.py
+    queues: InFlight | None = None  # replies in flight, for asynchronous algorithms
     own_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
 
 

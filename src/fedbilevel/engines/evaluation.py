@@ -69,7 +69,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class PerClient:
-    """A metric of single clients, and which of its samples each one is measured on: all of them, always.
+    """A metric that is measured on each client by itself, on all its outer or all its inner samples.
 
     Args:
         function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
@@ -185,7 +185,7 @@ class PerClientEvaluation:
 
 
 def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
-    """Those samples, repeating the first up to BLOCK of them, so that all blocks have one shape."""
+    """The samples at `index`, filled up to BLOCK with copies of the first, so that all blocks have one shape."""
     whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
 
     def take(path: Any, leaf: Any) -> np.ndarray:

@@ -183,7 +183,7 @@ def _bounds(population: int) -> np.ndarray:
 
 
 def clients_of(blocks: list[int], population: int) -> str:
-    """Who is in some blocks: «client 3», «clients 0 to 7, 12»."""
+    """The clients of some blocks, in words: «client 3», «clients 0 to 7, 12»."""
     bounds = _bounds(population)
     ranges: list[list[int]] = []
     for block in blocks:
@@ -223,7 +223,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _told(value: Any) -> Iterator[str]:
-    """What is said of a program, or of a parameter of one of its operations."""
+    """A description of a program, or of a parameter of one of its operations, to be hashed."""
     if isinstance(value, ClosedJaxpr):
         yield from (_of_array(constant) for constant in value.consts)
         yield from _told(value.jaxpr)
@@ -270,7 +270,7 @@ def _steps(program: Jaxpr) -> Iterator[str]:
 
 
 def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
-    """What is said of a function that others have made, as optax does: its name, and what it closes over."""
+    """A description of a function that a library made, as optax does: its name, and the values that it closes over."""
     if isinstance(function, FunctionType) and not any(function is one for one in within):
         yield function.__qualname__
         yield from _code(function.__code__)
@@ -290,7 +290,7 @@ def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
 
 
 def _code(code: CodeType) -> Iterator[str]:
-    """What is said of a function's instructions; those of functions inside it too."""
+    """A description of a function's instructions, and of those of the functions inside it."""
     yield code.co_code.hex()
     yield repr(code.co_names)
     for constant in code.co_consts:

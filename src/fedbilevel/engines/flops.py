@@ -47,7 +47,7 @@ REDUCTIONS = _names(
 )
 SCATTERS = _names("scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 WINDOWS = _names("reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add")
-DEARER = _names("cholesky fft householder_product io_callback pure_callback sort triangular_solve")
+EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback sort triangular_solve")
 """More than an operation per entry, although what they take and give may have one shape."""
 
 
@@ -154,7 +154,8 @@ def count(jaxpr: Jaxpr) -> int | None:
     A product of matrices (m, n) and (n, k) costs 2·m·n·k, a convolution 2 for each product of an entry and a weight,
     padding left out. Operations by entry cost 1 per entry of the result, exp as much as +; reductions 1 per entry of
     the operand, over windows 1 per entry of each window. Moving data, drawing random bits and integers cost nothing,
-    nor does what no result depends on. A loop costs its length times its body, a branch as much as the dearest one.
+    nor does what no result depends on. A loop costs its length times its body, a branch as much as its most expensive
+    alternative.
 
     Not known: loops that end by a condition or whose length is data, sorting of floating numbers, decompositions of
     matrices, calls out of JAX. What is computed twice counts twice, also where XLA would notice.
@@ -195,7 +196,7 @@ def _of_equation(equation: JaxprEqn) -> int | None:
         return 2 * _size(results[0]) * math.prod(_shape(operands[0])[axis] for axis in contracted)
     if name == "conv_general_dilated":
         return _of_convolution(equation)
-    known = name not in DEARER and not _programs(equation.params) and _is_by_entry(equation)
+    known = name not in EXPENSIVE and not _programs(equation.params) and _is_by_entry(equation)
     return _size(results[0]) if known else None
 
 

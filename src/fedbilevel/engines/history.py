@@ -26,7 +26,7 @@ Row = dict[str, float | int]
 class History(Shown):
     """Rows of numbers, one per evaluation; the columns of a row are its keys.
 
-    Always there: round, exchanges, bytes_down, bytes_up, gradients, hvps, time (totals so far, see Ledger), seconds
+    Every row has: round, exchanges, bytes_down, bytes_up, gradients, hvps, time (totals so far, see Ledger), seconds
     (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
     hold submodels: coverage_x, uncovered_x and the same of y. From the algorithm's phases: e.g. outer_loss and
     inner_loss. These are means over the rounds since the row before. From the user's metrics: each by its name.

@@ -80,11 +80,11 @@ class Loop:
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
     warned: bool = False
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
-    here: bool = True  # whether the carry has the clients' own states
+    simulated: bool = True  # whether the clients' own states are in the carry
     group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
     per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
     costs: Mapping[ExchangeKind, int] | None = (
-        None  # of a client's answer, in floating-point operations, where it is known
+        None  # of a client's reply, in floating-point operations, where they are known
     )
 
     def play(self, run: Run, carry: Carry) -> Result:
@@ -96,8 +96,8 @@ class Loop:
                 first = self.add_row(result)
                 if self.plan.path:
                     self.save(carry)  # from now on there is something to resume
-                told, stop, _ = agree(self.group, partial(self.tell, result, first), interrupted.is_set(), speed)
-                reason = reason or told
+                given, stop, _ = agree(self.group, partial(self.call_back, result, first), interrupted.is_set(), speed)
+                reason = reason or given
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
                 try:
@@ -111,7 +111,9 @@ class Loop:
                 result = self.result(run, carry)
                 end = self.ending(result)
                 row = self.add_row(result) if end or self.plan.row_due(result.round) else None
-                reason, stop, speed = agree(self.group, partial(self.tell, result, row), interrupted.is_set(), speed)
+                reason, stop, speed = agree(
+                    self.group, partial(self.call_back, result, row), interrupted.is_set(), speed
+                )
                 reason = end or reason
                 if self.plan.save_due(result.round) or (self.plan.path and (reason or stop)):
                     self.save(carry)
@@ -123,7 +125,7 @@ class Loop:
         """Some rounds, their costs and losses noted; the speed they had."""
         began, compiling = time.perf_counter(), run.compile_seconds
         carry, done, round_costs = run.advance(carry, rounds)
-        self.listen(local(carry.state), int(carry.round) - done)
+        self.check_state(local(carry.state), int(carry.round) - done)
         elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
         self.seconds += elapsed
         self.ledger.add(round_costs, done, self.costs)
@@ -153,8 +155,8 @@ class Loop:
         """Why the algorithm has nothing left to do, or ""."""
         return f"{self.algorithm.label} has finished" if self.algorithm.finished(result.state) else ""
 
-    def listen(self, state: Any, round: int) -> None:
-        """Ask the algorithm what it thinks of the state that some rounds from `round` on led to."""
+    def check_state(self, state: Any, round: int) -> None:
+        """Raise or warn of trouble that the algorithm sees in the state after some rounds, which began with `round`."""
         if trouble := self.algorithm.complaint(state):
             raise NumericalError(f"round {round} or soon after: {trouble}")
         if not self.warned and (doubt := self.algorithm.warning(state)):
@@ -165,7 +167,7 @@ class Loop:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
         state = local(carry.state)
         x = state.x if carry.own_x is None else carry.own_x
-        if self.here and carry.own_x is not None:
+        if self.simulated and carry.own_x is not None:
             x = joined(local(carry.clients))
             if bad := nonfinite_leaves(x):
                 raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
@@ -199,8 +201,8 @@ class Loop:
         self.history.rows.append(row)
         return row
 
-    def tell(self, result: Result, row: Row | None) -> str:
-        """Have every callback called; the first reason to stop."""
+    def call_back(self, result: Result, row: Row | None) -> str:
+        """Call every callback; the first reason to stop, or ""."""
         reasons = [callback(result, row) for callback in self.callbacks]
         return next((str(reason) for reason in reasons if reason), "")
 
@@ -285,9 +287,11 @@ def _warn(group: ProcessGroup, text: str) -> None:
         warnings.warn(CheckpointWarning(text), stacklevel=5)
 
 
-def agree(group: ProcessGroup, tell: Callable[[], str], interrupted: bool, speed: float) -> tuple[str, bool, float]:
-    """What all processes go by: process 0's reason to stop and speed, anybody's Ctrl-C."""
-    reason, speed = group.decide(lambda: (tell(), speed))
+def agree(
+    group: ProcessGroup, call_back: Callable[[], str], interrupted: bool, speed: float
+) -> tuple[str, bool, float]:
+    """(reason to stop, whether to stop now, rounds per second) for all processes: process 0's, and anybody's Ctrl-C."""
+    reason, speed = group.decide(lambda: (call_back(), speed))
     return reason, any(group.gather(interrupted)), speed
 
 

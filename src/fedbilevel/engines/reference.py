@@ -144,7 +144,7 @@ class ReferenceFed:
         return total.update
 
     def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
-        """A phase's name, and what asks it of client i, who is to work so much."""
+        """The name of a phase, and the function (client, local steps or None) -> (weighted sums, reply) to run it."""
         name = self.algorithm.phase_name(phase)
 
         def ask(i: int, work: Array | None) -> tuple[Sums, Reply]:
@@ -198,7 +198,7 @@ class ReferenceFed:
         return covered(self.round_costs, held)
 
     def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
-        """Who is asked, and how much each one works."""
+        """The ids of a cohort, (P,), and how many local steps each member makes, (P,) or None."""
         with jax.disable_jit(False):
             ids = draw_cohort(keys.cohort, len(self.run.clients), self.run.cohort)
             return ids, work_of(keys.work, ids, self.run.clients.local_steps)

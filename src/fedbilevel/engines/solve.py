@@ -73,7 +73,7 @@ def solve(
     Args:
         algorithm: e.g. SimFBO(local_steps=10).
         problem: the losses.
-        clients: who holds which samples; or, for an engine that reaches clients elsewhere, what is known of them.
+        clients: each client's samples; or, for an engine that reaches clients elsewhere, what is known of them.
         x0, y0: where to start; any pytrees (their floating arrays are the variables); a single-level problem has no y0.
         rounds: how many rounds in total, those before a resumption included; fewer where the algorithm has finished.
         cohort: clients per round, drawn uniformly without replacement; None takes everyone.
@@ -88,8 +88,8 @@ def solve(
             that returns a reason stops the run.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
         checkpoint_every: rounds between saves; None saves at each row. Also before round 0, at the end and on Ctrl-C.
-        resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file is
-            there, and else starts; "force" is True, and goes on where arguments are others than those that the run was
+        resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file
+            exists, and else starts; "force" is True, and goes on where arguments are others than those that the run was
             begun with, with a warning that names them.
         count_flops: trace a round once more for what it costs the clients in operations (see flops.py): 0.2 to 1 s.
 
@@ -141,8 +141,8 @@ def solve(
     chosen: Engine = engine or Local()
     stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
     if (clock := getattr(chosen, "clock", None)) is not None:
-        said = repr(clock)
-        stated["clock"] = said if len(said) < 500 else hashlib.sha256(said.encode()).hexdigest()
+        words = repr(clock)
+        stated["clock"] = words if len(words) < 500 else hashlib.sha256(words.encode()).hexdigest()
     group = current_group()
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it
@@ -154,7 +154,7 @@ def solve(
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
     history = History(directions=directions({**own, **(metrics or {})}))
     loop = Loop(
-        plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), here=not remote, group=group
+        plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), simulated=not remote, group=group
     )
     if count_flops:
         held = submodels.classes(algorithm, problem, clients, x, y)
@@ -182,11 +182,11 @@ def solve(
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:
-    """Whether to continue from a checkpoint that is there."""
-    there = path is not None and files.exist(path)
+    """Whether to continue from a checkpoint; only `resume` = "auto" goes by whether the file exists."""
+    exists = path is not None and files.exist(path)
     if not resume:
-        require(not there, "checkpoint", str(path), "a new file, unless resume=True continues from it")
-    return there if resume == "auto" else bool(resume)
+        require(not exists, "checkpoint", str(path), "a new file, unless resume=True continues from it")
+    return exists if resume == "auto" else bool(resume)
 
 
 def _in_common(

@@ -27,7 +27,10 @@ STREAM = 2**32 - 1  # of the run's key: no round has this number
 
 @dataclass(frozen=True, eq=False)
 class SubmodelPlan:
-    """The part of it that no round changes. Clients of one capacity are a class; the largest capacity comes first."""
+    """Which part of the model each client holds, as far as it is fixed for a run.
+
+    Clients of one capacity form a class; the class of the largest capacity comes first.
+    """
 
     unit_layout: UnitLayout
     kept: tuple[dict[str, int], ...]  # of each class, how many units of each group

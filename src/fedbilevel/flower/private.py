@@ -210,7 +210,7 @@ class Meeting:
         self.checked = 0.0  # when the run was last known to go on
 
     def pull(self, **parts: Any) -> int | None:
-        """Receive the next message: its run, None when there is none. No earlier one is left to be has_client_steps on.
+        """Receive the next message: its run, None when there is none. No earlier one is left to be worked on.
 
         Where a run ends while a message of it is being received, Flower leaves the message's task, and a worker takes
         the oldest task first.

@@ -312,7 +312,7 @@ class LocalRun:
         if inputs.ids is None:
             ids = draw_cohort(keys.cohort, self.layout.population, size)
             members = jax.tree.map(lambda column: column[ids], inputs.table)
-        else:  # `place` among those that were gathered
+        else:  # the cohort at `place` of those that the source gathered
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         if self.local_steps is not None:
             members = members._replace(work=work_of(keys.work, ids, self.local_steps))
@@ -333,7 +333,7 @@ class LocalRun:
         return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
-        """Places for as many of a cohort as that class of capacity may have there, and those who are, first."""
+        """Places for as many members as a class of capacity can have in a cohort; members fill the first ones."""
         assert self.layout.submodel_plan is not None
         places = min(self.layout.cohort, self.layout.submodel_plan.places[number])
         order = jnp.argsort(members.number != number, stable=True)[:places]

@@ -49,7 +49,9 @@ class Members(NamedTuple):
     inner_size: Any
     work: Any
     counts: Any  # 1, or 0 for a place that only pads the cohort to a multiple of the chunk
-    number: Any = None  # where clients have capacities: the class of its own, and its rank there (see SubmodelPlan)
+    number: Any = (
+        None  # where clients have capacities: the client's class, and its rank in the class (see SubmodelPlan)
+    )
     rank: Any = None
 
 
@@ -263,7 +265,7 @@ class LocalFed:
             answered = weigh(reply, member.weight, member.counts), kept
             if self.pace.lasts is None:
                 return answered
-            nothing = jax.tree.map(jnp.zeros_like, answered[0]), state  # from those who are never available
+            nothing = jax.tree.map(jnp.zeros_like, answered[0]), state  # from clients that are never available
             return jax.tree.map(lambda a, b: jnp.where(member.counts > 0, a, b), answered, nothing)
 
         return name, answer

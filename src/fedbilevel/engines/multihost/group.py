@@ -103,7 +103,7 @@ class ProcessGroup:
         return f"{what}; the last checkpoint is {self.saved}, of process 0{advice}"
 
     def part(self, code: int, why: str) -> NoReturn:
-        """End this process after an error: with the others if it is theirs too, else alone, and they will be told."""
+        """End this process after an error: with the others if they have it too, else alone, leaving them a note."""
         alone, self.reported = self.reported, True
         sys.stdout.flush()
         sys.stderr.flush()
@@ -115,7 +115,7 @@ class ProcessGroup:
         os._exit(code)
 
     def gather(self, word: Any) -> list[Any]:
-        """What every process says, in order; `word` is JSON. All processes make the same calls in the same order."""
+        """The values of `word`, which JSON can hold, on every process, in the order of their numbers."""
         if self.processes == 1:
             return [word]
         self._say(json.dumps(word).encode())
@@ -127,7 +127,7 @@ class ProcessGroup:
         return words
 
     def first(self, word: Any) -> Any:
-        """What process 0 says, in JSON; the others' words do not count."""
+        """The value of `word`, which JSON can hold, on process 0."""
         return json.loads(self._first(json.dumps(word).encode()))
 
     def decide(self, choose: Callable[[], Any]) -> Any:

@@ -118,14 +118,17 @@ class Pace(NamedTuple):
     begins: Any  # (M,) when in a period the client comes
     lasts: Any  # (M,) how long it then stays
     spread: Any  # (QUANTILES,) factors
-    drift: Any  # likewise
+    drift: Any  # (QUANTILES,) factors
     period: Any
     key: Any
 
     def durations(self, now: ClockState, ids: Array, units: Any) -> Array:
-        """Ticks that these clients take if asked in this exchange; `units`: batch gradients and hvps of each.
+        """Ticks that each client `ids` (P,) takes to reply in this exchange, (P,).
 
-        One product after the other, each rounded as IEEE says: no compiler can make them come out differently.
+        Products are made one after the other, each rounded as IEEE prescribes, so that every compiler gets the same.
+
+        Args:
+            units: batch gradients and hvps that each client computes, (P,) or one number.
         """
         network = jnp.asarray(self.network)
         parts = [network[ids] if network.ndim else network]

@@ -1,7 +1,7 @@
-"""Who works on what, for the engines that simulate asynchronous clients.
+"""Replies in flight, for the engines that simulate asynchronous clients.
 
-A client's answer is computed when it is asked, and waits in a table until the clock says that it arrives: the numbers
-are those that it would compute in that time, and clients who are asked together are computed together.
+A client's reply is computed when its message is sent, and waits in a table until it arrives by the virtual clock: it
+depends on nothing that happens meanwhile, and clients that are sent a message together are computed together.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ NEVER = 2**31 - 1  # ticks
 
 
 class PhaseQueue(NamedTuple):
-    """All about one kind of question, which is a phase."""
+    """The replies of one phase that clients compute or have computed, for methods that do not wait for everyone."""
 
-    exchanges: Array  # of this kind so far
-    since: Array  # (M,) exchange of this kind in which the client was last asked or, if that is later, handed in
-    answers: Sums  # leaves (M, ...): what each client works on, or last has_client_steps on; weighted
-    early: Sums  # what came in while another kind was waited for, summed
-    early_asked: Array  # Σ p_i·(exchange of this kind in which it was asked) of those
+    exchanges: Array  # of this phase so far
+    since: Array  # (M,) exchange of this phase in which the client last got a message or, if that is later, replied
+    answers: Sums  # leaves (M, ...): the reply that each client computes, or computed last; weighted
+    early: Sums  # the sum of replies that arrived during exchanges of other phases
+    early_asked: Array  # Σ p_i·(exchange of this phase in which the message was sent) over the replies in `early`
 
 
 class InFlight(NamedTuple):
-    """What is under way; part of the carry."""
+    """The replies in flight: what each client computes, and when it arrives. Part of the carry."""
 
-    kind: Array  # (M,) number of the lane, or IDLE
-    left: Array  # (M,) ticks until the answer is there
-    lanes: dict[str, PhaseQueue]  # by phase; lanes are numbered in the order of their names
+    kind: Array  # (M,) number of the phase whose reply the client computes, or IDLE
+    left: Array  # (M,) ticks until the reply arrives
+    lanes: dict[str, PhaseQueue]  # by phase; phases are numbered in the order of their names
 
     def number(self, phase: str) -> int:
         if phase not in self.lanes:
@@ -51,18 +51,18 @@ class InFlight(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """What an exchange does."""
+    """The events of one exchange: messages sent, replies arriving, and its length."""
 
-    asked: Array  # (M,) who is sent its message
-    arriving: Array  # (M,) whose answers end it
-    over: Array  # (M,) kind of another question whose answer a client hands in meanwhile, or IDLE
-    ticks: Array  # how long it takes
-    kind: Array  # (M,) of the queues after it
-    left: Array  # (M,) likewise
+    asked: Array  # (M,) whether the client is sent the message of this exchange
+    arriving: Array  # (M,) whether the client's reply to this phase arrives and counts
+    over: Array  # (M,) number of another phase whose reply the client delivers meanwhile, or IDLE
+    ticks: Array  # length of the exchange
+    kind: Array  # (M,) `InFlight.kind` after the exchange
+    left: Array  # (M,) `InFlight.left` after the exchange
 
 
 SumRows = Callable[[Sums, Array, Array], tuple[Sums, Array]]
-"""(table, asked (M,), who (M,)) -> the sum of their rows, and of weight·asked."""
+"""(table, asked (M,), chosen (M,)) -> the sum of the chosen rows, and of weight·asked over them."""
 
 
 def nothing_in_flight(
@@ -137,7 +137,7 @@ def first(
 
 
 def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> ExchangePlan:
-    """The plan of an exchange that waits for all who are ever available."""
+    """The plan of an exchange that waits for all clients that are ever available."""
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     able = jnp.broadcast_to(pace.ever_available(ids), ids.shape)
     start = queues.left + pace.waits(now, ids, queues.left)
@@ -161,7 +161,7 @@ def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
 
 
 def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) -> tuple[InFlight, Sums, Array]:
-    """What of a phase counts now: its sum, Σ p_i·(how many exchanges ago it was asked), and the queues without it."""
+    """Take the replies of a phase that count now: the queues without them, their sum, and Σ p_i·(age in exchanges)."""
     lane = queues.lanes[phase]
     since = jnp.where(plan.asked, lane.exchanges, lane.since)
     new, asked = total(lane.answers, since, plan.arriving)
