@@ -1,4 +1,4 @@
-"""The exchanges of a round over Flower with clients who hold submodels: `engines.submodel_fed`, where they are real."""
+"""The exchanges of a round over Flower with clients who hold submodels: `engines.local.fed`, where clients are real."""
 
 from __future__ import annotations
 
