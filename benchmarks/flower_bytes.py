@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedbilevel.experiments import configure, load_run
 from fedbilevel.experiments.flower_app import write_app
-from fedbilevel.flower.processes import CONNECTION, Federation
+from fedbilevel.flower.launch.processes import CONNECTION, Federation
 
 CLIENTS, ROUNDS = 2, 10
 

@@ -18,10 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedbilevel.flower import children
-from fedbilevel.flower.console import Console
-from fedbilevel.flower.processes import Federation, flower_command, free_ports
-from fedbilevel.flower.supernode import environment
+from fedbilevel.flower.launch import children
+from fedbilevel.flower.launch.console import Console
+from fedbilevel.flower.launch.processes import Federation, flower_command, free_ports
+from fedbilevel.flower.launch.supernode import environment
 
 PROJECT = """
 [build-system]

@@ -27,7 +27,7 @@ import federation_kills as kills  # noqa: E402
 from federation_app import SAME, Hang, Trial  # noqa: E402
 from federation_faults import FAULTS  # noqa: E402
 
-from fedbilevel.flower import children  # noqa: E402
+from fedbilevel.flower.launch import children  # noqa: E402
 
 BUSY = "import os\nfor _ in range(os.cpu_count() - 1):\n    if os.fork() == 0:\n        break\nwhile True:\n    pass"
 

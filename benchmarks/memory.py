@@ -29,7 +29,7 @@ def engine(problem: fb.Bilevel, clients: fb.Clients, federated: bool, start: tup
     if not federated:
         return None, clients
     from fedbilevel.flower import Flower, Site, client_app
-    from fedbilevel.flower.in_process import InProcess
+    from fedbilevel.flower.launch.in_process import InProcess
 
     def site(run: object, node: dict) -> Site:
         client = node["partition-id"]

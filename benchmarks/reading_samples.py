@@ -28,9 +28,10 @@ from flwr.app import RecordDict
 import fedbilevel as fb
 from fedbilevel import data
 from fedbilevel.flower import Limits, Privacy, Site
-from fedbilevel.flower.site import ClientRuntime
-from fedbilevel.flower.store import ContextStore
-from fedbilevel.flower.wire import Ask, from_bytes, to_bytes
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.client.store import ContextStore
+from fedbilevel.flower.wire.layout import from_bytes, to_bytes
+from fedbilevel.flower.wire.messages import RequestMessage
 
 SAMPLES, CLASSES, MOST = 181, 10, 1500
 NO_FLOORS = Limits(min_batch_size=1, min_local_samples=1, questions_per_round=10**6)
@@ -57,15 +58,16 @@ class Server:
         self.memory, self.run, self.asked, self.refused = ContextStore(RecordDict()), secrets.token_hex(16), 0, ""
         self.read: set[int] = set()
 
-    def ask(self, x: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+    def request(self, x: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """The client's mean gradient at x, on samples that the client draws; None once it refuses, or at MOST."""
         if self.asked == MOST:
             return None
         key = np.asarray(jax.random.key_data(jax.random.key(self.asked))).tobytes()
         contract, payload = self.runtime.contract.digest, to_bytes(x)
-        ask = Ask(run=self.run, contract=contract, round=self.asked, phase=self.call.phase, call=self.call.name,
+        request = RequestMessage(run=self.run, contract=contract, round=self.asked,
+                  phase=self.call.phase, call=self.call.name,
                   key=key, key_kind="threefry2x32", weight=1.0, payload=payload)  # fmt: skip
-        answer = self.runtime.answer(ask, self.memory)
+        answer = self.runtime.respond(request, self.memory)
         if answer.refused:
             self.refused = answer.refused
             return None
@@ -79,14 +81,14 @@ class Server:
 
     def single(self) -> None:
         """Batches of one sample."""
-        while (g := self.ask(self.x0)) is not None:
+        while (g := self.request(self.x0)) is not None:
             own = int(np.argmin(g["bias"]))
             self.note(g["weight"][:, own] / g["bias"][own])
 
     def small(self) -> None:
         """Batches of 8 samples: at 0 all classes are as likely, so that g_c = (mean − sum of class c)/8, up to known
         factors, and a class that is absent from the batch gives the mean away."""
-        while (g := self.ask(self.x0)) is not None:
+        while (g := self.request(self.x0)) is not None:
             counts = np.round(8 * (0.1 - g["bias"]))
             if (absent := np.flatnonzero(counts == 0)).size:
                 for single in np.flatnonzero(counts == 1):
@@ -99,7 +101,7 @@ class Server:
         def above(threshold: float) -> dict[str, np.ndarray] | None:
             steep = {"weight": np.zeros((64, CLASSES)), "bias": np.zeros(CLASSES)}
             steep["weight"][:, 0], steep["bias"][0] = 1e7 * direction, -1e7 * threshold
-            return self.ask(steep)
+            return self.request(steep)
 
         ends = [(low := above(-40.0)), (high := above(40.0))]
         work = [(-40.0, 40.0, low, high)] if None not in ends else []
@@ -120,7 +122,7 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     floors, few = Limits(), Limits(questions=100)
     noise = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    print(f"{'the server asks about':24s}{'the client has':34s}{'questions':>9s}  samples read of {SAMPLES}")
+    print(f"{'the server requests about':24s}{'the client has':34s}{'questions':>9s}  samples read of {SAMPLES}")
     kinds = {"one sample": (1, Server.single), "8 samples": (8, Server.small), "all samples": (None, Server.whole)}
     for kind, (batch_size, attack) in kinds.items():
         for client, limits, privacy in (

@@ -260,12 +260,12 @@ def cifar(place: Path, count: int) -> Format:
 @a_format
 def privacy_account(place: Path, count: int) -> Format:
     pytest.importorskip("flwr")
-    from fedbilevel.flower.accounting import Spent
-    from fedbilevel.flower.guard import Guard
-    from fedbilevel.flower.privacy import Privacy
+    from fedbilevel.flower.privacy.accounting import PrivacyAccount
+    from fedbilevel.flower.privacy.guard import PrivacyGuard
+    from fedbilevel.flower.privacy.mechanism import Privacy
 
-    made = Guard(Privacy(clip=1.0, noise_multiplier=2.0, delta=1e-5), place / "secrets", client=3)
-    made.write(Spent({2.0: 5, 1.5: 7}))
+    made = PrivacyGuard(Privacy(clip=1.0, noise_multiplier=2.0, delta=1e-5), place / "secrets", client=3)
+    made.write(PrivacyAccount({2.0: 5, 1.5: 7}))
     file = made.account
     values = of_json(json.loads(file.read_text()), count // 2)
     contents = alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2))

@@ -31,6 +31,14 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "cli": {"root", "extras", "quoting", "experiments", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "tasks", "data"},
 }
+FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them
+    "root": set(),
+    "wire": set(),
+    "privacy": set(),
+    "server": {"root", "wire"},
+    "client": {"wire", "privacy"},
+    "launch": {"root", "wire", "privacy", "server", "client"},
+}
 ARRAYS = {"jax", "optax", "numpy"}
 # Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
 ONLY = {"core": ARRAYS, "oracles": ARRAYS, "algorithms": ARRAYS}
@@ -82,6 +90,57 @@ def forbidden(source: str, path: Path) -> list[str]:
         if wrong:
             found.append(f"{path}:{line}: {room} may not import {name}")
     return found
+
+
+def forbidden_in_flower(source: str, path: Path) -> list[str]:
+    """Likewise for the rooms of fedbilevel.flower; its `__init__` may name all of them, for type checkers."""
+    room = path.parts[1] if len(path.parts) > 2 else "root"
+    if path == Path("flower/__init__.py"):
+        return []
+    if room not in FLOWER:
+        return [f"{path}: a new room; say in tests/test_layers.py what it may import"]
+    found = []
+    for name, line in imported(ast.parse(source), path):
+        if name.startswith("fedbilevel.flower."):
+            target = name.split(".")[2]
+            if (target if target in FLOWER else "root") not in FLOWER[room] | {room}:
+                found.append(f"{path}:{line}: flower/{room} may not import {name}")
+    return found
+
+
+def loads(source: str, path: Path, modules: set[str]) -> set[str]:
+    """The modules of the package that a file imports anywhere."""
+    names = {name for name, _ in imported(ast.parse(source), path)}
+    return {module for module in modules for name in names if name == module or name.rpartition(".")[0] == module}
+
+
+def test_rooms_of_flower_import_each_other_as_the_table_says() -> None:
+    files = [file for file in FILES if "flower" in file.parts]
+    assert [line for file in files for line in forbidden_in_flower(file.read_text(), file.relative_to(PACKAGE))] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("flower/wire/contract.py", "from fedbilevel.flower.server import engine"),
+        ("flower/server/engine.py", "def f():\n    from fedbilevel.flower.launch import private"),
+        ("flower/client/site.py", "from fedbilevel.flower.server.terms import Terms"),
+        ("flower/privacy/guard.py", "from ..wire.layout import Refusal"),
+        ("flower/attic/old.py", ""),
+    ],
+)
+def test_the_check_finds_a_forbidden_import_in_flower(path: str, source: str) -> None:
+    assert len(forbidden_in_flower(source, Path(path))) == 1
+
+
+def test_no_circle_of_imports_in_flower() -> None:
+    """Imports for type checkers alone, and those within functions, included."""
+    files = [file for file in FILES if "flower" in file.parts and file != PACKAGE / "flower" / "__init__.py"]
+    dotted = {".".join(("fedbilevel", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in files}
+    left = {name: loads(file.read_text(), file.relative_to(PACKAGE), set(dotted)) for name, file in dotted.items()}
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert left == {}
 
 
 def test_a_name_of_before_says_what_stands_in_its_place() -> None:

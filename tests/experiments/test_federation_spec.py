@@ -14,8 +14,8 @@ import fedbilevel as fb
 from fedbilevel.cli import main
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.flower_app import write_app
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.terms import Terms
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-folders"
 NODE = {"partition-id": 0}

@@ -21,8 +21,8 @@ from fedbilevel.engines.result import load_result
 from fedbilevel.experiments import flower_app, read_spec
 from fedbilevel.experiments.parts import build
 from fedbilevel.experiments.spec import resolve
-from fedbilevel.flower.console import Console
-from fedbilevel.flower.processes import CONNECTION, Federation
+from fedbilevel.flower.launch.console import Console
+from fedbilevel.flower.launch.processes import CONNECTION, Federation
 
 CLIENTS, ROUNDS, EXCHANGES = 4, 2, 2  # exchanges of a round
 FORGETFUL = 3  # the client that has no folder for its state, and starts clean where Flower forgets it
@@ -56,7 +56,7 @@ from functools import partial
 from pathlib import Path
 
 from fedbilevel.experiments import federation, read_spec
-from fedbilevel.flower.apps import server_app
+from fedbilevel.flower.server.app import server_app
 
 from .misbehaviour import server
 

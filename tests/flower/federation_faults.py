@@ -10,7 +10,7 @@ from functools import partial
 
 from federation_app import EXCHANGES, FORGETFUL, ROUNDS, SAME, rest_of
 
-from fedbilevel.flower.children import signal_group
+from fedbilevel.flower.launch.children import signal_group
 
 PLACE = (2, 0, 0)  # client 2, round 0, the first of its two exchanges
 ABSENT = rest_of(*PLACE)

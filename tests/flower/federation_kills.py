@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from federation_app import CLIENTS, EXCHANGES, LONGEST, Hang, exchanges_of
 
-from fedbilevel.flower import children
+from fedbilevel.flower.launch import children
 
 VICTIMS = ("server", "SuperLink", "SuperNode", "worker")
 ROUNDS = 12
@@ -26,8 +26,8 @@ CONFIG = {"settings": f"run.rounds={ROUNDS}", "quorum": 1.0, "attempts": 50, "de
 COMMANDS = {
     "server": "flwr-serverapp",
     "SuperLink": "flower-superlink",
-    "SuperNode": "fedbilevel.flower.supernode serve",
-    "worker": "fedbilevel.flower.worker",
+    "SuperNode": "fedbilevel.flower.launch.supernode serve",
+    "worker": "fedbilevel.flower.launch.worker",
 }
 
 
@@ -135,7 +135,7 @@ def running(pids, command):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if command in words and "fedbilevel.flower.children" not in words:
+        if command in words and "fedbilevel.flower.launch.children" not in words:
             found.append(pid)
     return found
 

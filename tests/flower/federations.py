@@ -9,14 +9,14 @@ import fedbilevel as fb
 from fedbilevel.core.config import static
 from fedbilevel.core.tree import XY
 from fedbilevel.engines import reference
-from fedbilevel.flower.apps import client_app
-from fedbilevel.flower.engine import Flower
-from fedbilevel.flower.limits import Limits
-from fedbilevel.flower.records import content, said_in
-from fedbilevel.flower.site import Site
-from fedbilevel.flower.store import ContextStore
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Answer, Ask
+from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.client.site import Site
+from fedbilevel.flower.client.store import ContextStore
+from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
+from fedbilevel.flower.wire.records import decode, encode
 from fedbilevel.tasks.quadratic import quadratic
 
 NAME = "0123456789abcdef"
@@ -120,16 +120,20 @@ def cohorts(rounds=3, cohort=4, population=6, key=1):
 def misbehaving(good, faults):
     """A ClientApp whose answers are what `faults[client, round, exchange]`(answer, message) makes of them."""
 
-    def answer(message, context):
+    def respond(message, context):
         reply = good(message, context)
-        ask: Ask = said_in(Ask, message)
-        fault = faults.get((context.node_config["partition-id"], ask.round, ask.exchange)) if ask.phase else None
+        request: RequestMessage = decode(RequestMessage, message)
+        fault = (
+            faults.get((context.node_config["partition-id"], request.round, request.exchange))
+            if request.phase
+            else None
+        )
         if fault is None:
             return reply
-        changed = fault(said_in(Answer, reply), message)
-        return Message(content(changed), reply_to=message) if isinstance(changed, Answer) else changed
+        changed = fault(decode(ResponseMessage, reply), message)
+        return Message(encode(changed), reply_to=message) if isinstance(changed, ResponseMessage) else changed
 
-    return answer
+    return respond
 
 
 def same(a, b, tolerance=SAME):

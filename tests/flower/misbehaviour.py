@@ -15,19 +15,19 @@ import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from fedbilevel.flower.records import ACTION, content, said_in
-from fedbilevel.flower.wire import Answer, Ask
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
+from fedbilevel.flower.wire.records import ACTION, decode, encode
 
 LONGEST = 200.0  # seconds that a server waits for permission to go on
 
 
-def due(party, ask):
+def due(party, request):
     """What this party is to do wrong when it meets this question."""
     folder = Path(os.environ["FEDBILEVEL_FAULTS"])
-    place = {"party": party, "round": ask.round, "exchange": ask.exchange}
-    for fault in json.loads((folder / "faults.json").read_text()) if ask.phase else []:
+    place = {"party": party, "round": request.round, "exchange": request.exchange}
+    for fault in json.loads((folder / "faults.json").read_text()) if request.phase else []:
         if place.items() <= fault.items():
-            line = f"{party} {ask.round} {ask.exchange} {fault['do']}\n"
+            line = f"{party} {request.round} {request.exchange} {fault['do']}\n"
             done = folder / "done"
             if not done.exists() or line not in done.read_text():
                 with open(done, "a") as file:
@@ -41,8 +41,8 @@ def client(good):
     app = ClientApp()
 
     @app.query(ACTION)
-    def answer(message, context):
-        fault = due(context.node_config["partition-id"], said_in(Ask, message))
+    def respond(message, context):
+        fault = due(context.node_config["partition-id"], decode(RequestMessage, message))
         do = fault["do"]
         if do == "raise":
             raise RuntimeError("as told")
@@ -55,21 +55,25 @@ def client(good):
         reply = good(message, context)
         if do == "dawdle":  # the answer exists, and comes too late
             time.sleep(fault["seconds"])
-        return reply if do not in SPOILED else Message(content(SPOILED[do](said_in(Answer, reply))), reply_to=message)
+        return (
+            reply
+            if do not in SPOILED
+            else Message(encode(SPOILED[do](decode(ResponseMessage, reply))), reply_to=message)
+        )
 
     return app
 
 
 def filled(value):
     """An answer all of whose numbers (float64) are `value`."""
-    return lambda answer: replace(answer, payload=np.full(len(answer.payload) // 8, value).tobytes())
+    return lambda response: replace(response, payload=np.full(len(response.payload) // 8, value).tobytes())
 
 
 SPOILED = {
     "nan": filled(np.nan),
     "huge": filled(1e150),
-    "shape": lambda answer: replace(answer, payload=answer.payload * 2, layout=answer.layout * 2),
-    "bytes": lambda answer: replace(answer, payload=answer.payload[:-1]),
+    "shape": lambda response: replace(response, payload=response.payload * 2, layout=response.layout * 2),
+    "bytes": lambda response: replace(response, payload=response.payload[:-1]),
 }
 
 
@@ -89,7 +93,7 @@ def server(main):
 
     def run(grid, config):
         push, nodes = grid.push_messages, grid.get_node_ids
-        last = Ask(run="", contract="")
+        last = RequestMessage(run="", contract="")
 
         def looked():
             """Who is there is asked before each round. Messages made before a long wait would be too old after it."""
@@ -99,13 +103,13 @@ def server(main):
         def pushed(messages):
             nonlocal last
             messages = list(messages)
-            asks = [said_in(Ask, message) for message in messages]
-            last = asks[0] if asks else last
-            fault = due("server", asks[0]) if asks else {"do": "nothing"}
+            requests = [decode(RequestMessage, message) for message in messages]
+            last = requests[0] if requests else last
+            fault = due("server", requests[0]) if requests else {"do": "nothing"}
             let_wait(fault)
             if fault["do"] == "ask":
-                for message, ask in zip(messages, asks, strict=True):
-                    message.content = content(replace(ask, **fault["instead"]))
+                for message, request in zip(messages, requests, strict=True):
+                    message.content = encode(replace(request, **fault["instead"]))
             sent = push(messages)
             if fault["do"] == "kill":
                 time.sleep(3.0)  # clients have answered

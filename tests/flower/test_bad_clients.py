@@ -19,13 +19,13 @@ import fedbilevel as fb
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.tree import XY
-from fedbilevel.flower.apps import client_app
-from fedbilevel.flower.engine import Flower
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.norms import Norms
-from fedbilevel.flower.site import Site
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Refusal
+from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.site import Site
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.server.norm_bounds import NormBounds
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.layout import Refusal
 
 ROUNDS = 6
 BAD = 1  # the client
@@ -71,9 +71,9 @@ def targets(clients):
 def bad(attack):
     """A fault: the answer's numbers times a factor, or that number in their place."""
 
-    def fault(answer, message):
-        numbers = np.frombuffer(answer.payload)
-        return replace(answer, payload=np.asarray(attack(numbers), float).tobytes())
+    def fault(response, message):
+        numbers = np.frombuffer(response.payload)
+        return replace(response, payload=np.asarray(attack(numbers), float).tobytes())
 
     return fault
 
@@ -184,7 +184,7 @@ def check(norms, phase, norm, here, message=0.0):
 
 
 def test_the_larger_of_here_and_the_past_is_usual():
-    norms = Norms(Terms(norm_factor=10.0))
+    norms = NormBounds(Terms(norm_factor=10.0))
     check(norms, "a", 1e9, [1e9, 1.0])  # two, and nothing before
     with pytest.raises(Refusal, match="norm of 31, where 3 is usual and 30 the bound"):
         check(norms, "a", 31.0, [1.0, 3.0, 31.0])
@@ -198,7 +198,7 @@ def test_the_larger_of_here_and_the_past_is_usual():
 
 def test_zeros_say_nothing():
     """Most have nothing to correct, one has; and all have nothing."""
-    norms = Norms(Terms(norm_factor=10.0))
+    norms = NormBounds(Terms(norm_factor=10.0))
     check(norms, "a", 5.0, [0.0, 0.0, 0.0, 5.0])
     check(norms, "a", 0.0, [0.0, 0.0, 0.0])
     norms.note("a", [0.0, 0.0])
@@ -207,7 +207,7 @@ def test_zeros_say_nothing():
 
 def test_what_is_no_longer_than_the_point_is_no_harm():
     """Rounding errors for most, a real step for one."""
-    norms = Norms(Terms(norm_factor=10.0))
+    norms = NormBounds(Terms(norm_factor=10.0))
     check(norms, "a", 5.0, [1e-17, 2e-17, 5.0], message=0.5)
     with pytest.raises(Refusal, match="5 the bound"):
         check(norms, "a", 5.1, [1e-17, 2e-17, 5.1], message=0.5)
@@ -215,7 +215,7 @@ def test_what_is_no_longer_than_the_point_is_no_harm():
 
 def test_how_much_longer_than_the_point_is_the_operators_to_say():
     """3 · ‖message‖ = 3 · 0.5."""
-    norms = Norms(Terms(norm_factor=10.0, message_factor=3.0))
+    norms = NormBounds(Terms(norm_factor=10.0, message_factor=3.0))
     check(norms, "a", 1.5, [1e-17, 2e-17, 1.5], message=0.5)
     with pytest.raises(Refusal, match=r"1\.5 the bound \(norm_factor = 10, message_factor = 3\)"):
         check(norms, "a", 1.6, [1e-17, 2e-17, 1.6], message=0.5)
@@ -230,8 +230,8 @@ def test_a_factor_of_the_message_is_a_positive_number(factor):
 def test_the_warning_counts_the_norms_that_it_can_compare(caplog):
     """Of four answers three are 0: one norm is left, where three would tell."""
     with caplog.at_level(logging.WARNING, "fedbilevel.server"):
-        check(Norms(Terms()), "a", 5.0, [0.0, 0.0, 0.0, 5.0])
-        check(Norms(Terms()), "a", 5.0, [5.0, 4.0])
+        check(NormBounds(Terms()), "a", 5.0, [0.0, 0.0, 0.0, 5.0])
+        check(NormBounds(Terms()), "a", 5.0, [5.0, 4.0])
     zeros, few = [record.getMessage() for record in caplog.records]
     assert "phase a: 1 of 4 answers is not 0, where 3 are needed to tell whether one is out of proportion" in zeros
     assert "phase a: 2 of 2 answers are not 0, where 3 are needed" in few
@@ -239,7 +239,7 @@ def test_the_warning_counts_the_norms_that_it_can_compare(caplog):
 
 def test_where_all_updates_are_0_nothing_is_in_doubt(caplog):
     with caplog.at_level(logging.WARNING, "fedbilevel.server"):
-        check(Norms(Terms()), "a", 0.0, [0.0, 0.0, 0.0])
+        check(NormBounds(Terms()), "a", 0.0, [0.0, 0.0, 0.0])
     assert caplog.records == []
 
 
@@ -298,7 +298,7 @@ def test_a_run_that_is_spoiled_from_the_start_ends(tmp_path):
 
 def test_one_lie_makes_no_room_for_a_larger_one():
     """A message that a lie has made a thousand times as long lets ten times its own norm pass, not the whole factor."""
-    norms = Norms(Terms())
+    norms = NormBounds(Terms())
     norms.check("step", 9e3, [1.0, 1.0, 9e3], lambda: 1.0)
     with pytest.raises(Refusal, match=r"norm of 4e\+05, where 1 is usual and 1e\+04 the bound"):
         norms.check("step", 4e5, [1.0, 1.0, 4e5], lambda: 1e3)

@@ -7,10 +7,10 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.flower import credentials
-from fedbilevel.flower.engine import Flower
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.terms import Terms
+from fedbilevel.flower.launch import credentials
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.server.terms import Terms
 
 ONLINE = federations.app(federations.Steps())
 

@@ -15,10 +15,10 @@ import fedbilevel as fb
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.config import at, static
 from fedbilevel.core.tree import XY
-from fedbilevel.flower.contract import difference, draw_up
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import ClientRuntime
-from fedbilevel.flower.wire import layout
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.wire.contract import difference, draw_up
+from fedbilevel.flower.wire.layout import layout
 
 TASK = federations.TASK
 EXAMPLES = TASK.clients.examples()
@@ -51,7 +51,7 @@ def test_every_call_of_a_round_is_in_it(name, has_client_steps):
 
     class Noting:
         def __init__(self):
-            self.problem = problem
+            self.problem, self.has_client_steps, self.sampled = problem, has_client_steps, False
 
         def mean(self, phase, message, key, *, unbiased=False, fresh=None):
             call = next(c for c in made.calls.values() if c.phase == phase.__name__ and layout(c.message) == layout(
@@ -141,7 +141,7 @@ def test_a_fresh_cohort_keeps_nothing():
 
 def test_another_version_differs(monkeypatch):
     mine = contract(fb.SimFBO()).text
-    monkeypatch.setattr("fedbilevel.flower.contract.__version__", "0.0.1")
+    monkeypatch.setattr("fedbilevel.flower.wire.contract.__version__", "0.0.1")
     assert re.search(r"fedbilevel is 0\.0\.1 there and \S+ here", difference(mine, contract(fb.SimFBO()).text))
 
 

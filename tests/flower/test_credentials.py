@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.flower import credentials
+from fedbilevel.flower.launch import credentials
 
 pytest.importorskip("cryptography")
 

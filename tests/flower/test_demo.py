@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedbilevel.experiments import load_run
-from fedbilevel.flower import children
+from fedbilevel.flower.launch import children
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 from federation_app import ALGORITHM, CLIENTS, SAME, Trial, write_app
 
-from fedbilevel.flower import children, credentials
-from fedbilevel.flower.processes import free_ports
+from fedbilevel.flower.launch import children, credentials
+from fedbilevel.flower.launch.processes import free_ports
 
 pytestmark = pytest.mark.slow
 CAREFUL = 3  # a client that allows few steps

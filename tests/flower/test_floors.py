@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from federations import memory
-from test_site import ask
+from test_site import request
 
 import fedbilevel as fb
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorError
-from fedbilevel.flower.limits import Limits
-from fedbilevel.flower.site import ClientRuntime, _samples
-from fedbilevel.flower.store import FolderStore
-from fedbilevel.flower.tally import Tally
-from fedbilevel.flower.wire import Ask
+from fedbilevel.flower.client.limits import Limits, RequestCounts
+from fedbilevel.flower.client.site import ClientRuntime, _samples
+from fedbilevel.flower.client.store import FolderStore
+from fedbilevel.flower.wire.messages import RequestMessage
 
 STEPS = federations.Steps()
 
@@ -35,9 +34,9 @@ def test_small_batches_are_refused_at_the_greeting(batch_size, refused):
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(9, 9))
     site = federations.site(federations.Steps(batch_size=batch_size), 0, task, limits=Limits())
     runtime = ClientRuntime(site)
-    greeting = Ask(run=federations.NAME, contract=runtime.contract.text)
+    greeting = RequestMessage(run=federations.NAME, contract=runtime.contract.text)
     expected = f"batch_size = {batch_size} is below this client's floor of 8" if refused else ""
-    assert runtime.answer(greeting, memory()).refused == expected
+    assert runtime.respond(greeting, memory()).refused == expected
 
 
 class Sly(federations.Steps):
@@ -56,8 +55,10 @@ def test_the_floor_is_where_samples_are_drawn():
     runtime = ClientRuntime(
         federations.site(Sly(batch_size=None), 0, limits=replace(federations.FREE, min_batch_size=4))
     )
-    assert runtime.answer(ask(runtime), memory()).refused == "a draw of 3 samples is below this client's floor of 4"
-    assert runtime.answer(ask(runtime, "x_gradient"), memory()).refused == ""
+    assert (
+        runtime.respond(request(runtime), memory()).refused == "a draw of 3 samples is below this client's floor of 4"
+    )
+    assert runtime.respond(request(runtime, "x_gradient"), memory()).refused == ""
 
 
 def test_walks_sample_by_sample_have_the_floor_too():
@@ -76,40 +77,40 @@ def test_questions_of_a_round_and_of_all_runs(tmp_path):
     limits = replace(federations.FREE, questions_per_round=2, questions=5)
     site = federations.site(STEPS, 0, limits=limits, folder=tmp_path)
     runtime = ClientRuntime(site)
-    assert runtime.answer(ask(runtime, payload=b"1"), memory()).refused  # what is not computed is not counted
-    assert [runtime.answer(ask(runtime, round=1), memory()).refused for _ in range(2)] == ["", ""]
+    assert runtime.respond(request(runtime, payload=b"1"), memory()).refused  # what is not computed is not counted
+    assert [runtime.respond(request(runtime, round=1), memory()).refused for _ in range(2)] == ["", ""]
     assert (
-        runtime.answer(ask(runtime, round=1), memory()).refused
+        runtime.respond(request(runtime, round=1), memory()).refused
         == "this client answers 2 questions in one round, and no more"
     )
-    assert runtime.answer(ask(runtime, round=0), memory()).refused.endswith(
+    assert runtime.respond(request(runtime, round=0), memory()).refused.endswith(
         "in one round, and no more"
     )  # nor by going back
-    assert runtime.answer(ask(runtime, round=2), memory()).refused == ""
+    assert runtime.respond(request(runtime, round=2), memory()).refused == ""
     runtime = ClientRuntime(site)  # another process
     other = "f" * 16  # and another run
-    assert runtime.answer(ask(runtime, run=other), memory()).refused == ""
-    assert runtime.answer(ask(runtime, run=other), memory()).refused == ""
+    assert runtime.respond(request(runtime, run=other), memory()).refused == ""
+    assert runtime.respond(request(runtime, run=other), memory()).refused == ""
     assert (
-        runtime.answer(ask(runtime, run=other, round=9), memory()).refused
+        runtime.respond(request(runtime, run=other, round=9), memory()).refused
         == "this client answers 5 questions in all, and no more"
     )
-    assert FolderStore(tmp_path, 0).tally() == Tally(5, other, 2, 2)
+    assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2)
 
 
 def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, monkeypatch):
     """Another process of the site would write over it what it has read before."""
-    save_tally, tries = FolderStore.save_tally, []
+    save_request_counts, tries = FolderStore.save_request_counts, []
 
-    def noted(store, tally):
+    def noted(store, request_counts):
         with open(store.turns) as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        tries.append(tally.total)
-        save_tally(store, tally)
+        tries.append(request_counts.total)
+        save_request_counts(store, request_counts)
 
-    monkeypatch.setattr(FolderStore, "save_tally", noted)
+    monkeypatch.setattr(FolderStore, "save_request_counts", noted)
     runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
-    assert [runtime.answer(ask(runtime, round=round), memory()).refused for round in (1, 2)] == ["", ""]
+    assert [runtime.respond(request(runtime, round=round), memory()).refused for round in (1, 2)] == ["", ""]
     assert tries == [1, 2]
 
 
@@ -118,13 +119,13 @@ def test_a_damaged_count_is_no_new_beginning(tmp_path, damaged):
     store = FolderStore(tmp_path, 0)
     store.count.write_text(damaged)
     with pytest.raises(CheckpointError, match=r"client-0-questions\.json is damaged"):
-        store.tally()
+        store.request_counts()
     runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
-    assert runtime.answer(ask(runtime), memory()).refused == "CheckpointError; the client's log says more"
+    assert runtime.respond(request(runtime), memory()).refused == "CheckpointError; the client's log says more"
 
 
 def test_a_count_without_a_folder_stays_with_flower():
     kept = memory()
     runtime = ClientRuntime(federations.site(STEPS, 0, limits=replace(federations.FREE, questions=2)))
-    assert [bool(runtime.answer(ask(runtime), kept).refused) for _ in range(3)] == [False, False, True]
-    assert kept.tally() == Tally(2, federations.NAME, 2, 2)
+    assert [bool(runtime.respond(request(runtime), kept).refused) for _ in range(3)] == [False, False, True]
+    assert kept.request_counts() == RequestCounts(2, federations.NAME, 2, 2)

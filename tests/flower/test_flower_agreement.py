@@ -13,12 +13,12 @@ from two_phase import TwoPhase
 
 import fedbilevel as fb
 from fedbilevel.core.tree import split
-from fedbilevel.flower.apps import client_app
-from fedbilevel.flower.engine import Flower
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.records import said_in
-from fedbilevel.flower.site import Site
-from fedbilevel.flower.wire import Ask
+from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.site import Site
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.records import decode
 from fedbilevel.tasks.quadratic import outer, quadratic
 
 ROUNDS, COHORT = 3, 3
@@ -54,7 +54,7 @@ def both(case, log=None):
     y0 = None if isinstance(problem, fb.SingleLevel) else task.y0
     one = isinstance(problem, fb.Minimax)
     clients = fb.Clients(task.clients.outer, weights=task.clients.weights) if one else task.clients
-    second = lambda client, message: float(bool(said_in(Ask, message).phase))  # noqa: E731  as Local's clock has it
+    second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as Local's clock has it
     grid = InProcess(federations.app(algorithm, task, problem), len(task.clients), delay=second)
     same = {"rounds": ROUNDS, "cohort": COHORT, "key": 1, "eval_every": 2, "metrics": {"norm": lambda x, y: x @ x}}
     engine = Flower(grid=grid, log=log)

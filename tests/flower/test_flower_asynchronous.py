@@ -14,10 +14,10 @@ from flwr.app import Error, Message
 import fedbilevel as fb
 from fedbilevel.core.config import static
 from fedbilevel.engines.virtual_time.clock import TICK, ClockState
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.records import said_in
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Ask
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.records import decode
 
 TASK = federations.TASK
 LR, ROUNDS = 0.05, 6
@@ -72,10 +72,10 @@ class Differences(fb.Algorithm):
         y, last_y = fed.repeat(self.inner, step, (state.y, state.last_y), key)
         last_x = state.last_x + fed.first(self.n, self.x_step, (state.x, y), key, max_staleness=self.max_staleness)
 
-        def ask(fed, kept, key):
+        def request(fed, kept, key):
             return fed.mean(self.what_is_kept, jnp.zeros(()), key)
 
-        kept = fed.repeat(jnp.where(state.round >= self.probe, 1, 0), ask, state.kept, key)
+        kept = fed.repeat(jnp.where(state.round >= self.probe, 1, 0), request, state.kept, key)
         return State(state.round + 1, state.x - LR * last_x, y, last_x, last_y, kept)
 
 
@@ -89,8 +89,8 @@ def following(clock, exchanges, units):
         return np.asarray(pace.durations(now, jnp.arange(6), units.get(phase, 0))) * TICK
 
     def delay(client, message):
-        ask: Ask = said_in(Ask, message)
-        return seconds(ask.round * exchanges + ask.exchange, ask.phase)[client] if ask.phase else 0.0
+        request: RequestMessage = decode(RequestMessage, message)
+        return seconds(request.round * exchanges + request.exchange, request.phase)[client] if request.phase else 0.0
 
     return delay
 
@@ -136,7 +136,7 @@ def test_agrees_with_local(case):
     assert np.nanmax(here.history["staleness"]) > 0
 
 
-def flower_error(answer, message):
+def flower_error(response, message):
     return Message(Error(code=8, reason="ClientApp stopped responding"), reply_to=message)
 
 
@@ -166,9 +166,9 @@ def test_a_lost_answer_leaves_no_trace_in_what_its_client_keeps(tmp_path):
     faults = {(1, 2, 0): flower_error, (4, 3, 1): flower_error, (4, 4, 0): flower_error}
 
     def delay(client, message):
-        ask: Ask = said_in(Ask, message)
-        late = (client, ask.round, ask.exchange) == (2, 4, 0)
-        return 150.0 if late else 1.0 + 0.3 * client if ask.phase else 0.0
+        request: RequestMessage = decode(RequestMessage, message)
+        late = (client, request.round, request.exchange) == (2, 4, 0)
+        return 150.0 if late else 1.0 + 0.3 * client if request.phase else 0.0
 
     grid = InProcess(federations.misbehaving(federations.app(algorithm), faults), 6, delay=delay)
     trace = {}
@@ -192,12 +192,12 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     algorithm, log, asked = Differences(inner=1, probe=9), tmp_path / "log.jsonl", []
 
     def delay(client, message):
-        ask: Ask = said_in(Ask, message)
-        if ask.round >= 3 and ask.phase == "x_step":
-            asked.append(ask.round)
+        request: RequestMessage = decode(RequestMessage, message)
+        if request.round >= 3 and request.phase == "x_step":
+            asked.append(request.round)
             if len(asked) == 5:
                 raise Killed
-        return 1.0 + 0.7 * client if ask.phase else 0.0
+        return 1.0 + 0.7 * client if request.phase else 0.0
 
     grid = InProcess(federations.app(algorithm), 6, delay=delay)
     trace = {}

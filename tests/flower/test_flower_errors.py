@@ -8,11 +8,11 @@ import pytest
 from flwr.app import Error, Message
 from google.protobuf.message import DecodeError
 
-from fedbilevel.flower import roster
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.records import said_in
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Answer, Ask
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server import registry as registry
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
+from fedbilevel.flower.wire.records import decode
 
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)
@@ -36,7 +36,7 @@ class Failing(InProcess):
     def fail(self, call):
         if self.broken.get(call, 0):
             self.broken[call] -= 1
-            raise httpx.HTTPStatusError("503", request=None, response=httpx.Response(503))
+            raise httpx.HTTPStatusError("503", request=None, response=httpx.ResponseMessage(503))
 
     def get_node_ids(self):
         self.fail("nodes")
@@ -44,7 +44,7 @@ class Failing(InProcess):
 
     def push_messages(self, messages):
         messages = list(messages)
-        if any(said_in(Ask, message).phase for message in messages):
+        if any(decode(RequestMessage, message).phase for message in messages):
             self.fail("push")
         return super().push_messages(messages)
 
@@ -97,8 +97,8 @@ def test_an_answer_that_cannot_be_unpacked_is_left_out(monkeypatch):
 def test_answers_to_nothing_that_was_asked_are_ignored(whole):
     class Strange(InProcess):
         def pull_messages(self, message_ids):
-            ask = Message(federations.content(Ask(run="r", contract="c")), 1, "query.fedbilevel")
-            strange = [Message(Error(code=2, reason="strange"), reply_to=ask) for _ in range(2)]
+            request = Message(federations.encode(RequestMessage(run="r", contract="c")), 1, "query.fedbilevel")
+            strange = [Message(Error(code=2, reason="strange"), reply_to=request) for _ in range(2)]
             strange[1].metadata.__dict__["_reply_to_message_id"] = "12345678"
             return [*strange, *super().pull_messages(message_ids), *strange]
 
@@ -109,18 +109,18 @@ def test_a_greeting_that_cannot_be_read_refuses_one_node_only(monkeypatch, caplo
     """Whatever reading it raises: a contract that lacks what is None here once did, in comparing."""
     broken = 5
 
-    def answer(message, context):
+    def respond(message, context):
         reply = CLIENTS(message, context)
-        if context.node_config["partition-id"] != broken or said_in(Ask, message).phase:
+        if context.node_config["partition-id"] != broken or decode(RequestMessage, message).phase:
             return reply
-        said = replace(said_in(Answer, reply), contract="unreadable")
-        return Message(federations.content(said), reply_to=message)
+        said = replace(decode(ResponseMessage, reply), contract="unreadable")
+        return Message(federations.encode(said), reply_to=message)
 
     def unlucky(mine, theirs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(roster, "difference", unlucky)
-    result = federations.solve(STEPS, InProcess(answer, 6), terms=TERMS, cohort=6)
+    monkeypatch.setattr(registry, "difference", unlucky)
+    result = federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6)
     missing = {(broken, round, exchange) for round in range(3) for exchange in range(2)}
     federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))
     assert "node 6 does not take part: reading it fails with ZeroDivisionError" in caplog.text

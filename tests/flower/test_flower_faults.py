@@ -11,10 +11,10 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 import fedbilevel as fb
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.records import said_in
-from fedbilevel.flower.terms import Rests, Terms
-from fedbilevel.flower.wire import Ask
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.terms import Backoff, Terms
+from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.records import decode
 
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)  # their compiled phases serve all tests
@@ -22,26 +22,26 @@ COHORTS = federations.cohorts()
 TERMS = Terms(norm_factor=1000.0, norm_bound=1e6, deadline=100.0, join=5.0)
 
 
-def refuse(answer, message):
+def refuse(response, message):
     raise RuntimeError("the disk is full")
 
 
-def flower_error(answer, message):
+def flower_error(response, message):
     return Message(Error(code=8, reason="ClientApp stopped responding"), reply_to=message)
 
 
-def garbage(answer, message):
+def garbage(response, message):
     return Message(RecordDict({"fields": ConfigRecord({"run": 3})}), reply_to=message)
 
 
-def half_garbage(answer, message):
-    reply = federations.Message(federations.content(answer), reply_to=message)
+def half_garbage(response, message):
+    reply = federations.Message(federations.encode(response), reply_to=message)
     reply.content["fields"]["round"] = "first"
     return reply
 
 
 def changed(**fields):
-    return lambda answer, message: replace(answer, **fields)
+    return lambda response, message: replace(response, **fields)
 
 
 def numbers(*values, dtype=float):
@@ -134,9 +134,9 @@ def test_metrics_are_means_over_those_who_sent_them(tmp_path):
     """A client that sends none, as under privacy, takes none from the others."""
     silent, sent = COHORTS[1][0], {}
 
-    def note(answer, message):
-        sent[answer.client] = answer.numbers()["inner"]
-        return replace(answer, metrics="{}") if answer.client == silent else answer
+    def note(response, message):
+        sent[response.client] = response.numbers()["inner"]
+        return replace(response, metrics="{}") if response.client == silent else response
 
     silenced = federations.misbehaving(CLIENTS, {(client, 1, 0): note for client in COHORTS[1]})
     result, said, _ = run(tmp_path, silenced, eval_every=1)
@@ -159,8 +159,8 @@ def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
     first, second = COHORTS[1][:2]
 
     def delay(client, message):
-        ask: Ask = said_in(Ask, message)
-        slow = (client, ask.round, ask.exchange) in {(first, 1, 0), (second, 1, 1)} and ask.phase
+        request: RequestMessage = decode(RequestMessage, message)
+        slow = (client, request.round, request.exchange) in {(first, 1, 0), (second, 1, 1)} and request.phase
         return seconds if slow else 1.0
 
     result, said, lines = run(tmp_path, CLIENTS, delay=delay)
@@ -175,8 +175,8 @@ def test_failing_again_and_again_means_resting_longer(tmp_path, monkeypatch):
     """Everyone is in every cohort; one who fails whenever it is asked is asked in rounds 0, 1, 3 and 7."""
     asked = []
 
-    def fail(answer, message):
-        asked.append(answer.round)
+    def fail(response, message):
+        asked.append(response.round)
         raise RuntimeError("again")
 
     faults = {(3, round, 0): fail for round in range(7)}  # in round 7 it answers, and is in round 8
@@ -188,27 +188,27 @@ def test_failing_again_and_again_means_resting_longer(tmp_path, monkeypatch):
 
 
 def test_rests():
-    rests = Rests()
+    backoff = Backoff()
     failed = []
     for round in range(200):
-        if not rests.resting(0, round):
-            rests.failed(0, round)
-            rests.failed(0, round)  # two failures in one round are one
-            assert rests.resting(0, round)
+        if not backoff.resting(0, round):
+            backoff.failed(0, round)
+            backoff.failed(0, round)  # two failures in one round are one
+            assert backoff.resting(0, round)
             failed.append(round)
     assert np.diff(failed).tolist() == [1, 2, 4, 8, 16, 32, 32, 32, 32, 32][: len(failed) - 1]
-    rests.answered(0)
-    assert not rests.resting(0, 199)
+    backoff.answered(0)
+    assert not backoff.resting(0, 199)
 
 
 def test_too_few_are_asked_again(tmp_path, whole):
     """Three of four fail at first: the quorum is two. In the second attempt those are asked who have not answered."""
     failing, failed = COHORTS[1][:3], []
 
-    def once(answer, message):
-        if answer.client in failed:
-            return answer
-        failed.append(answer.client)
+    def once(response, message):
+        if response.client in failed:
+            return response
+        failed.append(response.client)
         raise RuntimeError("once")
 
     faults = {(client, 1, 1): once for client in failing}
@@ -254,8 +254,8 @@ class Changing(InProcess):
 
     def push_messages(self, messages):
         messages = list(messages)
-        asks = [said_in(Ask, message) for message in messages]
-        for place in {(ask.round, ask.exchange) for ask in asks if ask.phase}:
+        requests = [decode(RequestMessage, message) for message in messages]
+        for place in {(request.round, request.exchange) for request in requests if request.phase}:
             if event := self.events.pop(place, None):
                 event(self)
         return super().push_messages(messages)
@@ -298,20 +298,24 @@ def test_a_place_that_becomes_free_is_taken_at_once(whole):
     federations.same(federations.solve(STEPS, grid, terms=TERMS, callbacks=[leave]), whole)
 
 
-@pytest.mark.parametrize("answer", ["", None, "left out"])
-def test_a_message_that_flower_does_not_take(answer, tmp_path, absent):
+@pytest.mark.parametrize("response", ["", None, "left out"])
+def test_a_message_that_flower_does_not_take(response, tmp_path, absent):
     """Grids say so in different ways."""
     first, second = COHORTS[1][:2]
 
     class Refusing(InProcess):
         def push_messages(self, messages):
-            asks = {message: said_in(Ask, message) for message in messages}
-            places = {m: (self.client(m.metadata.dst_node_id), ask.round, ask.exchange) for m, ask in asks.items()}
+            requests = {message: decode(RequestMessage, message) for message in messages}
+            places = {
+                m: (self.client(m.metadata.dst_node_id), request.round, request.exchange)
+                for m, request in requests.items()
+            }
             lost = {
-                m for m in messages if asks[m].phase and places[m] in {(first, 1, 0), (first, 1, 1), (second, 1, 1)}
+                m for m in messages if requests[m].phase and places[m] in {(first, 1, 0), (first, 1, 1), (second, 1, 1)}
             }
             sent = [
-                answer if message in lost else super(Refusing, self).push_messages([message])[0] for message in messages
+                response if message in lost else super(Refusing, self).push_messages([message])[0]
+                for message in messages
             ]
             return [number for number in sent if number != "left out"]
 
@@ -324,7 +328,7 @@ def test_messages_that_are_too_large():
 
     class Small(InProcess):
         def push_messages(self, messages):
-            return super().push_messages(messages) if all(not said_in(Ask, m).phase for m in messages) else []
+            return super().push_messages(messages) if all(not decode(RequestMessage, m).phase for m in messages) else []
 
     with pytest.raises(fb.core.errors.ExchangeError, match=r"Flower did not take the message \(is it too large\?\)"):
         federations.solve(STEPS, Small(CLIENTS, 6), terms=TERMS)
@@ -385,9 +389,9 @@ def test_one_who_does_not_take_part_is_greeted_again(tmp_path, monkeypatch):
     tries = []
 
     def late_data(message, context):
-        ask: Ask = said_in(Ask, message)
-        if context.node_config["partition-id"] == 5 and not ask.phase:
-            tries.append(ask)
+        request: RequestMessage = decode(RequestMessage, message)
+        if context.node_config["partition-id"] == 5 and not request.phase:
+            tries.append(request)
             if len(tries) == 1:
                 raise FileNotFoundError("data")
         return CLIENTS(message, context)

@@ -14,10 +14,10 @@ import fedbilevel as fb
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.tree import XY
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.records import said_in
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Ask
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.records import decode
 
 TASK = federations.TASK
 P = TASK.clients.weights
@@ -95,14 +95,14 @@ def simulated(n, delays, both=False, stop=None):
     return trace
 
 
-def run(algorithm, delays=None, stop=None, lost=lambda client, ask: False, **options):
+def run(algorithm, delays=None, stop=None, lost=lambda client, request: False, **options):
     """(result, (x, y) after each round); with `stop` of a run that was stopped after so many rounds, and resumed."""
 
     def delay(client, message):
-        ask: Ask = said_in(Ask, message)
-        if not ask.phase:
+        request: RequestMessage = decode(RequestMessage, message)
+        if not request.phase:
             return 0.0
-        return np.inf if lost(client, ask) else delays[client]
+        return np.inf if lost(client, request) else delays[client]
 
     grid = InProcess(federations.app(algorithm), 6, delay=None if delays is None else delay)
     trace = []
@@ -189,10 +189,10 @@ def test_one_who_failed_is_asked_again_where_it_is_needed():
     """It fails once: the second attempt has its answer, the others' are not asked for twice."""
     algorithm, failed = Async(n=6), []
 
-    def once(answer, message):
+    def once(response, message):
         if failed:
-            return answer
-        failed.append(answer.client)
+            return response
+        failed.append(response.client)
         raise RuntimeError("once")
 
     client_app = federations.misbehaving(federations.app(algorithm), {(2, 0, 0): once})
@@ -233,7 +233,7 @@ def test_answers_of_another_kind_keep_nobody_busy(n):
 def test_nobody_is_waited_for_beyond_the_deadline(tmp_path):
     """Client 4's first question is never answered. Bounded staleness waits for it until 20 s are over, and says so."""
     log = tmp_path / "log.jsonl"
-    lost = lambda client, ask: client == 4 and ask.round == 0  # noqa: E731
+    lost = lambda client, request: client == 4 and request.round == 0  # noqa: E731
     terms = Terms(deadline=20.0, poll=100.0)
     result, _ = run(Overdue(n=1, max_staleness=2), DELAYS, lost=lost, terms=terms, log=log, rounds=5)
     lines = [json.loads(line) for line in log.read_text().splitlines()]

@@ -10,14 +10,15 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines.evaluation import spread
-from fedbilevel.flower.apps import client_app
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.limits import Limits
-from fedbilevel.flower.measuring import Measuring
-from fedbilevel.flower.privacy import Privacy
-from fedbilevel.flower.site import ClientRuntime
-from fedbilevel.flower.wire import METRICS as METRICS_ASKED
-from fedbilevel.flower.wire import Ask, to_bytes
+from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.privacy.mechanism import Privacy
+from fedbilevel.flower.server.client_metrics import ClientMetrics
+from fedbilevel.flower.wire.layout import to_bytes
+from fedbilevel.flower.wire.messages import METRICS as METRICS_ASKED
+from fedbilevel.flower.wire.messages import RequestMessage
 
 METRICS = {"fit": own.TASK.problem.outer, "inner_fit": fb.PerClient(own.TASK.problem.inner, "inner")}
 ONE = {"fit": METRICS["fit"]}
@@ -96,8 +97,8 @@ def test_a_site_counts_such_questions_and_checks_what_it_is_sent(tmp_path):
     nowhere = jax.tree.map(lambda leaf: leaf * np.nan, here)
 
     def said(point, contract=runtime.contract.digest):
-        ask = Ask(run=own.NAME, contract=contract, phase=METRICS_ASKED, payload=to_bytes(point))
-        return runtime.answer(ask, runtime.store)
+        request = RequestMessage(run=own.NAME, contract=contract, phase=METRICS_ASKED, payload=to_bytes(point))
+        return runtime.respond(request, runtime.store)
 
     assert "not finite" in said(nowhere).refused
     assert "another contract" in said(here, "no").refused
@@ -122,4 +123,4 @@ def test_with_privacy_nothing_is_told(tmp_path):
 )
 def test_a_run_whose_x_and_y_the_server_cannot_send_whole_is_refused_by_name(algorithm, submodel_plan, why):
     with pytest.raises(fb.ConfigurationError, match=f"metrics_per_client = .*{why}"):
-        Measuring(SimpleNamespace(algorithm=algorithm, submodel_plan=submodel_plan), METRICS)
+        ClientMetrics(SimpleNamespace(algorithm=algorithm, submodel_plan=submodel_plan), METRICS)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.flower.engine import Flower
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import ClientRuntime
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.engine import Flower
 from fedbilevel.tasks.location import location
 
 ROUNDS, COHORT, DIM, NUMBER = 3, 2, 3, 8  # NUMBER: bytes of one in float64

@@ -17,15 +17,16 @@ import fedbilevel as fb
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import nbytes
 from fedbilevel.experiments import configure, federation, load_run, run
-from fedbilevel.flower import submodels
-from fedbilevel.flower.apps import client_app
-from fedbilevel.flower.engine import Flower
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.privacy import Privacy
-from fedbilevel.flower.records import said_in
-from fedbilevel.flower.site import ClientRuntime, Site
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Ask, layout
+from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.site import ClientRuntime, Site
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.privacy.mechanism import Privacy
+from fedbilevel.flower.server import submodels
+from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.layout import layout
+from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.records import decode
 
 INPUTS, HIDDEN, OUTPUTS = 3, 8, 2
 CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
@@ -85,9 +86,9 @@ def solved(algorithm, clients, *, problem=PROBLEM, rounds=ROUNDS, **more):
     return fb.solve(algorithm, problem, clients, *start(), rounds=rounds, key=3, eval_every=1, **more)
 
 
-def over(answer, log=None, **terms):
-    second = lambda client, message: float(bool(said_in(Ask, message).phase))  # noqa: E731  as Local's clock has it
-    return Flower(grid=InProcess(answer, len(CAPACITY), delay=second), log=log, terms=Terms(**terms))
+def over(response, log=None, **terms):
+    second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as Local's clock has it
+    return Flower(grid=InProcess(response, len(CAPACITY), delay=second), log=log, terms=Terms(**terms))
 
 
 @pytest.mark.parametrize(
@@ -116,9 +117,9 @@ def test_agrees_with_local(algorithm, cohort, tmp_path):
 def test_an_answer_of_the_size_of_the_whole_does_not_count(tmp_path):
     """Client 1 is as if absent, but what was sent to it was sent."""
 
-    def enlarged(answer, message):
+    def enlarged(response, message):
         (call,) = ClientRuntime(site(IMPORTANCE, 1, None)).contract.calls.values()
-        return replace(answer, layout=layout(call.update), payload=bytes(nbytes(call.update)))
+        return replace(response, layout=layout(call.update), payload=bytes(nbytes(call.update)))
 
     liar = federations.misbehaving(app(IMPORTANCE), {(1, 0, 0): enlarged})
     log = tmp_path / "exchanges.jsonl"
@@ -148,7 +149,7 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
     (call,), (whole,) = runtime.contract.calls.values(), runtime.general.calls.values()
     assert (nbytes(call.message), nbytes(whole.message)) == (8 * numbers_of(2), 8 * numbers_of(HIDDEN))
     key = jax.random.key(0)
-    asked = Ask(
+    asked = RequestMessage(
         run=federations.NAME, contract=runtime.contract.digest, phase=call.phase, call=call.name,
         key=np.asarray(jax.random.key_data(key)).tobytes(), key_kind=str(jax.random.key_impl(key)),
         payload=bytes(nbytes(call.message)),
@@ -158,11 +159,11 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
         {"contract": runtime.general.digest},
         {"payload": bytes(nbytes(whole.message))},
     ):
-        assert runtime.answer(replace(asked, **other), memory()).refused
-    answer = runtime.answer(asked, memory())
-    assert (answer.refused, answer.layout, len(answer.payload)) == ("", layout(call.update), nbytes(call.update))
-    assert np.all(np.frombuffer(answer.payload) != 0)  # noise in every entry
-    assert answer.epsilon > 0
+        assert runtime.respond(replace(asked, **other), memory()).refused
+    response = runtime.respond(asked, memory())
+    assert (response.refused, response.layout, len(response.payload)) == ("", layout(call.update), nbytes(call.update))
+    assert np.all(np.frombuffer(response.payload) != 0)  # noise in every entry
+    assert response.epsilon > 0
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_what_cuts_messages_goes_with_the_anatomy():
 
     phase.__parts__ = ("y", "y")
     unit_layout = UnitLayout.of(fb.Structure(y="hidden"), jnp.zeros(3), jnp.zeros(4))
-    small = submodels.cut(unit_layout, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
+    small = submodels.cut_message(unit_layout, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
     assert small.tolist() == [1.0, 3.0]
     kept = [weakref.ref(thing) for thing in (unit_layout, submodels.programs(unit_layout).cut)]
     del unit_layout

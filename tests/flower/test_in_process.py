@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fedbilevel.flower.in_process import InProcess, VirtualClock
+from fedbilevel.flower.launch.in_process import InProcess, VirtualClock
 
 QUERY = "query.echo"
 
@@ -16,7 +16,7 @@ def echo():
     app = ClientApp()
 
     @app.query("echo")
-    def answer(message, context):
+    def respond(message, context):
         count = context.state.setdefault("count", ConfigRecord({"n": 0}))
         count["n"] += 1
         message.content["a"]["seen"] = count["n"]  # what came is the client's own copy
@@ -52,9 +52,9 @@ def test_it_is_a_grid_and_clients_keep_their_state():
 
 def test_an_error_is_an_answer():
     grid = InProcess(echo(), 1)
-    (answer,) = grid.send_and_receive([message(1, "fail")])
-    assert answer.error.code == 2
-    assert "no" in answer.error.reason
+    (response,) = grid.send_and_receive([message(1, "fail")])
+    assert response.error.code == 2
+    assert "no" in response.error.reason
 
 
 def test_answers_come_in_the_order_of_the_clock():
@@ -97,8 +97,8 @@ def test_clients_come_and_go():
     grid.join(1)
     assert grid.get_node_ids() == [1, 3, 4]
     assert [grid.client(node) for node in (1, 3, 4)] == [0, 1, 1]
-    (answer,) = grid.send_and_receive([message(3)])
-    assert answer.content["a"]["seen"] == 1  # nothing is left of before
+    (response,) = grid.send_and_receive([message(3)])
+    assert response.content["a"]["seen"] == 1  # nothing is left of before
 
 
 def test_a_virtual_clock():

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.flower.apps import client_app
-from fedbilevel.flower.engine import Flower, FlowerRun
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import ClientRuntime
+from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.engine import Flower, FlowerRun
 
 
 def played(monkeypatch):

@@ -20,8 +20,8 @@ from scipy.special import ndtr
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
-from fedbilevel.flower.accounting import BudgetSpentError, Spent
-from fedbilevel.flower.privacy import Privacy, clipped, flat, gaussian, load_secret
+from fedbilevel.flower.privacy.accounting import BudgetSpentError, PrivacyAccount
+from fedbilevel.flower.privacy.mechanism import Privacy, clipped, flat, gaussian, load_secret
 
 SECRET = bytes(range(32))
 ASKED = ("a run", 3, 1, "local")
@@ -29,7 +29,7 @@ FEW = 1e-12  # a noise multiplier under which a reply shows what was clipped: no
 
 
 def protected(update, privacy, *, secret=SECRET, spent=None, asked=ASKED):
-    return privacy.protect(update, secret, spent or Spent(), asked)[0]
+    return privacy.protect(update, secret, spent or PrivacyAccount(), asked)[0]
 
 
 def exact_epsilon(mu, delta):
@@ -152,7 +152,9 @@ def test_all_the_same_gives_the_same_bits():
     "other",
     [
         {"secret": bytes(32)},
-        {"spent": Spent({1.0: 1})},  # the same question again: another noise, and one more reply in the account
+        {
+            "spent": PrivacyAccount({1.0: 1})
+        },  # the same question again: another noise, and one more reply in the account
         {"asked": ("another run", 3, 1, "local")},
         {"asked": ("a run", 4, 1, "local")},
         {"asked": ("a run", 3, 2, "local")},
@@ -227,7 +229,7 @@ def test_a_wrong_context_is_refused(context):
 
 # The account
 
-MIXED = Spent({1.0: 3, 4.0: 20})
+MIXED = PrivacyAccount({1.0: 3, 4.0: 20})
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-8])
@@ -248,7 +250,7 @@ def test_replies_under_different_noise_are_composed():
     exact = exact_epsilon(mu, 1e-5)
     assert MIXED.total == 23
     assert exact < MIXED.epsilon(1e-5) < 1.12 * exact
-    assert Spent().epsilon(1e-5) == Privacy(1.0, 1.0, 1e-5).epsilon_after(0) == 0.0
+    assert PrivacyAccount().epsilon(1e-5) == Privacy(1.0, 1.0, 1e-5).epsilon_after(0) == 0.0
 
 
 def test_the_worst_two_data_sets_are_as_far_apart_as_the_account_says():
@@ -259,18 +261,18 @@ def test_the_worst_two_data_sets_are_as_far_apart_as_the_account_says():
     threshold = 1.0 / mu  # of reply/(zC): the log of the ratio of the two densities at t is μ·t
     said = []
     for update in (1e6, -1e6):
-        replies = [protected(np.array([update]), privacy, spent=Spent({2.0: i + 1}))[0] for i in range(n)]
+        replies = [protected(np.array([update]), privacy, spent=PrivacyAccount({2.0: i + 1}))[0] for i in range(n)]
         said.append(np.mean(np.array(replies) / 6.0 > threshold))
     excess = said[0] - math.e * said[1]
     error = math.sqrt((said[0] * (1 - said[0]) + math.e**2 * said[1] * (1 - said[1])) / n)
     delta = gaussian_delta(mu, 1.0)
     assert abs(excess - delta) < 4 * error
-    assert Spent({2.0: 1}).epsilon(delta) >= 1.0
+    assert PrivacyAccount({2.0: 1}).epsilon(delta) >= 1.0
 
 
 def test_the_budget_is_refused_at_the_right_reply():
     budget = Privacy(1.0, 4.0, 1e-5).epsilon_after(5)
-    privacy, spent, sent = Privacy(1.0, 4.0, 1e-5, epsilon=budget), Spent(), []
+    privacy, spent, sent = Privacy(1.0, 4.0, 1e-5, epsilon=budget), PrivacyAccount(), []
     with pytest.raises(BudgetSpentError, match="after 5 replies"):  # noqa: PT012
         while True:
             update, spent = privacy.protect(np.ones(2), SECRET, spent, ASKED)
@@ -286,9 +288,9 @@ def test_what_another_noise_multiplier_spent_counts_for_the_budget():
     assert Privacy(1.0, 50.0, 1e-5, epsilon=1.1 * budget).charge(MIXED).releases == {1.0: 3, 4.0: 20, 50.0: 1}
 
 
-@pytest.mark.parametrize("account", [Spent(), MIXED, Spent({0.1 + 0.2: 7})])
+@pytest.mark.parametrize("account", [PrivacyAccount(), MIXED, PrivacyAccount({0.1 + 0.2: 7})])
 def test_an_account_is_read_back_as_it_was_written(account):
-    assert Spent.from_json(account.to_json()) == account
+    assert PrivacyAccount.from_json(account.to_json()) == account
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,7 @@ def test_an_account_is_read_back_as_it_was_written(account):
 )
 def test_a_damaged_account_is_never_an_empty_one(text):
     with pytest.raises(ConfigurationError, match="not a stored privacy account"):
-        Spent.from_json(text)
+        PrivacyAccount.from_json(text)
 
 
 def test_without_dp_accounting_the_error_says_what_to_install(monkeypatch):
@@ -306,7 +308,7 @@ def test_without_dp_accounting_the_error_says_what_to_install(monkeypatch):
 
 
 def test_dp_accounting_is_loaded_only_when_asked():
-    program = "import sys, fedbilevel.flower.privacy; print('dp_accounting' in sys.modules)"
+    program = "import sys, fedbilevel.flower.privacy.mechanism; print('dp_accounting' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"False\n"
 
 

@@ -12,13 +12,14 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.flower.apps import client_app
-from fedbilevel.flower.engine import Flower
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
-from fedbilevel.flower.site import ClientRuntime, Site
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Ask, from_bytes, to_bytes
+from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.site import ClientRuntime, Site
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.privacy.mechanism import NoiseError, Privacy, check_noise
+from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.layout import from_bytes, to_bytes
+from fedbilevel.flower.wire.messages import RequestMessage
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 CLIENTS = 3
@@ -172,14 +173,14 @@ def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
 def asked(runtime, round, message, **more):
     """The answer of a client, and its update, to a message of the only phase there is."""
     (call,) = runtime.contract.calls.values()
-    ask = Ask(
+    request = RequestMessage(
         run=federations.NAME, contract=runtime.contract.digest, round=round, exchange=0,
         phase=call.phase, call=call.name,
         key=np.asarray(jax.random.key_data(jax.random.key(5))).tobytes(), key_kind="threefry2x32", weight=0.25,
         payload=to_bytes(message), **more)  # fmt: skip
-    answer = runtime.answer(ask, None)
-    assert answer.refused == ""
-    return from_bytes(answer.payload, call.update)
+    response = runtime.respond(request, None)
+    assert response.refused == ""
+    return from_bytes(response.payload, call.update)
 
 
 def test_counts_do_not_eat_the_clip(tmp_path):
@@ -204,16 +205,16 @@ def test_noise_does_not_add_up_over_differences(tmp_path):
     algorithm, sigma = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1), 0.5
     privacy = Privacy(clip=5e5, noise_multiplier=1e-6, delta=1e-5)
     runtime = ClientRuntime(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 3)))
-    iterate = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
+    iterate = algorithm.init(federations.TASK.x0, federations.TASK.y0).inside.iterate
     total, joins, exchanges = optax.tree.zeros_like(iterate), 0.0, 0.0
     counted = {}
     for round in range(100):
         change = asked(runtime, round, (iterate, np.asarray(round, np.int32)), **counted)
         counted = {"counted_round": round, "counted_exchange": 0, "settled_round": round, "settled_exchange": 0}
-        total = optax.tree.add(total, change.answer)
+        total = optax.tree.add(total, change.update)
         joins, exchanges = joins + change.joins.public, exchanges + change.exchanges.public
     assert (float(joins), float(exchanges)) == (1.0, 100.0)
-    exact = algorithm.own_updates(reference_client(runtime), iterate, jax.random.key(0)).update
+    exact = algorithm.algorithm.local_updates(reference_client(runtime), iterate, jax.random.key(0)).update
     off = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(total, exact, strict=True))
     assert sigma / 2 < off <= LARGEST * sigma  # 8 numbers all below ½: chance 0.0005
 

@@ -33,7 +33,8 @@ from flwr.supernode import start_client_internal as loop  # noqa: E402
 from flwr.supernode.nodestate import NodeStateFactory  # noqa: E402
 from flwr.supernode.servicer.runtime import runtime_handlers  # noqa: E402
 
-from fedbilevel.flower import private  # noqa: E402
+from fedbilevel.flower.launch import private  # noqa: E402
+from fedbilevel.flower.wire import private as messages  # noqa: E402
 
 PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation"}
 ROOM = Path(fedbilevel.flower.__file__).parent
@@ -53,12 +54,19 @@ def imports(file: Path) -> set[tuple[str, str]]:
 # The names
 
 
-def test_only_one_file_imports_what_flower_does_not_promise() -> None:
-    files = {file.name for file in ROOM.glob("*.py") for module, _ in imports(file) if module not in PUBLIC}
-    assert files == {"private.py"}
+def test_two_files_import_what_flower_does_not_promise() -> None:
+    files = {
+        str(file.relative_to(ROOM))
+        for file in ROOM.rglob("*.py")
+        for module, _ in imports(file)
+        if module not in PUBLIC
+    }
+    assert files == {"launch/private.py", "wire/private.py"}
 
 
-@pytest.mark.parametrize(("module", "name"), sorted(imports(ROOM / "private.py")))
+@pytest.mark.parametrize(
+    ("module", "name"), sorted(imports(ROOM / "launch/private.py") | imports(ROOM / "wire/private.py"))
+)
 def test_a_name_is_there(module: str, name: str) -> None:
     there = importlib.import_module(module)
     assert not name or hasattr(there, name) or importlib.import_module(f"{module}.{name}")
@@ -108,7 +116,7 @@ def test_a_function_takes_what_it_is_given(place: str) -> None:
 
 
 def test_the_loop_sleeps_where_it_did_and_passes_its_parts_by_name() -> None:
-    """What `Meeting.sleep` tells from the seconds and from the function, and what `pull` and `push` are given."""
+    """What `Rendezvous.sleep` tells from the seconds and from the function, and what `pull` and `push` are given."""
     source = inspect.getsource(loop)
     sleeps = [line.strip() for line in source.splitlines() if "time.sleep(" in line]
     assert sleeps == ["time.sleep(3)", "time.sleep(0.5)", "time.sleep(0.5)"]
@@ -123,8 +131,8 @@ def test_fields_that_are_read_or_written_are_there() -> None:
     for name in ("lock_task_store", "task_token_store", "lock_msg_store", "msg_store"):
         assert hasattr(state, name), name
     assert {"max_time", "initial_backoff"} <= set(inflatable_utils.pull_objects.__kwdefaults__ or {})
-    private.be_server()
-    identity = private.TaskIdentity
+    messages.be_server()
+    identity = messages.TaskIdentity
     assert (identity.task_id, identity.run_id, identity.node_id) == (1, 1, 0)
     token = importlib.import_module("flwr.supercore.corestate.in_memory_corestate").TokenRecord
     assert "active_until" in inspect.signature(token).parameters
@@ -139,7 +147,7 @@ class Link:
     """A SuperLink: messages of runs, some of which are over; of some it never has the objects."""
 
     def __init__(self) -> None:
-        private.be_server()
+        messages.be_server()
         factory = ObjectStoreFactory()
         self.state = NodeStateFactory(objectstore_factory=factory).state()
         self.store = factory.store()
@@ -182,9 +190,11 @@ class Link:
         }  # fmt: skip
 
 
-def meeting() -> private.Meeting:
+def meeting() -> private.Rendezvous:
     steps = loop._pull_and_store_message, loop._push_messages
-    return private.Meeting(lambda quiet: 0.0, runtime_handlers.acquire_task, runtime_handlers.push_task_output, *steps)
+    return private.Rendezvous(
+        lambda quiet: 0.0, runtime_handlers.acquire_task, runtime_handlers.push_task_output, *steps
+    )
 
 
 REQUEST = private.AcquireTaskRequest(supported_task_types=[private.TaskType.CLIENT_APP])
@@ -210,8 +220,8 @@ def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless() -
     try:
         assert met.pull(**link.parts()) is None
         assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == 0.05  # its time to live
-        private.quick_pulls(1e9)
-        assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == private.LONGEST_PULL
+        messages.quick_pulls(1e9)
+        assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == messages.LONGEST_PULL
     finally:
         inflatable_utils.pull_objects.__kwdefaults__ = before  # type: ignore[assignment]
     assert link.state.get_tasks(statuses=private.OPEN) == []
@@ -248,11 +258,11 @@ def test_a_superlink_that_gives_no_answer_ends_no_task(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("status", "wanted"), [(401, False), (503, None)])
 def test_a_beat_for_a_task_that_was_given_up_is_a_no(status: int, wanted: bool | None) -> None:
     """The SuperNode does not know the task's token any more; other errors say nothing about the task."""
-    node = private.Node("127.0.0.1:1", None)
+    node = private.SuperNodeConnection("127.0.0.1:1", None)
 
     def refuse(request: Any) -> None:
-        given = httpx.Request("POST", "http://here")
-        raise httpx.HTTPStatusError("no", request=given, response=httpx.Response(status, request=given))
+        given = httpx.RequestMessage("POST", "http://here")
+        raise httpx.HTTPStatusError("no", request=given, response=httpx.ResponseMessage(status, request=given))
 
     node.client.SendTaskHeartbeat = refuse  # type: ignore[method-assign, assignment]
     if wanted is None:
@@ -285,7 +295,7 @@ def test_a_question_for_a_task_does_not_hold_up_a_stop() -> None:
         time.sleep(0.01)
     met.close()
     asking.join(10)
-    assert [answer.HasField("task") for answer in answers] == [False]
+    assert [response.HasField("task") for response in answers] == [False]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the SuperLink says 500")])
@@ -315,7 +325,7 @@ def test_a_loop_that_has_ended_ends_the_process(error: Exception | None, monkeyp
     monkeypatch.setattr(private.os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):
         private.run_supernode(["--insecure"], lambda quiet: 0.0)
-    assert seen == {**ours[runtime_handlers], **ours[loop], "sleep": "Meeting.sleep"}
+    assert seen == {**ours[runtime_handlers], **ours[loop], "sleep": "Rendezvous.sleep"}
     assert sys.argv == ["flower-supernode", "--insecure"]
 
 
@@ -324,11 +334,11 @@ def test_a_second_signal_does_not_interrupt_the_end() -> None:
     program = """
 import os, signal, time
 from flwr.supercore.telemetry import EventType
-from fedbilevel.flower import private
+from fedbilevel.flower.launch import private
 def close():
     os.kill(os.getpid(), signal.SIGTERM)
     print("closed", flush=True)
-meeting = private.Meeting(lambda quiet: 0.0, print, print, print, print)
+meeting = private.Rendezvous(lambda quiet: 0.0, print, print, print, print)
 meeting.close = close
 meeting.register(event_type=EventType.RUN_SUPERNODE_LEAVE, exit_message="stopped", grpc_servers=[])
 os.kill(os.getpid(), signal.SIGINT)

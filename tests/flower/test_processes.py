@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fedbilevel.flower import children, credentials, supernode
-from fedbilevel.flower.processes import Federation, StartError, free_ports
+from fedbilevel.flower.launch import children, credentials, supernode
+from fedbilevel.flower.launch.processes import Federation, StartError, free_ports
 
 pytest.importorskip("flwr")
 
@@ -52,7 +52,7 @@ def test_stop_ends_a_child_that_ignores_sigterm_and_a_grandchild_in_another_sess
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked, which only Linux can be")
 def test_children_go_when_their_parent_is_killed() -> None:
-    program = "from fedbilevel.flower import children; import sys, time\n"
+    program = "from fedbilevel.flower.launch import children; import sys, time\n"
     program += f"print(children.spawn({SLEEP!r}).pid, flush=True); time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout
@@ -68,7 +68,7 @@ def unit(tmp_path: Path, body: str) -> subprocess.Popen[str]:
     program = f"""
 import sys
 from functools import partial
-from fedbilevel.flower import children, supernode
+from fedbilevel.flower.launch import children, supernode
 a = [sys.executable, "-c", "open({str(tmp_path / "starts")!r}, 'a').write('x'); {body}"]
 start = lambda command: partial(children.spawn, command, group=False)
 sys.exit(supernode.supervise({{"a": start(a), "b": start({SLEEP!r})}}, backoff=(0.1, 0.4)))
@@ -252,9 +252,9 @@ def answers(lines: Iterator[str]) -> list[str]:
     return [line.partition("ANSWER ")[2].strip() for line in lines if "ANSWER" in line]
 
 
-def number(field: str, answer: str) -> int:
-    found = re.search(rf"'{field}': (\d+)", answer)
-    assert found, answer
+def number(field: str, response: str) -> int:
+    found = re.search(rf"'{field}': (\d+)", response)
+    assert found, response
     return int(found[1])
 
 
@@ -262,9 +262,9 @@ def number(field: str, answer: str) -> int:
 def test_a_client_answers_all_messages_in_one_process(federation: Federation, ping: Path) -> None:
     got = answers(federation.run(ping, "rounds=2"))
     for partition in (0, 1):
-        mine = [answer for answer in got if number("partition", answer) == partition]
-        assert [number("calls", answer) for answer in mine] == [1, 2, 3]
-        assert len({number("pid", answer) for answer in mine}) == 1
+        mine = [response for response in got if number("partition", response) == partition]
+        assert [number("calls", response) for response in mine] == [1, 2, 3]
+        assert len({number("pid", response) for response in mine}) == 1
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_no_reply_and_a_worker_that_dies_are_told_at_once_and_the_next_message_i
         began = time.monotonic()
         got = answers(federation.run(ping, f"rounds=1 kind='{kind}'"))
         assert got[:2] == [f"{kind} error={code}"] * 2
-        assert sorted(number("partition", answer) for answer in got[2:]) == [0, 1]
+        assert sorted(number("partition", response) for response in got[2:]) == [0, 1]
         assert time.monotonic() - began < 60  # Flower alone: 60 s after the last sign of life, or not at all
 
 
@@ -299,7 +299,7 @@ def test_a_client_that_is_killed_comes_back_under_its_key_and_answers(federation
     federation.kill(node=1)
     federation.restart(node=1)
     got = answers(federation.run(ping))
-    assert sorted(number("partition", answer) for answer in got) == [0, 0, 1, 1]
+    assert sorted(number("partition", response) for response in got) == [0, 0, 1, 1]
 
 
 @pytest.mark.slow
@@ -325,5 +325,5 @@ def test_clients_come_back_to_a_superlink_that_was_killed_and_kept_its_database(
         unit = federation.nodes[0]
         federation.kill_superlink()
         federation.restart_superlink()
-        assert [number("calls", answer) for answer in answers(federation.run(ping))] == [1, 2]
+        assert [number("calls", response) for response in answers(federation.run(ping))] == [1, 2]
         assert unit.poll() is None

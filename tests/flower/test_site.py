@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -19,14 +20,16 @@ import fedbilevel as fb
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.tree import XY
-from fedbilevel.flower import site as sites
-from fedbilevel.flower.accounting import Spent
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.limits import Limits, Patience
-from fedbilevel.flower.privacy import Privacy
-from fedbilevel.flower.site import ClientRuntime
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Ask, Refusal, from_bytes
+from fedbilevel.flower.client import site as sites
+from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.client.time_limit import TimeLimit
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.privacy.accounting import PrivacyAccount
+from fedbilevel.flower.privacy.mechanism import Privacy
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.layout import Refusal, from_bytes
+from fedbilevel.flower.wire.messages import RequestMessage
 
 STEPS = federations.Steps()
 
@@ -44,11 +47,11 @@ def ran(monkeypatch):
     return phases
 
 
-def ask(runtime, of="y_gradient", **changes):
+def request(runtime, of="y_gradient", **changes):
     """A good question about a phase at x = y = 1, changed."""
     call = next(call for call in runtime.contract.calls.values() if call.phase == of)
     size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(call.message))
-    good = Ask(
+    good = RequestMessage(
         run=federations.NAME, contract=runtime.contract.digest, round=2, exchange=1, phase=of, call=call.name,
         key=np.asarray(jax.random.key_data(jax.random.key(5))).tobytes(), key_kind="threefry2x32", weight=0.25,
         payload=np.ones(size).tobytes())  # fmt: skip
@@ -57,23 +60,28 @@ def ask(runtime, of="y_gradient", **changes):
 
 def test_an_answer(runtime, ran):
     """The phase itself, called by hand with the key that every engine gives it."""
-    answer = runtime.answer(ask(runtime), memory())
-    assert answer.refused == ""
+    response = runtime.respond(request(runtime), memory())
+    assert response.refused == ""
     clients, key = federations.TASK.clients, jax.random.fold_in(jax.random.key(5), 0)
     batch = sites._samples(sites.Ragged.listed("inner", [clients.inner.row(0)])).batch(key, 4)
     loss, gradient = jax.value_and_grad(federations.TASK.problem.inner, 1)(jnp.ones(2), jnp.ones(3), batch)
-    np.testing.assert_allclose(from_bytes(answer.payload, gradient), gradient, rtol=1e-12)
-    assert answer.numbers() == {"inner": pytest.approx(float(loss), rel=1e-12)}
-    assert (answer.run, answer.round, answer.exchange, answer.client) == (federations.NAME, 2, 1, 0)
-    assert (answer.gradients, answer.hvps, answer.epsilon, answer.layout) == (1, 0, 0.0, ["value float64[3]"])
+    np.testing.assert_allclose(from_bytes(response.payload, gradient), gradient, rtol=1e-12)
+    assert response.numbers() == {"inner": pytest.approx(float(loss), rel=1e-12)}
+    assert (response.run, response.round, response.exchange, response.client) == (federations.NAME, 2, 1, 0)
+    assert (response.gradients, response.hvps, response.epsilon, response.layout) == (
+        1,
+        0,
+        0.0,
+        ["value float64[3]"],
+    )
     assert ran == ["y_gradient"]
 
 
 def test_a_greeting(runtime, ran):
-    answer = runtime.answer(Ask(run=federations.NAME, contract=runtime.contract.text), memory())
-    assert (answer.contract, answer.client, answer.refused) == (runtime.contract.text, 0, "")
+    response = runtime.respond(RequestMessage(run=federations.NAME, contract=runtime.contract.text), memory())
+    assert (response.contract, response.client, response.refused) == (runtime.contract.text, 0, "")
     other = ClientRuntime(federations.site(federations.Steps(batch_size=5), 0)).contract.text
-    refused = runtime.answer(Ask(run=federations.NAME, contract=other), memory()).refused
+    refused = runtime.respond(RequestMessage(run=federations.NAME, contract=other), memory()).refused
     assert refused == "we do not agree: hyperparameters.batch_size is 5 there and 4 here"
     assert ran == []
 
@@ -98,9 +106,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_not_run(case, runtime, ran, caplog):
     changes, expected = REFUSED[case]
-    answer = runtime.answer(ask(runtime, **changes), memory())
-    assert expected in answer.refused
-    assert (answer.payload, answer.metrics, answer.layout) == (b"", "{}", [])
+    response = runtime.respond(request(runtime, **changes), memory())
+    assert expected in response.refused
+    assert (response.payload, response.metrics, response.layout) == (b"", "{}", [])
     assert ran == []
     (record,) = caplog.records
     assert record.name == "fedbilevel.client"
@@ -110,7 +118,7 @@ def test_what_is_refused_is_not_run(case, runtime, ran, caplog):
 @pytest.mark.parametrize("changes", [{"key": b"123"}, {"key": b""}, {"key_kind": "dice"}])
 def test_a_key_that_is_none_is_refused(changes, runtime, ran):
     """With the name of the error only: its text might hold anything."""
-    assert "Error; the client's log says more" in runtime.answer(ask(runtime, **changes), memory()).refused
+    assert "Error; the client's log says more" in runtime.respond(request(runtime, **changes), memory()).refused
     assert ran == []
 
 
@@ -124,10 +132,13 @@ def test_a_key_that_is_none_is_refused(changes, runtime, ran):
 def test_limits(limits, expected, ran):
     algorithm = Rounds() if "local_steps" in limits else STEPS
     runtime = ClientRuntime(federations.site(algorithm, 0, limits=replace(federations.FREE, **limits)))
-    assert runtime.answer(ask(runtime), memory()).refused == expected
+    assert runtime.respond(request(runtime), memory()).refused == expected
     assert ran == []
     if "message_bytes" not in limits:  # told at the greeting, too
-        assert runtime.answer(Ask(run=federations.NAME, contract=runtime.contract.text), memory()).refused == expected
+        assert (
+            runtime.respond(RequestMessage(run=federations.NAME, contract=runtime.contract.text), memory()).refused
+            == expected
+        )
 
 
 def test_the_largest_of_several_counts_is_limited():
@@ -147,26 +158,60 @@ class Rounds(federations.Steps):
 def test_local_steps_that_the_server_says(ran):
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(6, 6), local_steps=(1, 5))
     runtime = ClientRuntime(federations.site(STEPS, 0, task, limits=replace(federations.FREE, local_steps=4)))
-    assert runtime.answer(ask(runtime, work=5), memory()).refused == "5 local steps are above this client's limit of 4"
-    assert runtime.answer(ask(runtime), memory()).refused == "local steps = -1 came; this client expects some"
+    assert (
+        runtime.respond(request(runtime, work=5), memory()).refused
+        == "5 local steps are above this client's limit of 4"
+    )
+    assert runtime.respond(request(runtime), memory()).refused == "local steps = -1 came; this client expects some"
     assert ran == []
-    assert runtime.answer(ask(runtime, work=4), memory()).refused == ""
+    assert runtime.respond(request(runtime, work=4), memory()).refused == ""
 
 
 def test_a_phase_that_takes_too_long():
     """It is given up; until it ends nothing else is run."""
-    patience, go = Patience(0.05), threading.Event()
+    time_limit, go = TimeLimit(0.05), threading.Event()
     with pytest.raises(Refusal, match=r"takes longer than this client's limit of 0\.05 s"):
-        patience.run(go.wait)
+        time_limit.run(go.wait)
     with pytest.raises(Refusal, match="still runs here"):
-        patience.run(lambda: 1)
+        time_limit.run(lambda: 1)
     go.set()
-    patience.thread.join(5)
-    assert patience.run(lambda: 1) == 1
+    time_limit.thread.join(5)
+    assert time_limit.run(lambda: 1) == 1
     with pytest.raises(KeyError):
-        patience.run(lambda: {}[0])
+        time_limit.run(lambda: {}[0])
     with pytest.raises(fb.ConfigurationError, match=r"Limits\.seconds = 0"):
         Limits(seconds=0)
+
+
+def test_one_thread_runs_all_phases_until_one_overruns():
+    """It ends with the object that started it, and keeps nothing of a phase that has ended."""
+    time_limit, go = TimeLimit(0.05), threading.Event()
+    first = time_limit.run(threading.current_thread)
+    assert time_limit.run(threading.current_thread) is first
+    assert first.daemon
+    thing = threading.Event()
+    gone = weakref.ref(thing)
+    time_limit.run(lambda thing=thing: None)
+    del thing
+    wait_until(lambda: gone() is None)
+    with pytest.raises(Refusal, match="takes longer"):
+        time_limit.run(go.wait)
+    go.set()
+    first.join(5)
+    second = time_limit.run(threading.current_thread)
+    assert not first.is_alive()
+    assert second.is_alive()
+    del time_limit
+    second.join(5)
+    assert not second.is_alive()
+
+
+def wait_until(condition, seconds=5.0):
+    """Until it holds; a test's error after some seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
@@ -180,15 +225,22 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     )
     runtime = ClientRuntime(site)
     assert (
-        runtime.answer(ask(runtime, "inner_gradient"), memory()).refused
+        runtime.respond(request(runtime, "inner_gradient"), memory()).refused
         == "the phase failed; the client's log says more"
     )
     go.set()
-    runtime.patience.thread.join(5)
-    kept = {"secret", "client", "lock", "account.json", "client-0-questions.json"}  # it was asked all the same
+    runtime.time_limit.thread.join(5)
+    kept = {
+        "secret",
+        "client",
+        "lock",
+        "account.json",
+        "client-0-questions.json",
+        ".client-0-questions.lock",
+    }  # it was asked all the same
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "account.json").read_text() == "{}"
-    assert runtime.answer(ask(runtime, "inner_gradient"), memory()).refused == ""
+    assert runtime.respond(request(runtime, "inner_gradient"), memory()).refused == ""
     assert {path.name for path in tmp_path.iterdir()} == kept | {f"client-0-run-{federations.NAME}.npz"}
 
 
@@ -210,13 +262,13 @@ def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
     """It says where; under privacy not even that, since it depends on the data."""
     runtime = ClientRuntime(federations.site(Dividing(), 0))
     zero = np.zeros(1).tobytes()
-    answer = runtime.answer(ask(runtime, "phase", payload=zero), memory())
-    assert answer.refused.startswith("the reply is not finite in ")
-    assert answer.payload == b""
+    response = runtime.respond(request(runtime, "phase", payload=zero), memory())
+    assert response.refused.startswith("the reply is not finite in ")
+    assert response.payload == b""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     runtime = ClientRuntime(federations.site(Dividing(), 0, privacy=privacy, folder=tmp_path))
     assert (
-        runtime.answer(ask(runtime, "phase", payload=zero), memory()).refused
+        runtime.respond(request(runtime, "phase", payload=zero), memory()).refused
         == "the phase failed; the client's log says more"
     )
     assert (tmp_path / "account.json").read_text() == "{}"
@@ -228,23 +280,23 @@ def test_privacy(tmp_path):
     make = lambda: ClientRuntime(federations.site(STEPS, 0, privacy=privacy, folder=tmp_path))  # noqa: E731
     plain, runtime = ClientRuntime(federations.site(STEPS, 0)), make()
     answers = [
-        runtime.answer(ask(runtime), memory()),
-        runtime.answer(ask(runtime), memory()),
-        (runtime := make()).answer(ask(runtime), memory()),
+        runtime.respond(request(runtime), memory()),
+        runtime.respond(request(runtime), memory()),
+        (runtime := make()).respond(request(runtime), memory()),
     ]
-    assert [answer.epsilon for answer in answers] == pytest.approx([privacy.epsilon_after(n) for n in (1, 2, 3)])
+    assert [response.epsilon for response in answers] == pytest.approx([privacy.epsilon_after(n) for n in (1, 2, 3)])
     assert all(a.refused == "" and (a.metrics, a.gradients, a.hvps, a.delta) == ("{}", 0, 0, 1e-5) for a in answers)
-    sent = [np.frombuffer(answer.payload) for answer in (plain.answer(ask(plain), memory()), *answers)]
+    sent = [np.frombuffer(response.payload) for response in (plain.respond(request(plain), memory()), *answers)]
     assert len({vector.tobytes() for vector in sent}) == 4
     clipped = sent[0] * min(1, 0.5 / np.linalg.norm(sent[0]))
     assert all(0 < np.linalg.norm(vector - clipped) < 9.5 * 3**0.5 for vector in sent[1:])  # noise of deviation 1
     most = next(n for n in range(1, 100) if privacy.epsilon_after(n + 1) > 12.0)
     for _ in range(3, most):
-        assert runtime.answer(ask(runtime), memory()).refused == ""
-    assert runtime.answer(ask(runtime), memory()).refused.startswith(
+        assert runtime.respond(request(runtime), memory()).refused == ""
+    assert runtime.respond(request(runtime), memory()).refused.startswith(
         f"privacy budget spent: after {most} replies one more would"
     )
-    assert Spent.from_json((tmp_path / "account.json").read_text()).total == most
+    assert PrivacyAccount.from_json((tmp_path / "account.json").read_text()).total == most
 
 
 def test_a_spent_budget_stops_the_run(tmp_path):
@@ -273,11 +325,11 @@ def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
     assert json.loads(account.read_text()) == {}
     with pytest.raises(fb.ConfigurationError, match=r"Site\.id = 2 is not allowed: it must be 1, whose .* is"):
         make(2)
-    assert runtime.answer(ask(runtime), memory()).refused == ""
+    assert runtime.respond(request(runtime), memory()).refused == ""
     kept = account.read_text()
-    assert Spent.from_json(kept).total == 1
+    assert PrivacyAccount.from_json(kept).total == 1
     account.unlink()
-    assert runtime.answer(ask(runtime), memory()).refused == "ConfigurationError; the client's log says more"
+    assert runtime.respond(request(runtime), memory()).refused == "ConfigurationError; the client's log says more"
     with pytest.raises(fb.ConfigurationError, match=r"account\.json is missing"):
         make(1)
     assert not account.exists()
@@ -296,10 +348,10 @@ def test_logs_tell_nothing_of_data_or_updates(caplog, tmp_path):
     site = replace(site, outer=jax.tree.map(lambda a: np.full_like(a, mark), site.outer),
                    inner=jax.tree.map(lambda a: np.full_like(a, mark), site.inner))  # fmt: skip
     runtime = ClientRuntime(site)
-    answers = [runtime.answer(ask(runtime, phase), memory()) for phase in ("y_gradient", "x_gradient")]
-    runtime.answer(ask(runtime, payload=b"1"), memory())
-    runtime.answer(ask(runtime, round=-1), memory())
-    updates = np.concatenate([np.frombuffer(answer.payload) for answer in answers])
+    answers = [runtime.respond(request(runtime, phase), memory()) for phase in ("y_gradient", "x_gradient")]
+    runtime.respond(request(runtime, payload=b"1"), memory())
+    runtime.respond(request(runtime, round=-1), memory())
+    updates = np.concatenate([np.frombuffer(response.payload) for response in answers])
     secrets = {f"{abs(value):.8f}"[:6] for value in (mark, *updates, answers[0].numbers()["inner"]) if value}
     assert len(secrets) == 3
     said = caplog.text
@@ -322,11 +374,11 @@ def test_a_client_that_cannot_start_says_so(caplog, tmp_path):
 
 def test_a_phase_is_compiled_once(runtime):
     """Another round, weight or message is no new program."""
-    runtime.answer(ask(runtime), memory())
+    runtime.respond(request(runtime), memory())
     before = sites.program(runtime.problem)._cache_size()
     assert before >= 1
     for round in range(5):
-        assert runtime.answer(ask(runtime, round=round, weight=0.1 + round / 10), memory()).refused == ""
+        assert runtime.respond(request(runtime, round=round, weight=0.1 + round / 10), memory()).refused == ""
     assert sites.program(runtime.problem)._cache_size() == before
 
 
@@ -335,7 +387,7 @@ def test_what_a_client_has_compiled_goes_with_its_problem():
     task = federations.TASK.problem
     problem = fb.Bilevel(lambda x, y, batch: task.outer(x, y, batch), lambda x, y, batch: task.inner(x, y, batch))
     one = ClientRuntime(replace(federations.site(STEPS, 0), problem=problem))
-    assert one.answer(ask(one), memory()).refused == ""
+    assert one.respond(request(one), memory()).refused == ""
     kept = [weakref.ref(thing) for thing in (problem, problem.inner, sites.program(one.problem))]
     assert all(thing() is not None for thing in kept)
     del one, problem

@@ -14,21 +14,22 @@ from two_phase import TwoPhase
 import fedbilevel as fb
 from fedbilevel.core.errors import CheckpointError, ExchangeError
 from fedbilevel.engines import checkpoint
-from fedbilevel.flower.client_state import Kept, states_for
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.site import ClientRuntime
-from fedbilevel.flower.store import ContextStore, FolderStore
-from fedbilevel.flower.wire import Ask, Refusal
+from fedbilevel.flower.client.saved_state import SavedState, states_for
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.client.store import ContextStore, FolderStore
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.wire.layout import Refusal
+from fedbilevel.flower.wire.messages import RequestMessage
 
 ALGORITHM = TwoPhase(inner=2)  # exchanges 0 and 1 change what a client keeps, exchange 2 reads it
-KEPT = Kept(4, 1, (3, 2), *({"c": np.full(2, value), "n": np.int32(value)} for value in (1.0, 2.0, 3.0)))
-LIKE = Kept(0, 0, (0, 0), *[{"c": np.zeros(2), "n": np.int32(0)}] * 3)
-OTHER = Kept(0, 0, (0, 0), *[{"c": np.zeros(3), "n": np.int32(0)}] * 3)
+KEPT = SavedState(4, 1, (3, 2), *({"c": np.full(2, value), "n": np.int32(value)} for value in (1.0, 2.0, 3.0)))
+LIKE = SavedState(0, 0, (0, 0), *[{"c": np.zeros(2), "n": np.int32(0)}] * 3)
+OTHER = SavedState(0, 0, (0, 0), *[{"c": np.zeros(3), "n": np.int32(0)}] * 3)
 
 
 def test_which_state_a_message_sees():
     """Of a client that was changed last by exchange 2 of round 5: "s" at its start, "b" before it, "n" now."""
-    kept = Kept(5, 2, (5, 1), "s", "b", "n")
+    kept = SavedState(5, 2, (5, 1), "s", "b", "n")
     assert states_for(None, "first", 7, (5, 2), (5, 2)) == ("first", "first")
     assert states_for(kept, "first", 6, (5, 2), (5, 2)) == ("n", "n")  # all counted
     assert states_for(kept, "first", 5, (5, 2), (4, 2)) == ("s", "n")
@@ -63,8 +64,8 @@ def test_only_names_of_runs_are_names_of_files(tmp_path):
     for name in ("../../etc/passwd", "", "abc", "0123456789ABCDEF", "g" * 16, "a" * 65, "0123456789abcdef\n"):
         for runtime in runtimes:
             for phase in ("", "inner_gradient"):
-                ask = Ask(run=name, contract=runtime.contract.text, phase=phase)
-                assert runtime.answer(ask, memory()).refused == f"{name!r} is not the name of a run"
+                request = RequestMessage(run=name, contract=runtime.contract.text, phase=phase)
+                assert runtime.respond(request, memory()).refused == f"{name!r} is not the name of a run"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,15 +123,16 @@ def calls(runtime, store, round, exchange, counted=None):
     settled = min(counted, start)
     phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
     call = next(call for call in runtime.contract.calls.values() if call.phase == phase)
-    ask = Ask(run=federations.NAME, contract=runtime.contract.digest, round=round, exchange=exchange, phase=phase,
+    request = RequestMessage(run=federations.NAME, contract=runtime.contract.digest, round=round, exchange=exchange,
+              phase=phase,
               counted_round=counted[0], counted_exchange=counted[1], settled_round=settled[0],
               settled_exchange=settled[1], call=call.name, key=bytes(8),
               key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
-    answer = runtime.answer(ask, store)
-    if answer.refused:
-        return answer.refused
-    kept = store.load(ask.run, Kept(0, 0, (0, 0), *[runtime.contract.state] * 3))
-    return answer.payload, int(kept.now["calls"])
+    response = runtime.respond(request, store)
+    if response.refused:
+        return response.refused
+    kept = store.load(request.run, SavedState(0, 0, (0, 0), *[runtime.contract.state] * 3))
+    return response.payload, int(kept.now["calls"])
 
 
 def test_a_repeated_message_is_applied_once(runtime, store):
@@ -161,7 +163,7 @@ def test_an_answer_that_did_not_count_leaves_no_trace(runtime, store):
 
 
 def test_a_changed_model_is_refused(store):
-    store.save(federations.NAME, Kept(0, 0, (0, 0), *[{"control": np.zeros(7), "calls": np.int32(0)}] * 3))
+    store.save(federations.NAME, SavedState(0, 0, (0, 0), *[{"control": np.zeros(7), "calls": np.int32(0)}] * 3))
     refused = calls(ClientRuntime(federations.site(ALGORITHM, 0)), store, 1, 0)
     assert refused in (
         "CheckpointError; the client's log says more",  # whose text names a file
@@ -182,7 +184,7 @@ def test_a_run_resumed_in_the_middle_of_a_round(folder, tmp_path):
         place = tmp_path / str(node["partition-id"]) if folder else None
         return federations.site(ALGORITHM, node["partition-id"], folder=place)
 
-    def lost(answer, message):
+    def lost(response, message):
         raise RuntimeError("lost")
 
     app = federations.client_app(make)

@@ -13,14 +13,15 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbilevel.flower import records
-from fedbilevel.flower.counting import accepted
-from fedbilevel.flower.in_process import InProcess
-from fedbilevel.flower.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, content, said_in
-from fedbilevel.flower.roster import Roster
-from fedbilevel.flower.site import ClientRuntime
-from fedbilevel.flower.terms import Terms
-from fedbilevel.flower.wire import Answer, Ask, Refusal, from_bytes, layout, read, require_layout, shapes, to_bytes
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.registry import ClientRegistry
+from fedbilevel.flower.server.replies import check_response
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire import records
+from fedbilevel.flower.wire.layout import Refusal, from_bytes, layout, require_layout, shapes, to_bytes
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage, read
+from fedbilevel.flower.wire.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, decode, encode
 
 InProcess(None, 0)  # Flower's messages want to know of which task they are
 RNG = np.random.default_rng(0)
@@ -83,14 +84,14 @@ def test_a_layout_names_the_leaf():
     require_layout("its update", layout(tree), layout(tree))
 
 
-ASK = Ask(run="r", contract="c", round=3, phase="p", key=b"12", payload=b"345")
-ANSWER = Answer(run="r", round=1, exchange=2, client=3, layout=["a", "b"], metrics='{"a": 1}', payload=b"")
+ASK = RequestMessage(run="r", contract="c", round=3, phase="p", key=b"12", payload=b"345")
+ANSWER = ResponseMessage(run="r", round=1, exchange=2, client=3, layout=["a", "b"], metrics='{"a": 1}', payload=b"")
 
 
 @pytest.mark.parametrize("said", [ASK, ANSWER], ids=["Ask", "Answer"])
 def test_a_message_comes_back_field_by_field(said):
-    message = Message(content(said), 1, MESSAGE_TYPE)
-    assert said_in(type(said), message) == said
+    message = Message(encode(said), 1, MESSAGE_TYPE)
+    assert decode(type(said), message) == said
     fields = {f.name: getattr(said, f.name) for f in dataclasses.fields(said) if f.name != "payload"}
     assert read(type(said), fields, said.payload) == said
     for name in fields:
@@ -114,10 +115,10 @@ def test_a_message_comes_back_field_by_field(said):
     {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2)), "b": Array(np.ones(2))})},
     {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2))}), "c": ConfigRecord()},
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", [Ask, Answer])
+@pytest.mark.parametrize("kind", [RequestMessage, ResponseMessage])
 def test_other_records_are_refused(kind, others):
     with pytest.raises(Refusal):
-        said_in(kind, Message(RecordDict(others), 1, MESSAGE_TYPE))
+        decode(kind, Message(RecordDict(others), 1, MESSAGE_TYPE))
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "1", '{"a": "b"}', '{"a": null}', '{"a": [1]}', '{"a": 1e', "[" * 10**5,
@@ -158,12 +159,13 @@ def runtime():
 
 def questions():
     """One as the client expects it, but for the names of contract and call, which `runtime` fills in."""
-    return Ask(run=federations.NAME, contract="", round=0, phase="y_gradient", key=bytes(8), key_kind="threefry2x32",
+    return RequestMessage(run=federations.NAME, contract="", round=0, phase="y_gradient", key=bytes(8),
+                   key_kind="threefry2x32",
                payload=np.zeros(5).tobytes())  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
-@given(fields=of(Ask, questions()), right=st.booleans())
+@given(fields=of(RequestMessage, questions()), right=st.booleans())
 def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
     """Garbage is refused; what is not raises nothing, and is an answer with a finite update."""
     payload = fields.pop("payload")
@@ -173,23 +175,25 @@ def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
             next(c for c in runtime.contract.calls if c[0] == "y"),
         )
     try:
-        ask = read(Ask, fields, payload)
+        request = read(RequestMessage, fields, payload)
     except Refusal:
         return
-    answer = runtime.answer(ask, memory())
-    assert answer.client == 0
-    assert bool(answer.refused) != (len(answer.payload) == 24)
-    Message(content(answer), 1, MESSAGE_TYPE)  # it can be sent
+    response = runtime.respond(request, memory())
+    assert response.client == 0
+    assert bool(response.refused) != (len(response.payload) == 24)
+    Message(encode(response), 1, MESSAGE_TYPE)  # it can be sent
 
 
 @settings(max_examples=300, deadline=None)
-@given(fields=of(Answer, Answer(run="r", round=1, exchange=0, client=2, layout=["value float64[3]"],
+@given(fields=of(ResponseMessage, ResponseMessage(run="r", round=1, exchange=0, client=2, layout=["value float64[3]"],
                                 metrics='{"inner": 1.0}', payload=np.ones(3).tobytes())))  # fmt: skip
 def test_a_server_counts_or_refuses_whatever_is_answered(runtime, fields):
     call = next(call for call in runtime.contract.calls.values() if call.phase == "y_gradient")
     try:
-        answer = read(Answer, fields, fields.pop("payload"))
-        counted = accepted(answer, Ask(run="r", contract="", round=1), call, 2, Terms(norm_bound=10.0), 6)
+        response = read(ResponseMessage, fields, fields.pop("payload"))
+        counted = check_response(
+            response, RequestMessage(run="r", contract="", round=1), call, 2, Terms(norm_bound=10.0), 6
+        )
     except Refusal:
         return
     assert np.all(np.isfinite(counted.update))
@@ -214,22 +218,22 @@ def contracts(text):
 @given(data=st.data(), client=st.just(2) | SIZES, refused=st.just("") | st.text())
 def test_a_server_admits_or_refuses_whoever_answers(runtime, data, client, refused):
     text = data.draw(contracts(runtime.contract.text))
-    answer = Answer(run="r", round=0, exchange=0, client=client, contract=text, refused=refused)
-    roster = Roster(None, runtime.contract, "r", 6, Terms(), None)
+    response = ResponseMessage(run="r", round=0, exchange=0, client=client, contract=text, refused=refused)
+    registry = ClientRegistry(None, runtime.contract, "r", 6, Terms(), None)
     try:
-        roster.admit(7, answer)
+        registry.admit(7, response)
     except Refusal:
-        assert roster.nodes == {}
+        assert registry.nodes == {}
         return
-    assert (text, refused, roster.nodes) == (runtime.contract.text, "", {client: 7})
+    assert (text, refused, registry.nodes) == (runtime.contract.text, "", {client: 7})
     assert 0 <= client < 6
 
 
 def test_large_payloads_travel_as_an_array_and_small_ones_among_the_fields(monkeypatch):
-    answer = Answer(run="r", round=0, exchange=0, client=1, payload=b"0123456789")
-    assert set(content(answer)) == {FIELDS}
+    response = ResponseMessage(run="r", round=0, exchange=0, client=1, payload=b"0123456789")
+    assert set(encode(response)) == {FIELDS}
     monkeypatch.setattr(records, "INLINE", 9)
-    assert set(content(answer)) == {FIELDS, LEAVES}
-    assert content(answer)[LEAVES][RAW].data == b"0123456789"
-    ask = Message(content(Ask(run="r", contract="c", payload=b"0123456789")), 1, MESSAGE_TYPE)
-    assert said_in(Ask, ask).payload == b"0123456789"
+    assert set(encode(response)) == {FIELDS, LEAVES}
+    assert encode(response)[LEAVES][RAW].data == b"0123456789"
+    request = Message(encode(RequestMessage(run="r", contract="c", payload=b"0123456789")), 1, MESSAGE_TYPE)
+    assert decode(RequestMessage, request).payload == b"0123456789"

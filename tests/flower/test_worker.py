@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.flower import supernode, versions, worker
+from fedbilevel.flower import versions
+from fedbilevel.flower.launch import supernode, worker
 
 
 class Fake:
@@ -65,7 +66,7 @@ def error_reply(message: Any, error: Exception) -> Any:
 
 
 def serve(node: Fake, load: Callable | None = None) -> None:
-    apps = worker.Apps(load or (lambda run, fab: (app, Path("/nowhere"))))
+    apps = worker.InstalledApps(load or (lambda run, fab: (app, Path("/nowhere"))))
     worker.serve(node, apps, error_reply, patience=0.3)
 
 
@@ -125,14 +126,14 @@ def test_another_version_of_an_app_takes_the_place_of_the_first(
 
         return lambda: an_app_of_the_test.VERSION, directory
 
-    apps = worker.Apps(load)
+    apps = worker.InstalledApps(load)
     got = [apps.get("run", SimpleNamespace(hash_str=version))() for version in ("1", "1", "2", "1")]
     assert got == [1, 1, 2, 1]
 
 
 def test_the_heart_beats_during_a_task_only_and_a_task_given_up_is_told() -> None:
     node, told = Fake([]), threading.Event()
-    heart = worker.Heart(node, told.set, interval=0.01)
+    heart = worker.Heartbeat(node, told.set, interval=0.01)
     assert not told.wait(0.1)
     assert node.beats == 0
     heart.set(True)
@@ -160,7 +161,7 @@ def test_a_task_that_takes_longer_than_the_patience_does_not_end_the_worker() ->
 def test_the_heart_rests_before_a_task_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beat for a task that is finished is answered as one for a task given up, which ends the worker."""
     events: list[Any] = []
-    monkeypatch.setattr(worker, "Heart", lambda *_: SimpleNamespace(set=events.append))
+    monkeypatch.setattr(worker, "Heartbeat", lambda *_: SimpleNamespace(set=events.append))
     node = Fake(["a", "raises"])
     node.finish = lambda *_: events.append("finish")  # type: ignore[method-assign]
     serve(node)
@@ -178,7 +179,7 @@ def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog: pytest.Lo
     commands = supernode.processes(arguments, "1.41.3")
     assert list(commands) == ["supernode", "worker"]
     assert commands["worker"][-2:] == ["--address", "127.0.0.1:9100"]
-    assert commands["supernode"][2:6] == ["fedbilevel.flower.supernode", "serve", "0.1", "2.0"]
+    assert commands["supernode"][2:6] == ["fedbilevel.flower.launch.supernode", "serve", "0.1", "2.0"]
     assert commands["supernode"][-2:] == ["--isolation", "process"]
     assert not caplog.records
     stock = supernode.processes(arguments, "1.50.0")
@@ -205,14 +206,14 @@ def test_an_upload_that_is_never_complete_is_given_up_in_time(monkeypatch: pytes
     """What Flower's own call does by default is bounded."""
     from flwr.supercore.inflatable import inflatable_utils
 
-    from fedbilevel.flower import private
+    from fedbilevel.flower.wire import private as wire_private
 
     def missing(object_id: str) -> bytes:
         raise inflatable_utils.ObjectUnavailableError(object_id)
 
     defaults = dict(inflatable_utils.pull_objects.__kwdefaults__)
     monkeypatch.setattr(inflatable_utils.pull_objects, "__kwdefaults__", defaults)
-    private.quick_pulls(0.1)
+    wire_private.quick_pulls(0.1)
     began = time.monotonic()
     with pytest.raises(inflatable_utils.ObjectPullError):
         inflatable_utils.pull_objects(["0" * 64], missing)
@@ -222,8 +223,8 @@ def test_an_upload_that_is_never_complete_is_given_up_in_time(monkeypatch: pytes
 def test_the_server_learns_only_the_kind_of_a_clients_error() -> None:
     from flwr.app import Message, RecordDict
 
-    from fedbilevel.flower import private
-    from fedbilevel.flower.in_process import InProcess
+    from fedbilevel.flower.launch import private
+    from fedbilevel.flower.launch.in_process import InProcess
 
     InProcess(None, 0)  # type: ignore[arg-type]  # Flower's messages want to know of which task they are
     message = Message(RecordDict(), 1, "query.fedbilevel")
@@ -233,21 +234,21 @@ def test_the_server_learns_only_the_kind_of_a_clients_error() -> None:
 
 def test_worker_and_loop_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr")
-    from fedbilevel.flower import private
+    from fedbilevel.flower.launch import private
 
     monkeypatch.setattr(private, "HOLD", 0.1)
     record = SimpleNamespace(active_until=datetime.now(UTC))
     state: Any = SimpleNamespace(lock_task_store=threading.Lock(), task_token_store={7: record})
-    meeting = private.Meeting(lambda quiet: 0.0, lambda *_: "task", lambda *_: "finished", print, print)
+    meeting = private.Rendezvous(lambda quiet: 0.0, lambda *_: "task", lambda *_: "finished", print, print)
     assert meeting.acquire("request", state) != "task"  # no message is complete: the question ends empty
     assert record.active_until.year == 1970  # what the worker had before is given up
     monkeypatch.setattr(private, "HOLD", 30.0)
     got: list[Any] = []
 
-    def ask() -> None:
+    def request() -> None:
         got.extend([meeting.acquire("request", state), meeting.finish()])
 
-    worker_thread = threading.Thread(target=ask)
+    worker_thread = threading.Thread(target=request)
     worker_thread.start()
     meeting.sleep(0.5)
     worker_thread.join(30)
@@ -256,9 +257,9 @@ def test_worker_and_loop_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_reply_that_never_becomes_complete_does_not_hold_the_node() -> None:
     pytest.importorskip("flwr")
-    from fedbilevel.flower import private
+    from fedbilevel.flower.launch import private
 
-    meeting = private.Meeting(lambda quiet: 0.0, *[lambda *_: None] * 4)
+    meeting = private.Rendezvous(lambda quiet: 0.0, *[lambda *_: None] * 4)
 
     def yield_object_contents() -> None:  # the name of the function that waits for content
         meeting.sleep(0.01)
@@ -273,15 +274,15 @@ def test_a_reply_that_never_becomes_complete_does_not_hold_the_node() -> None:
 def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_app_of_the_site.py").write_text("def app(message, context):\n    return message\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
-    apps = worker.Pinned("own_app_of_the_site:app")
+    apps = worker.PinnedApp("own_app_of_the_site:app")
     fake = Fake(["a", "b"])
     worker.serve(fake, apps, error_reply, patience=0.3)
     assert fake.replies == ["a", "b"]
     for reference in ("own_app_of_the_site", "own_app_of_the_site:none", "no_such_module_here:app", ":app"):
         with pytest.raises(ConfigurationError, match="--app"):
-            worker.Pinned(reference)
+            worker.PinnedApp(reference)
     with pytest.raises(ConfigurationError, match="name of a ClientApp"):
-        worker.Pinned("own_app_of_the_site:number")
+        worker.PinnedApp("own_app_of_the_site:number")
 
 
 def test_a_pinned_app_is_never_given_up_for_the_stock_supernode() -> None:

@@ -58,7 +58,7 @@ def _new(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from fedbilevel.flower import credentials
+    from fedbilevel.flower.launch import credentials
 
     names = options.host or ["localhost", "127.0.0.1"]
     made = credentials.make(options.folder, options.clients, names)

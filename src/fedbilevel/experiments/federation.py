@@ -206,7 +206,7 @@ def run_name(place: Folder) -> str:
     """Of the run in a folder, under which clients keep their state; a new one for a run that begins."""
     if not _name_file(place).is_file():
         return secrets.token_hex(16)
-    from fedbilevel.flower.wire import is_run
+    from fedbilevel.flower.wire.messages import is_run
 
     try:
         found = json.loads(_name_file(place).read_text())

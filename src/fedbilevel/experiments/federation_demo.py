@@ -17,7 +17,7 @@ def play(spec: Spec, clients: int, out: Path | None, persistent: bool) -> Loaded
         out: a new or empty folder for the app, the run, keys and logs; None chooses one in ./runs.
         persistent: whether clients' processes stay between messages.
     """
-    from fedbilevel.flower.processes import Federation
+    from fedbilevel.flower.launch.processes import Federation
 
     folder = (out or default_path("flower-demo")).resolve()
     require_free(folder)

@@ -9,18 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedbilevel.flower.apps import client_app, server_app
-    from fedbilevel.flower.engine import Flower
-    from fedbilevel.flower.in_process import InProcess
-    from fedbilevel.flower.limits import Limits
-    from fedbilevel.flower.privacy import Privacy
-    from fedbilevel.flower.site import Site
-    from fedbilevel.flower.terms import Terms
+    from fedbilevel.flower.client.app import client_app
+    from fedbilevel.flower.client.limits import Limits
+    from fedbilevel.flower.client.site import Site
+    from fedbilevel.flower.launch.in_process import InProcess
+    from fedbilevel.flower.privacy.mechanism import Privacy
+    from fedbilevel.flower.server.app import server_app
+    from fedbilevel.flower.server.engine import Flower
+    from fedbilevel.flower.server.terms import Terms
 
 __all__ = ["Flower", "InProcess", "Limits", "Privacy", "Site", "Terms", "client_app", "server_app"]
 
-_MODULES = {name: name.lower() for name in ("Limits", "Privacy", "Site", "Terms")}
-_MODULES |= {"Flower": "engine", "InProcess": "in_process", "client_app": "apps", "server_app": "apps"}
+_MODULES = {
+    "Flower": "server.engine",
+    "InProcess": "launch.in_process",
+    "Limits": "client.limits",
+    "Privacy": "privacy.mechanism",
+    "Site": "client.site",
+    "Terms": "server.terms",
+    "client_app": "client.app",
+    "server_app": "server.app",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which Flower is installed, and whether what is private to it may be relied on."""
+"""The version of Flower that is installed, and whether its private names were tried."""
 
 from __future__ import annotations
 

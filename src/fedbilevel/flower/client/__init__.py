@@ -1,0 +1,1 @@
+"""A client of a federation: what it has, what it answers, what it keeps."""

@@ -1,0 +1,62 @@
+"""The ClientApp of a federation, as Flower wants it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedbilevel.core.errors import FedbilevelError
+from fedbilevel.flower.client.site import ClientRuntime, Site, in_words
+from fedbilevel.flower.client.store import ContextStore
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
+from fedbilevel.flower.wire.records import ACTION, decode, encode
+
+log = logging.getLogger("fedbilevel.client")
+
+Config = Mapping[str, Any]
+"""Flower's: names to strings, numbers and flags."""
+
+
+def client_app(make: Callable[[Config, Config], Site]) -> ClientApp:
+    """A ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
+
+    Args:
+        make: (run configuration, node configuration) -> what this client has and does. Called once per process and
+            run; a process that stays (see `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
+    """
+    keep_compiled_programs()
+    app = ClientApp()
+    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> the last one, and what it was made for
+
+    @app.query(ACTION)
+    def respond(message: Message, context: Context) -> Message:
+        try:
+            request: RequestMessage = decode(RequestMessage, message)
+            wanted = context.run_id, context.run_config, context.node_config
+            made, runtime = runtimes.get(context.node_id, (None, None))
+            if runtime is None or made != wanted:
+                runtime = ClientRuntime(make(context.run_config, context.node_config))
+                runtimes[context.node_id] = wanted, runtime
+            said = runtime.respond(request, ContextStore(context.state))
+        except Exception as error:
+            log.warning("no answer: %s", error, exc_info=not isinstance(error, FedbilevelError))
+            said = ResponseMessage(run="", round=0, exchange=0, client=-1, refused=in_words(error))
+        return Message(encode(said), reply_to=message)
+
+    return app
+
+
+def keep_compiled_programs() -> None:
+    """Keep compiled programs on disk: Flower's stock SuperNode starts a new process for every message."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR") and jax.config.values["jax_compilation_cache_dir"] is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        jax.config.update("jax_compilation_cache_dir", str(cache / "fedbilevel" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,108 @@
+"""A client's limits on the requests that it answers, and the counts that are compared with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.config import hyperparameters
+from fedbilevel.core.errors import require, require_count
+from fedbilevel.flower.wire.layout import Refusal
+
+
+@dataclass(frozen=True)
+class RequestCounts:
+    """How many requests a client has answered, of all runs together, greetings left out.
+
+    Args:
+        total: questions since the client began to count.
+        run: the run of the last question.
+        round: the largest round of that run that was asked about.
+        in_round: questions since that round began; one about an earlier round counts here too, so that going back and
+            forth between rounds gains nothing.
+    """
+
+    total: int = 0
+    run: str = ""
+    round: int = -1
+    in_round: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = [type(self.total), type(self.run), type(self.round), type(self.in_round)]
+        if kinds != [int, str, int, int]:
+            raise TypeError(f"{self} is no count of questions")
+
+    def next(self, run: str, round: int) -> RequestCounts:
+        """The counts with one more question."""
+        if run != self.run or round > self.round:
+            return RequestCounts(self.total + 1, run, round, 1)
+        return replace(self, total=self.total + 1, in_round=self.in_round + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """A client's own limits and floors. What is outside of them is refused, whoever asks: no server overrides them.
+
+    Floors make it dearer to learn single samples from many replies; they do not prevent it (docs/security.md).
+
+    Args:
+        local_steps: at most so many local steps, whether the algorithm or the message says how many; also of the
+            algorithm's other counts (`inner_rounds`, `neumann_terms`, …), which are work for the client too.
+        batch_size: samples of a mini-batch at most.
+        seconds: for one phase, compilation included. A phase that takes longer is answered by a refusal, and further
+            messages are refused until it ends.
+        message_bytes: of a message's arrays.
+        min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
+            client's samples is served, too.
+        min_local_samples: a client that holds fewer samples of either loss answers nothing.
+        questions_per_round: questions of one round at most; those that are asked again count again. Rounds are the
+            server's word: this stops mistakes, `questions` all else.
+        questions: questions in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
+            keeps a run's memory, that is, for each run apart. A client that has reached it answers nothing.
+    """
+
+    local_steps: int = 10_000
+    batch_size: int = 100_000
+    seconds: float = 600.0
+    message_bytes: int = 2**30
+    min_batch_size: int = 8
+    min_local_samples: int = 8
+    questions_per_round: int = 1_000
+    questions: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self) if field.name != "seconds"):
+            require_count(f"Limits.{name}", getattr(self, name))
+        require(self.seconds > 0, "Limits.seconds", self.seconds, "positive")
+        lower = self.min_batch_size <= self.batch_size
+        require(lower, "Limits.min_batch_size", self.min_batch_size, f"at most batch_size = {self.batch_size}")
+
+    def check_algorithm(self, algorithm: Algorithm) -> None:
+        """Refuse hyperparameters that ask for too much work."""
+        for name, value in hyperparameters(algorithm).items():
+            if name == "batch_size" and value is not None and value > self.batch_size:
+                raise Refusal(f"{name} = {value} is above this client's limit of {self.batch_size}")
+            if name == "batch_size" and value is not None and value < self.min_batch_size:
+                raise Refusal(f"{name} = {value} is below this client's floor of {self.min_batch_size}")
+            largest = max(value, default=0) if isinstance(value, list) else value
+            if type(largest) is int and name != "batch_size" and largest > self.local_steps:
+                raise Refusal(f"{name} = {value} is above this client's limit of {self.local_steps} steps")
+
+    def check_samples(self, count: int) -> None:
+        """Refuse where the client has too few samples. The refusal does not contain their number."""
+        if count < self.min_local_samples:
+            raise Refusal(f"this client has fewer samples than its floor of {self.min_local_samples}")
+
+    def check_request_counts(self, request_counts: RequestCounts) -> None:
+        """Refuse one question more than is allowed; `request_counts` counts it already."""
+        if request_counts.in_round > self.questions_per_round:
+            raise Refusal(f"this client answers {self.questions_per_round} questions in one round, and no more")
+        if request_counts.total > self.questions:
+            raise Refusal(f"this client answers {self.questions} questions in all, and no more")
+
+    def check_message(self, work: int, size: int) -> None:
+        """Refuse a number of local steps, or of bytes, that is too large."""
+        if work > self.local_steps:
+            raise Refusal(f"{work} local steps are above this client's limit of {self.local_steps}")
+        if size > self.message_bytes:
+            raise Refusal(f"{size} bytes are above this client's limit of {self.message_bytes}")

@@ -1,0 +1,336 @@
+"""A client: its own problem, samples and state, and its responses to requests. It does not use Flower."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
+from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.config import at
+from fedbilevel.core.errors import FedbilevelError, FloorError, require
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
+from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
+from fedbilevel.engines.submodels import SubmodelPlan
+from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.client.saved_state import SavedState, states_for
+from fedbilevel.flower.client.store import FolderStore, Store
+from fedbilevel.flower.client.time_limit import TimeLimit
+from fedbilevel.flower.privacy.accounting import BudgetSpentError
+from fedbilevel.flower.privacy.guard import PrivacyGuard
+from fedbilevel.flower.privacy.mechanism import NoiseError, Privacy, check_noise
+from fedbilevel.flower.privacy.released import released, without_answers
+from fedbilevel.flower.wire.contract import CallSignature, Contract, difference, draw_up
+from fedbilevel.flower.wire.layout import Refusal, from_bytes, layout, shapes, to_bytes
+from fedbilevel.flower.wire.messages import FAILED, METRICS, NOT_FINITE, RequestMessage, ResponseMessage, is_run
+
+log = logging.getLogger("fedbilevel.client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The configuration of one client: its samples, algorithm, limits and privacy.
+
+    Args:
+        id: which client of the population it is, 0 ≤ id < M.
+        algorithm, problem, x0, y0: as given to `solve` on the server. Of x0 and y0 shapes alone are compared, but they
+            must have the server's values where what clients keep begins with them: their own x and y in ADBO and SDBO,
+            blocks of x where the problem is local in x.
+        outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
+        inner: likewise; None where both losses read the same samples.
+        works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
+        capacity: the share of the model's units that it can hold, as the server has it (`RemoteClients.capacity`). It
+            then serves messages of that size alone; None: of the whole model.
+        limits: what it lets a server ask.
+        privacy: how its replies are clipped and noised; None sends them as they are.
+        metrics_per_client: as given to `solve` on the server: the metrics that may be measured on its own samples.
+        tells_metrics: whether it does, and tells a server that asks its own values, exact and for any x and y. Not with
+            `privacy`, since nothing hides them.
+        folder: where it keeps what outlives a process: its state of a run, where the algorithm has clients keep any,
+            and with `privacy` its secret and its account (no other client may share such a folder). None leaves the
+            state to Flower, which forgets it when the SuperNode restarts: the client then starts clean.
+    """
+
+    id: int
+    algorithm: Algorithm
+    problem: Problem
+    x0: PyTree
+    y0: PyTree = None
+    outer: PyTree
+    inner: PyTree = None
+    works: bool = False
+    capacity: float | None = None
+    limits: Limits = field(default_factory=Limits)
+    privacy: Privacy | None = None
+    metrics_per_client: Mapping[str, Measure | PerClient] = field(default_factory=dict)
+    tells_metrics: bool = False
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_algorithm(self.algorithm)
+        check_solves(self.algorithm, self.problem)
+        require(self.id >= 0, "Site.id", self.id, "0 or more")
+        share = self.capacity is None or 0 < self.capacity <= 1
+        require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
+        if self.privacy is not None:
+            check_noise(self.algorithm)
+        hidden = self.privacy is None or not self.tells_metrics
+        require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
+        kept = self.privacy is None or self.folder is not None
+        require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
+
+
+class ClientRuntime:
+    """Responds to requests for a site. It keeps samples and compiled phases as long as it lives."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        (self.x, x_fixed), (self.y, y_fixed) = split(site.x0), split(site.y0)
+        self.problem = site.problem.with_fixed(x_fixed, y_fixed)
+        outer = Ragged.listed("outer", [site.outer])
+        inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
+        examples = outer.example(), inner.example()
+        check_losses(self.problem, self.x, self.y, *examples)
+        self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
+        self.contract = self.cut(examples)  # the general one, as it is for this client
+        self.measured: PerClientEvaluation | None = None
+        if site.tells_metrics:
+            metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
+            self.at = (self.x, self.x if none else self.y)  # of simple bilevel problems y is an average of x
+            check_per_client(metrics, site.x0, site.x0 if none else site.y0, examples)
+            alone = Clients(outer, None if inner is outer else inner)
+            self.measured = PerClientEvaluation(metrics, alone, x_fixed, x_fixed if none else y_fixed)
+        floor = site.limits.min_batch_size
+        self.outer = _samples(outer, floor)
+        self.inner = self.outer if inner is outer else _samples(inner, floor)
+        self.time_limit = TimeLimit(site.limits.seconds)
+        self.store = None if site.folder is None else FolderStore(site.folder, site.id)
+        self.guard = None
+        if site.privacy is not None and site.folder is not None:
+            self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
+
+    def cut(self, examples: tuple[PyTree, PyTree]) -> Contract:
+        """The contract for this client's capacity."""
+        capacity = None if self.site.capacity is None else [self.site.capacity]
+        alone = RemoteClients(1, *examples, capacity=capacity)
+        submodel_plan = SubmodelPlan.of(self.site.algorithm, self.problem, alone, self.x, self.y)
+        return (
+            self.general
+            if submodel_plan is None
+            else self.general.cut(submodel_plan.unit_layout, submodel_plan.kept[0])
+        )
+
+    def respond(self, request: RequestMessage, memory: Store) -> ResponseMessage:
+        """The response to a request. An error is logged and becomes a refusal in the response; nothing is raised.
+
+        Args:
+            memory: the store of the client's state if the site has no folder.
+        """
+        began = time.perf_counter()
+        what = f"run {request.run[:8]!r} round {request.round} exchange {request.exchange} phase {request.phase[:40]!r}"
+        blank = ResponseMessage(run=request.run, round=request.round, exchange=request.exchange, client=self.site.id)
+        try:
+            if not is_run(request.run):
+                raise Refusal(f"{request.run[:80]!r} is not the name of a run")
+            self.site.limits.check_algorithm(self.site.algorithm)
+            self.site.limits.check_samples(min(self.outer.longest, self.inner.longest))
+            store = self.store or memory
+            if request.phase == METRICS:
+                response = self.tell(request, store, blank)
+            else:
+                response = self.reply(request, store, blank) if request.phase else self.greet(request, blank)
+            log.info("%s: answered in %.3f s, %d bytes", what, time.perf_counter() - began, len(response.payload))
+        except Exception as error:
+            log.warning("%s: refused: %s", what, error, exc_info=not isinstance(error, FedbilevelError))
+            response = replace(blank, refused=in_words(error))
+        return response
+
+    def greet(self, request: RequestMessage, blank: ResponseMessage) -> ResponseMessage:
+        if request.contract != self.general.text:
+            raise Refusal(f"we do not agree: {difference(self.general.text, request.contract)}")
+        return replace(blank, contract=self.contract.text)
+
+    def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
+        """The response to a request for this client's own metrics, at the x and y of the message."""
+        if self.measured is None:
+            raise Refusal("this client does not tell its own metrics")
+        self.check_contract(request)
+        self.site.limits.check_message(0, len(request.payload))
+        x, y = from_bytes(request.payload, shapes(self.at))
+        if bad := nonfinite_leaves((x, y)):
+            raise Refusal(f"the message is not finite in {', '.join(bad)}")
+        self.count(request, store)
+        x64, measured = jax.dtypes.canonicalize_dtype(np.float64) == np.float64, self.measured
+
+        def measure() -> dict[str, float]:
+            with jax.enable_x64(x64):
+                return {name: float(value) for name, (value,) in measured.each(x, y).items()}
+
+        return replace(blank, metrics=json.dumps(self.time_limit.run(measure)))
+
+    def reply(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
+        """Check a request for a phase, run the phase, save the client's state."""
+        call = self.call(request)
+        message = self.message(call, request)
+        self.count(request, store)
+        at_start, before = (None, None) if request.fresh else self.states(request, store)
+        seen = before if self.guard is None else without_answers(before)
+        reply = self.played(call.phase, message, request, seen)
+        response = replace(blank, layout=layout(reply.update))
+        if self.guard is not None:  # metrics and counts of work tell of the data, too
+            sent, epsilon = self.guard.protect(
+                reply.update, [request.run, request.round, request.exchange, request.phase]
+            )
+            sent, state = released(sent, before, reply.state)
+            reply = reply._replace(state=state)
+            response = replace(response, payload=to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
+        else:
+            response = replace(
+                response,
+                payload=to_bytes(reply.update),
+                gradients=int(reply.gradients),
+                hvps=int(reply.hvps),
+                metrics=json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()}),
+            )
+        if reply.state is not None and not request.fresh:  # last: what is refused must leave no trace
+            now = jax.tree.map(np.asarray, reply.state)
+            counted = request.counted_round, request.counted_exchange
+            store.save(request.run, SavedState(request.round, request.exchange, counted, at_start, before, now))
+        return response
+
+    def count(self, request: RequestMessage, store: Store) -> None:
+        """Note one more question; the count is kept before anything is computed."""
+        with store.counting():
+            request_counts = store.request_counts().next(request.run, request.round)
+            self.site.limits.check_request_counts(request_counts)
+            store.save_request_counts(request_counts)
+
+    def states(self, request: RequestMessage, store: Store) -> tuple[PyTree, PyTree]:
+        """The client's state from which a stopped run would go on, and the state that this request has to see."""
+        if self.contract.state is None:
+            return None, None
+        kept = store.load(request.run, SavedState(0, 0, (0, 0), *[self.contract.state] * 3))
+        counted, settled = (
+            (request.counted_round, request.counted_exchange),
+            (request.settled_round, request.settled_exchange),
+        )
+        return states_for(kept, self.first, request.round, counted, settled)
+
+    def played(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
+        """The reply of the phase, finite and within the time limit. Under privacy no error depends on data."""
+        try:
+            x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
+            reply = self.time_limit.run(lambda: self.play(phase, message, request, state, x64))
+            if bad := nonfinite_leaves((reply.update, reply.metrics)):
+                raise Refusal(f"the reply is {NOT_FINITE} {', '.join(bad)}")
+        except Exception:
+            if self.guard is None:
+                raise
+            log.exception("phase %s of round %d failed", phase, request.round)
+            raise Refusal(FAILED) from None
+        return reply
+
+    def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree, x64: bool) -> Reply:
+        """Run the phase, compiled."""
+        with jax.enable_x64(x64):
+            key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
+            client = Client(
+                problem=self.problem,
+                outer=self.outer,
+                inner=self.inner,
+                id=jnp.asarray(self.site.id, jnp.int32),
+                weight=jnp.asarray(request.weight, float),
+                state=state,
+                work=jnp.asarray(request.work, jnp.int32) if self.site.works else None,
+            )
+            round = jnp.asarray(request.round, jnp.int32)
+            return jax.block_until_ready(run_phase(phase, self.site.algorithm, round, client, message, key))
+
+    def call(self, request: RequestMessage) -> CallSignature:
+        """The call of the contract that a request names."""
+        self.check_contract(request)
+        phases = sorted({call.phase for call in self.contract.calls.values()})
+        if request.phase not in phases:
+            raise Refusal(f"unknown phase {request.phase[:80]!r}; this run's are {', '.join(phases)}")
+        call = self.contract.calls.get(request.call)
+        if call is None or call.phase != request.phase:
+            raise Refusal(f"phase {request.phase} is not asked with such a message in this run")
+        if (request.work >= 1) != self.site.works:
+            raise Refusal(
+                f"local steps = {request.work} came; this client expects {'some' if self.site.works else 'none'}"
+            )
+        return call
+
+    def check_contract(self, request: RequestMessage) -> None:
+        if request.contract != self.contract.digest:
+            raise Refusal("the message is of another contract: algorithm, hyperparameters, shapes or version differ")
+
+    def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
+        """The arrays of the request, with Python numbers where the server's algorithm sends Python numbers."""
+        self.site.limits.check_message(request.work, len(request.payload))
+        message = from_bytes(request.payload, call.message)
+        if bad := nonfinite_leaves(message):
+            raise Refusal(f"the message is {NOT_FINITE} {', '.join(bad)}")
+        if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
+            raise Refusal(f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense")
+        return jax.tree.map(
+            lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf, message, call.message
+        )
+
+    @cached_property
+    def first(self) -> PyTree:
+        """The client's state before its first request."""
+        return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
+
+
+def run_phase(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
+    """The reply of one client's phase. Data, state and hyperparameters are arguments of the compiled program."""
+    without: Any = None
+    reply: Reply = program(client.problem)(phase, algorithm, round, replace(client, problem=without), message, key)
+    return reply
+
+
+PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
+
+
+def program(problem: Problem) -> Any:
+    """The function that runs phases of a problem, compiled once for all clients in this process that share it.
+
+    It is freed with the problem: JAX keeps a compiled program, and its arguments other than arrays, as long as its
+    function lives.
+    """
+    known: Any = ref(problem)
+
+    def play(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
+        client = replace(client, problem=known())
+        return at(algorithm, round).run_phase(phase, client, message, jax.random.fold_in(key, client.id))
+
+    if problem not in PROGRAMS:
+        PROGRAMS[problem] = jax.jit(play, static_argnums=0)
+    return PROGRAMS[problem]
+
+
+def in_words(error: Exception) -> str:
+    """The text of a refusal for an error. An error not meant for servers may name files: only its kind is sent."""
+    meant = isinstance(error, Refusal | BudgetSpentError | FloorError | NoiseError)
+    return str(error) if meant else f"{type(error).__name__}; the client's log says more"
+
+
+def _samples(rows: Ragged, floor: int = 1) -> Samples:
+    """All of a client's samples, on its device; draws of fewer than `floor` are refused."""
+    size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
+    return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, floor=floor)

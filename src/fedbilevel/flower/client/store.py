@@ -1,0 +1,146 @@
+"""Stores of a client's state by run and of its request counts: in a folder, or in Flower's memory of the client."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from fedbilevel.core.errors import CheckpointError
+from fedbilevel.engines import checkpoint, lock
+from fedbilevel.flower.client.limits import RequestCounts
+from fedbilevel.flower.client.saved_state import SavedState
+from fedbilevel.flower.wire.layout import Refusal, from_bytes, layout, to_bytes
+from fedbilevel.flower.wire.records import RAW
+
+TREES = ("at_start", "before", "now")
+RUNS = 20  # of which a client keeps its state in a folder: whoever serves may name as many as it likes
+
+
+class Store(Protocol):
+    """Keeps one `SavedState` for each run."""
+
+    def load(self, run: str, like: SavedState) -> SavedState | None:
+        """The state saved last for the run, None where there is none; `like` has its shapes.
+
+        Raises:
+            Refusal, CheckpointError: it is of another model, or damaged.
+        """
+        ...
+
+    def save(self, run: str, kept: SavedState) -> None: ...
+
+    def counting(self) -> AbstractContextManager[None]:
+        """To hold from reading the count of questions until it is written: nobody else can do either meanwhile.
+
+        Raises:
+            CheckpointError: that cannot be.
+        """
+        ...
+
+    def request_counts(self) -> RequestCounts:
+        """The count of questions so far.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        ...
+
+    def save_request_counts(self, request_counts: RequestCounts) -> None: ...
+
+
+class FolderStore:
+    """One file for each of a client's latest RUNS runs; it outlives the client's process, and its node.
+
+    Clients may share the folder. A run's name is part of a file's: it must be checked before (`wire.is_run`).
+    """
+
+    def __init__(self, folder: Path, client: int) -> None:
+        self.folder, self.client = folder, client
+        self.count = folder / f"client-{client}-questions.json"
+        self.turns = folder / f".client-{client}-questions.lock"
+
+    def path(self, run: str) -> Path:
+        return self.folder / f"client-{self.client}-run-{run}.npz"
+
+    def load(self, run: str, like: SavedState) -> SavedState | None:
+        path = self.path(run)
+        if not path.exists():
+            return None
+        trees, tag = checkpoint.load(path, {name: getattr(like, name) for name in TREES})
+        with checkpoint.as_checkpoint_error(path):
+            round, exchange = tag["counted"]
+            counted = int(round), int(exchange)
+            return SavedState(int(tag["round"]), int(tag["exchange"]), counted, *(trees[name] for name in TREES))
+
+    def save(self, run: str, kept: SavedState) -> None:
+        tag = {"round": kept.round, "exchange": kept.exchange, "counted": kept.counted}
+        path = self.path(run)
+        checkpoint.save(path, {name: getattr(kept, name) for name in TREES}, tag)
+        others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
+        for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
+            old.unlink(missing_ok=True)
+
+    def counting(self) -> AbstractContextManager[None]:
+        return lock.turn(self.turns)
+
+    def request_counts(self) -> RequestCounts:
+        if not self.count.exists():
+            return RequestCounts()
+        try:
+            return RequestCounts(**json.loads(self.count.read_text()))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.count} is damaged: restore it, or delete it to count anew") from error
+
+    def save_request_counts(self, request_counts: RequestCounts) -> None:
+        checkpoint.write_atomically(self.count, lambda file: file.write(json.dumps(asdict(request_counts)).encode()))
+
+
+class ContextStore:
+    """Flower's own per-run memory of a client (`Context.state`); it is lost when the SuperNode restarts."""
+
+    FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.questions"
+
+    def __init__(self, records: RecordDict) -> None:
+        self.records = records
+
+    def load(self, run: str, like: SavedState) -> SavedState | None:
+        tag, tree = self.records.get(self.FIELDS), self.records.get(self.TREE)
+        if not isinstance(tag, ConfigRecord) or not isinstance(tree, ArrayRecord) or tag["run"] != run:
+            return None
+        shapes = [getattr(like, name) for name in TREES]
+        if tag["layout"] != layout(shapes):
+            raise Refusal("this client's state of the run is of another algorithm or model")
+        round, exchange, counted = tag["round"], tag["exchange"], tag["counted"]
+        assert type(round) is type(exchange) is int  # as `save` wrote them
+        assert isinstance(counted, list)
+        return SavedState(round, exchange, (int(counted[0]), int(counted[1])), *from_bytes(tree[RAW].data, shapes))
+
+    def save(self, run: str, kept: SavedState) -> None:
+        trees = [getattr(kept, name) for name in TREES]
+        data = to_bytes(trees)
+        leaves = Array(dtype="uint8", shape=(len(data),), stype=RAW, data=data)
+        self.records[self.FIELDS] = ConfigRecord(
+            {
+                "run": run,
+                "round": kept.round,
+                "exchange": kept.exchange,
+                "counted": list(kept.counted),
+                "layout": layout(trees),
+            }
+        )
+        self.records[self.TREE] = ArrayRecord({RAW: leaves})
+
+    def counting(self) -> AbstractContextManager[None]:
+        return nullcontext()  # Flower hands a run's memory to one message at a time
+
+    def request_counts(self) -> RequestCounts:
+        count = self.records.get(self.COUNT)
+        return RequestCounts(**dict(count)) if isinstance(count, ConfigRecord) else RequestCounts()  # type: ignore[arg-type]
+
+    def save_request_counts(self, request_counts: RequestCounts) -> None:
+        self.records[self.COUNT] = ConfigRecord(asdict(request_counts))

@@ -1,0 +1,114 @@
+"""Child processes that end with their parent, however it ends.
+
+`python -m fedbilevel.flower.launch.children COMMAND …` asks the kernel to send SIGTERM when the parent ends, kill -9
+included, and then becomes COMMAND. (prctl(2), PR_SET_PDEATHSIG: Linux only; elsewhere a parent that is killed with -9
+leaves its children. The parent is the thread that started the child: start from one that lives as long as the child
+should.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+def spawn(command: Sequence[str], log: Path | None = None, env: Mapping[str, str] | None = None, group: bool = True):  # type: ignore[no-untyped-def]
+    """Start `command`, which ends with this process.
+
+    Args:
+        log: file that its output is appended to; None: this process's own output.
+        env: environment; None: this process's own.
+        group: whether it leads a process group of its own, which Ctrl-C does not reach and `stop` ends as a whole.
+    """
+    launcher = [sys.executable, "-m", __spec__.name]
+    with open(log, "ab") if log else contextlib.nullcontext() as output:
+        return subprocess.Popen(
+            [*launcher, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if log else None,
+            env=None if env is None else dict(env),
+            start_new_session=group,
+        )
+
+
+def signal_group(child: subprocess.Popen, number: int) -> None:
+    """Send a signal to the child's process group, unless all its processes have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
+
+
+def identity(pid: int) -> tuple[int, int] | None:
+    """(parent, start in clock ticks) of a process that has not ended, which tells it from a later one; Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))
+
+
+def family(pid: int) -> dict[int, int]:
+    """The process and all that it started, directly or not: pid → start. Empty where there is no /proc."""
+    known = {int(entry.name): identity(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
+    found = {pid: known[pid][1]} if known.get(pid) else {}  # type: ignore[index]
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        found |= {p: it[1] for p, it in known.items() if it and it[0] in found}
+    return found
+
+
+def living(members: Mapping[int, int]) -> list[int]:
+    """The ids of these processes that have not ended."""
+    return [pid for pid, start in members.items() if (now := identity(pid)) and now[1] == start]
+
+
+def stop(children: Iterable[subprocess.Popen], grace: float = GRACE) -> None:
+    """End children that lead groups, and all that they started: SIGTERM, after `grace` seconds SIGKILL; then wait.
+
+    Flower starts some of its processes in sessions of their own, which a signal to the group does not reach.
+    """
+    children = list(children)
+    members = {pid: start for child in children for pid, start in family(child.pid).items()}
+    if grace > 0:
+        for child in children:
+            signal_group(child, signal.SIGTERM)
+    await_end(children, members, grace)
+    for child in children:
+        signal_group(child, signal.SIGKILL)
+    for pid in living(members):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for child in children:
+        child.wait()
+    await_end(children, members, grace=GRACE)
+
+
+def await_end(children: Iterable[subprocess.Popen], members: Mapping[int, int], grace: float) -> None:
+    """Wait until all have ended, but at most `grace` seconds."""
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline and (living(members) or any(child.poll() is None for child in children)):
+        time.sleep(0.02)
+
+
+def become(parent: int, command: list[str]) -> None:
+    """Replace this process by `command`, to be ended with `parent`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the kernel was asked
+            sys.exit("the process that started this one has ended")
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    become(int(sys.argv[1]), sys.argv[2:])

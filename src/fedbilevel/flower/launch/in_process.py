@@ -1,0 +1,140 @@
+"""A federation within one process: Flower's Grid without SuperLink, network or processes, for tests and research."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from fedbilevel.flower.wire import private
+
+Delay = Callable[[int, Message], float]
+
+
+class VirtualClock:
+    """Seconds that pass when somebody waits; a wait ends early when a message is answered."""
+
+    tick = 0.001
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.due: list[tuple[float, int, Message]] = []  # a heap: when a message is answered, its number, the message
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now = min([self.now + seconds, *(when for when, *_ in self.due if when > self.now)])
+
+
+class InProcess(Grid):
+    """Clients as function calls, one after the other, under a virtual clock.
+
+    Messages are Flower's own, and the same ClientApp serves them. A client works on one message at a time; the message
+    is handled when its answer is due, so that the order of all events depends on `delay` alone.
+
+    Args:
+        client_app: the ClientApp of all clients.
+        clients: how many; they get the node configurations partition-id = 0, 1, … and the nodes 1, 2, ….
+        run_config: what `flwr run` would pass on.
+        node_config: more of each client's node configuration.
+        delay: (client, message) -> seconds from the message to its answer, on the clock; infinite loses it. None: 0.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        clients: int,
+        *,
+        run_config: Mapping[str, Any] | None = None,
+        node_config: Mapping[str, Any] | None = None,
+        delay: Delay | None = None,
+    ) -> None:
+        self.client_app, self.clients, self.delay, self.clock = client_app, clients, delay, VirtualClock()
+        self.run_config, self.node_config = dict(run_config or {}), dict(node_config or {})
+        self.contexts: dict[int, Context] = {}  # node -> what Flower keeps for it
+        self.free: dict[int, float] = {}  # node -> when it can start on its next message
+        self.answers: dict[str, Message] = {}  # message -> its answer, not pulled yet
+        self.nodes, self.numbers = itertools.count(1), itertools.count(1)
+        for client in range(clients):
+            self.join(client)
+        private.be_server()
+
+    def join(self, client: int) -> None:
+        """Let a client come, as a new node that Flower knows nothing of yet."""
+        node = next(self.nodes)
+        config = {**self.node_config, "partition-id": client, "num-partitions": self.clients}
+        self.contexts[node] = Context(1, node, config, RecordDict(), self.run_config)
+        self.free[node] = self.clock.time()
+
+    def leave(self, client: int) -> None:
+        """Let a client go, its oldest node: what it works on is lost."""
+        del self.contexts[next(node for node in self.contexts if self.client(node) == client)]
+
+    def client(self, node: int) -> int:
+        """Which client a node is."""
+        return int(self.contexts[node].node_config["partition-id"])
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        sent = []
+        for message in messages:
+            number, node = next(self.numbers), message.metadata.dst_node_id
+            message.metadata.__dict__["_message_id"] = str(number)
+            sent.append(str(number))
+            if node not in self.contexts:
+                continue
+            seconds = self.delay(self.client(node), message) if self.delay else 0.0
+            if seconds < math.inf:
+                due = max(self.clock.time(), self.free[node]) + seconds
+                self.free[node] = round(due, 9)  # what comes at the same time does so however times were added up
+                heapq.heappush(self.clock.due, (self.free[node], number, message))
+        return sent
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The answers to these that are due by now, in the order in which they became so."""
+        due = self.clock.due
+        while due and due[0][0] <= self.clock.time():
+            message = heapq.heappop(due)[2]
+            if message.metadata.dst_node_id in self.contexts:
+                self.answers[message.metadata.message_id] = self.handle(message)
+        wanted = set(message_ids)
+        return [self.answers.pop(number) for number in list(self.answers) if number in wanted]
+
+    def handle(self, message: Message) -> Message:
+        """The client's answer; what a wire would keep apart is copied."""
+        try:
+            return self.client_app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
+        except Exception as error:  # noqa: BLE001  as Flower does: an app's error is an answer
+            return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        waiting, answers = set(self.push_messages(messages)), []
+        end = self.clock.time() + (math.inf if timeout is None else timeout)
+        while True:
+            answers += (new := self.pull_messages(waiting))
+            waiting -= {message.metadata.reply_to_message_id for message in new}
+            if not waiting or not self.clock.due or self.clock.time() >= end:
+                return answers
+            self.clock.sleep(end - self.clock.time())
+
+    def set_run(self, run: object) -> None:
+        raise NotImplementedError("there is no SuperLink that would know of runs")
+
+    @property
+    def run(self) -> NoReturn:
+        raise NotImplementedError("there is no SuperLink that would know of runs")

@@ -1,0 +1,308 @@
+"""A whole federation as real processes on this machine: a SuperLink, a SuperNode per client, all stopped at the end.
+
+For trials, tests and demonstrations of what runs on several machines otherwise: the same commands, TLS and keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from fedbilevel.core.errors import ExchangeError, require, require_count
+from fedbilevel.flower.launch import children, credentials
+from fedbilevel.flower.launch.console import CommandError, Console
+from fedbilevel.flower.launch.supernode import environment
+from fedbilevel.flower.versions import require_flower
+
+CONNECTION = "federation"
+TAIL = 20  # lines of a log shown in an error
+
+
+class StartError(ExchangeError):
+    """A process of the federation did not come up; the message has the end of its log."""
+
+
+def flower_command(name: str) -> list[str]:
+    """A command of Flower's, from the environment that this Python runs in."""
+    return [str(Path(sys.executable).parent / name)]
+
+
+def free_ports(count: int, first: int | None = None) -> list[int]:
+    """Ports of the loopback that nobody listens on: any, or the first ones from `first` upwards."""
+    found: list[int] = []
+    sockets = []
+    candidate = first or 0
+    while len(found) < count:
+        listener = socket.socket()
+        try:
+            listener.bind(("127.0.0.1", candidate))
+        except OSError:
+            listener.close()
+        else:
+            sockets.append(listener)
+            found.append(listener.getsockname()[1])
+        candidate += bool(first)
+    for listener in sockets:
+        listener.close()
+    return found
+
+
+def listens(port: int) -> bool:
+    """Whether a connection to this port of the loopback is accepted."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def tail(log: Path, lines: int = TAIL) -> str:
+    """The end of a log file."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "(no log)"
+
+
+class Federation:
+    """A SuperLink and its SuperNodes; within `with`, all clients are online.
+
+        with Federation(Path("trial"), clients=4) as federation:
+            for line in federation.run(Path("my-app"), "rounds=3"):
+                print(line, end="")
+
+    Everything is stopped at the end of the block, after an exception, Ctrl-C or SIGTERM too. When this process is
+    killed with -9 all goes too (Linux), a ServerApp in the middle of a run some minutes later. To be used from the main
+    thread.
+
+    Args:
+        directory: for logs/, credentials/, and a Flower home per process. Credentials there are not replaced.
+        clients: number of SuperNodes.
+        tls: TLS, with a throw-away authority, and keys that the SuperLink knows its nodes by; otherwise neither.
+        persistent: workers that stay (`flower.launch.supernode`); otherwise Flower's, one process per message.
+        node_configs: per client, what `--node-config` says; "partition-id=k num-partitions=clients" by default.
+        options: further options for every SuperNode.
+        database: file in which the SuperLink keeps its state, for one that is restarted; otherwise in memory.
+        first_port: take free ports from here upwards; otherwise any.
+        env: additional environment variables for all processes.
+        deadline: seconds that starting may take.
+
+    Raises:
+        StartError: on entering: something did not come up.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        clients: int,
+        *,
+        tls: bool = True,
+        persistent: bool = True,
+        node_configs: Sequence[str] | None = None,
+        options: Sequence[str] = (),
+        database: Path | None = None,
+        first_port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        deadline: float = 120.0,
+    ) -> None:
+        require_flower()
+        require_count("clients", clients)
+        self.node_configs = node_configs or [f"partition-id={k} num-partitions={clients}" for k in range(clients)]
+        require(len(self.node_configs) == clients, "node_configs", len(self.node_configs), f"{clients} entries")
+        self.directory, self.clients, self.tls, self.persistent = directory.absolute(), clients, tls, persistent
+        self.options, self.database, self.deadline = list(options), database, deadline
+        self.port, *self.node_ports = free_ports(clients + 1, first_port)
+        self.env = {**os.environ, **(env or {})}
+        self.superlink: subprocess.Popen | None = None
+        self.nodes: dict[int, subprocess.Popen] = {}
+        self.console = Console(self.environment("operator"), self.directory)
+
+    # Where things are
+
+    @property
+    def address(self) -> str:
+        """host:port of the SuperLink."""
+        return f"127.0.0.1:{self.port}"
+
+    def log(self, name: str) -> Path:
+        """The log of "superlink", or of a client's SuperNode, "client-0", …"""
+        return self.directory / "logs" / f"{name}.log"
+
+    def environment(self, name: str) -> dict[str, str]:
+        """The environment of a process: a Flower home of its own."""
+        return environment({**self.env, "FLWR_HOME": str(self.directory / name)})
+
+    # Start and stop
+
+    def __enter__(self) -> Federation:
+        for name in ("logs", "operator"):
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        if threading.current_thread() is threading.main_thread():
+            self.previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and wait until all clients are online."""
+        until = time.monotonic() + self.deadline
+        if self.tls:
+            self.credentials = credentials.make(self.directory / "credentials", self.clients)
+        self.write_connection()
+        self.restart_superlink(until - time.monotonic())
+        if self.tls:
+            for client in range(self.clients):
+                self.console("supernode", "register", str(self.credentials.public(client)), CONNECTION)
+        for client in range(self.clients):
+            self.start_node(client)
+        self.wait_online(self.clients, until - time.monotonic())
+
+    def stop(self) -> None:
+        """Stop everything; nothing of what was started is left."""
+        try:
+            children.stop([*self.nodes.values(), *([self.superlink] if self.superlink else [])])
+            self.nodes, self.superlink = {}, None
+            self.console.close()
+        finally:
+            if hasattr(self, "previous"):
+                signal.signal(signal.SIGTERM, self.previous)
+                del self.previous
+
+    def write_connection(self) -> None:
+        """Tell `flwr`, through its config file, where the SuperLink is."""
+        trust = f"root-certificates = {json.dumps(str(self.credentials.ca))}" if self.tls else "insecure = true"
+        config = (
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n{trust}\n'
+        )
+        (self.directory / "operator" / "config.toml").write_text(config)
+
+    def superlink_command(self) -> list[str]:
+        """How the SuperLink is started."""
+        command = [*flower_command("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--disable-runtime-dependency-installation"]
+        if self.database:
+            command += ["--database", str(self.database.absolute())]
+        if not self.tls:
+            return [*command, "--insecure"]
+        secrets = self.credentials
+        files = {"ca-certfile": secrets.ca, "certfile": secrets.certificate, "keyfile": secrets.key}
+        return [*command, "--enable-supernode-auth", *(w for k, v in files.items() for w in (f"--ssl-{k}", str(v)))]
+
+    def node_command(self, client: int) -> list[str]:
+        """How a client's SuperNode is started."""
+        command = flower_command("flower-supernode")
+        if self.persistent:
+            command = [sys.executable, "-m", "fedbilevel.flower.launch.supernode"]
+        command += ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(self.node_ports[client])]
+        command += ["--node-config", self.node_configs[client], *self.options]
+        if not self.tls:
+            return [*command, "--insecure"]
+        key = self.credentials.clients[client]
+        return [*command, "--root-certificates", str(self.credentials.ca), "--auth-supernode-private-key", str(key)]
+
+    def start_node(self, client: int) -> None:
+        """Start a client's SuperNode, without waiting for it."""
+        name = f"client-{client}"
+        self.nodes[client] = children.spawn(self.node_command(client), self.log(name), self.environment(name))
+
+    # Waiting
+
+    def wait_online(self, count: int, seconds: float, within: float | None = None) -> None:
+        """Wait until at least `count` nodes are online; `within`: that came online from so many seconds ago on."""
+        until = time.monotonic() + seconds
+        while not all(map(listens, (self.node_ports[client] for client in self.nodes))):
+            self.check_alive(until, "a SuperNode did not start")
+            time.sleep(0.1)
+        began = time.monotonic()
+        while self.online(within if within is None else within + time.monotonic() - began) < count:
+            self.check_alive(until, f"fewer than {count} clients have come online")
+            time.sleep(0.2)
+
+    def online(self, within: float | None = None) -> int:
+        """How many nodes the SuperLink believes to be online; `within`: that came online within so many seconds.
+
+        A node that was killed counts as online until its sign of life is overdue, for up to a minute.
+        """
+        listed = json.loads(self.console("supernode", "list", "--format", "json", CONNECTION))
+        ages = [node["online-elapsed"] for node in listed["nodes"] if node["status"] == "online"]
+        return sum(within is None or age <= within for age in ages)
+
+    def check_alive(self, until: float, complaint: str) -> None:
+        """Raise StartError, with the ends of the logs, once the time is up or a process has ended."""
+        processes = {"superlink": self.superlink, **{f"client-{k}": child for k, child in self.nodes.items()}}
+        ended = [name for name, child in processes.items() if child is not None and child.poll() is not None]
+        if not ended and time.monotonic() < until:
+            return
+        reason = f"{', '.join(ended)} ended" if ended else f"{complaint} after the deadline"
+        logs = "\n".join(f"--- {self.log(name)}\n{tail(self.log(name))}" for name in ended or processes)
+        raise StartError(f"{reason}\n{logs}")
+
+    # Runs
+
+    def run(self, app: Path, run_config: str = "", timeout: float = 3600.0) -> Iterator[str]:
+        """Submit the app in directory `app` and yield its log, line by line, until the run ends.
+
+        Args:
+            run_config: as for `flwr run --run-config`: "rounds=3 name='a'".
+            timeout: seconds that the run may take.
+
+        Raises:
+            CommandError: the run could not be submitted, took too long, or ended otherwise than completed.
+        """
+        config = ["--run-config", run_config] if run_config else []
+        number = ""
+        for line in self.console.lines("run", str(app.absolute()), CONNECTION, *config, "--stream", timeout=timeout):
+            number = number or "".join(re.findall(r"started run (\d+)", line))
+            yield line
+        if (status := self.status(number)) != "finished:completed":
+            raise CommandError(f"the run ended as {status}; its log says why")
+
+    def status(self, run: str) -> str:
+        """What the SuperLink says of a run, once it has ended: "finished:completed", "finished:failed", …"""
+        until = time.monotonic() + 30.0  # the log may end some seconds before the run does
+        while True:
+            shown = json.loads(self.console("list", "--run-id", run, "--format", "json", CONNECTION))
+            status = str(shown["runs"][0]["status"])
+            if status.startswith("finished") or time.monotonic() > until:
+                return status
+            time.sleep(0.5)
+
+    # Faults, for tests
+
+    def kill(self, node: int) -> None:
+        """kill -9 for all processes of a client."""
+        children.stop([self.nodes.pop(node)], grace=0)
+
+    def restart(self, node: int, seconds: float = 150.0) -> None:
+        """Start a client's processes again, after `kill`, and wait until it is online.
+
+        A SuperLink that knows its nodes by keys refuses one while it believes that it never left: for up to a minute.
+        """
+        self.start_node(node)
+        self.wait_online(1, seconds, within=0.0)
+
+    def kill_superlink(self) -> None:
+        """kill -9 for the SuperLink and what it started."""
+        if self.superlink:
+            children.stop([self.superlink], grace=0)
+            self.superlink = None
+
+    def restart_superlink(self, seconds: float = 60.0) -> None:
+        """Start the SuperLink, again after `kill_superlink`, and wait until it listens."""
+        until = time.monotonic() + seconds
+        self.superlink = children.spawn(self.superlink_command(), self.log("superlink"), self.environment("superlink"))
+        while not listens(self.port):
+            self.check_alive(until, "the SuperLink did not start")
+            time.sleep(0.1)

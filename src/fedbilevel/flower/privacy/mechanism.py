@@ -1,0 +1,229 @@
+"""Local differential privacy: each reply is clipped and noised at the client, whatever the server asks."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.answers import Public, Withheld
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
+from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
+from fedbilevel.flower.privacy.accounting import BudgetSpentError, PrivacyAccount
+
+SECRET_BYTES = 32
+
+
+class NoiseError(ConfigurationError):
+    """The algorithm cannot do with replies that are clipped and noised; the message says why, and nothing of data."""
+
+
+def check_noise(algorithm: Algorithm) -> None:
+    """Refuse an algorithm, with the fields that it has, whose numbers noise would spoil."""
+    if objection := algorithm.noise_objection():
+        raise NoiseError(f"Site.privacy: {algorithm.label} does not bear noised replies: {objection}")
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Local differential privacy of a client's replies: clipping, then Gaussian noise, counted reply by reply.
+
+    A setting of the client's own: no message of a server changes it. What a reply sends, all leaves together, is
+    one vector u. It leaves as u·min(1, C/‖u‖₂) + N(0, (zC)²·I). Two data sets of a client, *any* two, give clipped
+    vectors that are at most 2C apart (both lie in the ball of radius C), so that a reply is a Gaussian mechanism of
+    noise multiplier zC/2C = z/2, and n replies, asked adaptively, are composed by `PrivacyAccount.epsilon`. The (ε, δ)
+    thus holds for the client's data set as a whole, not for one sample of it, and against the server itself.
+
+    Not covered: metrics, counts of work and the text of errors, which the caller must not send; the time a reply
+    takes; the low bits of floating-point noise (Mironov, "On significance of the least significant bits for
+    differential privacy", CCS 2012).
+
+    Args:
+        clip: C > 0, the bound on the L2 norm of what is sent.
+        noise_multiplier: z > 0; every entry gets noise of standard deviation zC.
+        delta: δ in (0, 1), at which ε is stated.
+        epsilon: ε > 0, the budget: no reply leaves that would take the account over it. None answers always.
+    """
+
+    clip: float
+    noise_multiplier: float
+    delta: float
+    epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_number("Privacy.clip", self.clip, 0.0, math.inf)
+        _require_number("Privacy.noise_multiplier", self.noise_multiplier, 0.0, math.inf)
+        _require_number("Privacy.delta", self.delta, 0.0, 1.0)
+        if self.epsilon is not None:
+            _require_number("Privacy.epsilon", self.epsilon, 0.0, math.inf)
+
+    def epsilon_after(self, replies: int) -> float:
+        """ε, at `delta`, of `replies` ≥ 0 replies under this setting."""
+        return PrivacyAccount({float(self.noise_multiplier): replies} if replies else {}).epsilon(self.delta)
+
+    def charge(self, spent: PrivacyAccount) -> PrivacyAccount:
+        """The account after one more reply.
+
+        Raises:
+            BudgetSpentError: it would pass `epsilon`.
+        """
+        after = spent.plus(self.noise_multiplier)
+        if self.epsilon is not None and (cost := after.epsilon(self.delta)) > self.epsilon:
+            raise BudgetSpentError(
+                f"privacy budget spent: after {spent.total} replies one more would take ε to {cost:.6g} at "
+                f"δ = {self.delta:g}, and Privacy.epsilon = {self.epsilon:g}"
+            )
+        return after
+
+    def protect(
+        self, update: PyTree, secret: bytes, spent: PrivacyAccount, context: Sequence[int | str]
+    ) -> tuple[PyTree, PrivacyAccount]:
+        """The clipped and noised update, and the account to store before it is sent.
+
+        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/answers.py); all else is
+        the vector that is clipped and noised.
+
+        The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
+        is never used twice, so that every reply has noise of its own, one that repeats a question too: asking again
+        averages the noise, and that is what the account charges for. (Noise that came back with the same question
+        would tell, by two answers being equal or not, whether the data make a difference.) Should an account
+        be lost and a number come back, the noise still differs wherever one of the others does.
+
+        Args:
+            update: a pytree of floating leaves, but for its public parts.
+            secret: of `load_secret`; it must not leave the client.
+            spent: the account so far.
+            context: what names the question: the run, round, exchange and phase.
+
+        Returns:
+            update: NumPy arrays of the shapes, dtypes and structure that came; computed in float64, then rounded.
+            spent: the account, this reply included.
+
+        Raises:
+            BudgetSpentError: the budget does not allow it.
+            ConfigurationError: a leaf is not floating (an integer cannot be hidden in noise), or a bad argument.
+            NonFiniteError: the update holds a NaN or an infinity.
+        """
+        after = self.charge(spent)
+        private = jax.tree.map(lambda part: None if is_marked(part) else part, update, is_leaf=is_marked)
+        vector = clipped(flat(private), self.clip)
+        deviation = self.clip * self.noise_multiplier
+        key = noise_key(secret, after.total, context, vector, deviation)
+        vector = vector + deviation * gaussian(key, vector.size)
+        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, private))
+        parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty one
+        sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
+        return jax.tree.map(told, update, jax.tree.unflatten(structure, sent), is_leaf=is_marked), after
+
+
+def load_secret(path: str | Path) -> bytes:
+    """A client's 32 secret bytes from the file `path`, which is made, of mode 0600, where there is none.
+
+    One file per client: two that share one may come to share noise, and then each could take it off the other.
+
+    Raises:
+        ConfigurationError: others may read the file, or it does not hold 32 bytes.
+    """
+    path = Path(path)
+    if not path.exists():
+        _create_secret(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    require(mode & 0o077 == 0, f"the mode of {path}", oct(mode), "0o600: others could read this client's secret")
+    secret = path.read_bytes()
+    require(len(secret) == SECRET_BYTES, f"the length of {path}", len(secret), f"{SECRET_BYTES} bytes")
+    return secret
+
+
+def is_marked(part: object) -> bool:
+    """Whether a part of an update is no part of the vector that is clipped and noised."""
+    return isinstance(part, Public | Withheld)
+
+
+def told(part: PyTree, noised: PyTree) -> PyTree:
+    """The part of an update that is sent in place of `part`: `noised`, unless `part` is marked."""
+    if isinstance(part, Withheld):
+        return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), part)
+    return jax.tree.map(np.asarray, part) if isinstance(part, Public) else noised
+
+
+def flat(update: PyTree) -> np.ndarray:
+    """All leaves in one float64 vector.
+
+    Raises:
+        ConfigurationError, NonFiniteError: as in `Privacy.protect`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(update)
+    for path, leaf in leaves:
+        got = str(getattr(leaf, "dtype", type(leaf).__name__))
+        field = f"the dtype of update{jax.tree_util.keystr(path)}"
+        require(is_floating(leaf), field, got, "floating, for noise to be added to it")
+    if bad := nonfinite_leaves(update):
+        raise NonFiniteError(f"NaN or infinity in the update to protect: {', '.join(bad)}")
+    return np.concatenate([np.zeros(0), *(np.asarray(leaf, np.float64).ravel() for _, leaf in leaves)])
+
+
+def clipped(vector: np.ndarray, bound: float) -> np.ndarray:
+    """`vector` (float64, finite), itself or scaled down to the L2 norm `bound`; no square over- or underflows."""
+    largest = float(np.max(np.abs(vector), initial=0.0))
+    if largest == 0.0:
+        return vector
+    scaled = vector / largest
+    norm = math.sqrt(scaled @ scaled)
+    return vector if largest * norm <= bound else scaled * (bound / norm)
+
+
+def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: np.ndarray, deviation: float) -> bytes:
+    """32 bytes, pseudo-random to whoever lacks the secret, another for every other argument (HMAC-SHA256)."""
+    fits = isinstance(secret, bytes) and len(secret) == SECRET_BYTES
+    require(fits, "secret", "(not shown)", f"{SECRET_BYTES} bytes")
+    fits = not isinstance(context, str) and all(isinstance(part, int | str) for part in context)
+    require(fits, "context", context, "a sequence of whole numbers and strings")
+    named = ["fedbilevel noise", number, list(context), deviation, hashlib.sha256(vector.tobytes()).hexdigest()]
+    return hmac.digest(secret, json.dumps(named).encode(), "sha256")
+
+
+def gaussian(key: bytes, count: int) -> np.ndarray:
+    """`count` standard normal numbers, float64, by Box and Muller from the ChaCha20 stream of a key used only once.
+
+    Uniforms have 64 bits, so that no number is beyond √(128·ln 2) = 9.42, where a normal one is with chance 5e-21.
+    """
+    pairs = (count + 1) // 2
+    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(16 * pairs))
+    uniform = (np.frombuffer(stream, "<u8").astype(np.float64) + 1.0) * 2.0**-64  # in (0, 1]: its log is finite
+    radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * np.pi * uniform[pairs:]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+def _create_secret(path: Path) -> None:
+    """Write a new secret under a temporary name and link it to `path`, so that no process ever reads half of it. Where
+    two processes do so at a time, the secret of one stays."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        pass  # the other one's is as good
+    finally:
+        os.unlink(temporary)
+
+
+def _require_number(field: str, got: object, low: float, high: float) -> None:
+    fits = isinstance(got, int | float) and not isinstance(got, bool) and low < got < high
+    require(fits, field, got, f"a number above {low:g} and below {high:g}")

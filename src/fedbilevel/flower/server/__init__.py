@@ -1,0 +1,1 @@
+"""The server of a federation: the engine that reaches clients through Flower."""

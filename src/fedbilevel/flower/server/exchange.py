@@ -1,0 +1,242 @@
+"""One exchange over Flower: which clients it asks and when, which replies end it, and how it treats failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.flower.server.dispatcher import ClientReply
+from fedbilevel.flower.server.exchange_log import ExchangeRecord
+from fedbilevel.flower.server.phase_queues import CountedReply
+from fedbilevel.flower.server.replies import CheckedReply, check_response, euclidean
+from fedbilevel.flower.server.rollback import CorruptedStateError
+from fedbilevel.flower.server.session import Session
+from fedbilevel.flower.wire.contract import CallSignature, Contract
+from fedbilevel.flower.wire.layout import Refusal, from_bytes
+from fedbilevel.flower.wire.messages import RequestMessage, tells_of_numbers
+from fedbilevel.flower.wire.records import reading
+
+
+class EncodedMessage(NamedTuple):
+    """A message as bytes, with the contract and the call that one client knows it by."""
+
+    contract: Contract
+    call: CallSignature
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """The phase, message and key of one exchange."""
+
+    phase: str
+    round: int
+    number: int  # of the exchange, within its round
+    encoded: Callable[[int], EncodedMessage]  # for each client
+    key: Array
+    fresh: bool
+    first: bool  # it ends with the first answers, to earlier questions of the phase too
+
+    def concerns(self, request: RequestMessage) -> bool:
+        """Whether an answer to `request` is one that this exchange waits for."""
+        return (
+            request.phase == self.phase
+            if self.first
+            else (request.round, request.exchange) == (self.round, self.number)
+        )
+
+
+class Exchange:
+    """An exchange in progress.
+
+    A client works on one request at a time: an idle client is asked at once, any other as soon as it is idle. A reply
+    to an earlier request of another phase is kept for the next exchange of that phase.
+
+    Args:
+        works: the local steps of each client that is to be asked.
+        needed: how many answers have to count.
+        overdue: clients that `first` waits for in any case.
+    """
+
+    def __init__(
+        self, session: Session, spec: ExchangeSpec, works: dict[int, int | None], needed: int, overdue: set[int]
+    ) -> None:
+        self.session, self.spec, self.works, self.needed, self.overdue = session, spec, works, needed, overdue
+        self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
+        self.done: set[int] = set()  # clients that have answered since the exchange began
+        self.asked: list[int] = []  # the client of each message sent
+        self.failed: dict[int, str] = {}  # client -> why, in this attempt
+
+    def gather(self) -> list[CountedReply]:
+        """The replies that count, in the order of `works`. Where too few clients reply they are asked again.
+
+        Raises:
+            ExchangeError: too few replies count.
+            CorruptedStateError: too few replies count, and most clients report numbers that are not finite.
+        """
+        session, logged = self.session, 0
+        reasons: dict[int, str] = {}
+        places = {client: place for place, client in enumerate(self.works)}
+        without = session.rollback.without.get(self.spec.round, set())
+        for attempt in range(session.terms.attempts):
+            here = [client for client in self.works if client not in without]
+            rested = [c for c in here if attempt or not session.backoff.resting(c, self.spec.round)]
+            left = [client for client in rested if client not in self.done]
+            if attempt:
+                session.registry.wait(left, missing := self.needed - len(self.replies), missing)
+            record = ExchangeRecord(session.clock, self.spec.round, self.spec.number, self.spec.phase, attempt)
+            sent = self.attempt(left)
+            record.done(sent, [one.checked.response for one in self.replies[logged:]], self.failed)
+            session.exchange_log(record)
+            reasons |= self.failed
+            logged = len(self.replies)
+            if len(self.replies) >= self.needed:
+                norms = {one.client: one.checked.norm for one in self.replies}
+                session.norms.note(self.spec.phase, list(norms.values()))
+                session.rollback.hear(norms)
+                return sorted(self.replies, key=lambda one: places[one.client])
+        spoiled = [why for why in reasons.values() if tells_of_numbers(why)]
+        if 2 * len(spoiled) >= len(self.works):
+            raise CorruptedStateError(self.complaint(reasons), self.spec.number)
+        raise ExchangeError(self.complaint(reasons))
+
+    def attempt(self, left: list[int]) -> list[RequestMessage]:
+        """Ask each of these clients once; wait until enough replies count or no more can come.
+
+        Returns:
+            the requests sent.
+        """
+        dispatcher, began, sent = self.session.dispatcher, self.session.clock.time(), []
+        self.failed, wanted = {}, set(left)
+        self.overdue &= wanted | {client for client, _ in dispatcher.unsettled()}
+        dispatcher.collect()
+        while True:
+            self.keep_others()
+            sent += self.send(left)
+            hope = any(self.spec.concerns(request) or client in wanted for client, request in dispatcher.requests())
+            if self.spec.first or not hope:  # all of them at once, where all are waited for
+                self.count()
+            if self.enough() or not hope:
+                return sent
+            dispatcher.look(began)
+
+    def enough(self) -> bool:
+        return self.spec.first and len(self.replies) >= self.needed and not self.overdue
+
+    def keep_others(self) -> None:
+        """Keep replies to requests of other phases for their exchanges: their clients are idle."""
+        for reply in [reply for reply in self.session.dispatcher.ready if not self.spec.concerns(reply.request)]:
+            kept, opened = self.session.phase_queues.kept[reply.request.phase], self.checked(reply)
+            own = [opened.norm] if isinstance(opened, CheckedReply) else []
+            if one := self.accept(reply, opened, [*own, *(other.checked.norm for other in kept)]):
+                kept.append(one)
+
+    def send(self, left: list[int]) -> list[RequestMessage]:
+        """Send requests to the clients that are idle and were not asked yet."""
+        session = self.session
+        busy = {client for client, _ in session.dispatcher.unsettled()}
+        requests = {c: self.request(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
+        failed = session.dispatcher.send(requests)
+        self.asked += [client for client in requests if client not in failed]
+        self.failed |= failed
+        self.overdue -= failed.keys()
+        if self.spec.first:
+            now = session.phase_queues.exchanges[self.spec.phase]
+            session.phase_queues.since[self.spec.phase] |= {client: now for client in requests if client not in failed}
+        return [request for client, request in requests.items() if client not in failed]
+
+    def count(self) -> None:
+        """Take what has come, as much as is needed: of what came together older questions first, then lower ids.
+
+        Where one of those came whom the exchange waits for in any case, all count that came with it.
+        """
+        asked = self.session.phase_queues.since[self.spec.phase]
+
+        def turn(reply: ClientReply) -> tuple[bool, int, int]:
+            return reply.client in self.overdue, asked[reply.client], reply.client
+
+        arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.dispatcher.ready, key=turn)]
+        here = [one.checked.norm for one in self.replies] + [c.norm for _, c in arrived if isinstance(c, CheckedReply)]
+        for reply, opened in arrived:
+            if self.enough():
+                return
+            if one := self.accept(reply, opened, here):
+                self.replies.append(one)
+                self.done.add(reply.client)
+            self.overdue.discard(reply.client)
+
+    def checked(self, reply: ClientReply) -> CheckedReply | Refusal:
+        """The reply after all checks that need no other reply, or the refusal."""
+        session, (client, request, outcome) = self.session, reply
+        try:
+            with reading():
+                call = session.registry.contract_of(client).calls[request.call]
+                return check_response(outcome, request, call, client, session.terms, len(session.clients))
+        except Refusal as refusal:
+            return refusal
+
+    def accept(self, reply: ClientReply, counted: CheckedReply | Refusal, here: Sequence[float]) -> CountedReply | None:
+        """Count a reply that passed its checks, if its norm is a usual one; else note why not. `here`: see
+        `NormBounds.check`.
+
+        From now on its client is told that it counts, which what it keeps goes by, though it may be used only later.
+        """
+        session, (client, request, _) = self.session, reply
+        session.dispatcher.ready.remove(reply)
+        try:
+            if isinstance(counted, Refusal):
+                raise counted
+            call = counted.call
+            session.norms.check(
+                request.phase, counted.norm, here, lambda: euclidean(from_bytes(request.payload, call.message))
+            )
+        except Refusal as refusal:
+            other = "" if self.spec.concerns(request) else f"round {request.round}, phase {request.phase}: "
+            self.failed[client] = other + str(refusal)
+            session.backoff.failed(client, self.spec.round)
+            return None
+        session.backoff.answered(client)
+        if not request.fresh:
+            session.counted[client] = request.round, request.exchange
+        since, now = session.phase_queues.since[request.phase], session.phase_queues.exchanges[request.phase]
+        asked, since[client] = since[client], now
+        return CountedReply(client, counted, asked)
+
+    def request(self, client: int) -> RequestMessage:
+        """The question as one client gets it."""
+        session, spec, work = self.session, self.spec, self.works[client]
+        contract, call, payload = spec.encoded(client)
+        return RequestMessage(
+            run=session.name,
+            contract=contract.digest,
+            round=spec.round,
+            exchange=spec.number,
+            phase=spec.phase,
+            call=call.name,
+            key=np.asarray(jax.random.key_data(spec.key)).tobytes(),
+            key_kind=str(jax.random.key_impl(spec.key)),
+            weight=float(session.weights[client]),
+            work=-1 if work is None else work,
+            fresh=spec.fresh,
+            counted_round=int(session.counted[client, 0]),
+            counted_exchange=int(session.counted[client, 1]),
+            settled_round=int(session.settled[client, 0]),
+            settled_exchange=int(session.settled[client, 1]),
+            payload=payload,
+        )
+
+    def complaint(self, reasons: dict[int, str]) -> str:
+        said = [f"client {client}: {why}" for client, why in sorted(reasons.items())]
+        left_out = [] if len(said) <= 5 else [f"and {len(said) - 5} more"]
+        attempts = self.session.terms.attempts
+        times = "" if attempts == 1 else f" after {attempts} attempts"
+        return (
+            f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients answered "
+            f"where {self.needed} are needed{times} ({'; '.join(said[:5] + left_out)})"
+        )
