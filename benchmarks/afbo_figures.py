@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedbilevel.experiments import LoadedRun
-from fedbilevel.experiments.compare import Group, load_groups
+from fedbilevel.experiments.compare import RunGroup, load_groups
 
 CLEANING = ["hyper_cleaning", "--data", "mnist", "--set", "task.corruption=0.3"]
 SHARDS = ["--set", "task.partition_by=dirichlet", "--set", "task.partition_options={alpha = 0.5, minimum = 20}"]
@@ -46,7 +46,7 @@ def accuracy(run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
     return time, np.maximum.accumulate(means)
 
 
-def report(groups: list[Group]) -> None:
+def report(groups: list[RunGroup]) -> None:
     by_name = {group.algorithm: group for group in groups}
     print("\nmethod    accuracy at the end, per seed     time at the end")
     for name, group in by_name.items():
@@ -66,7 +66,7 @@ def report(groups: list[Group]) -> None:
             print(f"{asynchronous} reaches what {name} ends with in this share of its time, per seed: {shown}")
 
 
-def draw(groups: list[Group], file: Path) -> None:
+def draw(groups: list[RunGroup], file: Path) -> None:
     """Test accuracy against time: for each method the mean of the seeds, and from the least to the greatest."""
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()

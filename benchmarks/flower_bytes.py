@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from fedbilevel.experiments import configure, load_run
-from fedbilevel.experiments.flower_app import write_app
+from fedbilevel.experiments.federation import write_app
 from fedbilevel.flower.launch.processes import CONNECTION, Federation
 
 CLIENTS, ROUNDS = 2, 10

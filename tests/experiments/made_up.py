@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fedbilevel.engines.history import History
-from fedbilevel.experiments.compare import Group
+from fedbilevel.experiments.compare import RunGroup
 from fedbilevel.experiments.spec import configure
 
 SPEC = configure(task="quadratic")
@@ -34,10 +34,10 @@ def made_up_run(
     return SimpleNamespace(folder=folder, spec=named, history=History(rows), summary=summary, metric=metric)
 
 
-def made_up_groups(names: list[str], seeds: int, **fields) -> list[Group]:
+def made_up_groups(names: list[str], seeds: int, **fields) -> list[RunGroup]:
     """One group for each name, each better than the one before, with values of four digits."""
     groups = []
     for i, name in enumerate(names):
         values = [[1.0, 0.0678912 / 10**i + 0.0001234 * seed] for seed in range(seeds)]
-        groups.append(Group(name, [made_up_run(name, seed, one, **fields) for seed, one in enumerate(values)]))
+        groups.append(RunGroup(name, [made_up_run(name, seed, one, **fields) for seed, one in enumerate(values)]))
     return groups

@@ -8,7 +8,7 @@ import fedbilevel as fb
 from fedbilevel import tasks
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import submodels
-from fedbilevel.experiments import display
+from fedbilevel.experiments import tables
 from fedbilevel.tasks.task import in_turn
 
 TASKS = {
@@ -58,8 +58,8 @@ def test_a_run_says_who_held_what_and_a_method_without_submodels_warns_once(run,
 
 def test_entries_that_nobody_held_are_counted() -> None:
     row = {"coverage_x": 2.5, "coverage_y": 3.0, "uncovered_x": 1234.5, "uncovered_y": 0.0}
-    assert display.holders(row) == {
+    assert tables.holders(row) == {
         "clients per entry": "at least 2.5 (x), 3 (y)",
         "held by nobody": "1,234.5 entries of x",
     }
-    assert display.holders({"outer_loss": 1.0}) == {}
+    assert tables.holders({"outer_loss": 1.0}) == {}

@@ -10,9 +10,10 @@ import typing
 import pytest
 from rich.console import Console
 
-from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.algorithms import ALGORITHMS, FedAvg
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.experiments import catalogue, listing, schema
+from fedbilevel.experiments import catalogue
+from fedbilevel.experiments.fields import complete, of_function
 from fedbilevel.tasks import TASKS
 
 
@@ -24,7 +25,7 @@ def test_every_algorithm_says_what_people_choose_by(facts) -> None:
 
 
 def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
-    class Mine:
+    class Mine(FedAvg):
         """A method of mine. It has more to say.
 
         Ann Author and Bob Author. "A paper". Somewhere 2020, arXiv:2001.00001.
@@ -46,7 +47,7 @@ def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
 
 def test_who_trains_submodels_is_said() -> None:
     able = {facts.name for facts in catalogue.algorithms() if facts.submodels == "yes"}
-    assert able == {"fedavg", "fedlin", "rabo", "rafbo", "shrofbo", "simfbo"}
+    assert able == {"fedavg", "fedbio", "fedlin", "rabo", "rafbo", "shrofbo", "simfbo"}
 
 
 def test_algorithms_with_the_same_fields_stand_together() -> None:
@@ -60,9 +61,9 @@ def test_algorithms_with_the_same_fields_stand_together() -> None:
 @pytest.mark.parametrize("width", [40, 71, 72, 109, 110, 149, 150, 200])
 def test_nothing_is_cut_off(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(listing.algorithms_table(width))
-    console.print(listing.algorithm_fields_table(width))
-    console.print(listing.tasks_table(width))
+    console.print(catalogue.algorithms_table(width))
+    console.print(catalogue.algorithm_fields_table(width))
+    console.print(catalogue.tasks_table(width))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
@@ -92,12 +93,12 @@ def choosing(*, inverse: Word = "random", other: Word | None = None, terms: int 
     ],
 )
 def test_a_fixed_set_of_words(given: dict, words: str) -> None:
-    fields = schema.of_function(choosing)
-    assert schema.complete("x", fields, {"inverse": "cg", "other": "none", "terms": "series"}, {}) == {
+    fields = of_function(choosing)
+    assert complete("x", fields, {"inverse": "cg", "other": "none", "terms": "series"}, {}) == {
         "inverse": "cg",
         "other": None,
         "terms": "series",
     }
     with pytest.raises(ConfigurationError) as error:
-        schema.complete("x", fields, given, {})
+        complete("x", fields, given, {})
     assert words in str(error.value)

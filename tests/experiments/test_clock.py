@@ -12,13 +12,11 @@ from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.curves import PANELS, curve
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import configure, measure, plots, read_spec, resolve
+from fedbilevel.experiments import compare, configure, plots, read_spec, resolve
 from fedbilevel.experiments.compare import comparison_table, default_panels, load_groups
-from fedbilevel.experiments.federation import configured
-from fedbilevel.experiments.flower_app import write_app
-from fedbilevel.experiments.methods import comparison_specs
-from fedbilevel.experiments.parts import build
-from fedbilevel.experiments.series import seeded
+from fedbilevel.experiments.federation import configured, write_app
+from fedbilevel.experiments.objects import build
+from fedbilevel.experiments.series import comparison_specs, seeded
 
 SMALL = ["clients=4", "samples=[3, 3]", "algorithm.local_steps=1"]
 CLOCK = ["clock.compute=0.1", "clock.network=1.0", "clock.stragglers=1", "slowdown=5.0"]
@@ -184,11 +182,11 @@ def test_time_has_a_panel_where_there_is_a_clock(compared) -> None:
 
 def test_the_time_to_a_level() -> None:
     rows = [{"round": i, "exchanges": 2 * i, "time": 3.5 * i, "e": 1.0 / (i + 1)} for i in range(4)]
-    assert measure.cost_to(History(rows), "e", 0.5, "time") == 3.5
-    assert measure.cost_to(History(rows), "e", 0.1, "time") is None
+    assert compare.cost_to(History(rows), "e", 0.5, "time") == 3.5
+    assert compare.cost_to(History(rows), "e", 0.1, "time") is None
     for row in rows:  # as runs wrote them before there was a clock: an exchange takes 1
         del row["time"]
-    assert measure.cost_to(History(rows), "e", 0.5, "time") == 2
+    assert compare.cost_to(History(rows), "e", 0.5, "time") == 2
 
 
 def test_the_command_line_shows_time_and_who_is_never_there(run, tmp_path, monkeypatch) -> None:

@@ -13,9 +13,9 @@ from rich.console import Console
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import export, measure
+from fedbilevel.experiments import compare, export, tables
 from fedbilevel.experiments.compare import common_targets, comparison_table, default_panels, load_groups
-from fedbilevel.experiments.latex import latex_table
+from fedbilevel.experiments.export import latex_table
 from run_folders import write_run
 
 
@@ -136,7 +136,7 @@ def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path) -> None
 
 
 def test_operations_in_three_digits_or_more() -> None:
-    assert [measure.gflop(flops) for flops in (0, 737_000, 911_428_080, 123_456_789_000_000)] == [
+    assert [tables.gflop(flops) for flops in (0, 737_000, 911_428_080, 123_456_789_000_000)] == [
         "0",
         "0.000737",
         "0.911",
@@ -159,10 +159,10 @@ def test_milestones_and_the_exchanges_to_them(runs) -> None:
     rising = History(
         [{"round": r, "exchanges": 3 * r, "accuracy": a} for r, a in ((0, 0.1), (10, 0.91), (20, 0.89), (30, 0.96))]
     )
-    assert measure.cost_to(rising, "accuracy", 0.9) == 30
-    assert measure.cost_to(rising, "accuracy", 0.97) is None
+    assert compare.cost_to(rising, "accuracy", 0.9) == 30
+    assert compare.cost_to(rising, "accuracy", 0.97) is None
     assert common_targets(load_groups([runs / "sim"]), "relative_error")[0] == 0.1
-    assert measure.mean_and_spread("accuracy", [0.9, 0.92]) == "91.00 ± 1.41 %"
+    assert tables.mean_and_spread("accuracy", [0.9, 0.92]) == "91.00 ± 1.41 %"
 
 
 def test_runs_that_measure_different_things_are_refused(runs, tmp_path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from made_up import made_up_groups, made_up_run
 
 from fedbilevel.experiments import export
-from fedbilevel.experiments.compare import Group
-from fedbilevel.experiments.latex import escape, latex_table, number
+from fedbilevel.experiments.compare import RunGroup
+from fedbilevel.experiments.export import escape, latex_table, number
 
 STRANGE = ["50% of_a & b", 'a, "b"', "$x^2$ {#1} ~\\end", "[a] 1 < 2", "*star\nline"]
 
@@ -49,7 +49,7 @@ def test_a_line_for_each_run_and_one_for_each_row_of_its_history() -> None:
 def test_what_a_row_of_the_history_lacks_is_an_empty_cell() -> None:
     run = made_up_run("x", 0, [1.0, 0.5])
     run.history.rows[1]["outer_loss"] = 3.5
-    assert [row["outer_loss"] for row in read(export.curves_csv([Group("x", [run])]))] == ["", "3.5"]
+    assert [row["outer_loss"] for row in read(export.curves_csv([RunGroup("x", [run])]))] == ["", "3.5"]
 
 
 def test_the_numbers_of_the_json_file_are_finite() -> None:
@@ -100,10 +100,10 @@ def test_a_tabular_has_as_many_cells_in_each_row_and_the_best_in_bold() -> None:
 
 
 def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
-    def group(name: str, value: float, pooled: bool = False) -> Group:
+    def group(name: str, value: float, pooled: bool = False) -> RunGroup:
         run = made_up_run(name, 0, [0.1, value], metric="test_accuracy")
         run.spec.run = dataclasses.replace(run.spec.run, pooled=pooled)
-        return Group(name, [run])
+        return RunGroup(name, [run])
 
     head, *rows = cells(latex_table([group("a", 0.9123), group("b", 0.91231), group("all", 0.99, pooled=True)]))
     column = head.index(r"final test accuracy (\%)")

@@ -12,8 +12,8 @@ from command_line import outcome
 
 from fedbilevel import experiments, solve
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
-from fedbilevel.experiments.methods import comparison_specs
-from fedbilevel.experiments.parts import build, task_of
+from fedbilevel.experiments.objects import build, task_of
+from fedbilevel.experiments.series import comparison_specs
 
 TWO = ["simfbo", "shrofbo"]
 SETTINGS = ["clients=4", "samples=[3, 3]", "run.rounds=20", "run.eval_every=5"]
@@ -98,7 +98,7 @@ def again(folder: Path) -> list[object]:
 
 
 def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatch) -> None:
-    from fedbilevel.experiments import display
+    from fedbilevel.experiments import tables
 
     seen = []
 
@@ -108,7 +108,7 @@ def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatc
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(display.Watch, "__call__", interrupted)
+        patched.setattr(tables.Watch, "__call__", interrupted)
         code, _, error = run(*again(incomplete))
     assert code == 130
     assert error == f"fedbilevel: interrupted; continue with the same command and --out {incomplete}\n"
@@ -118,12 +118,12 @@ def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatc
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(incomplete, run, monkeypatch) -> None:
-    from fedbilevel.cli import playing
+    from fedbilevel.cli import progress
 
     def diverging(*_: object) -> None:
         raise NonFiniteError("round 3, x is nan")
 
-    monkeypatch.setattr(playing, "start", diverging)
+    monkeypatch.setattr(progress, "start", diverging)
     (incomplete / "comparison.png").unlink()
     code, shown, error = run(*again(incomplete))
     assert (code, error) == (3, "fedbilevel: simfbo/seed-1: round 3, x is nan\n")

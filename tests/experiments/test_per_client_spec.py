@@ -8,10 +8,10 @@ from rich.console import Console
 
 import fedbilevel as fb
 from fedbilevel.engines.curves import COLOURS
-from fedbilevel.experiments import compare, configure, display, federation, load_run, measure, run
-from fedbilevel.experiments.methods import play_all
-from fedbilevel.experiments.parts import task_of
+from fedbilevel.experiments import compare, configure, federation, load_run, run, tables
+from fedbilevel.experiments.objects import task_of
 from fedbilevel.experiments.plots import run_figure
+from fedbilevel.experiments.series import play_all
 from fedbilevel.tasks import MEASURED_PER_CLIENT, TASKS
 
 SETTINGS = ["task.clients=3", "task.hidden=[4]", "run.rounds=1", "run.eval_every=1", "run.cohort=none"]
@@ -48,8 +48,8 @@ def test_a_run_measures_each_client_on_its_own_images(place):
 def test_the_closing_table_the_comparison_and_the_picture_show_it(place):
     one = load_run(place)
     row = one.history.rows[-1]
-    worst = measure.text("client_accuracy", row["client_accuracy.worst"])
-    text = shown(display.summary_table(one.summary))
+    worst = tables.text("client_accuracy", row["client_accuracy.worst"])
+    text = shown(tables.summary_table(one.summary))
     assert "client_accuracy, worst" in text
     assert worst in text
     text = shown(compare.comparison_table(compare.load_groups([place])))
@@ -76,7 +76,7 @@ def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_pa
     one = load_run(place)
     rows = [{key: value for key, value in row.items() if "client" not in key} for row in one.history.rows]
     silent = replace(one, history=fb.History(rows))
-    groups = [compare.Group(name, [run]) for name, run in (("a", one), ("b", silent), ("c", one))]
+    groups = [compare.RunGroup(name, [run]) for name, run in (("a", one), ("b", silent), ("c", one))]
     drawn = []
     monkeypatch.setattr(compare.plots, "save", lambda figure, path: drawn.append(figure))
     compare.draw(groups, tmp_path / "c.png", ["exchanges", "per_client:megabytes"])

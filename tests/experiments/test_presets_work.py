@@ -13,7 +13,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.experiments.parts import build, task_of
+from fedbilevel.experiments.objects import build, task_of
 from fedbilevel.experiments.presets.table import OWN_HYPERGRADIENTS
 from fedbilevel.experiments.spec import Spec, configure
 from fedbilevel.tasks import Task

@@ -9,7 +9,7 @@ import pytest
 from made_up import made_up_groups
 from rich.console import Console
 
-from fedbilevel.experiments import display
+from fedbilevel.experiments import tables
 from fedbilevel.experiments.compare import comparison_table
 from fedbilevel.experiments.tables import fitted
 
@@ -85,12 +85,12 @@ def test_where_a_number_is_wider_than_the_terminal_it_is_folded() -> None:
 def test_no_number_of_the_seeds_and_of_a_run_is_cut(terminal) -> None:
     summaries = [run.summary for run in made_up_groups(["x"], 3)[0].runs]
     for width in WIDTHS:
-        table = display.seeds_table(summaries, width)
+        table = tables.seeds_table(summaries, width)
         lines = shown(table, width, terminal)
         assert [cell for cells in columns_of(table).values() for cell in cells if not holds(lines, cell)] == []
         assert len(table.columns) + len(in_the_caption(table)) == 4
         assert max(map(len, lines)) <= width
-        lines = shown(display.summary_table(summaries[0]), width, terminal)
+        lines = shown(tables.summary_table(summaries[0]), width, terminal)
         assert max(map(len, lines)) <= width
         assert "…" not in "".join(lines)
         numbers = ("123,450", "1,000.00", "60,700.00", "9,876,500", "1,234,500", "500,000", "0.06789", "1234.5")
@@ -99,6 +99,6 @@ def test_no_number_of_the_seeds_and_of_a_run_is_cut(terminal) -> None:
 
 def test_words_in_brackets_are_no_markup() -> None:
     summary = {**made_up_groups(["x"], 1)[0].runs[0].summary, "stopped": "[red]word[/red] [x", "task": "[blue]t[/blue]"}
-    text = "\n".join(shown(display.summary_table(summary), 80))
+    text = "\n".join(shown(tables.summary_table(summary), 80))
     assert "[red]word[/red] [x" in text
     assert "[blue]t[/blue]" in text

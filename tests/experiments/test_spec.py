@@ -16,8 +16,8 @@ from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import XYV
 from fedbilevel.experiments import Spec, assign, configure, read_spec, resolve, toml
-from fedbilevel.experiments.choices import OPTIMIZERS, SCHEDULES
-from fedbilevel.experiments.parts import algorithm_of
+from fedbilevel.experiments.fields import OPTIMIZERS, SCHEDULES
+from fedbilevel.experiments.objects import algorithm_of
 from fedbilevel.experiments.presets import PRESETS
 from fedbilevel.tasks import TASKS
 

@@ -18,8 +18,8 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.engines import reference
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.engines.result import load_result
-from fedbilevel.experiments import flower_app, read_spec
-from fedbilevel.experiments.parts import build
+from fedbilevel.experiments import federation, read_spec
+from fedbilevel.experiments.objects import build
 from fedbilevel.experiments.spec import resolve
 from fedbilevel.flower.launch.console import Console
 from fedbilevel.flower.launch.processes import CONNECTION, Federation
@@ -70,7 +70,7 @@ def write_app(folder, algorithm):
         run = {"rounds": ROUNDS, "eval_every": 1, "checkpoint_every": 1}
         spec = {"task": {"name": "quadratic", **TASK}, "run": run}
         spec["algorithm"] = {"name": algorithm, **ALGORITHM[algorithm]}
-        flower_app.write_app(resolve(spec), folder)
+        federation.write_app(resolve(spec), folder)
     inside = folder / folder.name
     for name, text in {"__init__": INIT, "client_app": CLIENT, "server_app": SERVER}.items():
         (inside / f"{name}.py").write_text(text)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fedbilevel.cli import comparison, diagnostics, federation, lists, run
+from fedbilevel.cli import comparison, diagnostics, federation, run, show
 from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_ANSWERED, NOT_WRITTEN, NUMBERS_FAIL, Add, fail
 
 
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_to(add)
     comparison.add_to(add)
     diagnostics.add_to(add)
-    lists.add_to(add)
+    show.add_to(add)
     federation.add_to(add)
     return whole
 
@@ -62,7 +62,7 @@ def _exit_code(error: Exception) -> int | None:
 
 
 def _sentence(error: BaseException) -> str:
-    """What to say of an error; of the operating system's own the file and the reason, without a number."""
+    """The message for an error; for an error of the operating system the file and the reason, without a number."""
     from fedbilevel.core.errors import FedbilevelError
 
     if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:

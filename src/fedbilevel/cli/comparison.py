@@ -123,7 +123,7 @@ def _runs(options: argparse.Namespace) -> int:
     terminal = console()
     from fedbilevel.experiments import export, plots
     from fedbilevel.experiments.compare import comparison_table, draw, find_runs, load_groups
-    from fedbilevel.experiments.own_task import is_task
+    from fedbilevel.experiments.loader import is_task
 
     picture = Path(options.out or "comparison.png")
     plots.require_picture(picture)
@@ -141,7 +141,7 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _say(terminal: Console, places: dict[str, list[Path]]) -> None:
-    """Where things are."""
+    """Print the paths of what was written."""
     for what, paths in places.items():
         for path in paths:
             terminal.print(f"{what:<5} {path}", markup=False, highlight=False, soft_wrap=True)
@@ -153,19 +153,19 @@ def _algorithms(options: argparse.Namespace) -> int:
     require(len(options.what) <= 1, "TASK", " ".join(options.what), "a single task with --algorithms")
     terminal = console()
     prepare_jax()
-    from fedbilevel.cli import playing
+    from fedbilevel.cli import progress
     from fedbilevel.experiments import export, plots
     from fedbilevel.experiments.compare import comparison_table
-    from fedbilevel.experiments.methods import PICTURE, comparison_folder, comparison_specs, play_all
+    from fedbilevel.experiments.series import PICTURE, comparison_folder, comparison_specs, play_all
 
     if options.out and Path(options.out).suffix.lower() in plots.SUFFIXES:
         advice = f"a picture of them: fedbilevel compare FOLDER --out {options.out}"
         raise ConfigurationError(f"--out {options.out}: with --algorithms that is the folder of the runs; {advice}")
 
     task = options.what[0] if options.what else None
-    said = settings(options)
+    given = settings(options)
     specs = comparison_specs(
-        task, options.algorithms, settings=said, data=options.data, centralised=options.centralised
+        task, options.algorithms, settings=given, data=options.data, centralised=options.centralised
     )
     tune(next(iter(specs.values())))
     folder = Path(options.out) if options.out else comparison_folder(specs)
@@ -173,7 +173,7 @@ def _algorithms(options: argparse.Namespace) -> int:
 
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
-            playing.finish(spec, place, options.quiet, task, series=folder)
+            progress.finish(spec, place, options.quiet, task, series=folder)
         except NumericalError as error:  # the others are still worth comparing
             failed.append(f"{place.relative_to(folder)}: {error}")
             print(f"fedbilevel: {failed[-1]}", file=sys.stderr)

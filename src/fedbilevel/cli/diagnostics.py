@@ -63,17 +63,20 @@ def _check(options: argparse.Namespace) -> int:
     from fedbilevel.core.algorithm import check_solves
     from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.diagnostics.check import check_hypergradient
-    from fedbilevel.experiments.parts import algorithm_of, task_of
+    from fedbilevel.experiments.loader import algorithm_class
+    from fedbilevel.experiments.objects import algorithm_of, task_of
 
     names = options.algorithm or []
     able = {name for name, cls in ALGORITHMS.items() if cls.estimates_hypergradient()}
-    for name in set(names) & set(ALGORITHMS) - able:
+    for name in names:
+        if algorithm_class(name).estimates_hypergradient():
+            continue
         raise ConfigurationError(f"{name} makes no estimate of the hypergradient; these do: {', '.join(sorted(able))}")
     specs = _specs(options, names)
     spec = next(iter(specs.values()))
     tune(spec)
     task = task_of(spec)
-    estimators = {name: algorithm_of(specs[name]) for name in names}
+    estimators = {name: algorithm_of(spec) for name, spec in specs.items()} if names else {}
     for algorithm in estimators.values():
         check_solves(algorithm, task.problem)
     report = check_hypergradient(
@@ -94,10 +97,13 @@ def _diagnose(options: argparse.Namespace) -> int:
     terminal = console()
     prepare_jax()
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
-    from fedbilevel.experiments.parts import task_of
+    from fedbilevel.experiments.loader import code_of, label
+    from fedbilevel.experiments.objects import task_of
 
+    own = [name for name in options.algorithm or [] if code_of(name)]
     for name in options.algorithm or []:
-        require_suggested(name)
+        if name not in own:
+            require_suggested(name)
     specs = _specs(options, options.algorithm or list(SUGGESTED))
     spec = next(iter(specs.values()))
     tune(spec)
@@ -106,6 +112,9 @@ def _diagnose(options: argparse.Namespace) -> int:
     report = diagnose(task.problem, task.population, task.x0, task.y0, key=spec.run.seed, **planned)
     commands = []
     for name, one in specs.items():
+        if code_of(one.algorithm.name):
+            commands.append(f"no step sizes are suggested for {label(one.algorithm.name)}, an algorithm of your own")
+            continue
         batch_size = one.algorithm.fields.get("batch_size")
         fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
         commands.append(_command(options, name, fields))
@@ -116,12 +125,11 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 def _specs(options: argparse.Namespace, algorithms: Sequence[str]) -> dict[str, Spec]:
     """The spec of each algorithm; of the default one where none is named, for the task's sake."""
-    from fedbilevel.experiments.methods import comparison_specs
-    from fedbilevel.experiments.series import seeded
+    from fedbilevel.experiments.series import comparison_specs, seeded
     from fedbilevel.experiments.spec import DEFAULT_ALGORITHM
 
-    said = [*options.set, *([f"run.cohort={options.cohort}"] if options.cohort else [])]
-    specs = comparison_specs(options.task, algorithms or [DEFAULT_ALGORITHM], settings=said, data=options.data)
+    given = [*options.set, *([f"run.cohort={options.cohort}"] if options.cohort else [])]
+    specs = comparison_specs(options.task, algorithms or [DEFAULT_ALGORITHM], settings=given, data=options.data)
     return specs if options.seed is None else {name: seeded(spec, options.seed) for name, spec in specs.items()}
 
 

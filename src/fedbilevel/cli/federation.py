@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedbilevel.cli.shared import OK, TASK_HELP, Add, count, prepare_jax, settings, spec_tables
+from fedbilevel.cli.shared import ALGORITHM_HELP, OK, TASK_HELP, Add, count, prepare_jax, settings, spec_tables
 
 DEMO_TEXT = """\
 Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
@@ -22,7 +22,7 @@ def add_to(add: Add) -> None:
     new.add_argument("folder", type=Path, metavar="DIR", help="where to: new or empty")
     new.add_argument("--task", metavar="TASK", help=TASK_HELP)
     for command in (new, demo := inside("demo", _demo, "run a federation of processes on this machine", DEMO_TEXT)):
-        command.add_argument("--algorithm", metavar="NAME", help="see `fedbilevel algorithms` (simfbo, or the task's)")
+        command.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
         command.add_argument(
             "--set", action="append", default=[], metavar="FIELD=VALUE", help="see `fedbilevel run -h`"
         )
@@ -46,12 +46,12 @@ def _help(options: argparse.Namespace) -> int:
 
 def _new(options: argparse.Namespace) -> int:
     from fedbilevel.experiments import configure
-    from fedbilevel.experiments.flower_app import write_app
+    from fedbilevel.experiments.federation import write_app
 
-    base = spec_tables(Path(options.spec), options.task) if options.spec else None
+    base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
-    said = [*clients, *settings(options)]
-    spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=said)
+    given = [*clients, *settings(options)]
+    spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=given)
     write_app(spec, options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
     return OK
@@ -69,10 +69,10 @@ def _keys(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     prepare_jax()
     from fedbilevel.experiments import configure
-    from fedbilevel.experiments.federation_demo import play
+    from fedbilevel.experiments.federation import play_demo
 
     clients = options.clients or 4
-    said = [f"task.clients={clients}", "run.cohort=none", "run.rounds=50", "run.eval_every=5", *settings(options)]
-    spec = configure(algorithm=options.algorithm, settings=said)
-    play(spec, clients, options.out, persistent=not options.stock)
+    given = [f"task.clients={clients}", "run.cohort=none", "run.rounds=50", "run.eval_every=5", *settings(options)]
+    spec = configure(algorithm=options.algorithm, settings=given)
+    play_demo(spec, clients, options.out, persistent=not options.stock)
     return OK

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli.shared import (
+    ALGORITHM_HELP,
     EPILOG,
     INTERRUPTED,
     OK,
@@ -34,7 +35,7 @@ def add_to(add: Add) -> None:
     """The command."""
     run = add("run", _run, "run an algorithm on a task", EPILOG)
     run.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
-    run.add_argument("--algorithm", metavar="NAME", help="see `fedbilevel algorithms` (simfbo, or the task's)")
+    run.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
     run.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
     run.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="see below; repeatable")
     run.add_argument("--spec", metavar="FILE", help="a spec in TOML; the other options change it")
@@ -83,16 +84,16 @@ def _run_together(options: argparse.Namespace) -> int:
         from fedbilevel.cli import _sentence
 
         current_group().part(
-            _told(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else _sentence(error)
+            _reported(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else _sentence(error)
         )
 
 
-def _told(error: BaseException, debug: bool) -> int:
-    """Say what went wrong; the exit code."""
+def _reported(error: BaseException, debug: bool) -> int:
+    """Print the message of an error; the exit code."""
     from fedbilevel.cli import _exit_code, _sentence
 
     if isinstance(error, SystemExit):
-        return int(error.code or OK)  # and it was said
+        return int(error.code or OK)  # its message was printed
     if isinstance(error, KeyboardInterrupt):
         return fail(INTERRUPTED, "interrupted")
     code = _exit_code(error) if isinstance(error, Exception) else None
@@ -119,7 +120,7 @@ def _play(options: argparse.Namespace) -> int:
     if options.resume is not None:
         return _resume(options)
     spec, folder = _chosen(options)
-    from fedbilevel.cli.playing import start
+    from fedbilevel.cli.progress import start
 
     if not options.seeds:
         start(spec, folder, options.quiet)
@@ -158,13 +159,13 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 def _spec(options: argparse.Namespace) -> Spec:
     """The spec that the options describe."""
-    base = spec_tables(Path(options.spec), options.task) if options.spec else None
+    base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
     prepare_jax()
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.series import seeded
 
-    said = settings(options)
-    spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=said)
+    given = settings(options)
+    spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=given)
     tune(spec)
     return spec if options.seed is None else seeded(spec, options.seed)
 
@@ -176,7 +177,7 @@ def _resume(options: argparse.Namespace) -> int:
     if given := [name for name in alone if getattr(options, name) not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     prepare_jax()
-    from fedbilevel.cli.playing import go_on
+    from fedbilevel.cli.progress import go_on
     from fedbilevel.experiments import Folder
 
     if (described := Folder(options.resume).spec).is_file():  # of several processes, process 0 has the folder
@@ -188,13 +189,13 @@ def _resume(options: argparse.Namespace) -> int:
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     """One run for each seed; in a folder that has some of them already, what is missing."""
-    from fedbilevel.cli.playing import finish
-    from fedbilevel.experiments import display
+    from fedbilevel.cli.progress import finish
+    from fedbilevel.experiments import tables
     from fedbilevel.experiments.series import require_series, seeded
 
     series = {folder / f"seed-{seed}": seeded(spec, seed) for seed in options.seeds}
     require_series(folder, series)
     runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
     terminal = console(options.quiet)
-    terminal.print(display.seeds_table(runs, terminal.width))
+    terminal.print(tables.seeds_table(runs, terminal.width))
     return OK

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
 
 OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, INTERRUPTED = 0, 2, 3, 4, 5, 130
+ALGORITHM_HELP = "see `fedbilevel algorithms` (simfbo, or the task's); or your own: module:NAME or path/to/file.py:NAME"
 TASK_HELP = "see `fedbilevel tasks` (hyper_representation); or your own: module:NAME or path/to/file.py:NAME"
 EPILOG = """\
 fields for --set:
@@ -26,7 +27,8 @@ fields for --set:
   bare words are text, none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
     client_lr='{x = {schedule = "cosine", start = 0.1, steps = 500}, y = 0.1, v = 0.1}'
     schedules: cosine, exponential, inverse_sqrt, linear, polynomial
-    coefficients='{name = "momentum", decay = 0.9}'       plain, momentum, proximal
+    coefficients=momentum coefficients.decay=0.9          a part: its name takes that part's defaults, and its fields,
+                                                          which may be parts again, follow after a dot
     server_optimizer='{name = "adam", b1 = 0.9}'          sgd, momentum, adam, amsgrad, adagrad, yogi
     task.local_steps='{low = 1, high = 10}'               drawn for each client and round
     capacities='[1, 0.5, 0.25]'                           the shares of the model that clients hold, dealt out in turn
@@ -41,9 +43,10 @@ several processes, on one or more hosts:
   prints; which spec is played, and which run is resumed, is its word. A run may be resumed with any number of
   processes. --coordinator auto takes all three from a launcher's environment (Slurm, Open MPI, Kubernetes).
 
-your own task:
-  NAME is a fedbilevel.tasks.Task, or a function that returns one; the function's keyword arguments are then the
-  fields of [task]. A spec that names such a task names code: --spec and --resume run it, and say whose it is before.
+your own task or algorithm:
+  TASK may be module:NAME or path/to/file.py:NAME, NAME being a fedbilevel.tasks.Task or a function that returns one;
+  the function's keyword arguments are then the fields of [task]. --algorithm may be so, too, NAME being a subclass of
+  fedbilevel.Algorithm. A spec that names them names code: --spec and --resume run it, and say whose it is before.
   So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes nothing of them.
 
 exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
@@ -86,22 +89,23 @@ def fail(code: int, sentence: str) -> int:
     return code
 
 
-def spec_tables(path: Path, task: str | None = None) -> dict[str, Any]:
-    """The tables of a spec that is about to be played, with another task where one is given.
+def spec_tables(path: Path, task: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
+    """The tables of a spec that is about to be played, with another task or algorithm where one is given.
 
-    Where its own task is a user's, playing it executes code that a file names and not the command line: that is said on
-    standard error, before it happens.
+    Playing a spec whose task or algorithm is a user's own executes code that a file names and not the command line: a
+    line on standard error says so before.
     """
     from fedbilevel.experiments import toml
 
     tables = toml.read(path)
-    table = tables.get("task")
-    name = table.get("name") if isinstance(table, dict) else table
-    if isinstance(name, str) and task is None:
-        from fedbilevel.experiments.own_task import code_of
-
-        if code := code_of(name):
-            print(f"fedbilevel: {path} names a task of your own: this runs the code of {code}", file=sys.stderr)
+    for kind, given in {"task": task, "algorithm": algorithm}.items():
+        table = tables.get(kind)
+        name = table.get("name") if isinstance(table, dict) else table
+        if isinstance(name, str) and given is None and (code := name.rpartition(":")[0]):
+            article = "an" if kind == "algorithm" else "a"
+            print(
+                f"fedbilevel: {path} names {article} {kind} of your own: this runs the code of {code}", file=sys.stderr
+            )
     return tables
 
 
@@ -141,7 +145,7 @@ def _whole(text: str, least: int) -> int:
 
 
 def settings(options: argparse.Namespace) -> list[str]:
-    """What --set and the options for single fields of [run] say."""
+    """The settings of --set and of the options for single fields of [run], in the form FIELD=VALUE."""
     names = ("rounds", "exchanges", "time", "cohort", "eval_every")
     flags = {name: getattr(options, name, None) for name in names}
     return [*options.set, *(f"run.{name}={value}" for name, value in flags.items() if value is not None)]

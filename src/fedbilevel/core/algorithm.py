@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, dataclass_transform, overload
 
 from jax import Array
@@ -38,6 +38,9 @@ class Algorithm(ABC):
 
     solves: ClassVar[tuple[type[Problem], ...]] = (Bilevel,)
     """The kinds of problem that the method is for."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 

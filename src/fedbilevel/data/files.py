@@ -24,7 +24,7 @@ CHUNK = 1 << 18
 
 
 def folders(name: str) -> list[Path]:
-    """Where the files of data set `name` may lie, in the order they are tried; the last one is the cache."""
+    """The folders that may hold the files of data set `name`, in the order of trial; the last one is the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     places = [cache / "fedbilevel" / "data" / name]
     own = os.environ.get("FEDBILEVEL_DATA")

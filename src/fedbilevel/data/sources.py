@@ -13,7 +13,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A public home and the files below it; `mean` and `std` are of the training pixels in [0, 1]."""
 
     home: str
@@ -26,8 +26,8 @@ class Source:
 # Fashion-MNIST 8d4fb7e6..., CIFAR-10 c32a1d4a...) belong to the same bytes; Omniglot's are those by which TensorFlow
 # Datasets knows its archives. Order: training images, training labels, test images, test labels. The means and
 # standard deviations, Omniglot's at 28×28, are the customary four digits; the tests compute them again from the pixels.
-SOURCES: dict[str, Source] = {
-    "mnist": Source(
+SOURCES: dict[str, DataSource] = {
+    "mnist": DataSource(
         home="https://ossci-datasets.s3.amazonaws.com/mnist/",
         files=(
             File(
@@ -54,7 +54,7 @@ SOURCES: dict[str, Source] = {
         mean=(0.1307,),
         std=(0.3081,),
     ),
-    "fashion-mnist": Source(
+    "fashion-mnist": DataSource(
         home="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         files=(
             File(
@@ -81,7 +81,7 @@ SOURCES: dict[str, Source] = {
         mean=(0.2860,),
         std=(0.3530,),
     ),
-    "cifar-10": Source(
+    "cifar-10": DataSource(
         home="https://www.cs.toronto.edu/~kriz/",
         files=(
             File(
@@ -93,7 +93,7 @@ SOURCES: dict[str, Source] = {
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
     ),
-    "omniglot": Source(
+    "omniglot": DataSource(
         home="https://raw.githubusercontent.com/brendenlake/omniglot/master/python/",
         files=(
             File(

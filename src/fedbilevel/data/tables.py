@@ -23,7 +23,7 @@ Rows = tuple[NDArray[np.float32], NDArray[np.int32]]
 
 
 class Published(NamedTuple):
-    """What a set of libsvm's collection must contain; these have no published checksums."""
+    """The sizes that a set of libsvm's collection must have; these sets have no published checksums."""
 
     features: int
     train: tuple[int, int]  # rows, and those of them that are positive

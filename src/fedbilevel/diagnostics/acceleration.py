@@ -35,7 +35,7 @@ INEXACT = 0.03  # of an error is thought to remain where it should vanish
 REDUCTION = 1e-3  # of a cycle
 
 
-class Momentum(NamedTuple):
+class ServerMomentum(NamedTuple):
     """For SimFBO."""
 
     slower: float  # the factor on x's step
@@ -43,10 +43,10 @@ class Momentum(NamedTuple):
     radius: float  # the error's factor a round
 
 
-def best_momentum(affine: Affine, server: XYV) -> Momentum:
+def best_momentum(affine: Affine, server: XYV) -> ServerMomentum:
     """On a grid: what has the least spectral radius even when x is in haste."""
     dims = (affine.dim_x, affine.dim_y, affine.dim_y)
-    best, least = Momentum(1.0, 0.0, math.inf), math.inf
+    best, least = ServerMomentum(1.0, 0.0, math.inf), math.inf
     for slower in SLOWER:
         calm, hasty = (
             _radius(
@@ -59,7 +59,7 @@ def best_momentum(affine: Affine, server: XYV) -> Momentum:
         worst = np.maximum(calm, hasty)
         at = int(worst.argmin())
         if worst[at] < least:
-            best, least = Momentum(float(slower), float(1 - LOSSES[at]), float(calm[at])), worst[at]
+            best, least = ServerMomentum(float(slower), float(1 - LOSSES[at]), float(calm[at])), worst[at]
     return best
 
 
@@ -85,7 +85,7 @@ class HeavyBall(optax.GradientTransformation):  # type: ignore[misc]
 
 @functools.cache
 def heavy_ball(decay: float) -> HeavyBall:
-    """The same object for the same decay, so that what was compiled with it serves again."""
+    """The optimizer of a decay: one object per decay, so that a program compiled with it is used again."""
     made = HeavyBall(*optax.sgd(1.0, decay))
     made.decay = decay
     return made

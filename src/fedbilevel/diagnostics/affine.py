@@ -59,7 +59,10 @@ class Affine(NamedTuple):
 
 
 def affine(population: Population, at: XYV) -> Affine | None:
-    """Of all the population's samples; None where that is too large, not affine, or ∇²yy G not positive definite."""
+    """The Jacobian of (h, ∇y G, s) in (x, y, v) over all the population's samples.
+
+    None where it is too large or not affine, or where ∇²yy G is not positive definite.
+    """
     dim_x, dim_y, dim_v = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in at)
     if dim_x + dim_y + dim_v > SMALL:
         return None

@@ -16,8 +16,8 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require, require_count, unknown
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
-from fedbilevel.diagnostics.estimates import Estimates, Plan, estimates, local_hypergradient
-from fedbilevel.diagnostics.point import Point, point, same_shapes
+from fedbilevel.diagnostics.estimates import Estimates, SamplingPlan, estimates, local_hypergradient
+from fedbilevel.diagnostics.point import DifferentiablePoint, point, same_shapes
 from fedbilevel.diagnostics.probe import sample
 from fedbilevel.engines.engine import Engine
 from fedbilevel.oracles.population import Population
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class HypergradientReport:
-    """What `check_hypergradient` found; print it, or take a row by its name."""
+    """The result of `check_hypergradient`; print it, or take a row by its name."""
 
     rows: tuple[Row, ...]
     hypergradient: PyTree  # the yardstick, like x, float64
@@ -120,9 +120,9 @@ def check_hypergradient(
         at = point(problem, clients, x, y)
         population = Population.of(at.problem, clients)
         dim = sum(leaf.size for leaf in jax.tree.leaves(at.y))
-        plan = Plan(solve_inner, dim <= DENSE, steps, terms, step, directions, key)
+        plan = SamplingPlan(solve_inner, dim <= DENSE, steps, terms, step, directions, key)
         found = estimates(population, at.x, at.y, plan)
-        rows = Rows(at, found)
+        rows = ReportRows(at, found)
         rows.add_own(plan)
         rows.add_local(clients)
         for name, given in (estimators or {}).items():
@@ -141,10 +141,10 @@ def check_hypergradient(
         return rows.report(population, plan, dim)
 
 
-class Rows:
+class ReportRows:
     """The rows so far, and what they are measured against."""
 
-    def __init__(self, at: Point, found: Estimates) -> None:
+    def __init__(self, at: DifferentiablePoint, found: Estimates) -> None:
         self.at, self.found = at, found
         self.rows, self.notes = list[Row](), list[str]()
         self.truth = ravel_pytree(found.yardstick.hypergradient)[0]
@@ -174,7 +174,7 @@ class Rows:
         relative = standard_error / float(size) if standard_error is not None and size else standard_error
         self.rows.append(Row(name, cosine, error, relative, cost, note))
 
-    def add_own(self, plan: Plan) -> None:
+    def add_own(self, plan: SamplingPlan) -> None:
         found = self.found
         step, low = found.step, found.spectrum.smallest
 
@@ -214,7 +214,7 @@ class Rows:
             lambda a, b: b if a is None else a, self.found.inner.y, fixed, is_leaf=lambda leaf: leaf is None
         )
 
-    def report(self, population: Population, plan: Plan, dim: int) -> HypergradientReport:
+    def report(self, population: Population, plan: SamplingPlan, dim: int) -> HypergradientReport:
         found = self.found
         low, high = found.spectrum.smallest, found.spectrum.largest
         negative = bool(found.system.negative_curvature >= 0) or bool(found.inner.negative_curvature) or low < 0

@@ -34,7 +34,7 @@ UNDEFINED = (
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """What `diagnose` found: print it for the whole report, or ask it for the fields of a method."""
+    """The result of `diagnose`: print it for the whole report, or call `fields` for the fields of a method."""
 
     measurements: Measurements
     rounds: int  # that it plans for

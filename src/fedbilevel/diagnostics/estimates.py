@@ -24,8 +24,8 @@ CG_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to compute; see `check_hypergradient`."""
+class SamplingPlan:
+    """The estimates to compute and their numbers of steps; see `check_hypergradient`."""
 
     solve_inner: bool
     dense: bool
@@ -51,7 +51,7 @@ class Estimates:
     slopes: Slopes | None
 
 
-def estimates(population: Population, x: PyTree, start: PyTree, plan: Plan) -> Estimates:
+def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPlan) -> Estimates:
     """Everything but the local hypergradient."""
     if plan.solve_inner:
         inner = solve_inner(population, x, start)

@@ -31,7 +31,7 @@ class Curvature(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How clients differ at (x, y)."""
+    """The differences between clients at (x, y)."""
 
     inner: float  # √ Σ p_i ‖∇y g_i − mean‖²
     inner_share: float  # that squared over Σ p_i ‖∇y g_i‖²: 0 where all agree, 1 where they cancel

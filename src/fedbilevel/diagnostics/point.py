@@ -15,7 +15,7 @@ from fedbilevel.core.tree import PyTree, is_floating, join, nonfinite_leaves, sp
 
 
 @dataclass(frozen=True)
-class Point:
+class DifferentiablePoint:
     """A problem in the floating arrays of x and y alone, and those arrays in float64."""
 
     problem: Any
@@ -29,7 +29,7 @@ class Point:
         return join(x, self.x_fixed)
 
 
-def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Point:
+def point(problem: object, clients: object, x: PyTree, y: PyTree) -> DifferentiablePoint:
     """Check and convert; to be called with float64 switched on."""
     require(
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
@@ -45,7 +45,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Point:
     x, y = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x, y))
     problem = problem.with_fixed(x_fixed, y_fixed)
     check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
-    return Point(problem, x, y, x_fixed, single)
+    return DifferentiablePoint(problem, x, y, x_fixed, single)
 
 
 def same_shapes(name: str, got: PyTree, like: PyTree) -> None:

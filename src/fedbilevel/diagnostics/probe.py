@@ -20,7 +20,7 @@ from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.solve import solve
 
 
-class State(NamedTuple):
+class ProbeState(NamedTuple):
     """The point, and the mean and spread of the estimates so far (Welford's recurrence)."""
 
     x: PyTree
@@ -31,7 +31,7 @@ class State(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What `draws` independent estimates gave."""
+    """The mean of independent estimates, its standard error, and the exchanges of an estimate."""
 
     mean: PyTree
     standard_error: float  # of the mean: √(trace of the covariance / draws)
@@ -69,22 +69,22 @@ def _probe(cls: Any) -> Any:
     """The algorithm `cls` with other rounds: each asks for one hypergradient and x and y stay where they are."""
 
     class Probe(cls):  # type: ignore[misc]
-        def init(self, x: PyTree, y: PyTree) -> State:
+        def init(self, x: PyTree, y: PyTree) -> ProbeState:
             zero = jax.tree.map(jnp.zeros_like, x)
-            return State(x, y, zero, zero, jnp.zeros((), jnp.int32))
+            return ProbeState(x, y, zero, zero, jnp.zeros((), jnp.int32))
 
-        def round(self, fed: Fed, state: State, key: Array) -> State:
+        def round(self, fed: Fed, state: ProbeState, key: Array) -> ProbeState:
             h = self.hypergradient_at(fed, state.x, state.y, key)
             same_shapes(f"the hypergradient of {cls.__name__}", h, state.x)
             draws = state.draws + 1
             mean = jax.tree.map(lambda m, a: m + (a - m) / draws, state.mean, h)
             squares = jax.tree.map(lambda s, a, old, new: s + (a - old) * (a - new), state.squares, h, state.mean, mean)
-            return State(state.x, state.y, mean, squares, draws)
+            return ProbeState(state.x, state.y, mean, squares, draws)
 
-        def complaint(self, state: State) -> str:
+        def complaint(self, state: ProbeState) -> str:
             return ""
 
-        def warning(self, state: State) -> str:
+        def warning(self, state: ProbeState) -> str:
             return ""
 
     Probe.__name__, Probe.__qualname__, Probe.__module__ = cls.__name__, cls.__qualname__, cls.__module__

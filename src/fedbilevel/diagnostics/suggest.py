@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.core.tree import XYV
-from fedbilevel.diagnostics.acceleration import Cycle, Momentum, best_momentum, cycle, heavy_ball
+from fedbilevel.diagnostics.acceleration import Cycle, ServerMomentum, best_momentum, cycle, heavy_ball
 from fedbilevel.diagnostics.affine import Affine
 from fedbilevel.diagnostics.measure import Measurements
 
@@ -118,8 +118,8 @@ def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str
     }
 
 
-def momentum(s: Scales) -> Momentum | None:
-    """What SimFBO needs where plain descent is slow and the iteration is known."""
+def momentum(s: Scales) -> ServerMomentum | None:
+    """The server momentum for SimFBO where plain descent is slow and the iteration is known; else None."""
     if not s.accelerable:
         return None
     inner = 1 / s.smoothness

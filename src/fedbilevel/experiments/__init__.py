@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
-    from fedbilevel.experiments.methods import compare_algorithms
-    from fedbilevel.experiments.parts import Parts, build
+    from fedbilevel.experiments.objects import Experiment, build
     from fedbilevel.experiments.runner import resume, run
-    from fedbilevel.experiments.spec import EnginePlan, Named, RunPlan, Spec, assign, configure, read_spec, resolve
+    from fedbilevel.experiments.series import compare_algorithms
+    from fedbilevel.experiments.spec import Component, EnginePlan, RunPlan, Spec, assign, configure, read_spec, resolve
 
 __all__ = [
+    "Component",
     "EnginePlan",
+    "Experiment",
     "Folder",
     "LoadedRun",
-    "Named",
-    "Parts",
     "RunPlan",
     "Spec",
     "assign",
@@ -42,9 +42,19 @@ __all__ = [
     "run",
 ]
 
-_MODULES = {"Folder": "folder", "LoadedRun": "folder", "Parts": "parts", "build": "parts", "load_run": "folder"}
-_MODULES |= {"resume": "runner", "run": "runner", "compare_algorithms": "methods"}
-_MODULES |= {"comparison_table": "compare", "load_groups": "compare"}
+_MODULES = {
+    "Experiment": "objects",
+    "Folder": "folder",
+    "LoadedRun": "folder",
+    "build": "objects",
+    "compare_algorithms": "series",
+    "comparison_table": "compare",
+    "load_groups": "compare",
+    "load_run": "folder",
+    "resume": "runner",
+    "run": "runner",
+}
+"""The module of each name above that is not in `spec`."""
 
 
 def __getattr__(name: str) -> Any:

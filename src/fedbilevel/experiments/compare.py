@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
@@ -13,14 +14,15 @@ from typing import Any
 from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError, unknown
-from fedbilevel.core.metrics import larger_is_better, text
+from fedbilevel.core.metrics import in_percent, larger_is_better, text
 from fedbilevel.engines.curves import PANELS, curve, time_of
-from fedbilevel.experiments import measure, plots
-from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
-from fedbilevel.experiments.own_task import label
-from fedbilevel.experiments.series import recorded_order
-from fedbilevel.experiments.tables import fitted
+from fedbilevel.engines.history import History
+from fedbilevel.experiments import plots
+from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
+from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.tables import fitted, gflop, mean_and_spread
 
+ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 TARGETS = 3
 PER_CLIENT = "per_client"  # the name of a panel
 UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
@@ -31,7 +33,7 @@ DROPPED_FIRST = ("hvps", "gradients", "seconds", "GFLOP", "exchanges", "time", "
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs of one spec that differ in their seeds only."""
 
     name: str
@@ -53,7 +55,12 @@ class Group:
 
     @property
     def algorithm(self) -> str:
-        return self.runs[0].spec.algorithm.name
+        return label(self.runs[0].spec.algorithm.name)
+
+    @property
+    def says_algorithm(self) -> bool:
+        """Whether the name tells the algorithm."""
+        return path_word(self.algorithm) in self.name
 
     @property
     def timed(self) -> bool:
@@ -100,8 +107,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
     left_out = [path for place, path in unfinished.items() if place not in found]
     if not found:
         where = ", ".join(map(str, left_out or paths))
-        said = "have not finished" if left_out else "are no folders of runs"
-        raise ConfigurationError(f"there is nothing to compare: {where} {said}")
+        reason = "have not finished" if left_out else "are no folders of runs"
+        raise ConfigurationError(f"there is nothing to compare: {where} {reason}")
     return list(found.values()), left_out
 
 
@@ -115,7 +122,23 @@ def _runs_below(path: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def load_groups(paths: Sequence[str | Path]) -> list[Group]:
+def recorded_order(folder: Path) -> list[str]:
+    """The names of a comparison's methods in the order of their colours; none where the folder has no such record.
+
+    Raises:
+        ConfigurationError: the record is damaged.
+    """
+    file = folder / ORDER
+    if not file.is_file():
+        return []
+    with as_damage(file):
+        names = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("a JSON list of the methods' names is expected")
+    return names
+
+
+def load_groups(paths: Sequence[str | Path]) -> list[RunGroup]:
     """Read runs, which `find_runs` finds, and put together those that differ in their seeds only.
 
     Raises:
@@ -134,11 +157,13 @@ def load_groups(paths: Sequence[str | Path]) -> list[Group]:
             both = f"{first.folder.path} and {run.folder.path}"
             raise ConfigurationError(f"{both} are the same run, of one spec and seed: leave one of them out")
         groups.setdefault(_but_for_seeds(run), []).append(run)
-    return [Group(name, members) for name, members in zip(_names(list(groups.values())), groups.values(), strict=True)]
+    return [
+        RunGroup(name, members) for name, members in zip(_names(list(groups.values())), groups.values(), strict=True)
+    ]
 
 
 def draw(
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     picture: str | Path,
     panels: Sequence[str] | None = None,
     size: tuple[float, float] | None = None,
@@ -172,7 +197,7 @@ def is_per_client(panel: str) -> bool:
     return per_client
 
 
-def _client_panels(groups: Sequence[Group], panel: str) -> list[plots.ClientPanel]:
+def _client_panels(groups: Sequence[RunGroup], panel: str) -> list[plots.ClientPanel]:
     """A panel for each metric that some groups measured per client."""
     cost, names = panel.partition(":")[2] or "exchanges", legend(groups)
     has = [set.intersection(*(set(run.history.per_client) for run in group.runs)) for group in groups]
@@ -188,29 +213,29 @@ def _client_panels(groups: Sequence[Group], panel: str) -> list[plots.ClientPane
     return made
 
 
-def common_seeds(groups: Sequence[Group]) -> int:
-    """How many seeds every group has; 0 where they differ."""
+def common_seeds(groups: Sequence[RunGroup]) -> int:
+    """The number of seeds that every group has; 0 where the groups differ in it."""
     counts = {len(group.runs) for group in groups}
     return counts.pop() if len(counts) == 1 else 0
 
 
-def legend(groups: Sequence[Group]) -> list[str]:
-    """What a group is called beside the others: its algorithm is said, and its seeds where not all have as many."""
+def legend(groups: Sequence[RunGroup]) -> list[str]:
+    """The name of each group in a legend: with its algorithm, and with its number of seeds where these differ."""
     names = [group.name if common_seeds(groups) else group.label for group in groups]
     return [
-        name if group.algorithm in name else f"{name}, {group.algorithm}"
+        name if group.says_algorithm else f"{name}, {group.algorithm}"
         for name, group in zip(names, groups, strict=True)
     ]
 
 
-def default_panels(groups: Sequence[Group]) -> list[str]:
+def default_panels(groups: Sequence[RunGroup]) -> list[str]:
     """The currencies of cost that a picture shows: operations in place of evaluations where all runs know them, and
     time where it is more than a count of exchanges."""
     work = "gflop" if all(group.counted for group in groups if not group.pooled) else "evaluations"
     return ["exchanges", "megabytes", work, "seconds", *(["time"] if any(group.timed for group in groups) else [])]
 
 
-def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table:
+def comparison_table(groups: Sequence[RunGroup], width: int | None = None) -> Table:
     """One row per group; costs are means over its seeds. Where it would be wider than `width` the least important
     columns go, and the caption names them."""
     metric = groups[0].metric
@@ -221,10 +246,10 @@ def comparison_table(groups: Sequence[Group], width: int | None = None) -> Table
     return fitted(f"{tasks_of(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable)
 
 
-def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
+def _columns(groups: Sequence[RunGroup], metric: str) -> dict[str, list[str]]:
     """Every column: its heading and a text for each group."""
     columns: dict[str, list[str]] = {"run": [group.label for group in groups]}
-    if any(group.algorithm not in group.label for group in groups):
+    if not all(group.says_algorithm for group in groups):
         columns["algorithm"] = [group.algorithm for group in groups]
     if len({_what(group.runs[0]) for group in groups}) > 1:
         columns["task"] = [_what(group.runs[0]) for group in groups]
@@ -236,10 +261,10 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
         "hvps": [f"{group.costs('hvps'):,.0f}" for group in groups],
     }
     if all(group.counted for group in groups):  # a gap in the column would look like no cost
-        columns["GFLOP"] = [measure.gflop(group.costs("flops")) for group in groups]
+        columns["GFLOP"] = [gflop(group.costs("flops")) for group in groups]
     columns |= {
-        "final": [measure.mean_and_spread(metric, group.values("final")) for group in groups],
-        "best": [measure.mean_and_spread(metric, group.values("best")) for group in groups],
+        "final": [mean_and_spread(metric, group.values("final")) for group in groups],
+        "best": [mean_and_spread(metric, group.values("best")) for group in groups],
         **_over_clients(groups),
         "seconds": [f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}" for group in groups],
     }
@@ -253,13 +278,13 @@ def _columns(groups: Sequence[Group], metric: str) -> dict[str, list[str]]:
     return columns
 
 
-def _over_clients(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Where all runs measured a metric per client: its mean, first decile and worst client, at the end."""
+def _over_clients(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
+    """Columns with mean, first decile and worst client at the end, of each metric that all runs measured per client."""
     rows = [[run.summary["last_row"] for run in group.runs] for group in groups]
     names = [column.removesuffix(".worst") for column in rows[0][0] if column.endswith(".worst")]
     columns = [f"{name}.{end}" for name in names for end in ("mean", "p10", "worst")]
     return {
-        column: [measure.mean_and_spread(column, [row[column] for row in group]) for group in rows]
+        column: [mean_and_spread(column, [row[column] for row in group]) for group in rows]
         for column in columns
         if all(column in row for group in rows for row in group)
     }
@@ -269,18 +294,18 @@ def _time(run: LoadedRun) -> float:
     return time_of(run.summary["last_row"])
 
 
-def common_targets(groups: Sequence[Group], metric: str) -> list[float]:
+def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
     """The hardest milestones that some run reached, at most three."""
 
     def reached(level: float) -> bool:
-        return any(measure.cost_to(run.history, metric, level) is not None for g in groups for run in g.runs)
+        return any(cost_to(run.history, metric, level) is not None for g in groups for run in g.runs)
 
-    return [level for level in measure.levels(metric, groups[0].larger_is_better) if reached(level)][-TARGETS:]
+    return [level for level in levels(metric, groups[0].larger_is_better) if reached(level)][-TARGETS:]
 
 
-def _cost_to(group: Group, metric: str, target: float, cost: str) -> str:
+def _cost_to(group: RunGroup, metric: str, target: float, cost: str) -> str:
     """The mean over the seeds that reached it, and how many did where not all did."""
-    costs = [measure.cost_to(run.history, metric, target, cost) for run in group.runs]
+    costs = [cost_to(run.history, metric, target, cost) for run in group.runs]
     reached = [one for one in costs if one is not None]
     if not reached:
         return "–"
@@ -291,8 +316,8 @@ def _cost_to(group: Group, metric: str, target: float, cost: str) -> str:
 def _measured(run: LoadedRun) -> str:
     """The metric, with its better way where the name does not tell it."""
     larger = run.history.larger_is_better(run.metric)
-    told = larger == larger_is_better(run.metric)
-    return run.metric if told else f"{run.metric}, better when {'larger' if larger else 'smaller'}"
+    as_named = larger == larger_is_better(run.metric)
+    return run.metric if as_named else f"{run.metric}, better when {'larger' if larger else 'smaller'}"
 
 
 def _but_for_seeds(run: LoadedRun) -> str:
@@ -326,9 +351,29 @@ def _place(runs: Sequence[LoadedRun]) -> Path:
     return paths[0].parent if named_by_seed or together else paths[0]
 
 
-def tasks_of(groups: Sequence[Group]) -> str:
+def tasks_of(groups: Sequence[RunGroup]) -> str:
     return " / ".join(dict.fromkeys(_what(group.runs[0]) for group in groups))
 
 
 def _what(run: LoadedRun) -> str:
     return " · ".join(part for part in (label(run.spec.task.name), run.spec.data) if part)
+
+
+LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
+TINY = [10.0**-power for power in range(1, 13)]
+
+
+def levels(metric: str, larger: bool) -> Sequence[float]:
+    """Milestones, each harder than the one before; none of what is to grow and is no accuracy: its scale is unknown."""
+    if larger:
+        return LEVELS if in_percent(metric) else ()
+    return TINY
+
+
+def cost_to(history: History, metric: str, level: float, cost: str = "exchanges") -> float | None:
+    """A column of the history where a metric was first seen at least as good as a level, or None."""
+    larger = history.larger_is_better(metric)
+    for row in history.rows:
+        if metric in row and (row[metric] >= level if larger else row[metric] <= level):
+            return time_of(row) if cost == "time" else row[cost]
+    return None

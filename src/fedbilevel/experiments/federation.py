@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import secrets
 import shlex
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbilevel import __version__
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
-from fedbilevel.experiments import schema
-from fedbilevel.experiments.folder import Folder
-from fedbilevel.experiments.own_task import task_maker
-from fedbilevel.experiments.parts import Parts, algorithm_of
-from fedbilevel.experiments.places import write_json
+from fedbilevel.experiments.fields import WORDS
+from fedbilevel.experiments.folder import (
+    Folder,
+    LoadedRun,
+    default_path,
+    load_run,
+    require_free,
+    write_json,
+    write_text,
+)
+from fedbilevel.experiments.loader import algorithm_class, own_file, registry_kept, task_maker
+from fedbilevel.experiments.objects import Experiment, algorithm_of
 from fedbilevel.experiments.runner import complete
-from fedbilevel.experiments.spec import Spec, assign, fields_of, read_like
+from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like
 from fedbilevel.quoting import in_a_line, require_object
 from fedbilevel.tasks import Task
 
@@ -74,11 +84,11 @@ def client_app(spec: Spec) -> Any:
 
 def serve(spec: Spec, grid: Any, config: Config) -> None:
     """Play the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
-    from fedbilevel.experiments.display import Watch
+    from fedbilevel.experiments.tables import Watch
     from fedbilevel.flower import Flower
 
     spec = configured(spec, config)
-    if spec.run.checkpoint_every is None:  # a round is dear, and clients do not go back to one that is over
+    if spec.run.checkpoint_every is None:  # a round is costly, and clients do not repeat one that is over
         spec = spec.replace(run={"checkpoint_every": 1})
     task = seen_by(spec, "server")
     named = "one function (x, y) -> number by name, or more, on the server"
@@ -94,12 +104,12 @@ def serve(spec: Spec, grid: Any, config: Config) -> None:
             write_json(_name_file(place), {"name": name})
 
     watch = Watch(_plain_console(), next(iter(task.metrics)), spec)
-    complete(spec, place.path, callbacks=[note_name, watch], parts=Parts(task, algorithm_of(spec), engine))
+    complete(spec, place.path, callbacks=[note_name, watch], experiment=Experiment(task, algorithm_of(spec), engine))
     print(f"run   {place.path.resolve()}", flush=True)
 
 
 def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
-    """What the client of this node has and does."""
+    """The client of this node: its samples, its limits, its privacy, and the phases that it serves."""
     from fedbilevel.flower import Limits, Privacy, Site
 
     spec = configured(spec, run_config)
@@ -161,7 +171,7 @@ def require_real(spec: Spec) -> None:
 
 
 def terms(config: Config) -> Any:
-    """What is expected of clients."""
+    """The terms on which the server works with clients, as the run configuration has them."""
     from fedbilevel.flower import Terms
 
     given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
@@ -203,7 +213,7 @@ def require_same(spec: Spec, place: Folder) -> None:
 
 
 def run_name(place: Folder) -> str:
-    """Of the run in a folder, under which clients keep their state; a new one for a run that begins."""
+    """The name of the run in a folder, under which clients keep their state; a new name for a run that begins."""
     if not _name_file(place).is_file():
         return secrets.token_hex(16)
     from fedbilevel.flower.wire.messages import is_run
@@ -225,7 +235,7 @@ def _name_file(place: Folder) -> Path:
 
 def _typed(name: str, kind: type, value: Any) -> Any:
     value = float(value) if kind is float and type(value) is int else value
-    require(type(value) is kind, name, value, schema.WORDS[kind])
+    require(type(value) is kind, name, value, WORDS[kind])
     return value
 
 
@@ -242,3 +252,154 @@ def _plain_console() -> Any:
     from rich.console import Console
 
     return Console(width=160, force_terminal=False)
+
+
+APP = '''\
+"""The {party} of a federation: see spec.toml."""
+
+from pathlib import Path
+
+from fedbilevel.experiments import federation, read_spec
+
+app = federation.{function}(read_spec(Path(__file__).with_name("spec.toml")))
+'''
+
+PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "{title}"
+license = "Apache-2.0"
+# fedbilevel {version} is installed beforehand, from a clone of its repository: pip install ".[cli,flower]". It is on no
+# package index; named here, it would be fetched from one, where anybody may register the name.
+dependencies = []
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "fedbilevel"
+
+[tool.flwr.app.components]
+serverapp = "{package}.server_app:app"
+clientapp = "{package}.client_app:app"
+
+# flwr run . CONNECTION --run-config 'settings="run.rounds=50 algorithm.local_steps=3" quorum=0.8'
+[tool.flwr.app.config]
+settings = ""     # FIELD=VALUE, with spaces between: changes spec.toml for this run, as --set of fedbilevel run
+out = ""          # the server's run folder; an unfinished run in it is continued. Empty: runs/… where the server runs
+client-keys = ""  # a folder of the server's: client-0.pub, …: who registered with that key is client 0. Empty: anybody
+quorum = 0.5      # share of a cohort that must answer
+deadline = 120.0  # seconds that a client has for an answer
+attempts = 3      # how often those who did not answer are asked, before the run stops
+join = 60.0       # seconds to wait for clients that are not online
+poll = 0.5        # seconds between two looks for answers, at most
+norm-factor = 1e4  # how many times as long as usual an update may be; 0: any
+message-factor = 10.0  # how many times as long as the message it may be, though norm-factor would refuse it
+norm-bound = 0.0  # largest norm of an update that counts; 0: any
+"""
+
+README = """\
+# {name}
+
+{title}, as a Flower app. `{package}/spec.toml` says what is computed; both sides read it.
+
+Simulated, on one machine, in two terminals:
+
+    flower-superlink --insecure --simulation --host 127.0.0.1 --port 8000 --disable-runtime-dependency-installation
+    flwr run . simulation --federation-config 'num-supernodes={clients} client-resources-num-cpus=1' --stream
+
+with this in `~/.flwr/config.toml`:
+
+    [superlink.simulation]
+    address = "127.0.0.1:8000"
+    insecure = true
+
+For real, with TLS and a key for every client: docs/federation.md of fedbilevel.
+"""
+
+
+def write_app(spec: Spec, folder: Path) -> None:
+    """Write the app to a new folder.
+
+    Raises:
+        ConfigurationError: there is something in the folder, or its name is none for a Python package; or the spec is
+            one of a simulation.
+    """
+    require_real(spec)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"cannot write an app to {folder}: it exists and is not empty")
+    package = re.sub(r"[^a-z0-9_]", "_", folder.resolve().name.lower())
+    require(package.isidentifier(), "DIR", str(folder), "a name that begins with a letter, for a Python package")
+    inside = folder / package
+    inside.mkdir(parents=True)
+    spec = _with_files(spec, inside)
+    names = {"package": package, "name": package.replace("_", "-"), "title": spec.title, "version": __version__}
+    write_text(inside / "__init__.py", "")
+    write_text(inside / "spec.toml", spec.to_toml())
+    write_text(inside / "server_app.py", APP.format(party="server", function="server_app"))
+    write_text(inside / "client_app.py", APP.format(party="clients", function="client_app"))
+    write_text(folder / "pyproject.toml", PROJECT.format(**names))
+    write_text(folder / "README.md", README.format(**names, clients=spec.task.fields.get("clients", "N")))
+
+
+def _with_files(spec: Spec, package: Path) -> Spec:
+    """The spec with the files of a user's own task and algorithm as modules of the app: problem.py and method.py, or
+    problem.py alone where one file holds both.
+
+    Raises:
+        ConfigurationError: a file cannot do without its neighbours; nothing stays of the app.
+    """
+    task, algorithm = own_file(spec.task.name), own_file(spec.algorithm.name)
+    if task is not None:
+        name = _copied("task", task, package / "problem.py", spec.task.name, task_maker)
+        spec = replace(spec, task=Component(name, spec.task.fields))
+    if algorithm is not None:
+        copy = package / ("problem.py" if algorithm == task else "method.py")
+        name = _copied("algorithm", algorithm, copy, spec.algorithm.name, algorithm_class)
+        spec = replace(spec, algorithm=Component(name, spec.algorithm.fields))
+    return spec
+
+
+def _copied(kind: str, file: Path, copy: Path, name: str, load: Callable[[str], Any]) -> str:
+    """Copy a file into the app; the name there of the task or algorithm `name` in it."""
+    attribute = name.rpartition(":")[2]
+    shutil.copy(file, copy)
+    try:
+        with registry_kept():
+            load(f"{copy}:{attribute}")
+    except ConfigurationError as error:
+        shutil.rmtree(copy.parent.parent)
+        what = "an algorithm" if kind == "algorithm" else "a task"
+        advice = f"{what} of several files has to be an installed package: --{kind} package.module:NAME"
+        raise ConfigurationError(f"{error}; {advice}") from error
+    return f"{copy.parent.name}.{copy.stem}:{attribute}"
+
+
+def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> LoadedRun:
+    """Start SuperLink and SuperNodes, play the spec with them, stop them; tell it as it goes on.
+
+    Args:
+        out: a new or empty folder for the app, the run, keys and logs; None chooses one in ./runs.
+        persistent: whether clients' processes stay between messages.
+    """
+    from fedbilevel.flower.launch.processes import Federation
+
+    folder = (out or default_path("flower-demo")).resolve()
+    require_free(folder)
+    app, run = folder / "demo", folder / "run"
+    write_app(spec, app)
+    print(
+        f"starting a SuperLink and {clients} SuperNodes, with TLS and a key each; logs in {folder / 'logs'}", flush=True
+    )
+    with Federation(folder, clients, persistent=persistent) as federation:
+        print(f"online at {federation.address}; {spec.title}", flush=True)
+        for line in federation.run(app, f'out="{run}" client-keys="{federation.credentials.ca.parent}"'):
+            print(line, end="", flush=True)
+    done = load_run(run)
+    print(f"all stopped\nplot  {done.folder.plot}")
+    return done

@@ -1,8 +1,10 @@
-"""A run folder: the names of its files, writing them whole or not at all, reading them back."""
+"""A run folder: where it may lie, the names of its files, writing them whole or not at all, reading them back."""
 
 from __future__ import annotations
 
 import json
+import re
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +16,45 @@ from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, requir
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, is_number
-from fedbilevel.experiments.own_task import label
-from fedbilevel.experiments.places import default_path, require_free
+from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import Spec, read_spec
 from fedbilevel.quoting import in_a_line, require_object
+
+
+def default_path(*names: str | None, root: str | Path = "runs") -> Path:
+    """runs/<names>-<time>, with a counter if that one exists."""
+    base = Path(root) / "-".join([*map(path_word, filter(None, names)), time.strftime("%Y%m%d-%H%M%S")])
+    path, count = base, 1
+    while path.exists():
+        count += 1
+        path = base.with_name(f"{base.name}-{count}")
+    return path
+
+
+def path_word(name: str) -> str:
+    """A name as a part of a path: mine-task for mine.py:task."""
+    return re.sub(r"(\.py)?[^\w.-]+", "-", name)
+
+
+def require_free(path: Path) -> None:
+    """Refuse a place where there is something already."""
+    if path.exists() and not path.is_dir():
+        raise ConfigurationError(f"cannot write a run to {path}: it is a file")
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, atomically."""
+    from fedbilevel.engines.checkpoint import write_atomically
+
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that people can read, atomically."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
@@ -34,14 +71,14 @@ KINDS = {  # of what a summary says
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a run keeps its files."""
+    """The folder of a run, with the paths of its files."""
 
     path: Path
 
     @classmethod
     def new(cls, spec: Spec) -> Folder:
-        """A place of its own for a run, in ./runs."""
-        return cls(default_path(label(spec.task.name), spec.algorithm.name, spec.data))
+        """A new folder for a run, in ./runs."""
+        return cls(default_path(label(spec.task.name), label(spec.algorithm.name), spec.data))
 
     @property
     def spec(self) -> Path:
@@ -94,7 +131,7 @@ class Folder:
             file.unlink(missing_ok=True)
 
     def remains(self) -> list[Path] | None:
-        """What a run left here that ended before its first checkpoint; None if there is anything else here."""
+        """The files left by a run that ended before its first checkpoint; None if the folder has any other file."""
         found = list(self.path.iterdir()) if self.path.is_dir() else []
         ours = {self.spec, self.environment, self.lock, self.path / f".{self.checkpoint.name}.lock"}
         for file in found:
@@ -125,11 +162,11 @@ class Folder:
 
     def _written(self) -> bool:
         """Whether the spec is as a run wrote it, which then wrote the environment."""
-        there = self.environment.exists()
-        return there and self.spec.stat().st_mtime <= self.environment.stat().st_mtime
+        complete = self.environment.exists()
+        return complete and self.spec.stat().st_mtime <= self.environment.stat().st_mtime
 
     def clear(self) -> list[Path]:
-        """Remove such remains, if nothing else is here; what they were."""
+        """Remove the remains of a run, if the folder has no other file; the paths that were removed."""
         remains = [file for file in self.remains() or [] if file != self.lock]
         for file in remains:
             file.unlink(missing_ok=True)
@@ -138,7 +175,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """What a run folder holds, without its arrays."""
+    """The content of a run's folder, without its arrays."""
 
     folder: Folder
     spec: Spec

@@ -23,7 +23,7 @@ from fedbilevel.engines.curves import (
     typography,
 )
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import measure
+from fedbilevel.experiments.tables import gflop
 
 SUFFIXES = (".png", ".pdf", ".svg")
 FAR_APART = 20  # of losses: on one linear axis the smaller would look flat
@@ -149,10 +149,10 @@ def _place_legend(figure: Any, cells: Sequence[Any], used: int) -> None:
 
 
 def _costs(history: History, timed: bool) -> str:
-    """What a run cost, in the currencies."""
+    """The costs of a run, as texts."""
     row = history.rows[-1]
     texts = [f"{row['exchanges']:,} exchanges", f"{(row['bytes_down'] + row['bytes_up']) / 1e6:,.4g} MB"]
-    texts += [f"{measure.gflop(row['flops'])} GFLOP"] if "flops" in row else []
+    texts += [f"{gflop(row['flops'])} GFLOP"] if "flops" in row else []
     texts += [f"{time_of(row):,.1f} seconds of the clock"] if timed else []
     return " · ".join([*texts, f"{row['seconds']:,.1f} s in rounds"])
 

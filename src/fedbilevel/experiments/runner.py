@@ -1,34 +1,43 @@
 """One run in one folder: start, resume, write what it found.
 
 Where several processes play it together, process 0 has the folder and the others write nothing.
+
+Methods make different numbers of exchanges a round, some of them at random, and wait for their clients more or less
+long. A run with a budget stops at the first row of its history at which the ledger has reached it; rows fall on fixed
+rounds, so where that is depends on the numbers alone, not on speed or interruptions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from fedbilevel import __version__
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, require
 from fedbilevel.core.metrics import best
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
-from fedbilevel.engines.history import Row
+from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import Resume, solve
-from fedbilevel.experiments import budget, environment, plots
-from fedbilevel.experiments.folder import Folder
-from fedbilevel.experiments.own_task import label
-from fedbilevel.experiments.parts import Parts, build
-from fedbilevel.experiments.places import write_json, write_text
-from fedbilevel.experiments.spec import Spec, read_spec, resolve
+from fedbilevel.experiments import plots
+from fedbilevel.experiments.folder import Folder, write_json, write_text
+from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.objects import Experiment, build
+from fedbilevel.experiments.spec import RunPlan, Spec, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
@@ -40,7 +49,7 @@ def run(
     *,
     callbacks: Sequence[Callback] = (),
     plot: bool = True,
-    parts: Parts | None = None,
+    experiment: Experiment | None = None,
 ) -> Result:
     """Run a spec and write everything about it to a new folder.
 
@@ -50,7 +59,7 @@ def run(
             is cleared with a warning; None chooses runs/<task>-<algorithm>-<data>-<time>.
         callbacks: see `fedbilevel.solve`.
         plot: draw plot.png, which needs matplotlib.
-        parts: what the spec describes, where the caller has built it already.
+        experiment: what the spec describes, where the caller has built it already.
 
     Raises:
         ConfigurationError, DataError: nothing was written.
@@ -58,10 +67,10 @@ def run(
     """
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
     current_group().decide(place.require_free)
-    parts = parts or build(spec)
+    experiment = experiment or build(spec)
     with lock.held(place.lock, place.path):
         current_group().decide(lambda: place.claim(spec))
-        return _play(spec, place, parts, callbacks, plot, resume=False)
+        return _play(spec, place, experiment, callbacks, plot, resume=False)
 
 
 def resume(
@@ -70,7 +79,7 @@ def resume(
     rounds: int | None = None,
     callbacks: Sequence[Callback] = (),
     plot: bool = True,
-    parts: Parts | None = None,
+    experiment: Experiment | None = None,
     force: bool = False,
 ) -> Result:
     """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger one.
@@ -83,7 +92,7 @@ def resume(
     """
     place = Folder(Path(folder))
     spec = resumable(place, rounds)
-    parts = parts or build(spec)
+    experiment = experiment or build(spec)
     with lock.held(place.lock, place.path):
         current_group().decide(place.sweep)
         begun = current_group().decide(lambda: place.begun)
@@ -91,7 +100,7 @@ def resume(
             text = f"{place.path} has no checkpoint yet: its run is started again"
             warnings.warn(CheckpointWarning(text), stacklevel=2)
         how: Resume = "auto" if not begun else "force" if force else True
-        return _play(spec, place, parts, callbacks, plot, resume=how)
+        return _play(spec, place, experiment, callbacks, plot, resume=how)
 
 
 def complete(
@@ -100,16 +109,16 @@ def complete(
     *,
     callbacks: Sequence[Callback] = (),
     plot: bool = True,
-    parts: Parts | None = None,
+    experiment: Experiment | None = None,
 ) -> None:
     """Bring a run to its end: nothing where it is finished, else go on from its checkpoint, else start it."""
     place = Folder(Path(folder))
     if place.summary.is_file():
         return
     if place.begun:
-        resume(folder, callbacks=callbacks, plot=plot, parts=parts)
+        resume(folder, callbacks=callbacks, plot=plot, experiment=experiment)
     else:
-        run(spec, folder, callbacks=callbacks, plot=plot, parts=parts)
+        run(spec, folder, callbacks=callbacks, plot=plot, experiment=experiment)
 
 
 def resumable(place: Folder, rounds: int | None) -> Spec:
@@ -138,21 +147,21 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
 
 
 def _play(
-    spec: Spec, place: Folder, parts: Parts, callbacks: Sequence[Callback], plot: bool, *, resume: Resume
+    spec: Spec, place: Folder, experiment: Experiment, callbacks: Sequence[Callback], plot: bool, *, resume: Resume
 ) -> Result:
     if plot:
         current_group().decide(require_matplotlib)
     began = time.perf_counter()
-    task = parts.task
+    task = experiment.task
     own = task.metrics_per_client if spec.run.metrics_per_client else {}
     have = f"of the library's {', '.join(MEASURED_PER_CLIENT)} do"
     named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
-    rounds, eval_every, ends = _length(spec, place, parts, resume)
+    rounds, eval_every, ends = _length(spec, place, experiment, resume)
     scribe = Scribe(spec, place)
     with _opened(scribe) if not resume else contextlib.nullcontext():
         result = solve(
-            parts.algorithm,
+            experiment.algorithm,
             task.problem,
             task.clients,
             task.x0,
@@ -160,7 +169,7 @@ def _play(
             rounds=rounds,
             cohort=spec.run.cohort,
             key=spec.run.seed,
-            engine=parts.engine,
+            engine=experiment.engine,
             eval_every=eval_every,
             metrics=task.metrics,
             metrics_per_client=own,
@@ -176,17 +185,17 @@ def _play(
     return result
 
 
-def _length(spec: Spec, place: Folder, parts: Parts, resume: Resume) -> tuple[int, int | None, list[Callback]]:
+def _length(
+    spec: Spec, place: Folder, experiment: Experiment, resume: Resume
+) -> tuple[int, int | None, list[Callback]]:
     """Rounds at most, rounds between rows, and what ends the run before."""
     if spec.run.rounds is not None:
         return spec.run.rounds, spec.run.eval_every, []
     assert spec.run.budget is not None
     whole = spec.run.budget
-    done = current_group().decide(
-        lambda: budget.rounds_done(place.checkpoint, whole) if resume and place.begun else None
-    )
-    rounds = budget.rounds_at_most(whole) if done is None else done
-    return rounds, budget.rounds_between_rows(spec.run, parts), [budget.stop_after(whole)]
+    done = current_group().decide(lambda: rounds_done(place.checkpoint, whole) if resume and place.begun else None)
+    rounds = rounds_at_most(whole) if done is None else done
+    return rounds, rounds_between_rows(spec.run, experiment), [stop_after(whole)]
 
 
 @contextmanager
@@ -222,7 +231,7 @@ class Scribe:
             for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
                 file.unlink(missing_ok=True)
         write_text(self.place.spec, self.spec.to_toml())
-        write_json(self.place.environment, environment.describe())
+        write_json(self.place.environment, describe_environment())
         self.opened = True
 
     def __call__(self, result: Result, row: Row | None) -> None:
@@ -253,11 +262,11 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
     last = result.history.rows[-1]
     return {
         "task": label(spec.task.name),
-        "algorithm": spec.algorithm.name,
+        "algorithm": label(spec.algorithm.name),
         "data": spec.data,
         "seed": spec.run.seed,
         "rounds": result.round,
-        "stopped": result.stopped or ("" if spec.run.budget is None else budget.reason(spec.run.budget)),
+        "stopped": result.stopped or ("" if spec.run.budget is None else reason(spec.run.budget)),
         "metric": metric,
         "larger_is_better": result.history.directions,
         "final": values[-1],
@@ -268,3 +277,101 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
         "seconds_compiling_this_time": result.compile_seconds,
         "seconds_this_time": seconds,
     }
+
+
+ROWS = 50  # in a history, where the spec does not say how often to evaluate
+PROBE = 4  # rounds in which exchanges are counted, and their time
+ENDLESS = 2**31 - 1  # rounds, for runs that end otherwise
+
+Budget = tuple[str, float]
+"""A column of the history, and how much of it: ("exchanges", 500) or ("time", 200.0)."""
+
+
+def stop_after(budget: Budget) -> Callback:
+    """A callback that ends a run at the first row with so much."""
+
+    def check(result: Result, row: Row | None) -> str | None:
+        return reason(budget) if row is not None and spent(row, budget) else None
+
+    return check
+
+
+def spent(row: Row, budget: Budget) -> bool:
+    """Whether a row has reached the budget."""
+    column, amount = budget
+    return row[column] >= amount
+
+
+def reason(budget: Budget) -> str:
+    """Why a run with a budget ended."""
+    column, amount = budget
+    return f"{amount:g} seconds of the clock passed" if column == "time" else f"{amount} {column} done"
+
+
+def rounds_at_most(budget: Budget) -> int:
+    """After which the budget is spent for sure: a round makes at least one exchange, but may take no time at all."""
+    column, amount = budget
+    return int(amount) if column == "exchanges" else ENDLESS
+
+
+def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
+    """The number of rounds between two rows with which about ROWS rows fit the budget.
+
+    The cost of a round is that of the run's first PROBE rounds, which are played for it.
+    """
+    if plan.eval_every is not None:
+        return plan.eval_every
+    assert plan.budget is not None
+    task, (column, amount) = experiment.task, plan.budget
+    with warnings.catch_warnings(action="ignore"):  # the run itself says it again
+        first = solve(
+            experiment.algorithm,
+            task.problem,
+            task.clients,
+            task.x0,
+            task.y0,
+            rounds=PROBE,
+            cohort=plan.cohort,
+            key=plan.seed,
+            engine=experiment.engine,
+        )
+    cost = first.history.rows[-1][column]
+    return max(1, int(amount * PROBE / (ROWS * cost))) if cost > 0 else 1
+
+
+def rounds_done(path: Path, budget: Budget) -> int | None:
+    """The number of rounds of the checkpoint at `path`, if it has spent the budget already; else None.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with checkpoint.as_checkpoint_error(path):
+        rows = History.of(checkpoint.load_meta(checkpoint.newest(path))["history"]).rows
+        return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None
+
+
+PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions of Python and of the packages that decide numbers, devices and CPU count."""
+    devices = jax.devices()
+    return {
+        "fedbilevel": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "backend": jax.default_backend(),
+        "devices": len(devices),
+        "device_kind": devices[0].device_kind,
+        "x64": bool(jax.config.read("jax_enable_x64")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,8 +1,8 @@
 """The typed spec: everything that determines a run, read from and written to TOML.
 
 [task] and [algorithm] have a name and the fields of what it names; [asynchronous], [submodels], [run] and [engine] are
-below; [clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` fills in what it is not told,
-from the presets and then from the defaults.
+below; [clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` takes the fields that are not
+given from the presets, and else from the defaults.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import Any
 import numpy as np
 
 from fedbilevel import __version__
-from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.submodel import Pruned
 from fedbilevel.core.unit_policy import Policy
 from fedbilevel.engines.virtual_time.clock import Clock
-from fedbilevel.experiments import schema, toml
-from fedbilevel.experiments.own_task import code_of, full_name, label, task_maker
+from fedbilevel.experiments import toml
+from fedbilevel.experiments.fields import Field, complete, of_class, of_function, unknown_field
+from fedbilevel.experiments.loader import algorithm_class, code_of, full_name, label, task_maker
 from fedbilevel.experiments.presets import METHODS, Preset, preset
+from fedbilevel.experiments.presets.table import merged
 
 
 @dataclass(frozen=True)
-class Named:
+class Component:
     """A task or an algorithm: its name, and all its fields as TOML can hold them."""
 
     name: str
@@ -116,7 +118,7 @@ class RunPlan:
 
     @property
     def budget(self) -> tuple[str, float] | None:
-        """What ends the run in place of rounds: a column of the history, and how much of it; None with rounds."""
+        """A column of the history and the amount of it that ends the run; None where rounds do."""
         return next(((name, value) for name in BUDGETS if (value := getattr(self, name)) is not None), None)
 
 
@@ -133,8 +135,8 @@ class EnginePlan:
 class Spec:
     """A complete description of a run."""
 
-    task: Named
-    algorithm: Named
+    task: Component
+    algorithm: Component
     asynchronous: AsynchronousPlan
     submodels: SubmodelsPlan
     run: RunPlan
@@ -142,7 +144,7 @@ class Spec:
     clock: Clock = field(default_factory=Clock)
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """As TOML has it, section by section."""
+        """The fields of each section, in the form that TOML can hold."""
         return {
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
@@ -168,7 +170,7 @@ class Spec:
     @property
     def title(self) -> str:
         """Task, algorithm and data set in a line."""
-        return " · ".join(part for part in (label(self.task.name), self.algorithm.name, self.data) if part)
+        return " · ".join(part for part in (label(self.task.name), label(self.algorithm.name), self.data) if part)
 
     @property
     def timed(self) -> bool:
@@ -189,8 +191,8 @@ def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
     """A complete spec from as much of one as is given: {"task": {"name": …, …}, "algorithm": …, …}.
 
     Args:
-        run_code: execute the file, or import the module, that holds a user's own task, and check the task's fields
-            against it; False does neither, and leaves these fields as they stand.
+        run_code: execute the file, or import the module, that holds a user's own task or algorithm, and check the
+            fields against it; False does neither, and leaves these fields as they stand.
 
     Raises:
         ConfigurationError: a section, a name or a field that does not exist, or a value that does not fit it.
@@ -199,20 +201,19 @@ def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
     given |= {_section(name): _table(name, fields) for name, fields in tables.items()}
     task, task_fields = _named("task", given["task"], DEFAULT_TASK)
     algorithm, algorithm_fields = _named("algorithm", given["algorithm"], METHODS.get(task, DEFAULT_ALGORITHM))
-    task = full_name(task)
-    known = _fields_besides_task(algorithm)
+    task, algorithm = full_name(task), full_name(algorithm)
     task_fields, values = _completed(task, task_fields, run_code)
-    plan = schema.complete("run", known["run"], given["run"], {**values.of_run(algorithm), **_implied(given["run"])})
-    waiting = schema.complete(
-        "asynchronous", known["asynchronous"], given["asynchronous"], values.of_asynchronous(algorithm)
-    )
-    units = schema.complete("submodels", known["submodels"], given["submodels"], {})
-    engine = schema.complete("engine", known["engine"], given["engine"], {})
-    clock = Clock(**schema.complete("clock", known["clock"], given["clock"], {}))
+    algorithm_fields = _completed_algorithm(algorithm, algorithm_fields, values, task, run_code)
+    plans = _fields_of_plans()
+    plan = complete("run", plans["run"], given["run"], {**values.of_run(algorithm), **_implied(given["run"])})
+    waiting = complete("asynchronous", plans["asynchronous"], given["asynchronous"], values.of_asynchronous(algorithm))
+    units = complete("submodels", plans["submodels"], given["submodels"], {})
+    engine = complete("engine", plans["engine"], given["engine"], {})
+    clock = Clock(**complete("clock", plans["clock"], given["clock"], {}))
     _check_time_passes(plan, clock)
     return Spec(
-        Named(task, task_fields),
-        Named(algorithm, schema.complete("algorithm", known["algorithm"], algorithm_fields, values.of(algorithm))),
+        Component(task, task_fields),
+        Component(algorithm, algorithm_fields),
         AsynchronousPlan(**waiting),
         SubmodelsPlan(**units),
         RunPlan(**plan),
@@ -221,32 +222,59 @@ def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
     )
 
 
-def fields_of(task: str, algorithm: str) -> dict[str, dict[str, schema.Field]]:
+def fields_of(task: str, algorithm: str) -> dict[str, dict[str, Field]]:
     """The fields of each section, for this task and this algorithm."""
-    return {"task": schema.of_function(task_maker(task)), **_fields_besides_task(algorithm)}
+    own = {"task": of_function(task_maker(task)), "algorithm": of_class(algorithm_class(algorithm))}
+    return {**own, **_fields_of_plans()}
 
 
-def _fields_besides_task(algorithm: str) -> dict[str, dict[str, schema.Field]]:
-    if algorithm not in ALGORITHMS:
-        raise unknown("algorithm", algorithm, ALGORITHMS)
-    return {
-        "algorithm": schema.of_algorithm(ALGORITHMS[algorithm]),
-        "asynchronous": schema.of_algorithm(AsynchronousPlan),
-        "submodels": schema.of_algorithm(SubmodelsPlan),
-        "run": schema.of_algorithm(RunPlan),
-        "engine": schema.of_algorithm(EnginePlan),
-        "clock": schema.of_algorithm(Clock),
+def _fields_of_plans() -> dict[str, dict[str, Field]]:
+    """The fields of the sections that have no name."""
+    plans = {
+        "asynchronous": AsynchronousPlan,
+        "submodels": SubmodelsPlan,
+        "run": RunPlan,
+        "engine": EnginePlan,
+        "clock": Clock,
     }
+    return {section: of_class(cls) for section, cls in plans.items()}
 
 
 def _completed(task: str, given: Mapping[str, Any], run_code: bool) -> tuple[dict[str, Any], Preset]:
     """All fields of the task, and its presets."""
     if code_of(task) and not run_code:
-        return {name: None if value == "none" else value for name, value in given.items()}, preset(task, None)
-    known = schema.of_function(task_maker(task))
+        return _as_they_stand(given), preset(task, None)
+    known = of_function(task_maker(task))
     data = given.get("data", known["data"].default) if "data" in known else None
     values = preset(task, data if isinstance(data, str) else None)
-    return schema.complete("task", known, given, values.of_task(given.get("network"))), values
+    return complete("task", known, given, values.of_task(given.get("network"))), values
+
+
+def _completed_algorithm(
+    algorithm: str, given: Mapping[str, Any], values: Preset, task: str, run_code: bool
+) -> dict[str, Any]:
+    """All fields of the algorithm. The presets of its class for the task come before the task's presets `values`."""
+    if code_of(algorithm) and not run_code:
+        return _as_they_stand(given)
+    cls = algorithm_class(algorithm)
+    known = of_class(cls)
+    own = _own_presets(cls, label(algorithm)).get(label(task), {})
+    for name in own:
+        if name not in known:
+            raise unknown_field(f"field of {label(algorithm)} in its presets for {label(task)}", name, known)
+    return complete("algorithm", known, given, merged(values.of(algorithm), own))
+
+
+def _own_presets(cls: type[Algorithm], name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The attribute `presets` of an algorithm's class: fields by the name of a task; nothing where it has none."""
+    presets: Any = cls.presets
+    fits = isinstance(presets, Mapping) and all(isinstance(fields, Mapping) for fields in presets.values())
+    require(fits, f"{name}.presets", presets, "a table of fields for each task, {task: {field: value}}")
+    return dict(presets)
+
+
+def _as_they_stand(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value == "none" else value for name, value in given.items()}
 
 
 def read_spec(path: str | Path, *, run_code: bool = True) -> Spec:
@@ -259,9 +287,10 @@ def read_spec(path: str | Path, *, run_code: bool = True) -> Spec:
 
 
 def read_like(path: str | Path, spec: Spec) -> Spec:
-    """The spec in a run's folder, to be compared with `spec`: no other code than that of its task is run."""
+    """The spec in a run's folder, to be compared with `spec`: only code that `spec` names is run."""
     found = read_spec(path, run_code=False)
-    return read_spec(path) if found.task.name == spec.task.name else found
+    same = (found.task.name, found.algorithm.name) == (spec.task.name, spec.algorithm.name)
+    return read_spec(path) if same else found
 
 
 def assign(spec: Spec, settings: Sequence[str]) -> Spec:
@@ -272,23 +301,20 @@ def assign(spec: Spec, settings: Sequence[str]) -> Spec:
     """
     tables = spec.tables()
     known = fields_of(spec.task.name, spec.algorithm.name)
-    said: dict[str, Any] = {}  # of [run]
+    run_settings: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         require(bool(equals and name.strip()), "--set", setting, "of the form field=value")
-        path = _full_path(name.strip().split("."), known)
-        *parents, last = path
-        table: Any = tables
-        for depth, parent in enumerate(parents):
-            table = table[parent] if depth < 2 else table.get(parent)
-            if not isinstance(table, dict):
-                raise ConfigurationError(
-                    f"{'.'.join(path[: depth + 1])} has no parts, so {name.strip()} is not a field"
-                )
-        table[last] = toml.parse_value(text.strip())
-        if parents == ["run"]:
-            said[last] = table[last]
-    tables["run"] |= _implied(said)
+        section, field, *inside = _full_path(name.strip().split("."), known)
+        value, table = toml.parse_value(text.strip()), tables[section]
+        if field in known[section]:
+            table[field] = known[section][field].changed(section, table[field], inside, value)
+        else:
+            require(not inside, "--set", setting, f"a name for {section}.name")
+            table[field] = value
+        if section == "run":
+            run_settings[field] = value
+    tables["run"] |= _implied(run_settings)
     return resolve(tables)
 
 
@@ -322,18 +348,18 @@ def configure(
     return assign(resolve(tables), others)
 
 
-def _full_path(path: list[str], known: Mapping[str, Mapping[str, schema.Field]]) -> list[str]:
+def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]]) -> list[str]:
     """The path with its section in front."""
     if path[0] in known and len(path) > 1:
         section, field = path[:2]
         if field not in known[section] and field != "name":
-            raise schema.unknown_field(f"field of {section}", field, known[section])
+            raise unknown_field(f"field of {section}", field, known[section])
         return path
     holders = [section for section in known if path[0] in known[section]]
     if len(holders) > 1 and "clock" in holders:
         holders.remove("clock")
     if not holders:
-        raise schema.unknown_field("field", path[0], {name for fields in known.values() for name in fields})
+        raise unknown_field("field", path[0], {name for fields in known.values() for name in fields})
     if "algorithm" in holders:
         return ["algorithm", *path]
     if len(holders) > 1:
@@ -368,12 +394,12 @@ def _named(section: str, table: dict[str, Any], default: str) -> tuple[str, dict
     return name, table
 
 
-def _implied(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What else of [run] changes when this much of it is said: rounds and budgets take each other's place; rows are
-    spread over a budget; a single client is the whole cohort."""
+def _implied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of [run] that change with the given ones: rounds and budgets take each other's place, rows are spread
+    over a budget, and a single client is the whole cohort."""
 
     def given(name: str) -> bool:
-        return said.get(name) not in (None, "none", False)
+        return settings.get(name) not in (None, "none", False)
 
     changes: dict[str, Any] = {}
     if any(map(given, BUDGETS)):
@@ -382,4 +408,4 @@ def _implied(said: Mapping[str, Any]) -> dict[str, Any]:
         changes |= dict.fromkeys(BUDGETS)
     if given("pooled"):
         changes["cohort"] = None
-    return {name: value for name, value in changes.items() if name not in said}
+    return {name: value for name, value in changes.items() if name not in settings}

@@ -1,17 +1,32 @@
-"""Tables for a terminal that cut nothing. Where there is no room for all columns some go, and the caption names them;
-where there is none for the others their texts are folded, and numbers last."""
+"""What people see in a terminal: a moving bar (plain lines where there is no terminal), and tables that cut nothing.
+
+Where a table has no room for all columns some go, and the caption names them; where it has none for the others, their
+texts are folded, and numbers last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.box import Box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
+
+from fedbilevel.core.metrics import text
+from fedbilevel.engines.curves import time_of
+from fedbilevel.engines.history import Row
+from fedbilevel.engines.result import Result
+from fedbilevel.experiments.spec import Spec
 
 READABLE = 20  # characters of a text before it is folded
 LEAST = 8  # where even so there is no room
@@ -94,3 +109,203 @@ def _least_width(columns: Mapping[str, Sequence[str]], texts: set[str], least: i
 
 def _in_one_line(heading: str) -> str:
     return heading.replace("\n", " ")
+
+
+WINDOW_SECONDS = 5.0  # over which the speed is taken
+
+
+class TwoLines(Progress):
+    """A bar, and below it the numbers of its tasks and their speed."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield folding(f"  {task.fields['numbers']}  {task.fields['speed']}".rstrip())
+
+
+class Watch:
+    """A callback that shows how far a run is, in rounds or, where it has a budget, in exchanges or virtual time."""
+
+    def __init__(self, console: Console, metric: str, spec: Spec) -> None:
+        self.console, self.metric, self.spec = console, metric, spec
+        self.column, self.whole = spec.run.budget or ("round", float(spec.run.rounds or 0))
+        self.marks: list[tuple[float, float]] = []
+        self.progress: Progress | None = None
+        self.bar: Any = None
+
+    @contextmanager
+    def shown(self) -> Iterator[Watch]:
+        """Show the bar, if the console is a terminal, while the block runs."""
+        if not self.console.is_terminal:
+            yield self
+            return
+        self.progress = TwoLines(
+            SpinnerColumn(),
+            TextColumn("{task.fields[what]}", style="bold", table_column=Column(overflow="fold")),
+            BarColumn(bar_width=None),
+            TextColumn(
+                f"{{task.completed:,.0f}}/{{task.total:,.0f}} {self.unit}", table_column=Column(overflow="fold")
+            ),
+            console=self.console,
+            transient=True,
+            expand=True,
+        )
+        with self.progress:
+            yield self
+
+    @property
+    def unit(self) -> str:
+        return {"round": "rounds", "exchanges": "exchanges", "time": "s of the clock"}[self.column]
+
+    def done(self, result: Result) -> float:
+        return {"round": result.round, "exchanges": result.ledger.exchanges, "time": result.ledger.time}[self.column]
+
+    def start(self) -> None:
+        """Say that the program is being compiled."""
+        if self.progress is not None:
+            self.bar = self.progress.add_task("", total=self.whole, what="compiling", numbers="", speed="")
+
+    def __call__(self, result: Result, row: Row | None) -> None:
+        now = time.monotonic() - result.compile_seconds  # the speed is that of rounds
+        self.marks = [mark for mark in self.marks if now - mark[0] < WINDOW_SECONDS] or self.marks[-1:]
+        self.marks.append((now, self.done(result)))
+        if self.progress is not None:
+            what = "compiling" if len(self.marks) == 1 else "running"
+            self.progress.update(
+                self.bar,
+                completed=self.done(result),
+                what=what,
+                numbers=self.numbers(result),
+                speed=self.speed(result),
+            )
+        elif row is not None:
+            parts = (self.place(result), self.numbers(result), self.speed(result))
+            self.console.print("  ".join(part for part in parts if part), highlight=False, soft_wrap=True)
+
+    def place(self, result: Result) -> str:
+        """The progress of the run, as a text."""
+        if self.column == "exchanges":
+            return f"round {result.round}  exchange {result.ledger.exchanges}/{self.whole:.0f}"
+        if self.column == "time":
+            return f"round {result.round}  clock {result.ledger.time:,.1f}/{self.whole:g} s"
+        return f"round {result.round}/{self.whole:.0f}"
+
+    def numbers(self, result: Result) -> str:
+        """The objective and the first metric, as of the last row; the time, where it says more than the place does."""
+        row = result.history.rows[-1] if result.history.rows else {}
+        shown = {name: row[name] for name in ("outer_loss", self.metric) if name in row}
+        texts = [f"{name} {text(name, value)}" for name, value in shown.items()]
+        if self.spec.timed and self.column != "time":
+            texts.insert(0, f"clock {result.ledger.time:,.1f} s")
+        return "  ".join(texts)
+
+    def speed(self, result: Result) -> str:
+        """Rounds (or exchanges, or virtual seconds) per second of this machine, and how long it still takes."""
+        (then, before), (now, done) = self.marks[0], self.marks[-1]
+        if done == before or now <= then:
+            return ""
+        rate = (done - before) / (now - then)
+        left = max(0, self.whole - done)
+        return f"{rate:.3g} {self.unit}/s  ETA {_clock(left / rate)}"
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The outcome of a run."""
+    metric, row, compiling = summary["metric"], summary["last_row"], summary["seconds_compiling_this_time"]
+    table = titled(_title(summary), frame=box.HEAVY_HEAD, header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    best = f"{text(metric, summary['best'])} (round {summary['best_round']})"
+    lines = {
+        "rounds": f"{summary['rounds']:,}",
+        metric: text(metric, summary["final"]),
+        f"best {metric}": best,
+        **{name: text(name, row[name]) for name in row if name.endswith("_loss")},
+        **over_clients(row),
+        "exchanges": f"{row['exchanges']:,}",
+        **({"virtual time": f"{passed:,.1f} seconds"} if (passed := time_of(row)) != row["exchanges"] else {}),
+        "down / up": f"{row['bytes_down'] / 1e6:,.2f} / {row['bytes_up'] / 1e6:,.2f} MB",
+        "gradients / hvps": f"{row['gradients']:,} / {row['hvps']:,}",
+        **({"GFLOP": gflop(row["flops"])} if "flops" in row else {}),
+        **holders(row),
+        "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",
+        "this time": f"{compiling:.1f} s compiling, {summary['seconds_this_time']:.1f} s in all",
+    }
+    lines |= {"stopped": summary["stopped"]} if summary["stopped"] else {}
+    for name, value in lines.items():
+        table.add_row(folding(name), folding(value, "bold" if name == metric else ""))
+    return table
+
+
+def over_clients(row: Row) -> dict[str, str]:
+    """Lines for each per-client metric: its mean, its worst value, and its first and last decile over clients."""
+    lines: dict[str, str] = {}
+    for name in [column.removesuffix(".worst") for column in row if column.endswith(".worst")]:
+        mean, worst, low, high = (text(name, row[f"{name}.{end}"]) for end in ("mean", "worst", "p10", "p90"))
+        lines |= {f"{name}, mean": mean, f"{name}, worst": worst, f"{name}, p10 to p90": f"{low} to {high}"}
+    return lines
+
+
+def holders(row: Row) -> dict[str, str]:
+    """Lines about clients with submodels: the least number of clients that held an entry, and the number of entries
+    that no client held, both as means over the rounds of the row."""
+    lines = {}
+    if parts := [part for part in "xy" if f"coverage_{part}" in row]:
+        least = (f"{row[f'coverage_{part}']:.3g} ({part})" for part in parts)
+        lines["clients per entry"] = f"at least {', '.join(least)}"
+    if idle := [part for part in "xy" if row.get(f"uncovered_{part}", 0) > 0]:
+        entries = " and ".join(f"{row[f'uncovered_{part}']:,.6g} entries of {part}" for part in idle)
+        lines["held by nobody"] = entries
+    return lines
+
+
+def summary_line(name: Path, summary: dict[str, Any]) -> str:
+    """The outcome of one of several runs, in a line."""
+    metric, exchanges = summary["metric"], summary["last_row"]["exchanges"]
+    value = text(metric, summary["final"])
+    length = f"{summary['rounds']:,} rounds, {exchanges:,} exchanges, {summary['seconds_this_time']:.1f} s"
+    return f"{name}  {metric} {value}  ({length})"
+
+
+def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -> Table:
+    """The outcome of runs that differ in their seed only, not wider than `width`."""
+    metric = summaries[0]["metric"]
+    columns = {"seed": [*(str(one["seed"]) for one in summaries), "mean ± sd"]}
+    for kind in ("final", "best"):
+        values = [one[kind] for one in summaries]
+        texts = [text(metric, value) for value in values]
+        columns[f"{kind}\n{metric}"] = [*texts, mean_and_spread(metric, values)]
+    columns["seconds"] = [*(f"{one['seconds_in_rounds']:.1f}" for one in summaries), ""]
+    title = f"{_title(summaries[0])}, {len(summaries)} seeds"
+    return fitted(title, columns, width, droppable=("seconds", f"best\n{metric}"), last_apart=True)
+
+
+def run_paths(folder: Path, *names: str) -> str:
+    """Lines with the paths of the run's folder and of its pictures."""
+    lines = [f"run   {folder}", *(f"{name:<5} {folder / f'{name}.png'}" for name in names)]
+    return "\n".join(lines)
+
+
+def _title(summary: dict[str, Any]) -> str:
+    return " · ".join(part for part in (summary["task"], summary["algorithm"], summary["data"]) if part)
+
+
+def gflop(flops: float) -> str:
+    """Floating-point operations in thousand millions, for people, in three digits or more."""
+    return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:.3g}"
+
+
+def mean_and_spread(metric: str, values: Sequence[float]) -> str:
+    """Mean ± sample standard deviation, for people."""
+    mean = sum(value / len(values) for value in values)
+    if len(values) == 1:
+        return text(metric, mean)
+    deviation = math.hypot(*(value - mean for value in values))  # without squares, which may be too large for a float
+    spread = deviation / math.sqrt(len(values) - 1)
+    return f"{text(metric, mean).removesuffix(' %')} ± {text(metric, spread)}"

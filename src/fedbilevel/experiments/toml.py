@@ -18,12 +18,28 @@ WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
 
 
 def dumps(tables: Mapping[str, Mapping[str, Any]], comment: str = "") -> str:
-    """A document of one [section] per entry; tables inside a section are written inline."""
+    """A document of one [section] per entry.
+
+    A table inside a section is written inline, but for those with a "name" and more: these are sections of their own,
+    [section.field], after the fields of the section that holds them.
+    """
     lines = [f"# {line}" for line in comment.splitlines()]
     for section, fields in tables.items():
-        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        lines += [f"{_key(name)} = {value(content)}" for name, content in fields.items()]
-    return "\n".join(lines) + "\n"
+        lines += _section(_key(section), fields)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _section(path: str, fields: Mapping[str, Any]) -> list[str]:
+    """The lines of a table and of the named tables inside it, an empty line before each."""
+    nested = {name: content for name, content in fields.items() if _is_named(content)}
+    lines = ["", f"[{path}]", *(f"{_key(name)} = {value(fields[name])}" for name in fields if name not in nested)]
+    for name, content in nested.items():
+        lines += _section(f"{path}.{_key(name)}", content)
+    return lines
+
+
+def _is_named(content: Any) -> bool:
+    return isinstance(content, Mapping) and "name" in content and len(content) > 1
 
 
 def value(content: Any) -> str:

@@ -22,8 +22,8 @@ from fedbilevel.tasks.task import Task
 Floats = np.ndarray[Any, np.dtype[Any]]
 
 
-class Coefficients(NamedTuple):
-    """Of every client, means over its samples, leading axis clients."""
+class MeanCoefficients(NamedTuple):
+    """The numbers of every client's losses, as means over its samples; the leading axis is clients."""
 
     B: Floats  # (clients, dim_y, dim_x)
     c: Floats  # (clients, dim_y)
@@ -115,7 +115,7 @@ def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
 
 
 def local_point(clients: Clients, weights: np.ndarray | None = None) -> Floats:
-    """Where x ends if clients average their own B_iᵀ∇f_i(y) at the common y = R(x) (LFedNest): another point."""
+    """The limit of x if clients average their own B_iᵀ∇f_i(y) at the common y = R(x) (LFedNest), not the solution."""
     p = clients.weights if weights is None else weights
     each = coefficients(clients)
     b, c = np.tensordot(p, each.B, 1), np.tensordot(p, each.c, 1)
@@ -124,7 +124,7 @@ def local_point(clients: Clients, weights: np.ndarray | None = None) -> Floats:
     return np.asarray(np.linalg.solve(pull @ b, known - pull @ c))
 
 
-def coefficients(clients: Clients) -> Coefficients:
+def coefficients(clients: Clients) -> MeanCoefficients:
     """The clients' own, from their samples (D is the same in all samples of a client)."""
     rows = [clients.inner.row(i) | clients.outer.row(i) for i in range(len(clients))]
-    return Coefficients(*(np.array([row[name].mean(0) for row in rows]) for name in Coefficients._fields))
+    return MeanCoefficients(*(np.array([row[name].mean(0) for row in rows]) for name in MeanCoefficients._fields))

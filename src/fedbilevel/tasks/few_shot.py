@@ -133,7 +133,7 @@ def few_shot(
 
 
 class Setting(NamedTuple):
-    """What the objectives are made from."""
+    """The network, the start values, the constants and the test episodes from which losses and metrics are made."""
 
     features: losses.Features
     ridge: float

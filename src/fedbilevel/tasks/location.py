@@ -116,7 +116,7 @@ def nearest_in_all(point: Floats, centers: Floats, radii: Floats) -> Floats:
 
 
 def _nearest_in_few(point: Floats, centers: Floats, radii: Floats, rounds: int = 100_000) -> Floats:
-    """The same by Dykstra's algorithm, over all balls in turn, until its corrections stay; x may rest for a while."""
+    """The projection by Dykstra's algorithm over all balls in turn, until its corrections stay, not only x."""
     x, corrections = point, np.zeros_like(centers)
     for _ in range(rounds):
         before = corrections.copy()

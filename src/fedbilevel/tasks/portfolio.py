@@ -32,7 +32,7 @@ Floats = np.ndarray[Any, np.dtype[Any]]
 
 
 class Moments(NamedTuple):
-    """Of the returns over all markets."""
+    """Mean and covariance of the returns over all markets."""
 
     mean: Floats  # (assets,)
     covariance: Floats  # (assets, assets)

@@ -28,7 +28,7 @@ NORMS = {
 
 
 @dataclass(frozen=True)
-class Solution:
+class ClosedForm:
     """The exact solution for given client weights."""
 
     x: np.ndarray
@@ -122,7 +122,7 @@ def quadratic(
     )
 
 
-def solution(clients: Clients, weights: np.ndarray | None = None) -> Solution:
+def solution(clients: Clients, weights: np.ndarray | None = None) -> ClosedForm:
     """The closed form, for the clients' own weights or for others (summing to 1)."""
     w = clients.weights if weights is None else weights
     mean: dict[str, np.ndarray] = {}
@@ -137,7 +137,7 @@ def solution(clients: Clients, weights: np.ndarray | None = None) -> Solution:
     hessian = RIDGE * np.eye(j.shape[1]) + e @ j + j.T @ e.T + j.T @ d @ j
     x = np.linalg.solve(hessian, -(e @ k + j.T @ (d @ k - dt)))
     y = j @ x + k
-    return Solution(x, y, np.linalg.solve(mean["A"], d @ y - dt + e.T @ x))
+    return ClosedForm(x, y, np.linalg.solve(mean["A"], d @ y - dt + e.T @ x))
 
 
 def _samples(

@@ -28,8 +28,8 @@ COUPLING = 0.1  # the largest t_i
 Floats = np.ndarray[Any, np.dtype[Any]]
 
 
-class Point(NamedTuple):
-    """Where a method ends."""
+class SaddlePoint(NamedTuple):
+    """A limit point (x, y) of a method."""
 
     x: Floats
     y: Floats
@@ -98,17 +98,19 @@ def saddle(
     return Task(name="saddle", problem=Minimax(loss), clients=population, x0=x0, y0=y0, metrics=metrics)
 
 
-def solution(clients: Clients, weights: np.ndarray | None = None) -> Point:
+def solution(clients: Clients, weights: np.ndarray | None = None) -> SaddlePoint:
     """The saddle point, for the clients' own weights or for others (summing to 1)."""
     p = clients.weights if weights is None else weights
     outer_curve, inner_curve, coupling, linear = (np.tensordot(p, part, 1) for part in _coefficients(clients))
     scaled = coupling.T / inner_curve  # AᵀC⁻¹
     x = np.linalg.solve(np.diag(outer_curve) + scaled @ coupling, scaled @ linear)
-    return Point(x, (linear - coupling @ x) / inner_curve)
+    return SaddlePoint(x, (linear - coupling @ x) / inner_curve)
 
 
-def fedavg_point(clients: Clients, tau: int, alpha: float, beta: float, weights: np.ndarray | None = None) -> Point:
-    """Where simultaneous FedAvg (FedAvg-S) ends: every client makes τ full steps on x and y at once, then they average.
+def fedavg_point(
+    clients: Clients, tau: int, alpha: float, beta: float, weights: np.ndarray | None = None
+) -> SaddlePoint:
+    """The limit of simultaneous FedAvg (FedAvg-S): each client makes τ full steps on x and y at once, before the mean.
 
     Client i's step is affine, (x, y) ← M_i (x, y) + s_i, with x going down by α/τ and y up by β/τ; a round is
     z ← Σ p_i (M_i^τ z + Σ_{k<τ} M_i^k s_i), and this is its fixed point.
@@ -123,13 +125,13 @@ def fedavg_point(clients: Clients, tau: int, alpha: float, beta: float, weights:
         powers = [np.linalg.matrix_power(one, k) for k in range(tau + 1)]
         pull += weight * (np.eye(len(step)) - powers[tau])
         moved += weight * sum(powers[:tau]) @ shift
-    return Point(*np.split(np.linalg.solve(pull, moved), 2))
+    return SaddlePoint(*np.split(np.linalg.solve(pull, moved), 2))
 
 
 def alternating_point(
     clients: Clients, tau: Sequence[int], alpha: float, beta: float, weights: np.ndarray | None = None
-) -> Point:
-    """Where alternating FedAvg (LFedNest) ends: rounds of τ_y steps β/τ_y on y, then one of τ_x steps α/τ_x on x.
+) -> SaddlePoint:
+    """The limit of alternating FedAvg (LFedNest): rounds of τ_y steps β/τ_y on y, then one of τ_x steps α/τ_x on x.
 
     tau: (τ_x, τ_y). At rest neither half moves the average. A client's τ steps θ ← θ − c(Hθ − r), H diagonal, move
     it by D (H⁻¹r − θ) with D = I − (I − cH)^τ, so that the averages rest where
@@ -146,7 +148,7 @@ def alternating_point(
     from_x = np.einsum("ni,nij->ij", pull_y / inner_curve, coupling)
     system = np.block([[np.diag(pull_x.sum(0)), -from_y], [from_x, np.diag(pull_y.sum(0))]])
     known = np.concatenate([np.zeros(len(from_y)), np.sum(pull_y / inner_curve * linear, axis=0)])
-    return Point(*np.split(np.linalg.solve(system, known), 2))
+    return SaddlePoint(*np.split(np.linalg.solve(system, known), 2))
 
 
 def _coefficients(clients: Clients) -> list[Floats]:

@@ -10,7 +10,7 @@ steps. So a client carries the sum q of the steps so far and what its optimizer 
 depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weighted mean of the d_k.
 """
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ class Coefficients(Protocol):
 class Plain:
     """Gradient steps: a_k = 1."""
 
+    kind: ClassVar[str] = "plain"
+
     def begin(self, like: PyTree) -> PyTree:
         return None
 
@@ -56,6 +58,8 @@ class Plain:
 @config
 class Momentum:
     """Heavy ball with momentum μ = `decay`, from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ)."""
+
+    kind: ClassVar[str] = "momentum"
 
     decay: float = fraction(default=0.9)
 
@@ -73,6 +77,8 @@ class Momentum:
 @config
 class Proximal:
     """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; α = `pull`; a_k = (1 − α)^{τ−1−k}."""
+
+    kind: ClassVar[str] = "proximal"
 
     pull: float = fraction(default=0.1)
 

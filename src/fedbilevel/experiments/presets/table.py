@@ -36,7 +36,7 @@ class Preset:
         return {**self.task, **next((fields for name, fields in self.networks.items() if name == network), {})}
 
     def of(self, algorithm: str) -> dict[str, Any]:
-        return {**self.shared, **self.algorithms.get(algorithm, {})}
+        return merged(self.shared, self.algorithms.get(algorithm, {}))
 
     def of_asynchronous(self, algorithm: str) -> dict[str, Any]:
         return dict(self.asynchronous.get(algorithm, {}))
@@ -45,13 +45,23 @@ class Preset:
         return {**self.run, **self.runs.get(algorithm, {})}
 
 
+def merged(first: Fields, second: Fields) -> dict[str, Any]:
+    """Both tables' fields, the second's before the first's. Where both have a table, one in `second` that has no name
+    changes the first's and leaves the rest of it as it is."""
+    out = dict(first)
+    for name, value in second.items():
+        changes = isinstance(value, Mapping) and not {"name", "schedule"} & value.keys()
+        out[name] = merged(out[name], value) if changes and isinstance(out.get(name), Mapping) else value
+    return out
+
+
 def each(algorithms: Iterable[str], fields: Fields) -> dict[str, Fields]:
-    """The same fields for several algorithms."""
+    """A table with these fields for each of the algorithms."""
     return dict.fromkeys(algorithms, fields)
 
 
 def randomly(table: Mapping[str, Fields]) -> dict[str, Fields]:
-    """The same fields, with random lengths where they name no inverse and the method's paper has these."""
+    """The table with products of random length for each method whose paper has them, if its fields name no inverse."""
     lengths = {name: {"inverse": RANDOM_LENGTHS[name]} if name in RANDOM_LENGTHS else {} for name in table}
     return {name: {**lengths[name], **fields} for name, fields in table.items()}
 

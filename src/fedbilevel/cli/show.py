@@ -16,16 +16,18 @@ def add_to(add: Add) -> None:
 
 def _algorithms(options: argparse.Namespace) -> int:
     terminal = console()
-    from fedbilevel.experiments.listing import algorithm_fields_table, algorithms_table
+    from fedbilevel.experiments.catalogue import algorithm_fields_table, algorithms_table, parts_table
 
     terminal.print(algorithms_table(terminal.width, options.name))
     terminal.print(algorithm_fields_table(terminal.width, options.name))
+    if (parts := parts_table(terminal.width, options.name)) is not None:
+        terminal.print(parts)
     return OK
 
 
 def _tasks(options: argparse.Namespace) -> int:
     terminal = console()
-    from fedbilevel.experiments.listing import tasks_table
+    from fedbilevel.experiments.catalogue import tasks_table
 
     terminal.print(tasks_table(terminal.width, options.name))
     return OK

@@ -1,17 +1,20 @@
-"""A user's own task, from a file or a module."""
+"""A user's own task or algorithm, from a file or a module."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fedbilevel import experiments
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.own_task import task_maker
-from fedbilevel.experiments.parts import task_of
+from fedbilevel.experiments.loader import task_maker
+from fedbilevel.experiments.objects import task_of
 from run_folders import write_run
 
 SOURCE = """
@@ -186,3 +189,145 @@ def test_playing_a_spec_says_whose_code_it_runs(arguments, foreign, here, run) -
     assert said == "fedbilevel: foreign/spec.toml names a task of your own: this runs the code of sub/spy.py"
     assert (code, "unknown field of task 'extra'" in wrong) == (2, True)
     assert (here / "sub" / "executed").exists()
+
+
+METHOD = """
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import fedbilevel as fb
+from fedbilevel import positive, static
+
+Path(__file__).with_name("method_executed").touch()
+
+
+class State(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Damped(fb.Algorithm):
+    name: ClassVar[str] = "damped"
+    presets: ClassVar[dict] = {"quadratic": {"lr": 0.03, "batch_size": None}, "saddle": {"rate": 1}}
+
+    lr: float = positive(default=0.1)
+    batch_size: int | None = static(default=16)
+
+    def init(self, x, y):
+        return State(x, y)
+
+    @fb.phase
+    def gradient(self, client, message, key):
+        batch = client.inner_batch(key, self.batch_size)
+        return fb.Reply(jax.grad(client.problem.inner, argnums=1)(*message, batch), gradients=1)
+
+    def round(self, fed, state, key):
+        gradient = fed.mean(self.gradient, state, key)
+        return State(state.x, jax.tree.map(lambda y, g: y - self.lr * g, state.y, gradient))
+
+
+class Half(fb.Algorithm):
+    def init(self, x, y):
+        return None
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def method(here) -> Iterator[Path]:
+    (here / "sub" / "method.py").write_text(METHOD)
+    yield here / "sub" / "method.py"
+    ALGORITHMS.pop("damped", None)
+
+
+DAMPED = "sub/method.py:Damped"
+
+
+def test_an_algorithm_runs_with_its_own_presets_and_is_resumed(run, here, method) -> None:
+    code, _, error = run("run", "quadratic", "--algorithm", DAMPED, "--rounds", 2, "--quiet", "--out", here / "one")
+    assert (code, error) == (0, "")
+    loaded = experiments.load_run(here / "one")
+    assert loaded.spec.algorithm.name == f"{here}/sub/method.py:Damped"
+    assert loaded.spec.algorithm.fields == {"lr": 0.03, "batch_size": None}
+    assert loaded.summary["algorithm"] == "method.py:Damped"
+    assert loaded.spec.title == "quadratic · method.py:Damped"
+    os.chdir("/")
+    assert run("run", "--resume", here / "one", "--rounds", 4, "--quiet")[0] == 0
+    assert experiments.load_run(here / "one").summary["rounds"] == 4
+
+
+def test_a_comparison_has_a_row_for_an_algorithm_of_ones_own(run, here, method) -> None:
+    settings = ["--set", "Damped.lr=0.2", "--set", "fedbio.local_steps=1", "--set", "batch_size=4"]
+    arguments = ["quadratic", "--algorithms", f"{DAMPED},fedbio", "--rounds", 2, "--out", here / "both", "--quiet"]
+    code, shown, error = run("compare", *arguments, *settings)
+    assert (code, error) == (0, "")
+    assert "method-Damped" in shown
+    own = experiments.load_run(here / "both" / "method-Damped").spec.algorithm.fields
+    assert own == {"lr": 0.2, "batch_size": 4}
+    assert "given with" not in error
+    code, _, error = run("compare", "quadratic", "--algorithms", f"{DAMPED},{DAMPED}")
+    assert (code, "names that are all different" in error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ("sub/method.py:Dampd", "unknown algorithm in sub/method.py 'Dampd'; did you mean 'Damped'?"),
+        ("sub/mine.py:Damped", "there is no 'Damped' in sub/mine.py, nor any subclass of fedbilevel.Algorithm"),
+        ("sub/method.py", "algorithm 'sub/method.py' needs the name of a subclass of fedbilevel.Algorithm"),
+        ("sub/method.py:number", "method.py:number is of type int; it must be a subclass of fedbilevel.Algorithm"),
+        ("sub/method.py:State", "method.py:State is not a subclass of fedbilevel.Algorithm"),
+        ("sub/method.py:Half", "method.py:Half does not define round, which every algorithm has to"),
+        ("sub/nine.py:Damped", "there is no file "),
+        ("simfob", "did you mean 'simfbo'"),
+    ],
+)
+def test_what_is_no_algorithm_is_explained(algorithm: str, words: str, run, here, method) -> None:
+    code, shown, error = run("run", "quadratic", "--algorithm", algorithm, "--quiet")
+    assert (code, shown) == (2, "")
+    assert words in error.replace(f"{here}/", "")
+    assert len(error.splitlines()) == 1
+    assert not (here / "runs").exists()
+
+
+def test_presets_of_ones_own_are_checked(method) -> None:
+    with pytest.raises(ConfigurationError, match=r"field of method.py:Damped in its presets for saddle 'rate'"):
+        experiments.configure(task="saddle", algorithm=DAMPED)
+
+
+def test_reading_a_run_of_ones_own_algorithm_executes_nothing(run, here, method) -> None:
+    spec = experiments.configure(task="quadratic", settings=["rounds=20"])
+    folder = write_run(here / "foreign", spec)
+    (folder / "spec.toml").write_text(toml.dumps(spec.tables() | {"algorithm": {"name": DAMPED, "extra": "none"}}))
+    assert experiments.load_run(folder).spec.algorithm.fields == {"extra": None}
+    assert run("compare", folder)[0] == 0
+    assert not (here / "sub" / "method_executed").exists()
+    code, _, error = run("run", "--spec", folder / "spec.toml")
+    said, wrong = error.splitlines()
+    assert said.endswith("spec.toml names an algorithm of your own: this runs the code of sub/method.py")
+    assert (code, "unknown field of algorithm 'extra'" in wrong) == (2, True)
+    assert (here / "sub" / "method_executed").exists()
+
+
+def test_an_app_has_a_copy_of_ones_own_algorithm(here, method) -> None:
+    from fedbilevel.experiments.federation import write_app
+
+    spec = experiments.configure(task="quadratic", algorithm=DAMPED)
+    original = ALGORITHMS["damped"]
+    write_app(spec, here / "app")
+    assert (here / "app" / "app" / "method.py").read_text() == METHOD
+    assert 'name = "app.method:Damped"' in (here / "app" / "app" / "spec.toml").read_text()
+    assert ALGORITHMS["damped"] is original
+
+
+def test_diagnosing_for_ones_own_algorithm_reports_and_suggests_nothing(run, here, method) -> None:
+    code, shown, error = run("diagnose", "quadratic", "--algorithm", DAMPED, "--set", "clients=2")
+    assert (code, error) == (0, "")
+    assert "no step sizes are suggested for method.py:Damped, an algorithm of your own" in shown
+    code, _, error = run("check", "quadratic", "--algorithm", DAMPED)
+    assert (code, "method.py:Damped makes no estimate of the hypergradient" in error) == (2, True)

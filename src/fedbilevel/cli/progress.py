@@ -10,7 +10,7 @@ from typing import Any
 from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
 from fedbilevel.core.errors import CheckpointError, NumericalError
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.experiments import Folder, Parts, Spec, build, display, load_run, resume, run
+from fedbilevel.experiments import Experiment, Folder, Spec, build, load_run, resume, run, tables
 from fedbilevel.experiments.runner import resumable
 from fedbilevel.tasks import Task
 
@@ -19,9 +19,9 @@ Summary = dict[str, Any]
 
 def start(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, series: Path | None = None) -> Summary:
     """A new run; its summary."""
-    parts = build(spec, task)  # shows downloads by itself
-    play = lambda show: run(spec, folder, parts=parts, callbacks=[show])  # noqa: E731
-    return _shown(spec, folder, quiet, parts, play, series)
+    experiment = build(spec, task)  # shows downloads by itself
+    play = lambda show: run(spec, folder, experiment=experiment, callbacks=[show])  # noqa: E731
+    return _shown(spec, folder, quiet, experiment, play, series)
 
 
 def go_on(
@@ -36,9 +36,9 @@ def go_on(
     """The run in a folder, from its checkpoint; its summary."""
     spec = resumable(Folder(folder), rounds)
     tune(spec)
-    parts = build(spec, task)
-    play = lambda show: resume(folder, rounds=rounds, parts=parts, callbacks=[show], force=force)  # noqa: E731
-    return _shown(spec, folder, quiet, parts, play, series)
+    experiment = build(spec, task)
+    play = lambda show: resume(folder, rounds=rounds, experiment=experiment, callbacks=[show], force=force)  # noqa: E731
+    return _shown(spec, folder, quiet, experiment, play, series)
 
 
 def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, series: Path) -> Summary:
@@ -52,7 +52,7 @@ def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, s
 
 
 def _shown(
-    spec: Spec, folder: Path, quiet: bool, parts: Parts, play: Callable[[Any], Any], series: Path | None
+    spec: Spec, folder: Path, quiet: bool, experiment: Experiment, play: Callable[[Any], Any], series: Path | None
 ) -> Summary:
     """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
 
@@ -62,7 +62,7 @@ def _shown(
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
     current_group().advice = _CONTINUE.format(folder)
-    watch = display.Watch(console(quiet or brief), next(iter(parts.task.metrics)), spec)
+    watch = tables.Watch(console(quiet or brief), next(iter(experiment.task.metrics)), spec)
     try:
         with watch.shown():
             watch.start()
@@ -81,10 +81,10 @@ def _shown(
         return {}
     summary = load_run(folder).summary
     if series is None:
-        terminal.print(display.summary_table(summary))
-        terminal.print(display.paths(folder, "plot"), highlight=False, soft_wrap=True)
+        terminal.print(tables.summary_table(summary))
+        terminal.print(tables.run_paths(folder, "plot"), highlight=False, soft_wrap=True)
     else:
-        terminal.print(display.summary_line(folder.relative_to(series), summary), highlight=False, soft_wrap=True)
+        terminal.print(tables.summary_line(folder.relative_to(series), summary), highlight=False, soft_wrap=True)
     if quiet:
         print(folder)
     return summary

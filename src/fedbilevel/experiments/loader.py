@@ -1,0 +1,223 @@
+"""Tasks and algorithms by name: those of the library, and a user's own, as module:NAME or path/to/file.py:NAME.
+
+Of a task, NAME is a `Task` or a function that returns one; the function's keyword arguments are then the task's fields.
+Of an algorithm, NAME is a subclass of `fedbilevel.Algorithm`; its fields are the algorithm's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.errors import ConfigurationError, unknown
+from fedbilevel.quoting import in_a_line
+from fedbilevel.tasks import TASKS, Task
+
+
+def is_task(name: str) -> bool:
+    """Whether a name is that of a task, the library's or a user's own."""
+    return name in TASKS or ":" in name
+
+
+def full_name(name: str) -> str:
+    """The name as a spec records it: files by their absolute path, so that a run can be resumed from anywhere."""
+    place, _, attribute = name.rpartition(":")
+    return f"{_path(place)}:{attribute}" if _is_file(place) else name
+
+
+def label(name: str) -> str:
+    """The name for people: files without their folders."""
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).name}:{attribute}" if _is_file(place) else name
+
+
+def own_file(name: str) -> Path | None:
+    """The file that a user's own task or algorithm is in, if its name says one."""
+    place, _, _ = name.rpartition(":")
+    return Path(place) if _is_file(place) else None
+
+
+def code_of(name: str) -> str:
+    """The file or module with the code of a user's own task or algorithm; "" for those of the library."""
+    return name.rpartition(":")[0]
+
+
+def task_maker(name: str) -> Callable[..., Task]:
+    """The function that makes a task.
+
+    Raises:
+        ConfigurationError: there is no task of that name; no such file or module, or it cannot be imported; nothing
+            of that name in it, or something that is no task.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    found = _found("task", name, TASKS, "a Task, or of a function making one", "Task or function that returns one")
+    if isinstance(found, Task):
+        return lambda: found
+    if not callable(found):
+        kind = type(found).__name__
+        raise ConfigurationError(f"{name} is of type {kind}; it must be a Task, or a function that returns one")
+    return _checked(name, found)
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class of an algorithm.
+
+    Raises:
+        ConfigurationError: there is no algorithm of that name; no such file or module, or it cannot be imported;
+            nothing of that name in it, or something that is no subclass of `Algorithm` or leaves methods undefined.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    wanted = "subclass of fedbilevel.Algorithm"
+    found = _found("algorithm", name, ALGORITHMS, f"a {wanted}", wanted)
+    if not inspect.isclass(found):
+        raise ConfigurationError(f"{name} is of type {type(found).__name__}; it must be a {wanted}")
+    if not issubclass(found, Algorithm):
+        raise ConfigurationError(f"{name} is not a {wanted}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigurationError(f"{name} does not define {' and '.join(missing)}, which every algorithm has to")
+    return found
+
+
+@contextmanager
+def registry_kept() -> Iterator[None]:
+    """Let a copy of a user's file be executed, whose algorithms may have the names of the original's.
+
+    Inside, `ALGORITHMS` holds the library's alone; afterwards it is what it was before.
+    """
+    before = dict(ALGORITHMS)
+    for name, cls in before.items():
+        if not cls.__module__.startswith("fedbilevel."):
+            del ALGORITHMS[name]
+    try:
+        yield
+    finally:
+        ALGORITHMS.clear()
+        ALGORITHMS.update(before)
+
+
+def _found(kind: str, name: str, known: Iterable[str], named: str, wanted: str) -> Any:
+    """The object of that name in a user's file or module."""
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        if _is_file(name):
+            raise ConfigurationError(f"{kind} {name!r} needs the name of {named}: {name}:NAME")
+        raise unknown(kind, name, known)
+    module = _from_file(place) if _is_file(place) else _by_name(place)
+    if attribute in vars(module):
+        return vars(module)[attribute]
+    own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    fits = _may_be_task if kind == "task" else _is_algorithm
+    if candidates := [key for key, value in own.items() if fits(value, module)]:
+        raise unknown(f"{kind} in {place}", attribute, candidates)
+    raise ConfigurationError(f"there is no {attribute!r} in {place}, nor any {wanted}")
+
+
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Task]:
+    @functools.wraps(function)  # keeps the signature, from which the fields are read
+    def make(**fields: Any) -> Task:
+        made = function(**fields)
+        if not isinstance(made, Task):
+            raise ConfigurationError(f"{name} returned {type(made).__name__}; it must return a Task")
+        return made
+
+    return make
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place
+
+
+def _path(place: str) -> Path:
+    try:
+        return Path(place).expanduser().resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # a zero byte; a loop of links; ~ of nobody
+        raise ConfigurationError(f"{place[:200]!r} is not the name of a file: {in_a_line(error)}") from error
+
+
+def _from_file(place: str) -> ModuleType:
+    path = _path(place)
+    if not path.is_file():
+        raise ConfigurationError(f"there is no file {path}")
+    return _executed(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _executed(path: Path, changed: int) -> ModuleType:
+    """The module of a file, executed once for each state of the file; it may import its neighbours."""
+    _let_import(path.parent)
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module  # where the annotations of its classes are looked up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+        if isinstance(error, ImportError | SyntaxError):
+            raise ConfigurationError(f"{path} cannot be imported: {error}") from error
+        raise
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's stem, as its neighbours import it; another name where an import of the stem finds another module."""
+    if not path.stem.isidentifier():
+        return f"own_{path.stem.replace('.', '_')}"
+    try:
+        found = importlib.util.find_spec(path.stem)
+    except ValueError:  # a module without a spec, such as __main__
+        return f"own_{path.stem}"
+    same = found is None or (found.origin is not None and Path(found.origin).resolve() == path)
+    return path.stem if same else f"own_{path.stem}"
+
+
+def _by_name(name: str) -> ModuleType:
+    _let_import(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:  # the latter two: a name like ".a" or ""
+        raise ConfigurationError(f"module {name!r} cannot be imported: {error}") from error
+
+
+def _let_import(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _is_algorithm(value: Any, module: ModuleType) -> bool:
+    """Whether this is an algorithm that the module itself defines."""
+    return inspect.isclass(value) and issubclass(value, Algorithm) and value.__module__ == module.__name__
+
+
+def _may_be_task(value: Any, module: ModuleType) -> bool:
+    """Whether this is a Task, or a function of the module that may make one."""
+    return isinstance(value, Task) or _may_make_one(value, module)
+
+
+def _may_make_one(thing: Any, module: ModuleType) -> bool:
+    """Whether this is a function of the module that says it returns a Task or, saying nothing, needs no arguments."""
+    if not inspect.isfunction(thing) or thing.__module__ != module.__name__:
+        return False
+    signature = inspect.signature(thing)
+    if signature.return_annotation is not inspect.Signature.empty:
+        return signature.return_annotation in (Task, "Task")
+    return all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()
+    )
