@@ -1,4 +1,7 @@
-"""Does the documentation's code run as it is printed? The README always, the pages of docs/ among the slow tests."""
+"""Does the documentation's code run as it is printed, does every link lead somewhere, and are pages short?
+
+The README's code always runs, that of the pages of docs/ among the slow tests.
+"""
 
 import re
 from pathlib import Path
@@ -15,6 +18,47 @@ PAGES = [
         if "```python" in page.read_text(encoding="utf-8")
     ),
 ]
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+WRITTEN = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(f for room in ("docs", "benchmarks", "examples") for f in (ROOT / room).rglob("*.md")),
+    ]
+)
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced and indented blocks of code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"(?<=\n\n)(?:    .*\n)+", "", text)
+
+
+def words(page: Path) -> int:
+    """How many words stand outside code and tables; the address of a link is none."""
+    text = LINK.sub("]", re.sub(r"^\|.*$", "", prose(page), flags=re.MULTILINE))
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may say after "#", by GitHub's rule."""
+    headings = (LINK.sub("]", heading).lower() for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """The relative links of a page that lead to no file, or to no heading of one."""
+    found = []
+    for link in LINK.findall(prose(page)):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if not re.match(r"[a-z]+:", link) and not (
+            target.exists() and (not anchor or target.suffix != ".md" or anchor in anchors(target))
+        ):
+            found.append(link)
+    return found
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -44,3 +88,42 @@ def test_installing_is_explained_before_it_is_needed_and_never_by_a_name_on_an_i
     assert [str(file) for file in files if by_name.search(file.read_text(encoding="utf-8"))] == []
     assert by_name.search('pip install "fedbilevel[cli]"')
     assert by_name.search('dependencies = ["fedbilevel[cli,flower]==0.1.0"]')
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
+    assert broken(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "there.md").write_text("# A `heading` of it\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](there.md#a-heading-of-it) [b](there.md#no) [c](not-there.md) [d](https://example.org) [e](#no)\n"
+    )
+    assert broken(page) == ["there.md#no", "not-there.md", "#no"]
+
+
+def test_files_name_pages_of_the_documentation_that_exist():
+    """In docstrings, comments and messages, as docs/how-to/federation.md."""
+    files = [file for room in ("src", "tests", "benchmarks", "examples") for file in (ROOT / room).rglob("*.py")]
+    named = {(file, name) for file in files for name in re.findall(r"\bdocs/[\w./-]+\.md", file.read_text("utf-8"))}
+    assert len(named) >= 5
+    assert [(str(file), name) for file, name in named if not (ROOT / name).exists()] == []
+
+
+def test_pages_that_newcomers_read_are_short():
+    assert words(ROOT / "README.md") <= 450
+    assert words(ROOT / "docs" / "architecture.md") <= 1500
+    long = {page.name: words(page) for page in (ROOT / "docs" / "decisions").glob("[0-9]*.md") if words(page) > 400}
+    assert long == {}
+
+
+def test_every_page_is_in_an_index():
+    """docs/README.md lists every page, or the index of the folder in which the page is."""
+    listed = set()
+    for index in (ROOT / "docs").rglob("README.md"):
+        listed |= {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}
+    pages = {page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / "docs" / "README.md"}
+    assert len(pages) > 80
+    assert sorted(str(page.relative_to(ROOT)) for page in pages - listed) == []

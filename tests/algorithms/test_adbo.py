@@ -226,7 +226,7 @@ def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
     for _ in range(10):
         state = run.more().state
         errors.append(float(task.metrics["relative_error"](state.x, state.y)))
-    assert max(errors[-5:]) < 0.1  # of 1 at the start; see docs/algorithms/adbo.md for what stays
+    assert max(errors[-5:]) < 0.1  # of 1 at the start; see docs/reference/algorithms/adbo.md for what stays
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Do merged exchanges give the numbers of single ones, and are there as few as docs/algorithms/fednest.md says?
+"""Do merged exchanges give the numbers of single ones, and as few as docs/reference/algorithms/fednest.md says?
 
 The quadratic has M unequal clients and weights. T, N and τ as in the papers; K products of conjugate gradient, as many
 as y has dimensions. Float64 (tests/conftest.py).

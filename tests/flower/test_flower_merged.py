@@ -1,4 +1,4 @@
-"""Merged exchanges over Flower's records: the numbers of one machine, and as many questions as docs/algorithms say."""
+"""Merged exchanges over Flower: the numbers of one machine, and as many questions as docs/reference/algorithms say."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What parts of an update are, for clients whose replies are clipped and noised: see docs/privacy.md.
+"""What parts of an update are, for clients whose replies are clipped and noised: see docs/explanation/privacy.md.
 
 Without privacy the marks change nothing. Both sides have them from the algorithm's own code, and the contract of a
 federation shows them as parts of the paths; no message decides what a client noises.

@@ -19,7 +19,7 @@ from fedbilevel.experiments.folder import LoadedRun, write_json, write_text
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.tables import gflop
 
-SCHEMA = 1  # of the JSON file; docs/comparing.md says what is in it
+SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
 FORMATS = ("csv", "json", "latex")
 

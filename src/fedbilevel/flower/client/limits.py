@@ -43,7 +43,8 @@ class RequestCounts:
 class Limits:
     """A client's own limits and floors. What is outside of them is refused, whoever asks: no server overrides them.
 
-    Floors make it dearer to learn single samples from many replies; they do not prevent it (docs/security.md).
+    Floors make it costlier to learn single samples from many replies; they do not prevent it: see
+    docs/explanation/security.md.
 
     Args:
         local_steps: at most so many local steps, whether the algorithm or the message says how many; also of the
