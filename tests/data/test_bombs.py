@@ -59,6 +59,20 @@ def test_tables() -> None:
     refused(lambda: tables.parse_libsvm(path, 3, 4, 2), r"a9a\.bz2 expands to more than 512 bytes")
 
 
+@pytest.mark.parametrize("line", [b"\n", b"1\n"])
+def test_lines_of_a_byte_are_counted_before_they_are_parted(line: bytes) -> None:
+    rows = 20_000
+    limit = rows * 4 * tables.LIBSVM_PAIR
+    path = put("libsvm", "a9a.bz2", content=bz2.compress(line * (limit // len(line)), 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(data.DataError, match=r"a9a\.bz2 has [\d,]+ lines; expected 20,000"):
+            tables.parse_libsvm(path, 3, rows, 2)
+        assert tracemalloc.get_traced_memory()[1] < 3 * limit  # the parts that are read, and the whole
+    finally:
+        tracemalloc.stop()
+
+
 def test_idx() -> None:
     content = gzip.compress(bytes((0, 0, 8, 1)) + struct.pack(">i", BIG) + ZEROS, 1)
     refused(lambda: formats.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
