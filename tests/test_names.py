@@ -8,30 +8,6 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fedbilevel"
 OF_EACH_METHOD = {"State", "ClientState"}
 """What every file of a method may define for itself."""
 
-STILL_SHARED = {
-    "Client",
-    "Clock",
-    "Coefficients",
-    "Config",
-    "Estimator",
-    "Floats",
-    "Images",
-    "Indices",
-    "Inner",
-    "Inverse",
-    "Local",
-    "Momentum",
-    "Node",
-    "Own",
-    "Parts",
-    "Point",
-    "Row",
-    "Rows",
-    "Solution",
-    "Source",
-}
-"""Names that have two meanings today. A name leaves this list when one of the two is renamed; none is added."""
-
 
 def named(tree: ast.Module) -> list[str]:
     """The names of all classes of a file, and of the type aliases of its top level, which begin with a capital."""
@@ -60,8 +36,7 @@ def shared(sources: dict[str, str]) -> dict[str, list[str]]:
 def test_no_two_classes_or_aliases_have_one_name() -> None:
     sources = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
     found = shared(sources)
-    assert {name: paths for name, paths in found.items() if name not in STILL_SHARED} == {}
-    assert STILL_SHARED - found.keys() == set(), "take these off the list: they have one meaning now"
+    assert found == {}
 
 
 def test_the_check_finds_classes_and_aliases() -> None:

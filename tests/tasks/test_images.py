@@ -11,7 +11,7 @@ import fedbilevel as fb
 from fedbilevel.core.problem import Padded
 from fedbilevel.data import Dataset, load
 from fedbilevel.tasks import TASKS, classification, fair_classification, loss_tuning, networks
-from fedbilevel.tasks.images import Images, long_tailed
+from fedbilevel.tasks.images import LabelledImages, long_tailed
 from fedbilevel.tasks.loss_tuning import balancing_weights
 
 IMAGE_TASKS = ["classification", "fair_classification", "loss_tuning"]
@@ -121,11 +121,11 @@ def test_accuracies_by_class():
     labels = np.array([0, 0, 0, 1, 2, 2], np.int32)
     logits = np.eye(3)[[0, 0, 1, 1, 0, 1]]
     data = Dataset("made up", logits, labels, logits, labels, 3, (0.0,), (1.0,))
-    images = Images(data, constant, "test")
+    images = LabelledImages(data, constant, "test")
     np.testing.assert_allclose(images.class_accuracies()((), ()), [2 / 3, 1, 0], rtol=1e-15)
     assert float(images.accuracy()((), ())) == pytest.approx(0.5)
     with pytest.raises(fb.ConfigurationError, match="class 2 has no test image"):
-        Images(replace(data, test_labels=labels.clip(0, 1)), constant, "test").class_accuracies()
+        LabelledImages(replace(data, test_labels=labels.clip(0, 1)), constant, "test").class_accuracies()
 
 
 def test_metrics_of_the_tasks_read_the_right_network():

@@ -99,7 +99,7 @@ class State(NamedTuple):
     heard: Heard
 
 
-class Own(NamedTuple):
+class ClientState(NamedTuple):
     """What a client keeps."""
 
     x: PyTree
@@ -157,11 +157,13 @@ class CuttingPlanes(Algorithm):
         heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()), jnp.zeros((), bool))
         return State(x, y, Planes.none(x, y, self.planes), jnp.zeros((), jnp.int32), heard)
 
-    def init_client(self, x: PyTree, y: PyTree) -> Own:
+    def init_client(self, x: PyTree, y: PyTree) -> ClientState:
         none = Planes.none(x, y, self.planes)
         zero = optax.tree.zeros_like(y)
         path = empty(Point(zero, zero), self.consensus_steps)
-        return Own(x, y, optax.tree.zeros_like(x), jnp.zeros(()), none.serial, none.consensus, path, Point(zero, zero))
+        return ClientState(
+            x, y, optax.tree.zeros_like(x), jnp.zeros(()), none.serial, none.consensus, path, Point(zero, zero)
+        )
 
     def columns(self, state: State) -> dict[str, Any]:
         """How many planes there are, and Σ_l λ_l."""
@@ -177,7 +179,7 @@ does not hold for them: this method needs everyone in every round"
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
         """Client: the k-th step towards φ_i, given x and z'; the reply is y'_i."""
         x, z, k = at
-        own: Own = client.state
+        own: ClientState = client.state
         zero = Point(own.y, optax.tree.zeros_like(own.y))
         start = jax.tree.map(lambda first, later: jnp.where(k == 0, first, later), zero, own.point)
         loss, end = self.towards(client, x, z, start, k, key)
@@ -199,7 +201,7 @@ does not hold for them: this method needs everyone in every round"
         ∂h/∂z' before it, ‖y_i − φ_i‖² and b_i·y_i, and 1 if it was ever asked for a step, which the server
         knows; b_i is entered on the way."""
         x, z, behind, k, slot, serial = at
-        own: Own = client.state
+        own: ClientState = client.state
         last = k == self.consensus_steps - 1
         entered = put(own.b, slot, optax.tree.scale(2, optax.tree.sub(own.y, own.point.y)))
         b = jax.tree.map(lambda new, old: jnp.where(last, new, old), entered, own.b)
@@ -222,7 +224,7 @@ does not hold for them: this method needs everyone in every round"
         data.
         """
         x, multiplier, serial = at
-        own: Own = client.state
+        own: ClientState = client.state
         theta = move(own.theta, self.client_lr.v, move(optax.tree.sub(own.x, x), -self.consensus_damping, own.theta))
         batch = client.outer_batch(key, self.batch_size)
         loss, (to_x, to_y) = jax.value_and_grad(client.problem.outer, (0, 1))(own.x, own.y, batch)

@@ -54,10 +54,10 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XY, PyTree, move, scaled
 from fedbilevel.oracles.products import hess_v
 
-Inverse = Literal["random", "series"]
+ExpectationOrDraw = Literal["random", "series"]
 
 
-class Inner(NamedTuple):
+class InnerIterate(NamedTuple):
     """A round under way: the inner iterate y^n, and r, of the shape of y."""
 
     y: PyTree
@@ -80,12 +80,12 @@ class AggITD(InnerDescent, OuterGradients):
 
     inner_rounds: int = static(default=5)
     outer_lr: float = positive(default=0.1)
-    inverse: Inverse = static(default="series")
+    inverse: ExpectationOrDraw = static(default="series")
 
     def validate(self) -> None:
         super().validate()
-        if self.inverse not in get_args(Inverse):
-            raise unknown("AggITD.inverse", self.inverse, get_args(Inverse))
+        if self.inverse not in get_args(ExpectationOrDraw):
+            raise unknown("AggITD.inverse", self.inverse, get_args(ExpectationOrDraw))
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse a λ at which r would grow; y alone may bear larger ones where it is taken in several local steps."""
@@ -100,19 +100,19 @@ class AggITD(InnerDescent, OuterGradients):
         descent_key, gradient_key = jax.random.split(key)
         reply = self.inner_descent(client, at, descent_key)
         gradient = self.outer_gradient(client, at, gradient_key).update
-        return reply._replace(update=Inner(reply.update, gradient), gradients=reply.gradients + 1)
+        return reply._replace(update=InnerIterate(reply.update, gradient), gradients=reply.gradients + 1)
 
     @phase
-    def descent_with_product(self, client: Client, at: tuple[PyTree, Inner], key: Array) -> Reply:
+    def descent_with_product(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
         """The steps on y, and the change of r: −λ H_i(x, y^n) r."""
         x, (y, r) = at
         descent_key, product_key = jax.random.split(key)
         reply = self.inner_descent(client, (x, y), descent_key)
         product = hess_v(client.problem, x, y, r, client.inner_batch(product_key, self.batch_size))
-        return reply._replace(update=Inner(reply.update, scaled(-self.inner_lr, product)), hvps=1)
+        return reply._replace(update=InnerIterate(reply.update, scaled(-self.inner_lr, product)), hvps=1)
 
     @phase
-    def descent_with_both(self, client: Client, at: tuple[PyTree, Inner], key: Array) -> Reply:
+    def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
         """The steps on y, and the change of r in the series: ∇y f_i − λ H_i r, both at y^n."""
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)
@@ -130,10 +130,10 @@ class AggITD(InnerDescent, OuterGradients):
         if not series:
             y = self.plain_inner(fed, x, y, before_key, begin)
         change = fed.mean(self.descent_with_gradient, (x, y), at_key, unbiased=True)
-        inner = Inner(optax.tree.add(y, change.y), change.r)
+        inner = InnerIterate(optax.tree.add(y, change.y), change.r)
         ask = self.descent_with_both if series else self.descent_with_product
 
-        def once(fed: Fed, inner: Inner, key: Array) -> Inner:
+        def once(fed: Fed, inner: InnerIterate, key: Array) -> InnerIterate:
             return optax.tree.add(inner, fed.mean(ask, (x, inner), key, unbiased=True))
 
         inner = fed.repeat(terms - 1 - begin, once, inner, after_key)

@@ -54,7 +54,7 @@ from fedbilevel.core.tree import PyTree, scaled
 from fedbilevel.oracles.differences import Differences, coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
-Estimator = Literal["adjoint", "coordinate", "printed"]
+SlopeEstimator = Literal["adjoint", "coordinate", "printed"]
 
 
 class Adaptive(Alternating):
@@ -115,14 +115,14 @@ class RAFBO(Adaptive):
     name = "rafbo"
     trains_submodels = True
 
-    estimator: Estimator = static(default="adjoint")
+    estimator: SlopeEstimator = static(default="adjoint")
     coordinates: int | None = static(default=None)
     perturbation: float = positive(default=1.0)
 
     def validate(self) -> None:
         super().validate()
-        if self.estimator not in get_args(Estimator):
-            raise unknown("RAFBO.estimator", self.estimator, get_args(Estimator))
+        if self.estimator not in get_args(SlopeEstimator):
+            raise unknown("RAFBO.estimator", self.estimator, get_args(SlopeEstimator))
         require_count("RAFBO.coordinates", self.coordinates, optional=True)
         along_v = self.estimator == "adjoint"
         allowed = f"{{}} where estimator = {self.estimator!r}"

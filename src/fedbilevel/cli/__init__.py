@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedbilevel.cli import comparison, diagnostics, federation, run, show
-from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, NOT_ANSWERED, NOT_WRITTEN, NUMBERS_FAIL, Add, fail
+from fedbilevel.cli.shared import INTERRUPTED, Add, exit_code, fail, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return fail(INTERRUPTED, "interrupted")
     except Exception as error:
-        code = _exit_code(error)
+        code = exit_code(error)
         if code is None or options.debug:
             raise
-        return fail(code, _sentence(error))
+        return fail(code, sentence(error))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -45,29 +45,6 @@ def parser() -> argparse.ArgumentParser:
     show.add_to(add)
     federation.add_to(add)
     return whole
-
-
-def _exit_code(error: Exception) -> int | None:
-    """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
-    from fedbilevel.core.errors import CheckpointError, ExchangeError, FedbilevelError, NumericalError
-    from fedbilevel.data.errors import DataError
-
-    if isinstance(error, NumericalError):
-        return NUMBERS_FAIL
-    if isinstance(error, ExchangeError):
-        return NOT_ANSWERED
-    if isinstance(error, CheckpointError | OSError):
-        return NOT_WRITTEN
-    return BAD_INPUT if isinstance(error, FedbilevelError | DataError) else None
-
-
-def _sentence(error: BaseException) -> str:
-    """The message for an error; for an error of the operating system the file and the reason, without a number."""
-    from fedbilevel.core.errors import FedbilevelError
-
-    if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 def _version() -> str:

@@ -18,10 +18,12 @@ from fedbilevel.cli.shared import (
     add_length,
     console,
     count,
+    exit_code,
     fail,
     prepare_jax,
     seed,
     seeds,
+    sentence,
     settings,
     spec_tables,
     tune,
@@ -81,25 +83,23 @@ def _run_together(options: argparse.Namespace) -> int:
     except BaseException as error:
         if current_group().service is None:
             raise  # nobody is waiting
-        from fedbilevel.cli import _sentence
 
         current_group().part(
-            _reported(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else _sentence(error)
+            _reported(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else sentence(error)
         )
 
 
 def _reported(error: BaseException, debug: bool) -> int:
     """Print the message of an error; the exit code."""
-    from fedbilevel.cli import _exit_code, _sentence
 
     if isinstance(error, SystemExit):
         return int(error.code or OK)  # its message was printed
     if isinstance(error, KeyboardInterrupt):
         return fail(INTERRUPTED, "interrupted")
-    code = _exit_code(error) if isinstance(error, Exception) else None
+    code = exit_code(error) if isinstance(error, Exception) else None
     if code is None or debug:
         traceback.print_exception(error)
-    return 1 if code is None else fail(code, _sentence(error))
+    return 1 if code is None else fail(code, sentence(error))
 
 
 def _check_together(options: argparse.Namespace) -> None:

@@ -184,3 +184,26 @@ def tune(spec: Spec) -> None:
     from fedbilevel.engines.local.cpu import tune_cpu
 
     tune_cpu(spec.engine.devices)
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
+    from fedbilevel.core.errors import CheckpointError, ExchangeError, FedbilevelError, NumericalError
+    from fedbilevel.data.errors import DataError
+
+    if isinstance(error, NumericalError):
+        return NUMBERS_FAIL
+    if isinstance(error, ExchangeError):
+        return NOT_ANSWERED
+    if isinstance(error, CheckpointError | OSError):
+        return NOT_WRITTEN
+    return BAD_INPUT if isinstance(error, FedbilevelError | DataError) else None
+
+
+def sentence(error: BaseException) -> str:
+    """The message for an error; for an error of the operating system the file and the reason, without a number."""
+    from fedbilevel.core.errors import FedbilevelError
+
+    if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -22,7 +22,7 @@ Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
 
 ImplicitTerm = Literal["inverse", "identity", "none"]
-Local = Literal["x"]
+LocalVariable = Literal["x"]
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -36,10 +36,12 @@ class Problem:
     outer: Loss
     inner: Loss
     structure: Structure | None
-    local: Local | None
+    local: LocalVariable | None
     implicit_term: ClassVar[ImplicitTerm]
 
-    def _set(self, outer: Loss, inner: Loss, structure: Structure | None = None, local: Local | None = None) -> None:
+    def _set(
+        self, outer: Loss, inner: Loss, structure: Structure | None = None, local: LocalVariable | None = None
+    ) -> None:
         known = structure is None or isinstance(structure, Structure)
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         object.__setattr__(self, "outer", outer)
@@ -83,7 +85,7 @@ class Bilevel(Problem):
     implicit_term: ClassVar[ImplicitTerm] = "inverse"
 
     def __init__(
-        self, outer: Loss, inner: Loss, *, structure: Structure | None = None, local: Local | None = None
+        self, outer: Loss, inner: Loss, *, structure: Structure | None = None, local: LocalVariable | None = None
     ) -> None:
         require_function("Bilevel.outer", outer, "x, y, batch")
         require_function("Bilevel.inner", inner, "x, y, batch")

@@ -35,7 +35,7 @@ Estimator = Callable[[PyTree, PyTree], PyTree]
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One estimate h against the yardstick ∇: cosine, ‖h − ∇‖/‖∇‖, and the same for its standard error."""
 
     name: str
@@ -50,7 +50,7 @@ class Row:
 class HypergradientReport:
     """The result of `check_hypergradient`; print it, or take a row by its name."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     hypergradient: PyTree  # the yardstick, like x, float64
     y: PyTree  # where it was taken
     inner_gradient: float  # ‖∇y G‖ there
@@ -58,7 +58,7 @@ class HypergradientReport:
     negative_curvature: bool  # that, or conjugate gradient met some
     notes: tuple[str, ...]
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> ReportRow:
         by_name = {row.name: row for row in self.rows}
         if name not in by_name:
             raise unknown("estimate", name, by_name)
@@ -146,7 +146,7 @@ class ReportRows:
 
     def __init__(self, at: DifferentiablePoint, found: Estimates) -> None:
         self.at, self.found = at, found
-        self.rows, self.notes = list[Row](), list[str]()
+        self.rows, self.notes = list[ReportRow](), list[str]()
         self.truth = ravel_pytree(found.yardstick.hypergradient)[0]
         if bad := nonfinite_leaves((found.inner.y, found.yardstick.hypergradient)):
             raise NonFiniteError(f"the implicit gradient is not finite ({', '.join(bad)}): no yardstick")
@@ -154,7 +154,7 @@ class ReportRows:
     def add(self, name: str, h: PyTree, cost: str, note: str) -> None:
         """One of our own; it may well diverge, where the inner Hessian is not positive definite."""
         if nonfinite_leaves(h):
-            self.rows.append(Row(name, float("nan"), float("inf"), None, cost, f"diverged; {note}"))
+            self.rows.append(ReportRow(name, float("nan"), float("inf"), None, cost, f"diverged; {note}"))
         else:
             self.compare(name, ravel_pytree(h)[0], self.truth, cost, note)
 
@@ -172,7 +172,7 @@ class ReportRows:
         cosine = float(a @ b / (size * length)) if size and length else float("nan")
         error = float(np.linalg.norm(a - b) / size) if size else float("inf" if length else 0)
         relative = standard_error / float(size) if standard_error is not None and size else standard_error
-        self.rows.append(Row(name, cosine, error, relative, cost, note))
+        self.rows.append(ReportRow(name, cosine, error, relative, cost, note))
 
     def add_own(self, plan: SamplingPlan) -> None:
         found = self.found
@@ -249,6 +249,6 @@ class ReportRows:
         )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ReportRow) -> tuple[str, ...]:
     error = "" if row.standard_error is None else f"± {row.standard_error:.1e}"
     return row.name, f"{row.cosine:+.6f}", f"{row.relative_error:.1e}", error, row.cost, row.note

@@ -45,7 +45,6 @@ from fedbilevel.tasks import Task
 if TYPE_CHECKING:
     from fedbilevel.flower import Site
 
-Config = Mapping[str, Any]
 
 NORMS = {"norm-factor", "norm-bound"}
 SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float}
@@ -82,7 +81,7 @@ def client_app(spec: Spec) -> Any:
     return flower.client_app(partial(site, spec))
 
 
-def serve(spec: Spec, grid: Any, config: Config) -> None:
+def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     """Play the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
     from fedbilevel.experiments.tables import Watch
     from fedbilevel.flower import Flower
@@ -108,7 +107,7 @@ def serve(spec: Spec, grid: Any, config: Config) -> None:
     print(f"run   {place.path.resolve()}", flush=True)
 
 
-def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
+def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
     """The client of this node: its samples, its limits, its privacy, and the phases that it serves."""
     from fedbilevel.flower import Limits, Privacy, Site
 
@@ -147,7 +146,7 @@ def site(spec: Spec, run_config: Config, node_config: Config) -> Site:
     )
 
 
-def configured(spec: Spec, config: Config) -> Spec:
+def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
     """The spec with the settings of a run configuration: FIELD=VALUE, as for --set, divided as a shell would."""
     known = {"settings", "out", "client-keys", *SERVER}
     for name in config:
@@ -170,7 +169,7 @@ def require_real(spec: Spec) -> None:
         )
 
 
-def terms(config: Config) -> Any:
+def terms(config: Mapping[str, Any]) -> Any:
     """The terms on which the server works with clients, as the run configuration has them."""
     from fedbilevel.flower import Terms
 
@@ -319,7 +318,7 @@ with this in `~/.flwr/config.toml`:
     address = "127.0.0.1:8000"
     insecure = true
 
-For real, with TLS and a key for every client: docs/federation.md of fedbilevel.
+For real, with TLS and a key for every client: docs/how-to/federation.md of fedbilevel.
 """
 
 

@@ -17,9 +17,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Task
-
-Floats = np.ndarray[Any, np.dtype[Any]]
+from fedbilevel.tasks.task import Floats, Task
 
 
 class MeanCoefficients(NamedTuple):

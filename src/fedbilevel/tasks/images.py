@@ -12,16 +12,16 @@ from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Dataset, load, pack, partition
+from fedbilevel.data.partitions import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.backbones import BACKBONES
 
 NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn, **BACKBONES}
 WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
-Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
+class LabelledImages:
     """A standardised image set and its network.
 
     `part` is "test", or "validation" where images held out from training stand in place of the test images.
@@ -72,7 +72,7 @@ def load_images(
     holdout: float = 0.0,
     seed: int = 0,
     known: Mapping[str, Callable[..., networks.Network]] = NETWORKS,
-) -> Images:
+) -> LabelledImages:
     """Load, hold out, thin, standardise.
 
     Args:
@@ -94,7 +94,7 @@ def load_images(
         found = long_tailed(found, ratio)
     found = found.standardised()
     model = known[network](found.train_images.shape[1:], tuple(hidden), found.classes)
-    return Images(found, model, "validation" if holdout else "test")
+    return LabelledImages(found, model, "validation" if holdout else "test")
 
 
 def long_tailed(data: Dataset, ratio: float) -> Dataset:

@@ -22,12 +22,11 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.data import iid
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Floats, Task
 
 HALF_WIDTH = 10.0
 LAYOUTS = ("overlapping", "scattered")
 COMMON = 2.0  # the radius of what overlapping balls have in common at least
-Floats = np.ndarray[Any, np.dtype[Any]]
 
 
 def location(

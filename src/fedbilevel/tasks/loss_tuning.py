@@ -26,8 +26,9 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
+from fedbilevel.data.partitions import Indices
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.images import Indices, load_images
+from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task, in_turn
 
 ATTEMPTS = 100  # draws of the halves before a class counts as too small for them

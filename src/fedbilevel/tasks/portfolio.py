@@ -23,12 +23,11 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Floats, Task
 
 FACTORS = ((0.6, 4.0), (0.2, 2.0), (0.2, 1.5))  # mean and standard deviation of each, percent a month
 RESIDUAL = (2.0, 5.0)  # range of the standard deviation of an asset's own part, percent a month
 TAILS = 5  # degrees of freedom
-Floats = np.ndarray[Any, np.dtype[Any]]
 
 
 class Moments(NamedTuple):

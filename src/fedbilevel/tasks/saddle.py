@@ -22,10 +22,9 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Minimax
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Floats, Task
 
 COUPLING = 0.1  # the largest t_i
-Floats = np.ndarray[Any, np.dtype[Any]]
 
 
 class SaddlePoint(NamedTuple):

@@ -4,12 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
+
+Floats = np.ndarray[Any, np.dtype[Any]]
+"""Floating arrays of NumPy, whose shapes the docstrings say."""
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,8 @@ from fedbilevel.flower.wire.records import ACTION, decode, encode
 
 log = logging.getLogger("fedbilevel.client")
 
-Config = Mapping[str, Any]
-"""Flower's: names to strings, numbers and flags."""
 
-
-def client_app(make: Callable[[Config, Config], Site]) -> ClientApp:
+def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> ClientApp:
     """A ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
 
     Args:

@@ -8,11 +8,8 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-Config = Mapping[str, Any]
-"""Flower's: names to strings, numbers and flags."""
 
-
-def server_app(main: Callable[[Grid, Config], None]) -> ServerApp:
+def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
     """A ServerApp whose main is `main`(grid, run configuration), which ends in `solve(…, engine=Flower(grid=grid))`."""
     app = ServerApp()
 
