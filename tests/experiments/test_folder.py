@@ -13,7 +13,7 @@ from fedbilevel import experiments
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError
 from fedbilevel.engines import lock
 from fedbilevel.experiments import runner
-from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.folder import Folder, require_free
 
 SPEC = experiments.configure(task="quadratic", settings=["rounds=3"])
 
@@ -131,3 +131,11 @@ def test_a_folder_in_use_is_refused_by_the_name_of_its_holder(dead, run) -> None
             assert f"{dead.path} is in use by process {os.getpid()} on " in error
             assert len(error.splitlines()) == 1
         assert dead.spec.is_file()
+
+
+def test_a_folder_with_a_run_to_go_on_with_says_how(tmp_path):
+    """A killed run leaves its checkpoint and no lock."""
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "checkpoint.npz").touch()
+    with pytest.raises(ConfigurationError, match=r"not empty; fedbilevel run --resume \S*killed goes on"):
+        require_free(tmp_path / "killed")

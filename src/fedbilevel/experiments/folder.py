@@ -41,7 +41,9 @@ def require_free(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"cannot write a run to {path}: it is a file")
     if path.is_dir() and any(path.iterdir()):
-        raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty")
+        begun = (path / "checkpoint.npz").exists()
+        hint = f"; fedbilevel run --resume {path} goes on with the run in it" if begun else ""
+        raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty{hint}")
 
 
 def write_text(path: Path, text: str) -> None:
