@@ -78,7 +78,7 @@ def main() -> None:
         for name in [options.method] if options.method else METHODS:
             try:
                 found, exchanges = accuracies(started_as_in_pytorch(task), METHODS[name], options.epochs)
-            except fb.NumericalError as error:
+            except fb.errors.NumericalError as error:
                 print(f"{partition:10s}{name:30s}  {error}", flush=True)
                 continue
             print(

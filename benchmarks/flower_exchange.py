@@ -50,15 +50,16 @@ ECHO = """
 import jax.numpy as jnp
 import numpy as np
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.tree import XY
 
-class Echo(fb.Algorithm):
+class Echo(authoring.Algorithm):
     solves = (fb.SingleLevel,)
     def init(self, x, y):
         return XY(x, y)
-    @fb.phase
+    @authoring.phase
     def back(self, client, message, key):
-        return fb.Reply(message)
+        return authoring.Reply(message)
     def round(self, fed, state, key):
         return XY(fed.mean(self.back, state.x, key), state.y)
 

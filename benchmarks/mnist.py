@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel import experiments
+from fedbilevel import authoring, experiments
 from fedbilevel.experiments import toml
 
 SPECS = Path(__file__).with_name("specs")
@@ -21,7 +21,7 @@ MARKS = (0.85, 0.90, 0.95)
 TARGETS = {"mnist-iid": {60: 0.85, 500: 0.95}, "mnist-shards": {500: 0.90}}
 
 
-def passed(history: fb.History, mark: float) -> float:
+def passed(history: authoring.History, mark: float) -> float:
     """The first exchange with at least that accuracy; infinity if none."""
     reached = history["exchanges"][history["test_accuracy"] >= mark]
     return float(reached[0]) if len(reached) else float("inf")
@@ -46,7 +46,7 @@ def main() -> None:
             report(name, targets, histories)
 
 
-def report(name: str, targets: dict[int, float], histories: list[fb.History]) -> None:
+def report(name: str, targets: dict[int, float], histories: list[authoring.History]) -> None:
     print(f"{name}: test accuracy in %, mean ± standard deviation of {len(histories)} seeds")
     for exchange in (10, 60, 100, 250, 500):
         values = np.array([100 * h["test_accuracy"][h["exchanges"] == exchange][0] for h in histories])

@@ -235,7 +235,7 @@ def _end(task: Task, algorithm: Any, seed: int) -> np.ndarray | str:
     """Accuracy round by round, or how the run ended before its time."""
     try:
         return play(task, algorithm, ROUNDS, measured=True, key=seed).history["test_accuracy"]
-    except fb.NonFiniteError as error:
+    except fb.errors.NonFiniteError as error:
         return str(error).split(",")[0] + ": not finite"
 
 

@@ -14,9 +14,18 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.core.config import positive, static
-from fedbilevel.oracles.inverse import conjugate_gradient
-from fedbilevel.oracles.products import cross_v, hess_v
+from fedbilevel.authoring import (
+    Algorithm,
+    Client,
+    Fed,
+    Reply,
+    conjugate_gradient,
+    cross_v,
+    hess_v,
+    phase,
+    positive,
+    static,
+)
 from fedbilevel.tasks import quadratic
 
 
@@ -27,7 +36,7 @@ class State(NamedTuple):
     y: Any
 
 
-class AveragedSteps(fb.Algorithm):
+class AveragedSteps(Algorithm):
     """Fields are hyperparameters: `static` ones shape the program, `positive` ones are numbers or schedules."""
 
     local_steps: int = static(default=5)
@@ -38,8 +47,8 @@ class AveragedSteps(fb.Algorithm):
     def init(self, x: Any, y: Any) -> State:
         return State(x, y)
 
-    @fb.phase
-    def train(self, client: fb.Client, message: State, key: jax.Array) -> fb.Reply:
+    @phase
+    def train(self, client: Client, message: State, key: jax.Array) -> Reply:
         """Client: gradient steps on its inner loss; the reply is the y that they reach."""
         steps = client.local_steps(self.local_steps)
 
@@ -48,10 +57,10 @@ class AveragedSteps(fb.Algorithm):
             gradient = jax.grad(client.problem.inner, argnums=1)(message.x, y, batch)
             return jax.tree.map(lambda a, g: a - self.inner_lr * g, y, gradient)
 
-        return fb.Reply(jax.lax.fori_loop(0, steps, step, message.y), gradients=steps)
+        return Reply(jax.lax.fori_loop(0, steps, step, message.y), gradients=steps)
 
-    @fb.phase
-    def hypergradient(self, client: fb.Client, message: State, key: jax.Array) -> fb.Reply:
+    @phase
+    def hypergradient(self, client: Client, message: State, key: jax.Array) -> Reply:
         """Client: ∇x f_i − ∇²xy g_i v_i, where v_i solves ∇²yy g_i v_i = ∇y f_i on its own samples."""
         problem, (x, y) = client.problem, message
         outer, inner = client.outer_batch(key, None), client.inner_batch(key, None)
@@ -59,9 +68,9 @@ class AveragedSteps(fb.Algorithm):
         solved = conjugate_gradient(lambda v: hess_v(problem, x, y, v, inner), grad_y, iterations=20)
         update = jax.tree.map(lambda a, b: a - b, grad_x, cross_v(problem, x, y, solved.v, inner))
         metrics = {"outer_loss": loss, "residual": solved.residual}
-        return fb.Reply(update, metrics=metrics, gradients=1, hvps=solved.iterations + 1)
+        return Reply(update, metrics=metrics, gradients=1, hvps=solved.iterations + 1)
 
-    def round(self, fed: fb.Fed, state: State, key: jax.Array) -> State:
+    def round(self, fed: Fed, state: State, key: jax.Array) -> State:
         train_key, outer_key = jax.random.split(key)
         y = fed.mean(self.train, state, train_key)
         direction = fed.mean(self.hypergradient, State(state.x, y), outer_key)

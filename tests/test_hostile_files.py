@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedbilevel import data, experiments, load_result
+from fedbilevel import Result, data, experiments
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.data import formats, omniglot, tables
 from fedbilevel.data.files import folders
@@ -153,7 +153,7 @@ def checkpoints(place: Path, count: int) -> Format:
 @a_format
 def results(place: Path, count: int) -> Format:
     file = a_run(place) / "result.npz"
-    return Format(file, npz_contents(file, count), lambda: load_result(file, np.zeros(3), np.zeros(2)))
+    return Format(file, npz_contents(file, count), lambda: Result.load(file, np.zeros(3), np.zeros(2)))
 
 
 @a_format

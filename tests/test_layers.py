@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fedbilevel"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "fedbilevel"
+PUBLIC_MODULES = r"fedbilevel\.(authoring|errors|tasks(\.\w+)?|data|flower(\.privacy)?|engines|experiments)"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW_EXPERIMENTS = {"diagnostics", "engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
@@ -49,7 +51,9 @@ HEAVY = {"flwr", "matplotlib", "sklearn", "rich", "pandas"}
 def room_of(path: Path) -> str:
     """The room that a file, given relative to the package, belongs to."""
     name = path.with_suffix("").parts[0]
-    return {"__init__": "root", "public": "root", "__main__": "cli"}.get(name, name)
+    return {"__init__": "root", "public": "root", "errors": "root", "authoring": "root", "__main__": "cli"}.get(
+        name, name
+    )
 
 
 def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
@@ -148,8 +152,23 @@ def test_a_name_of_before_says_what_stands_in_its_place() -> None:
     from fedbilevel.core.renames import PUBLIC
 
     assert not PUBLIC.keys() & set(fedbilevel.__all__)
-    with pytest.raises(AttributeError, match=r"'algorithm': a method is a subclass of fedbilevel.Algorithm"):
+    with pytest.raises(AttributeError, match=r"'algorithm': a method is a subclass of fedbilevel.authoring.Algorithm"):
         _ = fedbilevel.algorithm
+
+
+def test_a_user_is_shown_no_more_than_fifty_names() -> None:
+    import fedbilevel
+
+    assert len(fedbilevel.__all__) <= 50
+
+
+@pytest.mark.parametrize(
+    "file", [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("examples/**/*.py")], ids=str
+)
+def test_docs_and_examples_import_nothing_private(file: Path) -> None:
+    """What is public: the package, `authoring`, `errors`, its tasks and data, Flower, several hosts, experiments."""
+    imports = re.findall(r"^\s*from (fedbilevel\.[\w.]+) import", file.read_text("utf-8"), re.MULTILINE)
+    assert {name for name in imports if not re.fullmatch(PUBLIC_MODULES, name)} == set()
 
 
 def test_public_names_are_what_a_user_is_shown() -> None:

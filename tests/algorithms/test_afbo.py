@@ -61,7 +61,7 @@ def test_equals_the_events_written_out(name, task):
     """Twelve rounds against tests/algorithms/events.py: iterates, delays and time."""
     algorithm, absent = CASES[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fb.AbsenceWarning)
+        warnings.simplefilter("ignore", fb.errors.AbsenceWarning)
         result = run(algorithm, task, 12, engine=fb.Local(clock=clock(absent)), eval_every=1)
     n = algorithm.waits_for or len(TIMES)
     inside = algorithm.algorithm if algorithm.asynchronous else algorithm
@@ -183,22 +183,24 @@ def test_the_random_length_gives_the_series_on_average(task):
     ],
 )
 def test_wrong_fields(fields, words):
-    with pytest.raises(fb.ConfigurationError) as error:
+    with pytest.raises(fb.errors.ConfigurationError) as error:
         fb.AFBO(**fields)
     assert words in str(error.value)
 
 
 def test_numbers_of_terms_for_other_clients(task):
-    with pytest.raises(fb.ConfigurationError, match=r"AFBO\.neumann_terms = \(4, 1\) .* one for each of the 5 clients"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"AFBO\.neumann_terms = \(4, 1\) .* one for each of the 5 clients"
+    ):
         run(fb.AFBO(**{**LOCAL, "neumann_terms": (4, 1)}), task, 1)
 
 
 def test_more_replies_to_wait_for_than_clients(task):
-    with pytest.raises(fb.ConfigurationError, match=r"Asynchronous\.wait_for = 6 .* at most 5"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Asynchronous\.wait_for = 6 .* at most 5"):
         run(fb.Asynchronous(fb.AFBO(**LOCAL), wait_for=6), task, 1)
 
 
 def test_a_neumann_step_that_grows_is_refused_where_it_plays_a_role(task):
-    with pytest.raises(fb.ConfigurationError, match=r"AFBO\.neumann_step = 5\.0"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"AFBO\.neumann_step = 5\.0"):
         run(fb.AFBO(**{**LOCAL, "neumann_step": 5.0}), task, 1)
     run(fb.AFBO(**{**GLOBAL, "neumann_step": 5.0}), task, 1)

@@ -151,7 +151,7 @@ def test_random_lengths_end_there_on_average():
 
 
 def test_fields():
-    with pytest.raises(fb.ConfigurationError, match=r"unknown AggITD.inverse 'serie'; did you mean 'series'"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"unknown AggITD.inverse 'serie'; did you mean 'series'"):
         fb.AggITD(inverse="serie")
-    with pytest.raises(fb.ConfigurationError, match=r"AggITD.inner_rounds = 0"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner_rounds = 0"):
         fb.AggITD(inner_rounds=0)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 WORK = np.array([1, 2, 3, 1])
@@ -55,7 +56,7 @@ def test_waiting_for_everyone_is_the_method_itself(name):
 
 
 def test_every_method_that_can_be_late_is_here():
-    able = {cls for cls in fb.ALGORITHMS.values() if cls().asynchronous_phases}
+    able = {cls for cls in authoring.ALGORITHMS.values() if cls().asynchronous_phases}
     tested = {type(algorithm) for algorithm, _ in METHODS.values()}
     assert able - tested == {fb.ShroFBO, fb.FISM}  # test_simfbo_async.py, test_fism.py
 
@@ -99,7 +100,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
     ],
 )
 def test_what_cannot_be(make, words):
-    with pytest.raises(fb.ConfigurationError) as error:
+    with pytest.raises(fb.errors.ConfigurationError) as error:
         make()
     assert words in str(error.value)
 

@@ -129,5 +129,7 @@ def test_costs(ends):
 
 def test_other_problems_are_refused():
     task = quadratic(clients=2)
-    with pytest.raises(fb.ConfigurationError, match=r"FedAvgS solves Minimax problems, not Bilevel; .*FedNest.*SimFBO"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"FedAvgS solves Minimax problems, not Bilevel; .*FedNest.*SimFBO"
+    ):
         fb.solve(fb.FedAvgS(), task.problem, task.clients, task.x0, task.y0, rounds=1)

@@ -135,5 +135,5 @@ def noise_covariance(task, batch):
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0, -0.1])
 def test_forgetting_is_a_fraction(wrong):
-    with pytest.raises(fb.ConfigurationError, match=r"FedBiOAcc.forgetting .* strictly between 0 and 1"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"FedBiOAcc.forgetting .* strictly between 0 and 1"):
         fb.FedBiOAcc(forgetting=wrong)

@@ -85,5 +85,5 @@ def test_the_series_ends_where_its_truncated_inverse_puts_it():
 
 
 def test_local_hypergradients_are_another_method():
-    with pytest.raises(fb.ConfigurationError, match=r"FedMBO.hypergradient = 'local' .* LFedNest"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"FedMBO.hypergradient = 'local' .* LFedNest"):
         fb.FedMBO(hypergradient="local")

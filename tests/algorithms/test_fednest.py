@@ -238,7 +238,7 @@ def saddle_in_y():
 def test_conjugate_gradient_stops_the_run_at_negative_curvature(hypergradient):
     """x has not moved by then; the error says what to do."""
     algorithm = fb.FedNest(inverse="cg", hypergradient=hypergradient, batch_size=None, inner_lr=0.1)
-    with pytest.raises(fb.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
+    with pytest.raises(fb.errors.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
         fb.solve(algorithm, *saddle_in_y(), rounds=3)
 
 
@@ -249,7 +249,7 @@ def test_conjugate_gradient_stops_the_run_at_negative_curvature(hypergradient):
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_a_start_at_negative_curvature_is_warned_of(algorithm):
-    with pytest.warns(fb.NumericalWarning, match="negative eigenvalue, at most -1: .* not defined"):
+    with pytest.warns(fb.errors.NumericalWarning, match="negative eigenvalue, at most -1: .* not defined"):
         fb.solve(algorithm, *saddle_in_y(), rounds=1)
 
 
@@ -258,7 +258,7 @@ def test_a_sum_reports_negative_curvature_that_comes_up_on_the_way():
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["a"]) * (x + y), lambda x, y, batch: 0.5 * x * y**2)
     clients = fb.Clients({"a": np.ones((2, 3))})
     algorithm = fb.FedNest(inverse="series", neumann_terms=3, outer_lr=0.4, inner_lr=0.1, batch_size=None)
-    with pytest.warns(fb.NumericalWarning, match="negative curvature at product 0"):
+    with pytest.warns(fb.errors.NumericalWarning, match="negative curvature at product 0"):
         result = fb.solve(algorithm, problem, clients, jnp.asarray(0.5), jnp.asarray(0.1), rounds=4)
     assert int(result.state.quality.negative_curvature) == 0
 
@@ -266,7 +266,7 @@ def test_a_sum_reports_negative_curvature_that_comes_up_on_the_way():
 def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
     task = quadratic(clients=3, condition=100.0)
     algorithm = fb.FedNest(inverse="cg", cg_iterations=2, cg_tolerance=1e-8, batch_size=None)
-    with pytest.warns(fb.NumericalWarning, match="relative residual of .* above cg_tolerance"):
+    with pytest.warns(fb.errors.NumericalWarning, match="relative residual of .* above cg_tolerance"):
         residual = float(run(algorithm, task, 1).state.quality.residual)
     assert 1e-8 < residual < 1
 
@@ -283,13 +283,15 @@ def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
     ],
 )
 def test_fields_that_are_refused(fields, message):
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         fb.FedNest(**fields)
 
 
 def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bound():
     task = quadratic(heterogeneity=0.0)  # every A_i has the largest eigenvalue 1
-    with pytest.raises(fb.ConfigurationError, match=r"neumann_step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"neumann_step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"
+    ):
         run(fb.FedNest(neumann_step=2.1), task, 1)
     run(fb.FedNest(neumann_step=2.1, inverse="cg"), task, 1)  # which does not use it
 
@@ -301,22 +303,24 @@ def test_local_steps_are_checked_against_the_clients_own_hessians():
         lambda x, y, batch: jnp.sum(y) + x @ x, lambda x, y, batch: 0.5 * jnp.mean(batch["d"] @ y**2) - x @ y
     )
     start = (jnp.ones(4), jnp.ones(4))
-    with pytest.raises(fb.ConfigurationError, match=r"a client's own inner Hessian's largest eigenvalue is .* ℓ = 8$"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"a client's own inner Hessian's largest eigenvalue is .* ℓ = 8$"
+    ):
         fb.solve(fb.LFedNest(neumann_step=0.4), problem, fb.Clients({"d": rows}), *start, rounds=1)
     fb.solve(fb.FedNestSGD(neumann_step=0.4), problem, fb.Clients({"d": rows}), *start, rounds=1)
-    with pytest.raises(fb.ConfigurationError, match=r"AggITD.inner_lr = 1.1 .* below 2/ℓ = 1: "):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner_lr = 1.1 .* below 2/ℓ = 1: "):
         fb.solve(fb.AggITD(inner_lr=1.1), problem, fb.Clients({"d": rows}), *start, rounds=1)
 
 
 def test_lfednest_is_local_only():
-    with pytest.raises(fb.ConfigurationError, match="FedNestSGD have the global one"):
+    with pytest.raises(fb.errors.ConfigurationError, match="FedNestSGD have the global one"):
         fb.LFedNest(hypergradient="global")
 
 
 def test_a_single_level_problem_is_refused_with_the_methods_for_it():
     problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch["a"]) * jnp.sum(x**2))
     with pytest.raises(
-        fb.ConfigurationError, match=r"FedNest solves Bilevel problems, not SingleLevel; methods that do"
+        fb.errors.ConfigurationError, match=r"FedNest solves Bilevel problems, not SingleLevel; methods that do"
     ):
         fb.solve(fb.FedNest(), problem, fb.Clients({"a": np.ones((2, 3))}), jnp.ones(2), rounds=1)
 

@@ -61,12 +61,12 @@ def test_numbers_of_any_kind_are_numbers():
 
 
 def test_what_cannot_be_told_is_refused():
-    with pytest.raises(fb.ConfigurationError, match=r"cohort = 1 is not allowed: .* FISM needs all clients"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"cohort = 1 is not allowed: .* FISM needs all clients"):
         solved(fb.FISM(tolerance=1e-3), 2, cohort=1)
-    with pytest.raises(fb.ConfigurationError, match=r"x0 = '1 away from X' is not allowed: it must be in X"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"x0 = '1 away from X' is not allowed: it must be in X"):
         solved(fb.FISM(), 2, 6.0)
     with pytest.raises(
-        fb.ConfigurationError, match=r"lr·regularization·μ = [23]\.[09]\d* is not allowed: .* at most 2"
+        fb.errors.ConfigurationError, match=r"lr·regularization·μ = [23]\.[09]\d* is not allowed: .* at most 2"
     ):
         solved(fb.FISM(lr=3.0, regularization=1.0), 2)
 
@@ -81,7 +81,7 @@ def test_a_subgradient_of_ones_own():
         )
         found = solved(fb.FISM(lr=0.5, regularization=0.2), 1, problem=own, clients=clients)
         assert float(found.x) == pytest.approx(-0.1 * slope)
-    with pytest.raises(fb.ConfigurationError, match=r"SimpleBilevel\.subgradient .* None where outer is"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.subgradient .* None where outer is"):
         problem(None, subgradient=lambda x: x)
 
 

@@ -86,7 +86,9 @@ NOTHING = {
 def test_refused_where_no_exchange_goes(case):
     method, fields = NOTHING[case]
     method(**fields)
-    with pytest.raises(fb.ConfigurationError, match=rf"^{method.__name__}.merged = True .*False: .* no exchange"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=rf"^{method.__name__}.merged = True .*False: .* no exchange"
+    ):
         method(merged=True, **fields)
 
 
@@ -195,5 +197,5 @@ def test_negative_curvature_stops_a_merged_run_too():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum((y - jnp.mean(batch["a"])) ** 2) + jnp.sum(x), inner)
     clients = fb.Clients({"a": np.ones((2, 3))})
     algorithm = fb.FedNest(inverse="cg", merged=True, batch_size=None, inner_lr=0.1)
-    with pytest.raises(fb.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
+    with pytest.raises(fb.errors.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
         fb.solve(algorithm, problem, clients, jnp.ones(2), jnp.zeros(2), rounds=1, engine=fb.Reference())

@@ -92,24 +92,24 @@ def test_an_x_that_is_not_split_or_differs_is_refused():
         (START[:3], f"a leading axis of {CLIENTS}, the clients"),
         (START + np.arange(CLIENTS)[:, None], "all start with the same block"),
     ):
-        with pytest.raises(fb.ConfigurationError) as error:
+        with pytest.raises(fb.errors.ConfigurationError) as error:
             run(fb.SimFBO(), x0=jnp.asarray(x0))
         assert words in str(error.value)
 
 
 @pytest.mark.parametrize("method", [fb.ShroFBO, fb.FedNest, fb.FedBiO])
 def test_methods_that_need_x_on_the_server_are_refused(method):
-    with pytest.raises(fb.ConfigurationError, match=f"{method.__name__} needs x on the server; .* afbo, simfbo"):
+    with pytest.raises(fb.errors.ConfigurationError, match=f"{method.__name__} needs x on the server; .* afbo, simfbo"):
         run(method())
 
 
 def test_a_penalty_for_delays_is_refused():
-    with pytest.raises(fb.ConfigurationError, match=r"delay_penalty = 1\.0 .* 0 where clients keep x"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"delay_penalty = 1\.0 .* 0 where clients keep x"):
         run(fb.Asynchronous(fb.SimFBO(), wait_for=2, delay_penalty=1.0))
 
 
 def test_another_word_for_local_is_refused():
-    with pytest.raises(fb.ConfigurationError, match=r"unknown Bilevel\.local 'X'"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"unknown Bilevel\.local 'X'"):
         split_quadratic("X")
 
 

@@ -211,7 +211,7 @@ def test_problems_that_need_no_inverse():
     ],
 )  # fmt: skip
 def test_wrong_fields(cls, fields, words):
-    with pytest.raises(fb.ConfigurationError) as error:
+    with pytest.raises(fb.errors.ConfigurationError) as error:
         cls(**fields)
     assert words in str(error.value)
 
@@ -291,11 +291,11 @@ def test_products_do_not_see_what_features_were_made_of(algorithm):
 def test_pairs_need_a_partner_each_and_the_local_hypergradient():
     clients = fb.Clients([np.ones((3, 1))], [np.ones((2, 1))])
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: jnp.sum((x - y) ** 2))
-    with pytest.raises(fb.ConfigurationError, match=r"paired = True .* differ, \[\(3, 2\)\]"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"paired = True .* differ, \[\(3, 2\)\]"):
         fb.solve(fb.RABO(paired=True, neumann_step=0.1), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
-    with pytest.raises(fb.ConfigurationError, match="paired"):
+    with pytest.raises(fb.errors.ConfigurationError, match="paired"):
         fb.RABO(paired=True, hypergradient="global")
-    with pytest.raises(fb.ConfigurationError, match="paired"):
+    with pytest.raises(fb.errors.ConfigurationError, match="paired"):
         fb.RAFBO(paired=True, estimator="printed")
 
 
@@ -311,7 +311,9 @@ def test_a_pairs_step_is_checked_against_a_batch():
     fields = {"neumann_step": 0.6, "inner_lr": 0.1, "inverse": "series"}
     fb.solve(fb.RABO(batch_size=2, **fields), problem, clients, *start, rounds=1)
     fb.solve(fb.RABO(paired=True, **fields), problem, clients, *start, rounds=1)  # all samples
-    with pytest.raises(fb.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.(5|25): .* a batch's own .* ℓ = (4|8)$"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.(5|25): .* a batch's own .* ℓ = (4|8)$"
+    ):
         fb.solve(fb.RABO(batch_size=2, paired=True, **fields), problem, clients, *start, rounds=1)
 
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.algorithms.simfbo import project_ball
 from fedbilevel.engines import reference
 from fedbilevel.engines.engine import Carry
@@ -21,7 +22,7 @@ from fedbilevel.tasks.quadratic import quadratic, solution
 
 WORK = np.array([1, 2, 3, 4, 5, 1, 2, 3])
 SERVER = fb.XYV(x=0.02, y=1.0, v=1.0)
-COEFFICIENTS = {"plain": fb.Plain(), "momentum": fb.Momentum(decay=0.6), "proximal": fb.Proximal(pull=0.2)}
+COEFFICIENTS = {"plain": authoring.Plain(), "momentum": fb.Momentum(decay=0.6), "proximal": fb.Proximal(pull=0.2)}
 
 
 def relative_error(x, exact):

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError
 
 
-class Keeps(fb.Algorithm):
+class Keeps(authoring.Algorithm):
     """Counts the rounds in which a client took part."""
 
     def init(self, x, y):
@@ -24,11 +25,11 @@ class Keeps(fb.Algorithm):
         return state
 
     def unmarked(self, client, message, key):
-        return fb.Reply(message)
+        return authoring.Reply(message)
 
-    @fb.phase
+    @authoring.phase
     def visit(self, client, message, key):
-        return fb.Reply(message, state={"seen": client.state["seen"] + 1})
+        return authoring.Reply(message, state={"seen": client.state["seen"] + 1})
 
 
 def test_the_allow_list_is_what_is_marked():
@@ -46,7 +47,7 @@ def test_own_phases_are_allowed_by_name():
 @pytest.mark.parametrize(
     ("function", "named"),
     [
-        (lambda client, message, key: fb.Reply(message), "<lambda>"),
+        (lambda client, message, key: authoring.Reply(message), "<lambda>"),
         (Keeps.visit, "visit"),
         (Keeps().visit, "visit"),  # equal configurations, yet another object: its fields need not be the client's
         (fb.SimFBO().local_updates, "local_updates"),
@@ -69,7 +70,9 @@ def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
 def test_a_round_that_sends_code_is_stopped_in_every_engine(engine):
     class SendsCode(fb.SimFBO):
         def round(self, fed, state, key):
-            return state._replace(iterate=fed.mean(lambda client, message, key: fb.Reply(message), state.iterate, key))
+            return state._replace(
+                iterate=fed.mean(lambda client, message, key: authoring.Reply(message), state.iterate, key)
+            )
 
     loss = lambda x, y, batch: jnp.mean((y - batch) ** 2) + x**2  # noqa: E731
     clients = fb.Clients([jnp.ones(2).__array__()], [jnp.ones(2).__array__()])
@@ -83,7 +86,7 @@ def test_clients_keep_what_the_algorithm_says():
 
 
 def test_a_method_without_a_round_is_no_algorithm():
-    class Half(fb.Algorithm):
+    class Half(authoring.Algorithm):
         def init(self, x, y):
             return x
 

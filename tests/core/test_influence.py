@@ -121,7 +121,7 @@ def said(problem, x, y, *examples):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_without_influence(problem, x, y, *examples, stacklevel=1)
-    assert {one.category for one in caught} <= {fb.InfluenceWarning}
+    assert {one.category for one in caught} <= {fb.errors.InfluenceWarning}
     return sorted(str(one.message) for one in caught)
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_said_of_the_librarys_own_tasks(name):
 def test_solve_says_it_at_the_users_line_and_x_stays(case):
     """The claim itself: after rounds of a method that goes by derivatives x has not moved by a bit."""
     samples = [np.ones((3, 2), np.float32)] * 2
-    with pytest.warns(fb.InfluenceWarning, match="will not move") as caught:
+    with pytest.warns(fb.errors.InfluenceWarning, match="will not move") as caught:
         result = fb.solve(fb.SimFBO(), DEGENERATE[case][0], fb.Clients(samples, samples), X, Y, rounds=3)
     assert caught[0].filename == __file__
     assert np.array_equal(result.x, X)

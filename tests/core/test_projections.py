@@ -151,7 +151,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_sets_that_are_none(case):
     make, message = REFUSED[case]
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         make()
 
 
@@ -176,7 +176,7 @@ def test_what_is_no_projection(case):
     project, message = LIARS[case]
     x = jnp.asarray(POINTS[0])
     x = project(x) if message.startswith("no projection") else x  # these have points that stay where they are
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         check_projection("X", project, x, jnp.concatenate([points_around(x, 20), points_around(0 * x, 20)]))
 
 

@@ -43,7 +43,7 @@ def test_examples_keep_no_values():
     ],
 )
 def test_wrong_values_are_named(fields, message):
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         fb.RemoteClients(**{"count": 2, "outer": np.ones((1, 3)), **fields})
 
 
@@ -51,5 +51,5 @@ def test_engines_that_simulate_need_samples():
     task = quadratic(clients=3)
     remote = fb.RemoteClients.of(task.clients)
     for engine in (fb.Local(), fb.Reference()):
-        with pytest.raises(fb.ConfigurationError, match="clients = 'RemoteClients'"):
+        with pytest.raises(fb.errors.ConfigurationError, match="clients = 'RemoteClients'"):
             fb.solve(fb.SimFBO(), task.problem, remote, task.x0, task.y0, rounds=1, engine=engine)

@@ -111,7 +111,7 @@ SOLVED = {
 @pytest.mark.parametrize("case", MADE)
 def test_refused_when_made(case):
     make, message = MADE[case]
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         make()
 
 
@@ -120,7 +120,7 @@ def test_refused_before_it_runs(case, monkeypatch):
     """Without a program compiled for rounds: the engine is never started."""
     start, message = SOLVED[case]
     monkeypatch.setattr(fb.Local, "start", None)
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         start()
 
 
@@ -148,7 +148,7 @@ def test_an_intersection_as_x():
     """Projected points come in almost equal pairs; that is no proof against H."""
     project = fb.projections.intersection(fb.projections.box(-1, 1), fb.projections.half_space(1, 0.5))
     given, clients, x = problem(project=project), fb.Clients([np.ones((1, 10))]), jnp.zeros(10)
-    with pytest.raises(fb.ConfigurationError, match=r"lr·regularization·μ = 2\.2"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"lr·regularization·μ = 2\.2"):
         fb.solve(fb.FISM(lr=2.25, regularization=1.0), given, clients, x, rounds=1)
     algorithm = fb.FISM(lr=1.9, regularization=1.0)
     assert fb.solve(algorithm, given, clients, x, rounds=1, engine=fb.Reference()).round == 1

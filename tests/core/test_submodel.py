@@ -119,7 +119,9 @@ def test_kept_is_rounded_to_the_nearest():
     assert unit_layout.kept(0.5) == {"eight": 4, "five": 3}  # of 2.5
     assert unit_layout.kept(0.25) == {"eight": 2, "five": 1}  # of 1.25
     assert unit_layout.kept(0.1) == {"eight": 1, "five": 1}  # of 0.8 and of 0.5
-    with pytest.raises(fb.ConfigurationError, match=r"0\.09 leaves group 'five' with none of its 5 .* at least 0\.1"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"0\.09 leaves group 'five' with none of its 5 .* at least 0\.1"
+    ):
         unit_layout.kept(0.09)
 
 
@@ -160,12 +162,14 @@ def test_without_words_nothing_is_cut():
     ],
 )
 def test_a_structure_that_does_not_fit(words, message):
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         UnitLayout.of(fb.Structure(words), {"w": np.zeros((6, 4)), "b": np.zeros(4)}, None)
 
 
 def test_sizes_agree_between_x_and_y():
-    with pytest.raises(fb.ConfigurationError, match=r"Structure.y\['w'\], axis 0: 4 units .* Structure.x\['w'\] has 3"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"Structure.y\['w'\], axis 0: 4 units .* Structure.x\['w'\] has 3"
+    ):
         UnitLayout.of(fb.Structure({"w": "h"}, {"w": "h"}), {"w": np.zeros(3)}, {"w": np.zeros(4)})
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.diagnostics.acceleration import best_momentum, cycle, heavy_ball
 from fedbilevel.diagnostics.affine import Affine, affine
@@ -165,8 +166,8 @@ def test_the_report_begins_with_fields_for_every_method_or_why_there_are_none(dr
     for line in fields.splitlines()[1:]:
         names, text = line.strip().split(": ", 1)
         said |= dict.fromkeys(names.split(", "), text)
-    assert said.keys() == fb.ALGORITHMS.keys()
-    for name, algorithm in fb.ALGORITHMS.items():
+    assert said.keys() == authoring.ALGORITHMS.keys()
+    for name, algorithm in authoring.ALGORITHMS.items():
         if said[name].startswith("none; "):
             with pytest.raises(ConfigurationError) as refused:
                 found.fields(name)
@@ -200,7 +201,7 @@ def converges(name, task, found):
     needed = found.rounds_needed(name)
     stop = [fb.stop_when("relative_error", below=1e-3)]
     options = {"eval_every": int(needed) // 50 + 1, "metrics": task.metrics, "callbacks": stop}
-    algorithm, rounds = fb.ALGORITHMS[name](**found.fields(name)), int(2 * needed) + 50
+    algorithm, rounds = authoring.ALGORITHMS[name](**found.fields(name)), int(2 * needed) + 50
     result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
     assert result.history.rows[-1]["relative_error"] <= 1e-3
     return result.round, result.ledger.exchanges
@@ -338,7 +339,7 @@ def test_what_it_suggests_trains_a_network(name):
     found = diagnose(task.problem, task.clients, task.x0, task.y0, rounds=300)
     assert "cannot be learnt in 300 rounds" in str(found)
     assert "Φ is not convex here" in str(found)
-    algorithm = fb.ALGORITHMS[name](**found.fields(name, batch_size=32, cohort=10))
+    algorithm = authoring.ALGORITHMS[name](**found.fields(name, batch_size=32, cohort=10))
     options = {"rounds": 300, "cohort": 10, "metrics": task.metrics}
     result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **options)
     assert result.history.rows[-1]["test_accuracy"] >= 0.93

@@ -89,7 +89,7 @@ def test_a_right_structure_of_one_level():
 )
 def test_an_axis_that_is_not_said(changed):
     problem, x, batch = small(**changed)
-    with pytest.raises(fb.ConfigurationError, match=r"permuting units changes a loss.*'hidden' \(outer loss"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"permuting units changes a loss.*'hidden' \(outer loss"):
         fb.check_structure(problem, x, None, batch, batch)
 
 
@@ -102,7 +102,7 @@ def test_a_flattened_axis_in_the_wrong_order():
         return networks.cross_entropy(maps.swapaxes(1, 2).reshape(len(maps), -1) @ x["head"], batch["label"])
 
     wrong = fb.SingleLevel(loss, structure=problem.structure)
-    with pytest.raises(fb.ConfigurationError, match="'hidden'"):
+    with pytest.raises(fb.errors.ConfigurationError, match="'hidden'"):
         fb.check_structure(wrong, x, None, batch, batch)
 
 
@@ -129,7 +129,7 @@ def test_a_branch_whose_units_are_not_the_shortcuts():
         fb.check_structure(problem, x, jax.random.normal(jax.random.key(5), (4, 2)), batch, batch)
 
     check("maps")
-    with pytest.raises(fb.ConfigurationError, match=r"'branch' \(outer loss.*'maps' \(outer loss") as caught:
+    with pytest.raises(fb.errors.ConfigurationError, match=r"'branch' \(outer loss.*'maps' \(outer loss") as caught:
         check("branch")
     assert "'inner'" not in str(caught.value)
 
@@ -157,7 +157,7 @@ def test_a_task_of_one_level_hands_its_structure_on():
 def test_refusals():
     problem, x, batch = small()
     none = fb.SingleLevel(lambda x, batch: jnp.zeros(()))
-    with pytest.raises(fb.ConfigurationError, match="nothing to check"):
+    with pytest.raises(fb.errors.ConfigurationError, match="nothing to check"):
         fb.check_structure(none, x, None, batch, batch)
-    with pytest.raises(fb.ConfigurationError, match="the outer loss at"):
+    with pytest.raises(fb.errors.ConfigurationError, match="the outer loss at"):
         fb.check_structure(problem, {**x, "bias": np.full(4, np.inf)}, None, batch, batch)

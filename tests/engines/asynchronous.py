@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.tree import XY
 
 
-class Early(fb.Algorithm):
+class Early(authoring.Algorithm):
     n: int = static(default=3)
     max_staleness: int | None = static(default=None)
     asynchronous = True
@@ -19,14 +19,16 @@ class Early(fb.Algorithm):
     def init_client(self, x, y):
         return jnp.zeros_like(y)
 
-    @fb.phase
+    @authoring.phase
     def inner(self, client, at, key):
         g = jax.grad(client.problem.inner, 1)(*at, client.inner_batch(key, 4))
-        return fb.Reply(g - client.state, state=g, gradients=client.local_steps(2), metrics={"inner_size": jnp.sum(g)})
+        return authoring.Reply(
+            g - client.state, state=g, gradients=client.local_steps(2), metrics={"inner_size": jnp.sum(g)}
+        )
 
-    @fb.phase
+    @authoring.phase
     def outer(self, client, at, key):
-        return fb.Reply(jax.grad(client.problem.outer, 0)(*at, client.outer_batch(key, 4)), gradients=1)
+        return authoring.Reply(jax.grad(client.problem.outer, 0)(*at, client.outer_batch(key, 4)), gradients=1)
 
     def round(self, fed, state, key):
         def once(fed, y, key):

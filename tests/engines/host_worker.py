@@ -58,7 +58,7 @@ def refused(function, **arguments):
     """The error that a job ends with."""
     try:
         globals()[function](**arguments)
-    except fb.FedbilevelError as error:
+    except fb.errors.FedbilevelError as error:
         return {"error": np.array(f"{type(error).__name__}: {error}")}
     return {"error": np.array("")}
 

@@ -10,6 +10,7 @@ import pytest
 from two_phase import TwoPhase
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.engines.local.engine import engine as engine_module
 from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
@@ -184,7 +185,7 @@ def reference():
     return result
 
 
-@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 @pytest.mark.parametrize(("case", "engine"), PAIRS)
 def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
     """Sums of at most COHORT·32 terms of size about 1 in another order differ by some 1e-14; 1e-12 leaves room."""
@@ -198,7 +199,7 @@ def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
         np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-12, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 @pytest.mark.parametrize("cases", [sorted(CASES.keys() - SLOW), pytest.param(sorted(SLOW), marks=pytest.mark.slow)])
 def test_the_cases_move(cases, reference):
     """Agreement on a state that stood still would prove nothing."""
@@ -210,9 +211,9 @@ def test_the_cases_move(cases, reference):
 def test_an_exchange_takes_phases_only():
     class Leaky(TwoPhase):
         def round(self, fed, state, key):
-            return fed.mean(lambda client, message, key: fb.Reply(message), state, key)
+            return fed.mean(lambda client, message, key: authoring.Reply(message), state, key)
 
     task = quadratic(clients=3)
     for engine in (fb.Reference(), fb.Local()):
-        with pytest.raises(fb.ConfigurationError, match="takes one of its phases"):
+        with pytest.raises(fb.errors.ConfigurationError, match="takes one of its phases"):
             fb.solve(Leaky(), task.problem, task.clients, task.x0, task.y0, rounds=1, engine=engine)

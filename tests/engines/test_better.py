@@ -60,7 +60,7 @@ def test_a_plain_function_is_read_by_its_name():
 
 def test_a_saved_result_and_a_resumed_run_keep_the_declaration(result, tmp_path):
     result.save(tmp_path / "result.npz")
-    assert fb.load_result(tmp_path / "result.npz", result.x, None).history == result.history
+    assert fb.Result.load(tmp_path / "result.npz", result.x, None).history == result.history
     solved(rounds=2, checkpoint=tmp_path / "run.npz")
     assert solved(checkpoint=tmp_path / "run.npz", resume=True).history.larger_is_better("score")
 
@@ -75,5 +75,5 @@ def test_a_saved_result_and_a_resumed_run_keep_the_declaration(result, tmp_path)
     ],
 )
 def test_a_wrong_declaration_is_refused(make, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         make()

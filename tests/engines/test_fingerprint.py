@@ -256,11 +256,11 @@ def begun(tmp_path):
 
 def test_other_arguments_are_refused_unless_forced(begun, tmp_path):
     words = "run.npz belongs to another run: different now: x0, inner loss; resume=.force., in a she"
-    with pytest.raises(fb.CheckpointError, match=words):
+    with pytest.raises(fb.errors.CheckpointError, match=words):
         begun(6, fb.Bilevel(fit, softer), x0=1.0, resume=True)
-    with pytest.raises(fb.CheckpointError, match="inner loss"):
+    with pytest.raises(fb.errors.CheckpointError, match="inner loss"):
         begun(6, fb.Bilevel(fit, softer), resume="auto")
-    with pytest.warns(fb.CheckpointWarning, match=r"run\.npz is continued with other arguments.*: inner loss"):
+    with pytest.warns(fb.errors.CheckpointWarning, match=r"run\.npz is continued with other arguments.*: inner loss"):
         forced = begun(6, fb.Bilevel(fit, softer), resume="force")
     assert forced.round == 6
     assert begun(9, fb.Bilevel(fit, softer), resume=True).round == 9  # it is that run now
@@ -272,14 +272,16 @@ def test_auto_starts_or_continues(begun, tmp_path):
     again = begun(6, resume="auto")
     assert again.history["round"].tolist() == [0, 3, 6]
     assert np.array_equal(again.y, whole.y)
-    with pytest.raises(fb.ConfigurationError, match="resume = 'maybe' is not allowed: it must be True, False, 'auto'"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match="resume = 'maybe' is not allowed: it must be True, False, 'auto'"
+    ):
         begun(6, resume="maybe")
 
 
 def test_no_resume_passes_one_algorithms_state_to_another(begun, tmp_path):
     """Both are named, forced or not: which leaves differ says little to who has typed another name."""
     for resume in (True, "force"):
-        with pytest.raises(fb.CheckpointError) as refused:
+        with pytest.raises(fb.errors.CheckpointError) as refused:
             begun(4, algorithm=fb.FedNest(inner_rounds=1, batch_size=2), resume=resume)
         assert "run.npz holds the state of a run of SimFBO, which FedNest cannot go on from" in str(refused.value)
         assert "also not with resume=" in str(refused.value)

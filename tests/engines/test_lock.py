@@ -43,7 +43,7 @@ def other(tmp_path):
 def test_the_holder_is_named_and_a_killed_one_holds_nobody_up(other):
     path, process = other
     who = f"process {process.pid} on {re.escape(socket.gethostname())}, since 20.*"
-    with pytest.raises(fb.CheckpointError, match=f"^runs/two is in use by {who}; wait for it"):
+    with pytest.raises(fb.errors.CheckpointError, match=f"^runs/two is in use by {who}; wait for it"):
         lock.held(path, Path("runs/two")).__enter__()
     process.kill()
     process.wait()
@@ -85,7 +85,7 @@ def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", none)
     words = "cannot be locked .No locks available.: nothing keeps a second run"
-    with pytest.warns(fb.CheckpointWarning, match=words), lock.held(tmp_path / ".lock", tmp_path):
+    with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.held(tmp_path / ".lock", tmp_path):
         pass
 
 
@@ -98,7 +98,7 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
         return fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, checkpoint=path, **options)
 
     def second(result, row):
-        with pytest.raises(fb.CheckpointError, match=rf"run\.npz is in use by process {os.getpid()} on "):
+        with pytest.raises(fb.errors.CheckpointError, match=rf"run\.npz is in use by process {os.getpid()} on "):
             play(resume=True)
         refused.append(result.round)
 
@@ -145,7 +145,7 @@ def forked(tmp_path, request):
 def test_a_child_that_was_forked_does_not_hold_it(forked):
     """Killed, the parent holds nobody up, though the child lives on."""
     path, process = forked
-    with pytest.raises(fb.CheckpointError, match=f"in use by process {process.pid} on "):
+    with pytest.raises(fb.errors.CheckpointError, match=f"in use by process {process.pid} on "):
         lock.held(path, path.parent).__enter__()
     process.kill()
     process.wait()
@@ -156,7 +156,7 @@ def test_a_child_that_was_forked_does_not_hold_it(forked):
 @pytest.mark.parametrize("forked", ["unwinds"], indirect=True)
 def test_a_child_that_was_forked_does_not_give_it_up(forked):
     path, process = forked
-    with pytest.raises(fb.CheckpointError, match=f"in use by process {process.pid} on "):
+    with pytest.raises(fb.errors.CheckpointError, match=f"in use by process {process.pid} on "):
         lock.held(path, path.parent).__enter__()
 
 
@@ -187,5 +187,5 @@ def test_no_turn_without_a_lock(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(fb.CheckpointError, match=r"lock cannot be locked .No locks available"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"lock cannot be locked .No locks available"):
         lock.turn(tmp_path / "lock").__enter__()

@@ -104,7 +104,7 @@ def test_deciles_count_clients_and_the_mean_their_weights():
 def test_a_value_that_is_not_finite_names_its_client():
     metrics = {"m": lambda x, y, batch: jnp.mean(jnp.where(batch["a"] == 5.0, jnp.nan, 1.0))}
     clients = fb.Clients([{"a": np.full((n, 3), 5.0 if n == 11 else 1.0)} for n in SIZES])
-    with pytest.raises(fb.NonFiniteError, match="round 0, evaluation: m of client 2 is nan"):
+    with pytest.raises(fb.errors.NonFiniteError, match="round 0, evaluation: m of client 2 is nan"):
         solved(clients=clients, own=metrics)
 
 
@@ -117,7 +117,9 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
         fb.Ragged({"a": np.load(tmp_path / "outer.npy", mmap_mode="r")}, clients.outer.start, clients.outer.size),
         clients.inner,
     )
-    with pytest.raises(fb.ConfigurationError, match=r"Clients\.outer\['a'\] holds NaN or infinity, first in sample "):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"Clients\.outer\['a'\] holds NaN or infinity, first in sample "
+    ):
         PerClientEvaluation({"m": PerClient(METRICS["error"])}, clients, None, None)(0, jnp.ones(2), jnp.ones(3))
 
 
@@ -135,17 +137,17 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
     ],
 )
 def test_a_metric_that_is_none_is_refused_before_anything_runs(metrics, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         solved(own=metrics)
 
 
 def test_samples_are_outer_or_inner():
-    with pytest.raises(fb.ConfigurationError, match=r"PerClient\.samples = 'test' .*'outer' or 'inner'"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"PerClient\.samples = 'test' .*'outer' or 'inner'"):
         fb.PerClient(METRICS["error"], "test")
 
 
 def test_a_column_is_measured_once():
-    with pytest.raises(fb.ConfigurationError, match=r"metrics = 'error\.worst' .* named otherwise"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"metrics = 'error\.worst' .* named otherwise"):
         solved(own={"error": METRICS["error"]}, metrics={"error.worst": lambda x, y: 0.0})
 
 

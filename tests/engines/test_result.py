@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.errors import CheckpointError
 
 
 def result(rows=(), **entries):
-    ledger = fb.Ledger(rounds=3, exchanges=6, bytes_up=10**15, exchanges_by_phase={"ask": 6})
+    ledger = authoring.Ledger(rounds=3, exchanges=6, bytes_up=10**15, exchanges_by_phase={"ask": 6})
     x = {"w": jnp.array([[1.0, 0.1 + 0.2]]), "half": jnp.ones(2, jnp.bfloat16), "activation": jnp.tanh, "depth": 2}
     made = {"x": x, "y": jnp.array([3.0]), "round": 3, "rounds": 5, "compile_seconds": 0.25, "stopped": "why"}
-    return fb.Result(**(made | entries), history=fb.History(list(rows)), ledger=ledger)
+    return fb.Result(**(made | entries), history=authoring.History(list(rows)), ledger=ledger)
 
 
 def test_a_result_comes_back_as_it_was(tmp_path):
     saved = result([{"round": 0}, {"round": 3, "loss": 0.1}])
     saved.save(tmp_path / "a" / "result.npz")
     blank = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if hasattr(leaf, "dtype") else leaf, saved.x)
-    got = fb.load_result(str(tmp_path / "a" / "result.npz"), blank, jnp.zeros(1))
+    got = fb.Result.load(str(tmp_path / "a" / "result.npz"), blank, jnp.zeros(1))
     assert jax.tree.structure(got.x) == jax.tree.structure(saved.x)
     assert (got.x["activation"], got.x["depth"], got.x["half"].dtype) == (jnp.tanh, 2, jnp.bfloat16)
     np.testing.assert_array_equal(got.x["w"], saved.x["w"])
@@ -33,9 +34,9 @@ def test_a_result_of_another_model_is_refused(tmp_path):
     saved = result()
     saved.save(tmp_path / "result.npz")
     with pytest.raises(CheckpointError, match=r"\['y'\] is float64\[1\] there, float64\[2\] here"):
-        fb.load_result(tmp_path / "result.npz", saved.x, jnp.zeros(2))
+        fb.Result.load(tmp_path / "result.npz", saved.x, jnp.zeros(2))
     with pytest.raises(CheckpointError, match="another model"):
-        fb.load_result(tmp_path / "result.npz", {"other": jnp.zeros(2)}, saved.y)
+        fb.Result.load(tmp_path / "result.npz", {"other": jnp.zeros(2)}, saved.y)
 
 
 def told(callback, values, metric="m"):
@@ -65,7 +66,7 @@ def test_stop_when_between_two_limits():
 @pytest.mark.parametrize("callback", [fb.stop_when("m", above=0), fb.stop_without_progress("m", rows=1)])
 def test_a_misspelt_metric_is_refused_once_there_are_rounds(callback):
     """Row 0 lacks the losses of the rounds; any later row must have the metric."""
-    with pytest.raises(fb.ConfigurationError, match=r"unknown metric 'm'.*other"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"unknown metric 'm'.*other"):
         told(callback, [1, 2, 3], metric="other")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 
 EVIL = "<script>alert('&')</script>"
 MANY = {f"{EVIL}{i}": jnp.ones((3, i + 1)) for i in range(200)}
@@ -21,7 +22,7 @@ def history(rows=300):
         {"round": i, "exchanges": 2 * i, "seconds": 0.1 * i, EVIL: 1 / i, "test_accuracy": 1 - 1 / i}
         for i in range(1, rows)
     ]
-    return fb.History(
+    return authoring.History(
         first + later + [{"round": rows, "test_accuracy": 0.5} | {f"column_{i}": 1.0 for i in range(200)}]
     )
 
@@ -35,7 +36,9 @@ def ledger():
         "bytes_up": 10**18,
         "exchanges_by_phase": phases,
     }
-    return fb.Ledger(**round_costs, replies=1, gradients=10**15, hvps=10**15, flops=10**20, epsilon=1.0, delta=1e-5)
+    return authoring.Ledger(
+        **round_costs, replies=1, gradients=10**15, hvps=10**15, flops=10**20, epsilon=1.0, delta=1e-5
+    )
 
 
 def clients():
@@ -52,9 +55,9 @@ LARGE = {
     "RemoteClients": lambda: fb.RemoteClients.of(clients()),
 }
 EMPTY = {
-    "Result": lambda: fb.Result(None, None, 0, 1, fb.History(), fb.Ledger()),
-    "History": fb.History,
-    "Ledger": fb.Ledger,
+    "Result": lambda: fb.Result(None, None, 0, 1, authoring.History(), authoring.Ledger()),
+    "History": authoring.History,
+    "Ledger": authoring.Ledger,
     "Clients": lambda: fb.Clients([np.ones(1)]),
 }
 
@@ -95,9 +98,9 @@ def test_a_notebook_gets_a_table_in_which_names_are_text(name):
 
 def test_what_is_shown_is_true():
     rows = [{"round": 0, "test_accuracy": 0.1}, {"round": 5, "test_accuracy": 0.9}, {"round": 9, "test_accuracy": 0.85}]
-    ledger = fb.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, hvps=0)
+    ledger = authoring.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, hvps=0)
     ledger.ticks = 7_000  # of 0.1 ms
-    result = fb.Result({"w": jnp.ones((2, 3))}, None, 9, 9, fb.History(rows), ledger, stopped="enough")
+    result = fb.Result({"w": jnp.ones((2, 3))}, None, 9, 9, authoring.History(rows), ledger, stopped="enough")
     assert repr(result).splitlines() == [
         "Result: 9 of 9 rounds, stopped: enough",
         "  x         6 numbers: w (2, 3) float64",
@@ -110,7 +113,7 @@ def test_what_is_shown_is_true():
     assert "10.00 % → 85.00 %, best 90.00 % at round 5" in summary
     assert "1.500 MB down, 0.500 MB up" in summary
     assert re.search(r"^ *virtual time +0\.7 seconds$", summary, re.MULTILINE)
-    assert re.search(r"^ *time +0\.7 seconds$", repr(fb.Ledger(ticks=7_000, virtual=False)), re.MULTILINE)
+    assert re.search(r"^ *time +0\.7 seconds$", repr(authoring.Ledger(ticks=7_000, virtual=False)), re.MULTILINE)
     population = fb.Clients([np.ones((2, 4)), np.ones((3, 4))], weights="size", local_steps=(1, 5))
     assert repr(population).splitlines() == [
         "2 clients",
@@ -127,15 +130,15 @@ def test_pandas_gets_the_rows(monkeypatch):
     given = {}
     frame = SimpleNamespace(DataFrame=lambda rows, columns: given.update(rows=rows, columns=columns) or "frame")
     monkeypatch.setitem(sys.modules, "pandas", frame)
-    made = fb.History([{"round": 0}, {"round": 1, "loss": 2.0}])
+    made = authoring.History([{"round": 0}, {"round": 1, "loss": 2.0}])
     assert made.to_pandas() == "frame"
     assert given == {"rows": made.rows, "columns": ["round", "loss"]}
 
 
 def test_without_pandas_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(fb.ConfigurationError, match="pip install pandas"):
-        fb.History().to_pandas()
+    with pytest.raises(fb.errors.ConfigurationError, match="pip install pandas"):
+        authoring.History().to_pandas()
 
 
 def told(name, *values):
@@ -154,7 +157,7 @@ def told(name, *values):
                 f"{name}.worst": value + 0.5,
             }
         )
-    return fb.History(rows)
+    return authoring.History(rows)
 
 
 @pytest.fixture
@@ -169,7 +172,7 @@ def pyplot():
 
 def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyplot):
     history = told("fit_error", 1.0, 0.5, 0.6)
-    result = fb.Result(None, None, 2, 2, history, fb.Ledger())
+    result = fb.Result(None, None, 2, 2, history, authoring.Ledger())
     axes = result.plot()
     (line, worst), (band,) = axes.lines, axes.collections
     np.testing.assert_allclose(worst.get_ydata(), history["fit_error.worst"])
@@ -206,7 +209,7 @@ def test_a_plot_has_the_panel_the_size_and_the_axes_that_are_asked_for(pyplot):
     ],
 )
 def test_a_plot_that_cannot_be_is_refused(arguments, words, pyplot):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         told("fit_accuracy", 0.1, 0.8).plot(**arguments)
-    with pytest.raises(fb.ConfigurationError, match="measured nothing yet"):
-        fb.History().plot()
+    with pytest.raises(fb.errors.ConfigurationError, match="measured nothing yet"):
+        authoring.History().plot()

@@ -112,18 +112,18 @@ def test_start_values_are_untouched(task):
     ],
 )
 def test_wrong_arguments_are_named(task, options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         run(task, **options)
 
 
 def test_a_loss_that_is_no_scalar(task):
     problem = fb.Bilevel(outer=task.problem.outer, inner=lambda x, y, batch: batch["c"] @ y)
-    with pytest.raises(fb.ConfigurationError, match="the inner loss must return one real number"):
+    with pytest.raises(fb.errors.ConfigurationError, match="the inner loss must return one real number"):
         fb.solve(ALGORITHM, problem, task.clients, task.x0, task.y0, rounds=1)
 
 
 def test_a_start_that_is_not_finite(task):
-    with pytest.raises(fb.ConfigurationError, match=r"y0 .* finite"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"y0 .* finite"):
         fb.solve(ALGORITHM, task.problem, task.clients, task.x0, task.y0.at[2].set(np.nan), rounds=1)
 
 
@@ -131,7 +131,7 @@ def test_a_start_that_is_not_finite(task):
 def test_divergence_names_round_and_quantity(task, engine):
     """The clients' sums of five gradients are finite, above 1.1 in some entry; the server's step of 1.7e308 is not."""
     algorithm = fb.SimFBO(local_steps=5, batch_size=None, client_lr=1e-9, server_lr=fb.XYV(1e-3, 1.7e308, 1e-3))
-    with pytest.raises(fb.NonFiniteError, match=SERVER_DIVERGED):
+    with pytest.raises(fb.errors.NonFiniteError, match=SERVER_DIVERGED):
         run(task, algorithm, rounds=50, engine=engine)
 
 
@@ -144,7 +144,7 @@ def test_a_bad_client_is_named_with_its_phase(task, engine):
 
     rows = [{**task.clients.inner.row(i), "s": np.full(task.clients.inner.size[i], 1e9 * (i == 2))} for i in range(6)]
     clients = fb.Clients(outer=task.clients.outer, inner=rows)
-    with pytest.raises(fb.NonFiniteError, match=r"round 1, phase local_updates, client 2: .* is not finite"):
+    with pytest.raises(fb.errors.NonFiniteError, match=r"round 1, phase local_updates, client 2: .* is not finite"):
         fb.solve(
             fb.SimFBO(local_steps=1), fb.Bilevel(task.problem.outer, inner), clients, task.x0, task.y0,
             rounds=9, engine=engine,
@@ -154,18 +154,20 @@ def test_a_bad_client_is_named_with_its_phase(task, engine):
 def test_a_loss_that_is_not_finite_is_not_masked(task):
     """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
     outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
-    with pytest.raises(fb.NonFiniteError, match=r"round \d, phase local_updates, client \d: outer_loss is not finite"):
+    with pytest.raises(
+        fb.errors.NonFiniteError, match=r"round \d, phase local_updates, client \d: outer_loss is not finite"
+    ):
         fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
 
 
 def test_a_metric_that_is_not_finite_is_not_masked(task):
-    with pytest.raises(fb.NonFiniteError, match="round 0, evaluation: odd is nan"):
+    with pytest.raises(fb.errors.NonFiniteError, match="round 0, evaluation: odd is nan"):
         run(task, metrics={"odd": lambda x, y: jnp.log(-1.0 + 0 * jnp.sum(x))})
 
 
 def test_the_last_good_checkpoint_stays(task, tmp_path):
     path = tmp_path / "run.npz"
-    with pytest.raises(fb.NonFiniteError):
+    with pytest.raises(fb.errors.NonFiniteError):
         run(task, DIVERGING, rounds=50, checkpoint=path, checkpoint_every=1)
     again = run(task, DIVERGING, rounds=1, checkpoint=path, resume=True)
     assert again.round == 1
@@ -180,17 +182,17 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
     path.write_bytes(path.read_bytes()[:1000])
     kept = before.read_bytes()
     said = r"run\.npz is not a readable checkpoint: .*run\.previous\.npz, round 4"
-    with pytest.warns(fb.CheckpointWarning, match=said):
+    with pytest.warns(fb.errors.CheckpointWarning, match=said):
         again = run(task, rounds=6, eval_every=2, checkpoint=path, resume=True)
     assert same_bits(whole.state, again.state)
     assert again.history["round"].tolist() == [0, 2, 4, 6]
     assert before.read_bytes() == kept  # what was damaged did not become the one before
     assert run(task, rounds=6, eval_every=2, checkpoint=path, resume=True).round == 6
     path.unlink()
-    with pytest.raises(fb.ConfigurationError, match="unless resume=True"):
+    with pytest.raises(fb.errors.ConfigurationError, match="unless resume=True"):
         run(task, rounds=6, checkpoint=path)
     before.write_bytes(b"")
-    with pytest.raises(fb.CheckpointError, match=r"there is no file .*; .*previous.npz is not a readable"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"there is no file .*; .*previous.npz is not a readable"):
         run(task, rounds=6, checkpoint=path, resume=True)
 
 
@@ -215,7 +217,7 @@ def test_a_checkpoint_is_not_overwritten_unasked(task, tmp_path):
     path = tmp_path / "run.npz"
     run(task, checkpoint=path)
     before = path.read_bytes()
-    with pytest.raises(fb.ConfigurationError, match="unless resume=True"):
+    with pytest.raises(fb.errors.ConfigurationError, match="unless resume=True"):
         run(task, checkpoint=path, key=9)
     assert path.read_bytes() == before
 
@@ -224,9 +226,9 @@ def test_other_hyperparameters_do_not_resume(task, tmp_path):
     path = tmp_path / "run.npz"
     run(task, checkpoint=path)
     other = fb.SimFBO(local_steps=2, batch_size=4, client_lr=0.5)
-    with pytest.raises(fb.CheckpointError, match=r"its client_lr\.x is 0.01, not 0.5"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"its client_lr\.x is 0.01, not 0.5"):
         run(task, other, rounds=9, checkpoint=path, resume=True)
-    with pytest.raises(fb.ConfigurationError, match="at least 7, which the checkpoint has done"):
+    with pytest.raises(fb.errors.ConfigurationError, match="at least 7, which the checkpoint has done"):
         run(task, rounds=3, checkpoint=path, resume=True)
 
 
@@ -246,16 +248,16 @@ def test_streaming_under_a_scoped_float64_setting(task):
 
 def test_a_metric_must_not_hide_a_column(task):
     for name in ("round", "outer_loss"):
-        with pytest.raises(fb.ConfigurationError, match=f"metrics = '{name}' is not allowed"):
+        with pytest.raises(fb.errors.ConfigurationError, match=f"metrics = '{name}' is not allowed"):
             run(task, metrics={name: lambda x, y: jnp.sum(x)})
 
 
 def test_a_checkpoint_of_another_run_is_refused(task, tmp_path):
     path = tmp_path / "run.npz"
     run(task, checkpoint=path)
-    with pytest.raises(fb.CheckpointError, match="belongs to another run: its key"):
+    with pytest.raises(fb.errors.CheckpointError, match="belongs to another run: its key"):
         run(task, checkpoint=path, resume=True, key=9)
-    with pytest.raises(fb.CheckpointError, match="belongs to another run: its cohort"):
+    with pytest.raises(fb.errors.CheckpointError, match="belongs to another run: its cohort"):
         run(task, checkpoint=path, resume=True, cohort=2)
 
 

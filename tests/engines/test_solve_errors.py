@@ -70,7 +70,7 @@ def run(**changed):
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_refused_with_what_was_given(case):
     changed, words = WRONG[case]
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         run(**changed)
 
 
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_with_what_was_given(case):
     ],
 )
 def test_losses_with_other_arguments_are_refused_when_the_problem_is_made(make, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         make()
 
 
@@ -103,7 +103,7 @@ def test_losses_may_take_their_arguments_in_any_way():
 
 
 def test_the_users_own_error_is_the_cause():
-    with pytest.raises(fb.ConfigurationError) as raised:
+    with pytest.raises(fb.errors.ConfigurationError) as raised:
         run(x0=jnp.zeros(2))
     assert isinstance(raised.value.__cause__, TypeError)
 
@@ -111,7 +111,7 @@ def test_the_users_own_error_is_the_cause():
 def test_a_missing_and_a_damaged_checkpoint_are_named(tmp_path):
     missing, damaged = tmp_path / "none.npz", tmp_path / "bad.npz"
     damaged.write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(fb.CheckpointError, match=f"^there is no file {missing} to resume from"):
+    with pytest.raises(fb.errors.CheckpointError, match=f"^there is no file {missing} to resume from"):
         run(checkpoint=missing, resume=True)
-    with pytest.raises(fb.CheckpointError, match=f"^{damaged} is not a readable checkpoint: "):
+    with pytest.raises(fb.errors.CheckpointError, match=f"^{damaged} is not a readable checkpoint: "):
         run(checkpoint=damaged, resume=True)

@@ -161,11 +161,11 @@ def test_one_variable_alone_can_be_cut():
     ).ledger.bytes_up
     kept = [{1: 5, 0.5: 3, 0.25: 1}[c] for c in CAPACITY]
     assert bytes_up == 8 * sum(INPUTS * k + k * HIDDEN + HIDDEN + 2 * HIDDEN * OUTPUTS for k in kept)
-    with pytest.raises(fb.ConfigurationError, match="no group of units to cut, as pruned = 'y' leaves it"):
+    with pytest.raises(fb.errors.ConfigurationError, match="no group of units to cut, as pruned = 'y' leaves it"):
         solved(fb.Submodels(fb.SimFBO(**fields), policy="static", pruned="y"), problem=DEEP, rounds=1)
 
 
-@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 def test_nothing_is_dealt_to_those_who_are_never_there():
     """Seven clients of ½, two of them away: 2 segments among 5 clients, the second to exactly min_coverage = 2 of them.
     A count of everyone would deal some of it to those who are away."""
@@ -190,7 +190,7 @@ def test_a_run_goes_on_with_the_capacities_that_it_began_with(tmp_path):
         return fb.solve(*given, rounds=rounds, checkpoint=tmp_path / "run", resume=resume)
 
     go_on(CAPACITY, 1, resume=False)
-    with pytest.raises(fb.CheckpointError, match="different now: clients' capacities"):
+    with pytest.raises(fb.errors.CheckpointError, match="different now: clients' capacities"):
         go_on(None, 2, resume=True)
 
 
@@ -250,7 +250,9 @@ def test_with_all_capacities_1_it_is_the_method_itself():
 
 
 def test_a_method_without_submodels_says_that_it_trains_whole_models():
-    with pytest.warns(fb.CapacityWarning, match="FedNest trains whole models, on 6 clients of a capacity below 1"):
+    with pytest.warns(
+        fb.errors.CapacityWarning, match="FedNest trains whole models, on 6 clients of a capacity below 1"
+    ):
         solved(fb.FedNest(batch_size=3), rounds=1)
 
 
@@ -275,13 +277,13 @@ def test_a_method_without_submodels_says_that_it_trains_whole_models():
     ],
 )
 def test_what_cannot_be_cut_is_refused(clients, algorithm, problem, said):
-    with pytest.raises(fb.ConfigurationError, match=said):
+    with pytest.raises(fb.errors.ConfigurationError, match=said):
         solved(algorithm, clients=clients, problem=problem, rounds=1)
 
 
 @pytest.mark.parametrize("capacity", [[1.0, 0.5], np.zeros(CLIENTS), np.full(CLIENTS, 1.5), "half", [np.nan] * CLIENTS])
 def test_capacities_are_shares_of_one_each(capacity):
-    with pytest.raises(fb.ConfigurationError, match=r"Clients\.capacity"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Clients\.capacity"):
         population(capacity)
 
 
@@ -338,5 +340,5 @@ class TestPolicies:
         ],
     )
     def test_misspelt_or_meaningless_fields_are_refused(self, fields, said):
-        with pytest.raises(fb.ConfigurationError, match=said):
+        with pytest.raises(fb.errors.ConfigurationError, match=said):
             UnitPolicy(**fields)

@@ -107,13 +107,13 @@ def test_who_is_never_there_is_told_and_left_out():
     found = []
     simfbo = fb.SimFBO(local_steps=1, batch_size=None)
     for algorithm in (simfbo, fb.Asynchronous(simfbo, wait_for=4)):
-        with pytest.warns(fb.AbsenceWarning, match=r"2 of 6 clients are never available.*: 2, 4$"):
+        with pytest.warns(fb.errors.AbsenceWarning, match=r"2 of 6 clients are never available.*: 2, 4$"):
             found.append(fb.solve(algorithm, TASK.problem, TASK.clients,
                                   TASK.x0, TASK.y0, rounds=3, engine=fb.Local(clock=clock)))  # fmt: skip
     assert found[0].ledger.replies == found[1].ledger.replies == 3 * 4
     np.testing.assert_allclose(found[0].y, found[1].y, rtol=1e-12, atol=1e-12)
     assert np.linalg.norm(found[0].y) > 1e-3
-    with pytest.raises(fb.ConfigurationError, match="a cohort of 2 may have nobody else"):
+    with pytest.raises(fb.errors.ConfigurationError, match="a cohort of 2 may have nobody else"):
         fb.solve(fb.SimFBO(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=3, cohort=2,
                  engine=fb.Local(clock=clock))  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_an_asynchronous_run_resumes_to_the_bit(busy, tmp_path):
     skip = {"seconds"}
     for a, b in zip(whole.history.rows, parts.history.rows, strict=True):
         assert {k: v for k, v in a.items() if k not in skip} == {k: v for k, v in b.items() if k not in skip}
-    with pytest.raises(fb.CheckpointError, match="clock"):
+    with pytest.raises(fb.errors.CheckpointError, match="clock"):
         fb.solve(Early(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=8, eval_every=2,
                  checkpoint=tmp_path / "parts.npz", resume=True)  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_the_same_events_in_float32_and_float64(busy):
 
 def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
     bad = fb.Bilevel(TASK.problem.outer, lambda x, y, batch: TASK.problem.inner(x, y, batch) + jnp.sqrt(0.5 - y[0]))
-    with pytest.raises(fb.NonFiniteError, match=r"round \d+, .*phase inner: the answer of client \d"):
+    with pytest.raises(fb.errors.NonFiniteError, match=r"round \d+, .*phase inner: the answer of client \d"):
         fb.solve(Early(), bad, TASK.clients, TASK.x0, TASK.y0 + 1.0, rounds=5, engine=fb.Local(clock=busy))
 
 
@@ -176,7 +176,7 @@ def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
     ],
 )
 def test_wrong_fields_are_refused(fields, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         fb.Clock(**fields)
 
 
@@ -195,10 +195,10 @@ def test_wrong_fields_are_refused(fields, words):
         (Early(), {"clock": fb.Clock(network=[1.0, 2.0])}, r"Clock.network = '2 numbers' .* 6"),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore::fedbilevel.AbsenceWarning")
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 def test_what_could_never_end_is_refused(algorithm, options, words):
     cohort, engine = options.pop("cohort", None), fb.Local(**options)
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         fb.solve(algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=1, cohort=cohort, engine=engine)
 
 

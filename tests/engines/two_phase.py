@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 
 
@@ -15,7 +15,7 @@ class State(NamedTuple):
     y: jax.Array
 
 
-class TwoPhase(fb.Algorithm):
+class TwoPhase(authoring.Algorithm):
     """Inner steps with a control variate that each client keeps, then one outer step on its mean."""
 
     inner: int = static(default=3)
@@ -27,16 +27,16 @@ class TwoPhase(fb.Algorithm):
     def init_client(self, x, y):
         return {"control": jnp.zeros_like(y), "calls": jnp.zeros((), jnp.int32)}
 
-    @fb.phase
+    @authoring.phase
     def inner_gradient(self, client, message, key):
         gradient = jax.grad(client.problem.inner, 1)(*message, client.inner_batch(key, 4))
         control = 0.9 * client.state["control"] + 0.1 * gradient
         state = {"control": control, "calls": client.state["calls"] + 1}
-        return fb.Reply(gradient, state=state, metrics={"size": optax.tree.norm(gradient)}, gradients=1)
+        return authoring.Reply(gradient, state=state, metrics={"size": optax.tree.norm(gradient)}, gradients=1)
 
-    @fb.phase
+    @authoring.phase
     def correction(self, client, message, key):
-        return fb.Reply(client.state["control"] * client.state["calls"])
+        return authoring.Reply(client.state["control"] * client.state["calls"])
 
     def round(self, fed, state, key):
         loop, last = jax.random.split(key)

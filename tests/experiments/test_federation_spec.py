@@ -76,7 +76,7 @@ def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
     def later(message):
         return float("inf") if message.content["fields"]["round"] == 2 else 0.0
 
-    with pytest.raises(fb.ExchangeError, match="round 2"):
+    with pytest.raises(fb.errors.ExchangeError, match="round 2"):
         federation.serve(spec, lost, config)
     name = json.loads((tmp_path / "a" / "federation.json").read_text())["name"]
     federation.serve(spec, grid, config)
@@ -91,7 +91,7 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
     config = {"out": str(out), "quorum": 1.0, "attempts": 1, "join": 0.1, "deadline": 0.1}
     app = federation.client_app(spec)
     for _ in range(2):
-        with pytest.raises(fb.ExchangeError, match="2 clients are here where 3 of 3 are needed"):
+        with pytest.raises(fb.errors.ExchangeError, match="2 clients are here where 3 of 3 are needed"):
             federation.serve(spec, InProcess(app, 2), config)
         assert not (out / "exchanges.jsonl").exists()
     federation.serve(spec, InProcess(app, 3), config)
@@ -130,7 +130,7 @@ def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path,
     ],
 )
 def test_a_wrong_node_configuration_is_told_what_is_wrong(spec, node, message):
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         federation.site(spec, {}, node)
 
 
@@ -156,7 +156,7 @@ def test_node_configuration_says_what_a_site_allows(spec, tmp_path):
     ],
 )
 def test_a_wrong_run_configuration_is_told_what_is_wrong(spec, config, message, tmp_path):
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         federation.serve(spec, InProcess(federation.client_app(spec), 3), {**config, "out": str(tmp_path / "a")})
     assert not (tmp_path / "a").exists()
 
@@ -194,13 +194,13 @@ def test_a_file_that_needs_its_neighbours_is_refused(tmp_path):
     spec = configure(task=f"{tmp_path / 'mine.py'}:task")
     sys.modules.pop("neighbour_of_it")
     sys.path.remove(str(tmp_path))
-    with pytest.raises(fb.ConfigurationError, match="an installed package"):
+    with pytest.raises(fb.errors.ConfigurationError, match="an installed package"):
         write_app(spec, tmp_path / "app")
     assert not (tmp_path / "app").exists()
 
 
 def test_a_name_that_is_no_package_is_refused(spec, tmp_path):
-    with pytest.raises(fb.ConfigurationError, match="begins with a letter"):
+    with pytest.raises(fb.errors.ConfigurationError, match="begins with a letter"):
         write_app(spec, tmp_path / "3-apps")
     assert not (tmp_path / "3-apps").exists()
 
@@ -223,8 +223,8 @@ def test_of_bounds_on_norms_0_is_none():
     assert federation.terms({"norm-factor": 0.0}) == Terms(norm_factor=None)
     assert federation.terms({"norm-factor": 50.0, "norm-bound": 0.0}) == Terms(norm_factor=50.0)
     assert federation.terms({"norm-bound": 3.0}) == Terms(norm_bound=3.0)
-    with pytest.raises(fb.ConfigurationError, match=r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"):
         federation.terms({"norm-factor": 0.5})
     assert federation.terms({"message-factor": 2.0}) == Terms(message_factor=2.0)
-    with pytest.raises(fb.ConfigurationError, match=r"Terms\.message_factor = 0\.0 .* a positive number"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Terms\.message_factor = 0\.0 .* a positive number"):
         federation.terms({"message-factor": 0.0})

@@ -199,6 +199,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel import positive, static
 
 Path(__file__).with_name("method_executed").touch()
@@ -209,7 +210,7 @@ class State(NamedTuple):
     y: Any
 
 
-class Damped(fb.Algorithm):
+class Damped(authoring.Algorithm):
     name: ClassVar[str] = "damped"
     presets: ClassVar[dict] = {"quadratic": {"lr": 0.03, "batch_size": None}, "saddle": {"rate": 1}}
 
@@ -219,17 +220,17 @@ class Damped(fb.Algorithm):
     def init(self, x, y):
         return State(x, y)
 
-    @fb.phase
+    @authoring.phase
     def gradient(self, client, message, key):
         batch = client.inner_batch(key, self.batch_size)
-        return fb.Reply(jax.grad(client.problem.inner, argnums=1)(*message, batch), gradients=1)
+        return authoring.Reply(jax.grad(client.problem.inner, argnums=1)(*message, batch), gradients=1)
 
     def round(self, fed, state, key):
         gradient = fed.mean(self.gradient, state, key)
         return State(state.x, jax.tree.map(lambda y, g: y - self.lr * g, state.y, gradient))
 
 
-class Half(fb.Algorithm):
+class Half(authoring.Algorithm):
     def init(self, x, y):
         return None
 
@@ -278,10 +279,16 @@ def test_a_comparison_has_a_row_for_an_algorithm_of_ones_own(run, here, method) 
     ("algorithm", "words"),
     [
         ("sub/method.py:Dampd", "unknown algorithm in sub/method.py 'Dampd'; did you mean 'Damped'?"),
-        ("sub/mine.py:Damped", "there is no 'Damped' in sub/mine.py, nor any subclass of fedbilevel.Algorithm"),
-        ("sub/method.py", "algorithm 'sub/method.py' needs the name of a subclass of fedbilevel.Algorithm"),
-        ("sub/method.py:number", "method.py:number is of type int; it must be a subclass of fedbilevel.Algorithm"),
-        ("sub/method.py:State", "method.py:State is not a subclass of fedbilevel.Algorithm"),
+        (
+            "sub/mine.py:Damped",
+            "there is no 'Damped' in sub/mine.py, nor any subclass of fedbilevel.authoring.Algorithm",
+        ),
+        ("sub/method.py", "algorithm 'sub/method.py' needs the name of a subclass of fedbilevel.authoring.Algorithm"),
+        (
+            "sub/method.py:number",
+            "method.py:number is of type int; it must be a subclass of fedbilevel.authoring.Algorithm",
+        ),
+        ("sub/method.py:State", "method.py:State is not a subclass of fedbilevel.authoring.Algorithm"),
         ("sub/method.py:Half", "method.py:Half does not define round, which every algorithm has to"),
         ("sub/nine.py:Damped", "there is no file "),
         ("simfob", "did you mean 'simfbo'"),

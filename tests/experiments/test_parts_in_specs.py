@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.config import at, config, counts, positive, static, steps
 from fedbilevel.core.errors import ConfigurationError
@@ -62,7 +63,7 @@ class Descent:
     lr: Any = positive(default=0.5)
 
 
-class _Nested(fb.Algorithm):
+class _Nested(authoring.Algorithm):
     """A method of parts."""
 
     inner: Descent = Descent()

@@ -17,7 +17,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.engines import reference
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.result import load_result
+from fedbilevel.engines.result import Result
 from fedbilevel.experiments import federation, read_spec
 from fedbilevel.experiments.objects import build
 from fedbilevel.experiments.spec import resolve
@@ -255,14 +255,14 @@ class Submitted(threading.Thread):
         """The result in the run's folder."""
         with mock.patch.dict(ALGORITHMS, KEPT):
             task = build(read_spec(self.out / "spec.toml")).task
-        return load_result(self.out / "result.npz", task.x0, task.y0)
+        return Result.load(self.out / "result.npz", task.x0, task.y0)
 
     def difference(self, **told):
         """How far x and y are from those of the run in which just those took part who did: see `replayed`."""
         with mock.patch.dict(ALGORITHMS, KEPT):
             spec = read_spec(self.out / "spec.toml")
             parts = build(spec)
-        found = load_result(self.out / "result.npz", parts.task.x0, parts.task.y0)
+        found = Result.load(self.out / "result.npz", parts.task.x0, parts.task.y0)
         expected = replayed(parts, spec.run.rounds, self.exchanges(), **told).state
         moved = [np.linalg.norm(value) for value in (expected.x, expected.y)]
         assert min(moved) > 1e-4  # agreement on a state that stood still would prove nothing

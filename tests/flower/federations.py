@@ -6,6 +6,7 @@ import numpy as np
 from flwr.app import Message, RecordDict
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.tree import XY
 from fedbilevel.engines import reference
@@ -25,7 +26,7 @@ FREE = Limits(min_batch_size=1, min_local_samples=1)  # small clients, small bat
 SAME = 1e-12  # sums of a dozen terms of size 1 and fewer, some 10 steps of them, eager and compiled
 
 
-class Steps(fb.Algorithm):
+class Steps(authoring.Algorithm):
     """Two exchanges a round: a step on y, then one on x; no client keeps anything."""
 
     batch_size: int | None = static(default=4)
@@ -34,15 +35,15 @@ class Steps(fb.Algorithm):
     def init(self, x, y):
         return XY(x, y)
 
-    @fb.phase
+    @authoring.phase
     def y_gradient(self, client, message, key):
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*message, client.inner_batch(key, self.batch_size))
-        return fb.Reply(gradient, metrics={"inner": loss}, gradients=1)
+        return authoring.Reply(gradient, metrics={"inner": loss}, gradients=1)
 
-    @fb.phase
+    @authoring.phase
     def x_gradient(self, client, message, key):
         batch = client.outer_batch(key, self.batch_size)
-        return fb.Reply({"g": jax.grad(client.problem.outer)(*message, batch)}, gradients=1)
+        return authoring.Reply({"g": jax.grad(client.problem.outer)(*message, batch)}, gradients=1)
 
     def round(self, fed, state, key):
         x, y = state

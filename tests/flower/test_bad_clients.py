@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.tree import XY
@@ -31,7 +32,7 @@ ROUNDS = 6
 BAD = 1  # the client
 
 
-class Following(fb.Algorithm):
+class Following(authoring.Algorithm):
     """y follows the clients' targets; y⁴ overflows long before y does, with clients or, `there`, on the server."""
 
     there: bool = static(default=False)
@@ -43,14 +44,14 @@ class Following(fb.Algorithm):
     def init_client(self, x, y):
         return jnp.zeros(()) if self.keeps else None
 
-    @fb.phase
+    @authoring.phase
     def towards(self, client, y, key):
         """A client that keeps anything counts its answers, and adds 0.01 for each before."""
         target = jnp.mean(client.outer_batch(key, None)["t"], 0)
         calls = client.state if self.keeps else 0.0
         size = 0.0 if self.there else jnp.sum(y**4)
         state = calls + 1 if self.keeps else None
-        return fb.Reply(target - y + 0.01 * calls, state=state, metrics={"size": size + 0.0})
+        return authoring.Reply(target - y + 0.01 * calls, state=state, metrics={"size": size + 0.0})
 
     def round(self, fed, state, key):
         step = fed.mean(self.towards, state.y, key)
@@ -223,7 +224,7 @@ def test_how_much_longer_than_the_point_is_the_operators_to_say():
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan"), None])
 def test_a_factor_of_the_message_is_a_positive_number(factor):
-    with pytest.raises(fb.ConfigurationError, match=r"Terms\.message_factor = .* a positive number"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Terms\.message_factor = .* a positive number"):
         Terms(message_factor=factor)
 
 

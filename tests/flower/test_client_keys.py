@@ -64,14 +64,16 @@ def test_nodes_without_keys_are_nobody(keys):
 
 
 def test_keys_that_cannot_be_used_are_refused_before_the_first_message(keys, tmp_path):
-    with pytest.raises(fb.ConfigurationError, match=r"client 0 of 6 has no public key: .*client-0\.pub: No such file"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"client 0 of 6 has no public key: .*client-0\.pub: No such file"
+    ):
         solve(InProcess(ONLINE, 6), tmp_path)
     for client in range(6):
         (tmp_path / f"client-{client}.pub").write_bytes((keys / f"client-{client}.pub").read_bytes())
     (tmp_path / "client-4.pub").write_bytes((keys / "client-1.pub").read_bytes())
-    with pytest.raises(fb.ConfigurationError, match=r"client-4\.pub: client 4 has the same key as client 1"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"client-4\.pub: client 4 has the same key as client 1"):
         solve(InProcess(ONLINE, 6), tmp_path)
     for damaged in (b"", b"ssh-ed25519 \xff", b"-----BEGIN PUBLIC KEY-----\nx", (keys / "client-4").read_bytes()):
         (tmp_path / "client-4.pub").write_bytes(damaged)
-        with pytest.raises(fb.ConfigurationError, match=r"client-4\.pub holds no public key"):
+        with pytest.raises(fb.errors.ConfigurationError, match=r"client-4\.pub holds no public key"):
             solve(InProcess(ONLINE, 6), tmp_path)

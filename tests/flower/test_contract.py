@@ -12,6 +12,7 @@ import pytest
 from two_phase import TwoPhase
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.config import at, static
 from fedbilevel.core.tree import XY
@@ -128,14 +129,16 @@ def test_a_fresh_cohort_keeps_nothing():
     class Forgetful(TwoPhase):
         extra_cohorts = 1
 
-        @fb.phase
+        @authoring.phase
         def keeping(self, client, message, key):
-            return fb.Reply(message, state=message)
+            return authoring.Reply(message, state=message)
 
         def round(self, fed, state, key):
             return state._replace(y=fed.mean(self.keeping, state.y, key, fresh=0))
 
-    with pytest.raises(fb.ConfigurationError, match="phase keeping keeps state on clients, so a fresh cohort cannot"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match="phase keeping keeps state on clients, so a fresh cohort cannot"
+    ):
         contract(Forgetful())
 
 
@@ -172,7 +175,7 @@ def test_no_values_are_in_it():
     assert json.loads(made.text)["state"] == ["['calls'] int32[]", "['control'] float64[3]"]
 
 
-class Odd(fb.Algorithm):
+class Odd(authoring.Algorithm):
     """Sends whatever it is made for."""
 
     what: str = static(default="")
@@ -183,14 +186,14 @@ class Odd(fb.Algorithm):
     def init_client(self, x, y):
         return jax.random.key(0) if self.what == "key kept" else None
 
-    @fb.phase
+    @authoring.phase
     def phase(self, client, message, key):
         if self.what == "nothing":
             assert message == (None, ())
-            return fb.Reply({"x": jnp.ones(2), "none": None})
+            return authoring.Reply({"x": jnp.ones(2), "none": None})
         if self.what == "number":  # one that JAX calls weak leaves single precision as it is
-            return fb.Reply(message[0] * message[1])
-        return fb.Reply(key if self.what == "key in reply" else jnp.ones(2))
+            return authoring.Reply(message[0] * message[1])
+        return authoring.Reply(key if self.what == "key in reply" else jnp.ones(2))
 
     def round(self, fed, state, key):
         x, y = state
@@ -212,7 +215,7 @@ class Odd(fb.Algorithm):
     ("key kept", "what clients keep: value is a PRNG key"),
 ])  # fmt: skip
 def test_keys_are_refused(what, place):
-    with pytest.raises(fb.ConfigurationError, match=place):
+    with pytest.raises(fb.errors.ConfigurationError, match=place):
         contract(Odd(what=what))
 
 
@@ -240,5 +243,7 @@ def test_weak_numbers_stay_weak():
 
 
 def test_messages_of_changing_shape_are_refused():
-    with pytest.raises(fb.ConfigurationError, match=r"round 0 asks phase phase with value float64\[1\], which tracing"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"round 0 asks phase phase with value float64\[1\], which tracing"
+    ):
         run("changing")

@@ -12,6 +12,7 @@ from federations import memory
 from test_site import request
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorError
 from fedbilevel.flower.client.limits import Limits, RequestCounts
@@ -44,10 +45,10 @@ class Sly(federations.Steps):
 
     few: int = static(default=3)
 
-    @fb.phase
+    @authoring.phase
     def y_gradient(self, client, message, key):
         gradient = jax.grad(client.problem.inner, 1)(*message, client.inner_batch(key, self.few))
-        return fb.Reply(gradient, gradients=1)
+        return authoring.Reply(gradient, gradients=1)
 
 
 def test_the_floor_is_where_samples_are_drawn():

@@ -12,6 +12,7 @@ import pytest
 from flwr.app import Error, Message
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.engines.virtual_time.clock import TICK, ClockState
 from fedbilevel.flower.launch.in_process import InProcess
@@ -33,7 +34,7 @@ class State(NamedTuple):
     kept: dict  # Σ p_i of what the clients keep, when they were last asked
 
 
-class Differences(fb.Algorithm):
+class Differences(authoring.Algorithm):
     """Clients keep their last answer of either kind and send the difference to it: the server has the mean of the last
     ones. y's in a loop, then x's; from round `probe` on everyone then says what it keeps."""
 
@@ -49,19 +50,19 @@ class Differences(fb.Algorithm):
     def init_client(self, x, y):
         return {"x": jnp.zeros_like(x), "y": jnp.zeros_like(y)}
 
-    @fb.phase
+    @authoring.phase
     def y_step(self, client, message, key):
         loss, new = jax.value_and_grad(client.problem.inner, 1)(*message, client.inner_batch(key, 4))
-        return fb.Reply(new - client.state["y"], {**client.state, "y": new}, {"inner": loss}, gradients=1)
+        return authoring.Reply(new - client.state["y"], {**client.state, "y": new}, {"inner": loss}, gradients=1)
 
-    @fb.phase
+    @authoring.phase
     def x_step(self, client, message, key):
         new = jax.grad(client.problem.outer)(*message, client.outer_batch(key, 4))
-        return fb.Reply(new - client.state["x"], {**client.state, "x": new}, gradients=2)
+        return authoring.Reply(new - client.state["x"], {**client.state, "x": new}, gradients=2)
 
-    @fb.phase
+    @authoring.phase
     def what_is_kept(self, client, message, key):
-        return fb.Reply(client.state)
+        return authoring.Reply(client.state)
 
     def round(self, fed, state, key):
         def step(fed, carry, key):

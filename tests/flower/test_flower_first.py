@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.tree import XY
@@ -26,7 +27,7 @@ DELAYS = np.array([1.0, 1.7, 2.9, 4.3, 5.9, 0.6])
 LR, ROUNDS = 0.3, 8
 
 
-class Async(fb.Algorithm):
+class Async(authoring.Algorithm):
     """y follows the clients' targets as they come; where `both`, x does too, and waits for all of them."""
 
     n: int = static(default=2)
@@ -36,13 +37,13 @@ class Async(fb.Algorithm):
     def init(self, x, y):
         return XY(x, y)
 
-    @fb.phase
+    @authoring.phase
     def towards(self, client, message, key):
-        return fb.Reply(jnp.mean(client.outer_batch(key, None)["t"], 0) - message, gradients=1)
+        return authoring.Reply(jnp.mean(client.outer_batch(key, None)["t"], 0) - message, gradients=1)
 
-    @fb.phase
+    @authoring.phase
     def all_towards(self, client, message, key):
-        return fb.Reply(jnp.mean(client.outer_batch(key, None)["t"], 0)[:2] - message)
+        return authoring.Reply(jnp.mean(client.outer_batch(key, None)["t"], 0)[:2] - message)
 
     def round(self, fed, state, key):
         y = state.y + LR * fed.first(self.n, self.towards, state.y, key)
@@ -158,17 +159,22 @@ def test_everyone_at_once_is_a_mean():
 
 def test_what_a_run_cannot_be_asked():
     with pytest.raises(
-        fb.ConfigurationError, match=re.escape("cohort = 4 is not allowed: it must be None: Async needs all clients")
+        fb.errors.ConfigurationError,
+        match=re.escape("cohort = 4 is not allowed: it must be None: Async needs all clients"),
     ):
         run(Async(), cohort=4)
-    with pytest.raises(fb.ConfigurationError, match=re.escape("fed.first: max_staleness = 0")):
+    with pytest.raises(fb.errors.ConfigurationError, match=re.escape("fed.first: max_staleness = 0")):
         run(Overdue(max_staleness=0))
-    with pytest.raises(fb.ConfigurationError, match=r"phase towards is asked by fed\.first: Silent has to say async"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"phase towards is asked by fed\.first: Silent has to say async"
+    ):
         run(Silent())
 
 
 def test_more_than_there_are():
-    with pytest.raises(fb.ConfigurationError, match=re.escape("fed.first: n = 7 is not allowed: it must be 1 to 6")):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=re.escape("fed.first: n = 7 is not allowed: it must be 1 to 6")
+    ):
         run(Async(n=7))
 
 

@@ -57,7 +57,7 @@ def test_where_everyone_tells_the_numbers_are_those_of_a_simulation(everyone):
 
 
 def test_a_site_does_not_tell_unless_it_is_let(everyone):
-    with pytest.warns(fb.AbsenceWarning, match="those of 0 of 6 .*this client does not tell"):
+    with pytest.warns(fb.errors.AbsenceWarning, match="those of 0 of 6 .*this client does not tell"):
         result = solve([])
     assert [row["fit.clients"] for row in result.history.rows] == [0, 0]
     assert not any(name.startswith("fit.") for name in set(result.history.columns) - {"fit.clients"})
@@ -67,7 +67,7 @@ def test_a_site_does_not_tell_unless_it_is_let(everyone):
 
 def test_the_columns_are_of_those_who_tell(everyone):
     some = [1, 5]
-    with pytest.warns(fb.AbsenceWarning, match="those of 2 of 6 clients"):
+    with pytest.warns(fb.errors.AbsenceWarning, match="those of 2 of 6 clients"):
         row = solve(some, ONE, metrics_per_client=ONE).history.rows[0]
     x, y, clients = own.TASK.x0, own.TASK.y0, own.TASK.clients
     values = np.array([float(METRICS["fit"](x, y, clients.outer.row(k))) for k in some])
@@ -84,7 +84,7 @@ def test_the_columns_are_of_those_who_tell(everyone):
     ],
 )
 def test_what_is_no_answer_to_the_question_does_not_count(metrics, why):
-    with pytest.warns(fb.AbsenceWarning, match=rf"those of 0 of 6 clients \(.*({why})"):
+    with pytest.warns(fb.errors.AbsenceWarning, match=rf"those of 0 of 6 clients \(.*({why})"):
         assert solve([0], metrics, metrics_per_client=ONE).history.rows[0]["fit.clients"] == 0
 
 
@@ -110,7 +110,7 @@ def test_a_site_counts_such_questions_and_checks_what_it_is_sent(tmp_path):
 
 def test_with_privacy_nothing_is_told(tmp_path):
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    with pytest.raises(fb.ConfigurationError, match=r"Site\.tells_metrics = True .* without noise"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Site\.tells_metrics = True .* without noise"):
         own.site(ALGORITHM, 0, privacy=privacy, folder=tmp_path, metrics_per_client=METRICS, tells_metrics=True)
 
 
@@ -122,5 +122,5 @@ def test_with_privacy_nothing_is_told(tmp_path):
     ],
 )
 def test_a_run_whose_x_and_y_the_server_cannot_send_whole_is_refused_by_name(algorithm, submodel_plan, why):
-    with pytest.raises(fb.ConfigurationError, match=f"metrics_per_client = .*{why}"):
+    with pytest.raises(fb.errors.ConfigurationError, match=f"metrics_per_client = .*{why}"):
         ClientMetrics(SimpleNamespace(algorithm=algorithm, submodel_plan=submodel_plan), METRICS)

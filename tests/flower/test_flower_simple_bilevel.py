@@ -59,14 +59,14 @@ def test_agrees_with_local_where_clients_do_not_know_h(algorithm, cohort, more_u
 def test_fresh_subgradients_need_clients_who_know_h():
     """They would take H for 0. Clients who know it are not sent 𝓗."""
     algorithm = fb.FISM(refresh=True)
-    with pytest.raises(fb.ConfigurationError, match=r"SimpleBilevel\.outer = None .*on clients too"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.outer = None .*on clients too"):
         ClientRuntime(federations.site(algorithm, 0, TASK, UNKNOWN))
     result = over_flower(algorithm, KNOWN, cohort=1)
     assert result.ledger.bytes_down == ROUNDS * (DIM + 2) * NUMBER
 
 
 def test_the_server_has_to_know_h():
-    with pytest.raises(fb.ConfigurationError, match=r"SimpleBilevel\.outer = None .*where the server is"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.outer = None .*where the server is"):
         over_flower(fb.FISM(), UNKNOWN, known=UNKNOWN)
 
 
@@ -85,7 +85,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_the_server_looks_before_it_asks(case):
     algorithm, known, message = REFUSED[case]
-    with pytest.raises(fb.ConfigurationError, match=message):
+    with pytest.raises(fb.errors.ConfigurationError, match=message):
         over_flower(algorithm, UNKNOWN, known=known)
 
 

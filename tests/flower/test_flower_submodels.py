@@ -138,7 +138,7 @@ def test_a_client_of_another_capacity_is_not_admitted():
     for capacity, said in {0.25: "units.hidden is 2 there and 4 here", None: "units is missing there"}.items():
         wrong = app(IMPORTANCE, (1.0, capacity, 0.25, 0.5, 0.25))
         engine = over(wrong, quorum=1.0, join=1.0, deadline=1.0)
-        with pytest.raises(fb.ExchangeError, match=f"4 clients are here .*{said}"):
+        with pytest.raises(fb.errors.ExchangeError, match=f"4 clients are here .*{said}"):
             solved(IMPORTANCE, fb.RemoteClients.of(population()), engine=engine)
 
 
@@ -174,9 +174,9 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, said):
-    with pytest.raises(fb.ConfigurationError, match=said):
+    with pytest.raises(fb.errors.ConfigurationError, match=said):
         ClientRuntime(site(algorithm, 1, 0.5, problem=problem))
-    with pytest.raises(fb.ConfigurationError, match=said):
+    with pytest.raises(fb.errors.ConfigurationError, match=said):
         solved(algorithm, fb.RemoteClients.of(population()), engine=over(app(IMPORTANCE)), problem=problem)
 
 
@@ -204,9 +204,9 @@ def test_capacities_of_a_spec_reach_both_sides(tmp_path):
 
 
 def test_capacities_are_shares():
-    with pytest.raises(fb.ConfigurationError, match=r"Site\.capacity = 2"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Site\.capacity = 2"):
         site(IMPORTANCE, 0, 2)
-    with pytest.raises(fb.ConfigurationError, match=r"RemoteClients\.capacity"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"RemoteClients\.capacity"):
         fb.RemoteClients(2, np.ones((1, 3)), capacity=[1.0])
 
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from scipy.special import ndtr
 
-import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
 from fedbilevel.flower.privacy.accounting import BudgetSpentError, PrivacyAccount
 from fedbilevel.flower.privacy.mechanism import Privacy, clipped, flat, gaussian, load_secret
@@ -99,7 +99,11 @@ def test_structure_and_shapes_are_kept():
 
 def test_what_is_public_stays_as_it_is_and_what_is_withheld_says_nothing():
     """‖(3, 4)‖ = 5 is clipped to 1; the 1000 beside it, a whole number among it, has no part in that."""
-    update = {"h": np.array([3.0, 4.0]), "n": fb.Public((np.array(1000.0), np.arange(2))), "q": fb.Withheld(np.ones(2))}
+    update = {
+        "h": np.array([3.0, 4.0]),
+        "n": authoring.Public((np.array(1000.0), np.arange(2))),
+        "q": authoring.Withheld(np.ones(2)),
+    }
     sent = protected(update, Privacy(1.0, FEW, 1e-5))
     np.testing.assert_allclose(sent["h"], [0.6, 0.8], atol=10 * FEW)
     assert (float(sent["n"].public[0]), sent["n"].public[1].tolist()) == (1000.0, [0, 1])

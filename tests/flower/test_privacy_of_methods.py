@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.flower.client.app import client_app
@@ -72,7 +73,7 @@ LARGEST = 9.42  # of a standard normal number, as `gaussian` makes them
 
 def test_every_method_is_here():
     named = {type(inside(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
-    assert named == set(fb.ALGORITHMS.values())
+    assert named == set(authoring.ALGORITHMS.values())
 
 
 def inside(algorithm):

@@ -17,6 +17,7 @@ from federations import memory
 from two_phase import TwoPhase
 
 import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.tree import XY
@@ -179,7 +180,7 @@ def test_a_phase_that_takes_too_long():
     assert time_limit.run(lambda: 1) == 1
     with pytest.raises(KeyError):
         time_limit.run(lambda: {}[0])
-    with pytest.raises(fb.ConfigurationError, match=r"Limits\.seconds = 0"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Limits\.seconds = 0"):
         Limits(seconds=0)
 
 
@@ -217,7 +218,7 @@ def wait_until(condition, seconds=5.0):
 def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     """Neither in the client's state nor in its account, also when it ends later."""
     go = threading.Event()
-    monkeypatch.setattr(sites, "run_phase", lambda *_: go.wait(30) and fb.Reply(jnp.ones(3), state={
+    monkeypatch.setattr(sites, "run_phase", lambda *_: go.wait(30) and authoring.Reply(jnp.ones(3), state={
         "calls": jnp.ones((), jnp.int32), "control": jnp.ones(3)}))  # fmt: skip
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     site = federations.site(
@@ -244,15 +245,15 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == kept | {f"client-0-run-{federations.NAME}.npz"}
 
 
-class Dividing(fb.Algorithm):
+class Dividing(authoring.Algorithm):
     """Its phase divides by what it is sent."""
 
     def init(self, x, y):
         return XY(x, y)
 
-    @fb.phase
+    @authoring.phase
     def phase(self, client, message, key):
-        return fb.Reply(client.outer_batch(key, 2)["t"][0] / message)
+        return authoring.Reply(client.outer_batch(key, 2)["t"][0] / message)
 
     def round(self, fed, state, key):
         return XY(state.x, state.y + fed.mean(self.phase, jnp.zeros(()), key))
@@ -314,7 +315,7 @@ def test_a_spent_budget_stops_the_run(tmp_path):
 
 
 def test_privacy_needs_a_folder():
-    with pytest.raises(fb.ConfigurationError, match=r"Site\.folder = None"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Site\.folder = None"):
         federations.site(STEPS, 0, privacy=Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5))
 
 
@@ -323,14 +324,14 @@ def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
     make = lambda client: ClientRuntime(federations.site(STEPS, client, privacy=privacy, folder=tmp_path))  # noqa: E731
     runtime, account = make(1), tmp_path / "account.json"
     assert json.loads(account.read_text()) == {}
-    with pytest.raises(fb.ConfigurationError, match=r"Site\.id = 2 is not allowed: it must be 1, whose .* is"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Site\.id = 2 is not allowed: it must be 1, whose .* is"):
         make(2)
     assert runtime.respond(request(runtime), memory()).refused == ""
     kept = account.read_text()
     assert PrivacyAccount.from_json(kept).total == 1
     account.unlink()
     assert runtime.respond(request(runtime), memory()).refused == "ConfigurationError; the client's log says more"
-    with pytest.raises(fb.ConfigurationError, match=r"account\.json is missing"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"account\.json is missing"):
         make(1)
     assert not account.exists()
     account.write_text(kept)

@@ -112,14 +112,14 @@ def test_a_residual_block_adds_its_shortcut(shortcut):
     + [("resnet18", (8, 8, 0, 8), "four positive widths")],
 )
 def test_wrong_widths(name, hidden, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         BACKBONES[name]((8, 8), hidden, 10)
 
 
 def test_a_task_takes_them_by_name():
     task = hyper_representation(network="resnet18", hidden=(2, 2, 2, 2), clients=2)
     assert len(task.x0["blocks"]) == 8
-    with pytest.raises(fb.ConfigurationError, match="conv4"):
+    with pytest.raises(fb.errors.ConfigurationError, match="conv4"):
         hyper_representation(network="conv5")
 
 

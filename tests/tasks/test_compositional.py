@@ -120,5 +120,5 @@ def test_a_method_reaches_the_closed_form(task, lr):
     ],
 )
 def test_wrong_options_are_named(task, options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         TASKS[task](**options)

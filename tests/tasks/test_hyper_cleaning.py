@@ -174,7 +174,7 @@ def test_weights_learn_which_labels_are_wrong():
     ],
 )
 def test_wrong_options_are_named(options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         hyper_cleaning(**options)
 
 

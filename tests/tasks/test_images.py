@@ -124,7 +124,7 @@ def test_accuracies_by_class():
     images = LabelledImages(data, constant, "test")
     np.testing.assert_allclose(images.class_accuracies()((), ()), [2 / 3, 1, 0], rtol=1e-15)
     assert float(images.accuracy()((), ())) == pytest.approx(0.5)
-    with pytest.raises(fb.ConfigurationError, match="class 2 has no test image"):
+    with pytest.raises(fb.errors.ConfigurationError, match="class 2 has no test image"):
         LabelledImages(replace(data, test_labels=labels.clip(0, 1)), constant, "test").class_accuracies()
 
 
@@ -208,7 +208,7 @@ def test_fair_classification_learns():
     ],
 )
 def test_wrong_options_are_named(make, options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         make(**options)
 
 

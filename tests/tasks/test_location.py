@@ -157,5 +157,5 @@ def test_the_subgradient_of_a_distance_is_finite_everywhere(layout):
     ],
 )
 def test_wrong_options_are_named(options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         location(**options)

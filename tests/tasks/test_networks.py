@@ -64,5 +64,5 @@ def test_shapes_and_accuracy(make, shape, hidden, pixels):
     [(networks.mlp, (), "hidden"), (networks.mlp, (3, 0), "hidden"), (networks.cnn, (3, 4), "three positive widths")],
 )
 def test_wrong_widths(make, hidden, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         make((8, 8), hidden, 10)

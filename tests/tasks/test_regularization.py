@@ -117,7 +117,7 @@ def test_more_classes_have_a_logit_each():
     ],
 )
 def test_wrong_options_are_named(options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         regularization(**options)
 
 

@@ -131,5 +131,5 @@ def test_equal_curvature_is_kind_to_alternation_alone():
 
 @pytest.mark.parametrize(("field", "value"), [("ridge", 0.0), ("spread", -1.0), ("dim", 0), ("clients", 0)])
 def test_wrong_options_are_named(field, value):
-    with pytest.raises(fb.ConfigurationError, match=f"{field} = {value}"):
+    with pytest.raises(fb.errors.ConfigurationError, match=f"{field} = {value}"):
         saddle(**{field: value})

@@ -114,5 +114,5 @@ def test_held_out_rows_are_training_rows_and_the_metrics_say_so():
     ],
 )
 def test_wrong_options_are_named(options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         selection(**options)

@@ -104,5 +104,5 @@ def test_seeds_reproduce():
     ],
 )
 def test_wrong_options_are_named(task, options, words):
-    with pytest.raises(fb.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
         TASKS[task](**options)

@@ -46,7 +46,7 @@ several processes, on one or more hosts:
 your own task or algorithm:
   TASK may be module:NAME or path/to/file.py:NAME, NAME being a fedbilevel.tasks.Task or a function that returns one;
   the function's keyword arguments are then the fields of [task]. --algorithm may be so, too, NAME being a subclass of
-  fedbilevel.Algorithm. A spec that names them names code: --spec and --resume run it, and say whose it is before.
+  fedbilevel.authoring.Algorithm. A spec that names them names code: --spec and --resume run it, and first say whose.
   So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes nothing of them.
 
 exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,

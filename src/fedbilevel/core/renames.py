@@ -3,8 +3,44 @@
 from collections.abc import Mapping
 from typing import Any
 
+ERRORS = (
+    "AbsenceWarning",
+    "CapacityWarning",
+    "CheckpointError",
+    "CheckpointWarning",
+    "ConfigurationError",
+    "ExchangeError",
+    "FedbilevelError",
+    "InfluenceWarning",
+    "NonFiniteError",
+    "NumericalError",
+    "NumericalWarning",
+)
+AUTHORING = (
+    "ALGORITHMS",
+    "Algorithm",
+    "Client",
+    "Fed",
+    "Reply",
+    "phase",
+    "static",
+    "positive",
+    "fraction",
+    "steps",
+    "Public",
+    "Withheld",
+    "Plain",
+    "History",
+    "Ledger",
+    "Diagnosis",
+    "HypergradientReport",
+)
+
 PUBLIC = {
-    "algorithm": "a method is a subclass of fedbilevel.Algorithm, without a decorator",
+    "algorithm": "a method is a subclass of fedbilevel.authoring.Algorithm, without a decorator",
+    "load_result": "fedbilevel.Result.load",
+    **{name: f"fedbilevel.errors.{name}" for name in ERRORS},
+    **{name: f"fedbilevel.authoring.{name}" for name in AUTHORING},
 }
 """Names that `fedbilevel` once handed out."""
 

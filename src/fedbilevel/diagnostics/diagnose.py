@@ -82,7 +82,7 @@ class Diagnosis(Shown):
         """Constructor fields of a method, such as `SimFBO(**diagnosis.fields("simfbo"))`.
 
         Args:
-            algorithm: its command-line name, a key of `fedbilevel.ALGORITHMS`.
+            algorithm: its command-line name, a key of `fedbilevel.authoring.ALGORITHMS`.
             batch_size: samples per draw; None: full batches.
             cohort: clients per round; None: all.
 

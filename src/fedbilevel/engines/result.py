@@ -55,8 +55,25 @@ class Result(Shown):
         why = f", stopped: {self.stopped}" if self.stopped else ""
         return f"Result: {self.round:,} of {self.rounds:,} rounds{why}"
 
+    @classmethod
+    def load(cls, path: str | Path, x0: PyTree, y0: PyTree) -> "Result":
+        """Read what `save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
+        tree, meta = checkpoint.load(Path(path), _variables(x0, y0))
+        x, y = join(tree["x"], split(x0)[1]), join(tree["y"], split(y0)[1])
+        with checkpoint.as_checkpoint_error(Path(path)):
+            return cls(
+                x,
+                y,
+                round=int(meta["round"]),
+                rounds=int(meta["rounds"]),
+                history=History.of(meta["history"], meta.get("larger_is_better")),
+                ledger=Ledger.of(meta["ledger"]),
+                compile_seconds=float(meta["compile_seconds"]),
+                stopped=str(meta["stopped"]),
+            )
+
     def save(self, path: str | Path) -> None:
-        """Write x, y, history and ledger to one .npz file, atomically; `load_result` reads it back."""
+        """Write x, y, history and ledger to one .npz file, atomically; `Result.load` reads it back."""
         meta = {
             "history": self.history.rows,
             "larger_is_better": self.history.directions,
@@ -71,23 +88,6 @@ class Result(Shown):
 
 Callback = Callable[[Result, Row | None], str | None]
 """(result so far, the row just measured or None between rows) -> a reason to stop, or None to go on."""
-
-
-def load_result(path: str | Path, x0: PyTree, y0: PyTree) -> Result:
-    """Read what `Result.save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
-    tree, meta = checkpoint.load(Path(path), _variables(x0, y0))
-    x, y = join(tree["x"], split(x0)[1]), join(tree["y"], split(y0)[1])
-    with checkpoint.as_checkpoint_error(Path(path)):
-        return Result(
-            x,
-            y,
-            round=int(meta["round"]),
-            rounds=int(meta["rounds"]),
-            history=History.of(meta["history"], meta.get("larger_is_better")),
-            ledger=Ledger.of(meta["ledger"]),
-            compile_seconds=float(meta["compile_seconds"]),
-            stopped=str(meta["stopped"]),
-        )
 
 
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:

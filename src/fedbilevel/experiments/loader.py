@@ -1,7 +1,7 @@
 """Tasks and algorithms by name: those of the library, and a user's own, as module:NAME or path/to/file.py:NAME.
 
 Of a task, NAME is a `Task` or a function that returns one; the function's keyword arguments are then the task's fields.
-Of an algorithm, NAME is a subclass of `fedbilevel.Algorithm`; its fields are the algorithm's.
+Of an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`; its fields are the algorithm's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    wanted = "subclass of fedbilevel.Algorithm"
+    wanted = "subclass of fedbilevel.authoring.Algorithm"
     found = _found("algorithm", name, ALGORITHMS, f"a {wanted}", wanted)
     if not inspect.isclass(found):
         raise ConfigurationError(f"{name} is of type {type(found).__name__}; it must be a {wanted}")

@@ -1,0 +1,51 @@
+"""What those need who write a method of their own, and the types of what the library returns.
+
+A method is a subclass of `Algorithm`, its fields are made by `static`, `positive`, …, and what its clients run is
+marked with `phase`: see docs/tutorials/your-own-problem.md. Whoever runs published methods needs `fedbilevel` alone.
+"""
+
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.algorithms.parts.hypergradient import Hypergradient
+from fedbilevel.algorithms.parts.local_optimizers import Plain
+from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.answers import Public, Withheld
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import config, counts, fraction, positive, static, steps
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.tree import XY, XYV
+from fedbilevel.diagnostics.check import HypergradientReport
+from fedbilevel.diagnostics.diagnose import Diagnosis
+from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.history import History
+from fedbilevel.oracles.inverse import conjugate_gradient
+from fedbilevel.oracles.products import cross_v, directions, hess_v, hypergradient
+
+__all__ = [
+    "ALGORITHMS",
+    "XY",
+    "XYV",
+    "Algorithm",
+    "Client",
+    "Diagnosis",
+    "Fed",
+    "History",
+    "Hypergradient",
+    "HypergradientReport",
+    "Ledger",
+    "Plain",
+    "Public",
+    "Reply",
+    "Withheld",
+    "config",
+    "conjugate_gradient",
+    "counts",
+    "cross_v",
+    "directions",
+    "fraction",
+    "hess_v",
+    "hypergradient",
+    "phase",
+    "positive",
+    "static",
+    "steps",
+]
