@@ -8,7 +8,7 @@ import pytest
 from matrices import end_with_series, fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
-from fedbilevel.algorithms import hypergradient as estimator
+from fedbilevel.algorithms.parts import hypergradient as estimator
 from fedbilevel.tasks.quadratic import quadratic
 
 WORK = np.array([1, 3, 2])

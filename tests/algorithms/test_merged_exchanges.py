@@ -10,7 +10,7 @@ import pytest
 from matrices import hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
-from fedbilevel.algorithms import hypergradient as estimator
+from fedbilevel.algorithms.parts import hypergradient as estimator
 from fedbilevel.diagnostics.probe import sample
 from fedbilevel.tasks.quadratic import quadratic, solution
 

@@ -116,7 +116,7 @@ def test_load_downloads_once_into_the_cache(server, cifar_archive, tmp_path, mon
     monkeypatch.delenv("FEDBILEVEL_DATA", raising=False)
     server.content = cifar_archive()
     file = sources.File("cifar-10-binary.tar.gz", len(server.content), hashlib.sha256(server.content).hexdigest())
-    here = sources.Source(f"{server.url}good/", (file,), (0.5,) * 3, (0.5,) * 3)
+    here = sources.DataSource(f"{server.url}good/", (file,), (0.5,) * 3, (0.5,) * 3)
     monkeypatch.setitem(sources.SOURCES, "cifar-10", here)
     seen = []
     first = data.load("cifar-10", progress=lambda *args: seen.append(args))

@@ -12,7 +12,7 @@ from two_phase import TwoPhase
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.local.engine import engine as engine_module
+from fedbilevel.engines.local import engine as engine_module
 from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 

@@ -16,6 +16,7 @@ import fedbilevel as fb
 from fedbilevel.core.client import Ragged
 from fedbilevel.core.problem import check_losses
 from fedbilevel.engines import fingerprint
+from fedbilevel.engines.multihost import current_group
 
 RNG = np.random.default_rng(0)
 SAMPLES = [{"a": RNG.normal(size=(n, 2)), "b": RNG.normal(size=n)} for n in (3, 5, 4, 2, 6, 3)]
@@ -60,7 +61,7 @@ def taken(
     x, y = jnp.asarray(x0), jnp.asarray(y0)
     losses = check_losses(problem, x, y, *clients.examples())
     made = fingerprint.take({}, algorithm, problem, clients, x, y, losses)
-    return dataclasses.replace(made, samples=fingerprint.of_samples(clients))
+    return dataclasses.replace(made, samples=fingerprint.of_samples(clients, current_group()))
 
 
 def scheduled(start):
@@ -139,7 +140,7 @@ def test_samples_that_both_losses_read_are_not_other_ones():
     """Inner samples that were the outer ones, and are others now; an equal copy of them is no difference."""
 
     def samples(*sets):
-        return dataclasses.replace(taken(), samples=fingerprint.of_samples(fb.Clients(*sets)))
+        return dataclasses.replace(taken(), samples=fingerprint.of_samples(fb.Clients(*sets), current_group()))
 
     others = [{**own, "b": own["b"] + 1} for own in SAMPLES]
     assert "inner samples" in samples(SAMPLES, others).differences(samples(SAMPLES))
@@ -179,9 +180,9 @@ def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
     monkeypatch.setattr(fingerprint, "WHOLE", 2**10)
     values = np.zeros((10_000, 3), dtype)
     rows = Ragged({"a": values}, np.arange(100) * 100, np.full(100, 100))
-    first = fingerprint.of_samples(fb.Clients(rows))["outer"]
+    first = fingerprint.of_samples(fb.Clients(rows), current_group())["outer"]
     values[1501, 2] = 1  # client 15's: block b begins with client ⌊100 b/64⌋, the tenth with 15 and the next with 17
-    second = fingerprint.of_samples(fb.Clients(rows))["outer"]
+    second = fingerprint.of_samples(fb.Clients(rows), current_group())["outer"]
     assert [number for number in range(64) if first[number] != second[number]] == [10]
     assert fingerprint.clients_of([10], 100) == "clients 15 to 16"
     assert fingerprint.of_tree(jnp.zeros(5000)) != fingerprint.of_tree(jnp.zeros(5000).at[1].set(1))
@@ -193,22 +194,23 @@ def test_of_a_large_mapped_array_evenly_spaced_samples_are_read(monkeypatch, tmp
     monkeypatch.setattr(fingerprint, "WHOLE", 2**16)
     values = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.float32, (100_000, 3))
     rows = Ragged({"a": values}, np.arange(1000) * 100, np.full(1000, 100))
-    first = fingerprint.of_samples(fb.Clients(rows))
+    first = fingerprint.of_samples(fb.Clients(rows), current_group())
     assert first["inner"] == first["outer"]  # both losses read the same samples
     assert len(first["outer"]) == 64
     values[1500] = 1  # client 15's first sample is the first of the second block
-    second = fingerprint.of_samples(fb.Clients(rows))
+    second = fingerprint.of_samples(fb.Clients(rows), current_group())
     assert [old != new for old, new in zip(first["outer"], second["outer"], strict=True)] == [False, True] + 62 * [
         False
     ]
     assert fingerprint.clients_of([1, 2, 63], 1000) == "clients 15 to 45, 984 to 999"
     values[1501] = 1  # nobody looks there: the second of 1,600 samples, of which every 50th or so is read
-    assert fingerprint.of_samples(fb.Clients(rows)) == second
+    assert fingerprint.of_samples(fb.Clients(rows), current_group()) == second
 
 
 PROGRAMS = """
 import jax, jax.numpy as jnp, numpy as np
 from fedbilevel.engines import fingerprint
+from fedbilevel.engines.multihost import current_group
 
 @jax.custom_vjp
 def clipped(x):

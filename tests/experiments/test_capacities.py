@@ -51,9 +51,9 @@ def test_a_run_says_who_held_what_and_a_method_without_submodels_warns_once(run,
     lines = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in shown.splitlines() if "│" in line}
     assert lines["clients per entry"] == "at least 1 (x)"  # two of four units are with the first client alone
     assert float(lines["GFLOP"]) > 0
-    code, _, error = run("run", "--algorithm", "fedbio", *SMALL, *capacities, "--quiet", "--out", tmp_path / "b")
+    code, _, error = run("run", "--algorithm", "fedmbo", *SMALL, *capacities, "--quiet", "--out", tmp_path / "b")
     assert code == 0
-    assert error == "fedbilevel: warning: FedBiO trains whole models, on 2 clients of a capacity below 1 too\n"
+    assert error == "fedbilevel: warning: FedMBO trains whole models, on 2 clients of a capacity below 1 too\n"
 
 
 def test_entries_that_nobody_held_are_counted() -> None:

@@ -36,7 +36,7 @@ class Failing(InProcess):
     def fail(self, call):
         if self.broken.get(call, 0):
             self.broken[call] -= 1
-            raise httpx.HTTPStatusError("503", request=None, response=httpx.ResponseMessage(503))
+            raise httpx.HTTPStatusError("503", request=None, response=httpx.Response(503))
 
     def get_node_ids(self):
         self.fail("nodes")

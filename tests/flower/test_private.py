@@ -261,8 +261,8 @@ def test_a_beat_for_a_task_that_was_given_up_is_a_no(status: int, wanted: bool |
     node = private.SuperNodeConnection("127.0.0.1:1", None)
 
     def refuse(request: Any) -> None:
-        given = httpx.RequestMessage("POST", "http://here")
-        raise httpx.HTTPStatusError("no", request=given, response=httpx.ResponseMessage(status, request=given))
+        given = httpx.Request("POST", "http://here")
+        raise httpx.HTTPStatusError("no", request=given, response=httpx.Response(status, request=given))
 
     node.client.SendTaskHeartbeat = refuse  # type: ignore[method-assign, assignment]
     if wanted is None:
