@@ -200,7 +200,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import fedbilevel as fb
 from fedbilevel import authoring
-from fedbilevel import positive, static
+from fedbilevel.authoring import positive, static
 
 Path(__file__).with_name("method_executed").touch()
 
