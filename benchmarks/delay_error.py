@@ -53,7 +53,7 @@ def measured(seed, steps):
     metrics = {"error": lambda x, y: jnp.sum(gradient(x) ** 2)}
     found = []
     for n in FIRST:
-        algorithm = fb.Asynchronous(fb.AFBO(hypergradient="global", local_steps=1, batch_size=1, **steps), wait_for=n)
+        algorithm = fb.Asynchronous(fb.AFBO(batch_size=1, **steps), wait_for=n)
         engine = fb.Local(clock=fb.Clock(spread=1.0, seed=seed))
         history = fb.solve(
             algorithm, task.problem, task.clients, task.x0, task.y0, rounds=ROUNDS, eval_every=EVERY, metrics=metrics,
@@ -78,8 +78,12 @@ def main():
 def compare(seeds, out):
     """Measure, print, draw."""
     sizes = {
-        "α = 0.003": {"inner_lr": 0.03, "outer_lr": 0.003, "system_lr": 0.03},
-        "α = 0.006": {"inner_lr": 0.06, "outer_lr": 0.006, "system_lr": 0.06},
+        f"α = {lr}": {
+            "inner": fb.parts.MeanGradient(local_steps=1, lr=10 * lr),
+            "hypergradient": fb.parts.SystemSteps(lr=10 * lr),
+            "outer_lr": lr,
+        }
+        for lr in (0.003, 0.006)
     }
     figure, axes = plt.subplots(figsize=(6, 4))
     for name, steps in sizes.items():

@@ -18,19 +18,39 @@ from fedbilevel.tasks import hyper_representation
 from fedbilevel.tasks.task import Task
 
 ROWS = (10, 50, 100)
-EPOCH = {"local_steps": 25, "batch_size": 64}
-PUBLISHED = {**EPOCH, "inner_lr": 0.25, "outer_lr": 0.01, "neumann_step": 0.01, "neumann_terms": 5, "inverse": "random"}
-FASTER = {**PUBLISHED, "outer_lr": 0.03, "neumann_step": 0.02}
+SVRG, SGD = (kind(local_steps=25, lr=0.25) for kind in (fb.parts.SVRG, fb.parts.LocalSGD))
+PUBLISHED = fb.parts.Neumann(terms=5, step=0.01, sampling="random")
+FASTER = replace(PUBLISHED, step=0.02)
+
+
+def fednest(outer_lr: float, solver: fb.parts.Neumann | fb.parts.CG) -> fb.FedNest:
+    return fb.FedNest(inner=SVRG, hypergradient=fb.parts.Implicit(solver=solver), outer_lr=outer_lr, batch_size=64)
+
+
+def lfednest(outer_lr: float) -> fb.LFedNest:
+    own = fb.parts.LocalImplicit(solver=PUBLISHED)
+    return fb.LFedNest(inner=SGD, hypergradient=own, outer_lr=outer_lr, batch_size=64)
+
+
 METHODS = {
-    "head only": fb.LFedNest(**{**PUBLISHED, "outer_lr": 1e-30}),
-    "FedNest, published steps": fb.FedNest(**PUBLISHED),
-    "LFedNest, published steps": fb.LFedNest(**PUBLISHED),
-    "FedNest": fb.FedNest(**FASTER),
-    "FedNest, conjugate gradient": fb.FedNest(**{**FASTER, "outer_lr": 0.05, "inverse": "cg"}, cg_iterations=5),
-    "FedNest-SGD": fb.FedNestSGD(**FASTER),
-    "LFedNest": fb.LFedNest(**{**PUBLISHED, "outer_lr": 0.025}),
-    "FedMBO": fb.FedMBO(**{**FASTER, "inverse": "parallel"}),
-    "AggITD": fb.AggITD(inner_rounds=5, local_steps=5, batch_size=64, inner_lr=0.05, outer_lr=0.05, inverse="random"),
+    "head only": lfednest(1e-30),
+    "FedNest, published steps": fednest(0.01, PUBLISHED),
+    "LFedNest, published steps": lfednest(0.01),
+    "FedNest": fednest(0.03, FASTER),
+    "FedNest, conjugate gradient": fednest(0.05, fb.parts.CG(max_steps=5)),
+    "FedNest-SGD": fb.FedNestSGD(
+        inner=SGD, hypergradient=fb.parts.Implicit(solver=FASTER), outer_lr=0.03, batch_size=64
+    ),
+    "LFedNest": lfednest(0.025),
+    "FedMBO": fb.FedMBO(
+        inner=SGD,
+        hypergradient=fb.parts.Implicit(solver=replace(FASTER, sampling="random_per_client")),
+        outer_lr=0.03,
+        batch_size=64,
+    ),
+    "AggITD": fb.AggITD(
+        inner=fb.parts.LocalSGD(rounds=5, local_steps=5, lr=0.05), sampling="random", outer_lr=0.05, batch_size=64
+    ),
     "FedBiO": fb.FedBiO(local_steps=5, batch_size=64, client_lr=0.02),
     "FedBiOAcc": fb.FedBiOAcc(local_steps=5, batch_size=64, client_lr=0.02),
     "SimFBO": fb.SimFBO(local_steps=5, batch_size=64, client_lr=0.05, server_lr=0.1, radius=10),

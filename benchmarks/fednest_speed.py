@@ -35,16 +35,16 @@ def algorithm(method: str):
     """One of the two, in the published setting."""
     import fedbilevel as fb
 
+    solver = fb.parts.Neumann(terms=TERMS, step=NEUMANN_STEP, sampling="random")
+    inner, hypergradient = {
+        "FedNest": (fb.parts.SVRG, fb.parts.Implicit(solver=solver, fresh_cohorts=False)),
+        "LFedNest": (fb.parts.LocalSGD, fb.parts.LocalImplicit(solver=solver)),
+    }[method]
     return getattr(fb, method)(
-        local_steps=TAU,
-        outer_steps=1,
-        inner_rounds=1,
-        inner_lr=INNER_LR,
+        inner=inner(rounds=1, local_steps=TAU, lr=INNER_LR),
+        hypergradient=hypergradient,
         outer_lr=OUTER_LR,
-        neumann_terms=TERMS,
-        neumann_step=NEUMANN_STEP,
-        inverse="random",
-        fresh_cohorts=False,
+        outer_steps=1,
         batch_size=BATCH,
     )
 

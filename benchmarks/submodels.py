@@ -19,7 +19,8 @@ import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,21 +35,51 @@ from fedbilevel.tasks import Task, few_shot, hyper_representation
 
 SPREAD = (1.0, 0.5, 0.25, 0.125, 0.0625)
 ROUNDS, TERMS = 200, 5
-SHORT = {"neumann_step": 0.05, "neumann_terms": 5}
-DIGITS = {"local_steps": 5, "batch_size": 32, "inner_lr": 0.3, "outer_lr": 0.3, **SHORT}
-WIDE = {**DIGITS, "inner_lr": 0.01, "outer_lr": 0.01, "neumann_step": 0.005, "neumann_terms": TERMS}
-TASKS = {"local_steps": 5, "batch_size": 2, "inner_lr": 1.0, "neumann_step": 0.2, "neumann_terms": TERMS}
-FEW_SHOT = {**TASKS, "local_steps": 20, "batch_size": 5, "neumann_terms": 10}
-Methods = dict[str, tuple[Any, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods have in common."""
+
+    inner: fb.parts.LocalSGD
+    solver: fb.parts.Neumann
+    batch_size: int
+    outer_lr: float = 0.1
+
+    def make(self, kind: Any, hypergradient: Any) -> Any:
+        return kind(inner=self.inner, hypergradient=hypergradient, outer_lr=self.outer_lr, batch_size=self.batch_size)
+
+    def fedmbo(self) -> fb.FedMBO:
+        """What others are compared with, by products of random length."""
+        return self.make(fb.FedMBO, fb.parts.Implicit(solver=replace(self.solver, sampling="random_per_client")))
+
+
+DIGITS = Setting(fb.parts.LocalSGD(lr=0.3), fb.parts.Neumann(terms=5, step=0.05), 32, 0.3)
+WIDE = Setting(fb.parts.LocalSGD(lr=0.01), fb.parts.Neumann(terms=TERMS, step=0.005), 32, 0.01)
+TASKS = Setting(fb.parts.LocalSGD(lr=1.0), fb.parts.Neumann(terms=TERMS, step=0.2), 2)
+FEW_SHOT = Setting(fb.parts.LocalSGD(local_steps=20, lr=1.0), fb.parts.Neumann(terms=10, step=0.2), 5)
+Methods = dict[str, Callable[[Setting], Any]]
+DIFFERENCES = fb.parts.Differences()
+
+
+def one_coordinate(solver: fb.parts.Neumann) -> fb.parts.Coordinates:
+    return fb.parts.Coordinates(count=1, terms=solver.most_terms, step=solver.step)
+
+
 METHODS: Methods = {
-    "RABO, local": (fb.RABO, {}),
-    "RABO, global": (fb.RABO, {"hypergradient": "global"}),
-    "RAFBO, local": (fb.RAFBO, {}),
-    "RAFBO, global": (fb.RAFBO, {"hypergradient": "global"}),
-    "RAFBO, one coordinate": (fb.RAFBO, {"estimator": "coordinate", "coordinates": 1}),
+    "RABO, local": lambda s: s.make(fb.RABO, fb.parts.LocalImplicit(solver=s.solver)),
+    "RABO, global": lambda s: s.make(fb.RABO, fb.parts.Implicit(solver=s.solver)),
+    "RAFBO, local": lambda s: s.make(fb.RAFBO, fb.parts.LocalImplicit(solver=s.solver, second_order=DIFFERENCES)),
+    "RAFBO, global": lambda s: s.make(fb.RAFBO, fb.parts.Implicit(solver=s.solver, second_order=DIFFERENCES)),
+    "RAFBO, one coordinate": lambda s: s.make(fb.RAFBO, one_coordinate(s.solver)),
 }
 LOCAL: Methods = {name: METHODS[name] for name in ("RABO, local", "RAFBO, local")}
-PAIRED: Methods = {name: (make, {"paired": True}) for name, (make, _) in LOCAL.items()}
+PAIRED: Methods = {
+    "RABO, local": lambda s: s.make(fb.RABO, fb.parts.LocalImplicit(solver=s.solver, paired=True)),
+    "RAFBO, local": lambda s: s.make(
+        fb.RAFBO, fb.parts.LocalImplicit(solver=s.solver, second_order=DIFFERENCES, paired=True)
+    ),
+}
 
 
 def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...] = (64,)) -> Task:
@@ -87,7 +118,7 @@ def arrays(task: Task) -> None:
     print(f"mean of c: {100 * np.mean(SPREAD):.2f} %, of c²: {100 * np.mean(np.square(SPREAD)):.2f} %\n")
 
 
-def cost(make: Any, fields: dict[str, Any], methods: Methods = METHODS) -> None:
+def cost(make: Any, setting: Setting, methods: Methods = METHODS) -> None:
     """A round of each method on whole models and on submodels, beside FedMBO's on whole models."""
     whole, cut = make(()), make(SPREAD)
     arrays(cut)
@@ -96,17 +127,17 @@ def cost(make: Any, fields: dict[str, Any], methods: Methods = METHODS) -> None:
         end="",
     )
     print("| per exchange: GFLOP of FedMBO, % | MB of FedMBO, % |\n|---|---|" + 9 * "---:|")
-    for name, models, now, itself, first in beside_fedmbo(spent, whole, cut, fields, methods):
+    for name, models, now, itself, first in beside_fedmbo(spent, whole, cut, setting, methods):
         print(f"| {name} | {models} | {row(now, itself, first)}", flush=True)
 
 
-def beside_fedmbo(measure: Any, whole: Task, cut: Task, fields: dict[str, Any], methods: Methods) -> Iterator[Any]:
+def beside_fedmbo(measure: Any, whole: Task, cut: Task, setting: Setting, methods: Methods) -> Iterator[Any]:
     """(method, models, what it costs, what it costs on whole models, what FedMBO costs on these), FedMBO first."""
-    first = itself = measure(whole, fb.FedMBO(**fields, inverse="parallel"))
+    first = itself = measure(whole, setting.fedmbo())
     yield "FedMBO", "whole", first, first, first
-    for name, (algorithm, more) in methods.items():
+    for name, algorithm in methods.items():
         for models, task in (("whole", whole), ("cut", cut)):
-            now = measure(task, algorithm(**fields, **more))
+            now = measure(task, algorithm(setting))
             itself = now if models == "whole" else itself
             yield name, models, now, itself, first
 
@@ -134,7 +165,13 @@ def counted(task: Task, algorithm: Any) -> float:
     costs = known_flops(algorithm, *given, classes)
     assert costs is not None
     each = len(task.clients) // max(1, len(classes))
-    return sum(cost * each * (TERMS - 1 if call[0] == "hessian_product" else 1) for call, cost in costs.items()) / 1e9
+    return (
+        sum(
+            cost * each * (TERMS - 1 if call[0] == "hypergradient.hessian_product" else 1)
+            for call, cost in costs.items()
+        )
+        / 1e9
+    )
 
 
 def row(now: tuple[int, float, float], itself: tuple[int, float, float], first: tuple[int, float, float]) -> str:
@@ -145,16 +182,16 @@ def row(now: tuple[int, float, float], itself: tuple[int, float, float], first: 
     return " | ".join(cells) + " |"
 
 
-def seconds(make: Any, fields: dict[str, Any], methods: Methods, passes: int, rounds: int) -> None:
+def seconds(make: Any, setting: Setting, methods: Methods, passes: int, rounds: int) -> None:
     """Median time of a round, each method in turn, beside FedMBO's on whole models and beside the operations."""
     tasks = {"whole": make(()), "cut": make(SPREAD)}
     print("| method, models | ms | of FedMBO's time, % | pass by pass | of its operations, % |")
     print("|---|---:|---:|---|---:|")
     runs = {
-        "FedMBO, whole": (tasks["whole"], fb.FedMBO(**fields, inverse="parallel")),
+        "FedMBO, whole": (tasks["whole"], setting.fedmbo()),
         **{
-            f"{name}, {models}": (task, algorithm(**fields, **more))
-            for name, (algorithm, more) in methods.items()
+            f"{name}, {models}": (task, algorithm(setting))
+            for name, algorithm in methods.items()
             for models, task in tasks.items()
         },
     }
@@ -182,7 +219,7 @@ def coverage(seeds: range) -> None:
     """RABO's mean rounds to shares of what whole models reach, by how many clients hold each unit at least."""
 
     def ends(capacities: tuple[float, ...], **choice: Any) -> list[np.ndarray]:
-        algorithm = fb.Submodels(fb.RABO(**DIGITS), **choice)
+        algorithm = fb.Submodels(METHODS["RABO, local"](DIGITS), **choice)
         runs = [play(digits(capacities, seed), algorithm, ROUNDS, measured=True, key=seed) for seed in seeds]
         return [run.history["test_accuracy"] for run in runs]
 
@@ -222,7 +259,7 @@ def policies(seeds: range) -> None:
     print(f"RABO, accuracy in % after {ROUNDS} rounds\n")
     print("| units | mean ± deviation of those that end | seed by seed |\n|---|---|---|")
     for policy in ("whole", "importance", "static", "rolling", "random", "covered"):
-        whole = fb.RABO(**DIGITS)
+        whole = METHODS["RABO, local"](DIGITS)
         algorithm = whole if policy == "whole" else fb.Submodels(whole, policy=policy)
         capacities = () if policy == "whole" else SPREAD
         ends = [_end(digits(capacities, seed), algorithm, seed) for seed in seeds]

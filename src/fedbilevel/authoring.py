@@ -5,7 +5,7 @@ marked with `phase`: see docs/tutorials/your-own-problem.md. Whoever runs publis
 """
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.parts.hypergradient import Hypergradient
+from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.local_optimizers import Plain
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public, Withheld
@@ -29,9 +29,10 @@ __all__ = [
     "Diagnosis",
     "Fed",
     "History",
-    "Hypergradient",
     "HypergradientReport",
+    "Implicit",
     "Ledger",
+    "LocalImplicit",
     "Plain",
     "Public",
     "Reply",

@@ -1,6 +1,6 @@
 """The public names of the library, which `fedbilevel` hands out; import them from there."""
 
-from fedbilevel import errors
+from fedbilevel import errors, parts
 from fedbilevel.algorithms import (
     ADBO,
     AFBO,
@@ -25,7 +25,6 @@ from fedbilevel.algorithms import (
     SimFBO,
 )
 from fedbilevel.algorithms.parts.asynchronous import Asynchronous
-from fedbilevel.algorithms.parts.local_optimizers import Momentum, Proximal
 from fedbilevel.algorithms.parts.submodels import Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, Ragged
@@ -74,9 +73,7 @@ __all__ = [
     "Local",
     "Metric",
     "Minimax",
-    "Momentum",
     "PerClient",
-    "Proximal",
     "Ragged",
     "Reference",
     "RemoteClients",
@@ -91,6 +88,7 @@ __all__ = [
     "check_structure",
     "diagnose",
     "errors",
+    "parts",
     "projections",
     "solve",
     "stop_when",

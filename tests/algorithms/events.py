@@ -88,33 +88,33 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
     c, wait = 0.0, None
     if isinstance(algorithm, fb.Asynchronous):
         c, wait, algorithm = algorithm.delay_penalty, algorithm.max_staleness, algorithm.algorithm
-    s = algorithm.neumann_step
+    local = isinstance(algorithm.hypergradient, fb.parts.LocalImplicit)
 
-    terms = np.broadcast_to(algorithm.neumann_terms, len(times))
-
-    def series(matrix, b, terms):
+    def series(matrix, b, i):
+        s, terms = algorithm.hypergradient.solver.step, algorithm.hypergradient.solver.terms
+        terms = np.broadcast_to(terms, len(times))[i]
         return s * sum(np.linalg.matrix_power(np.eye(len(b)) - s * matrix, k) @ b for k in range(terms))
 
     for _ in range(rounds):
-        for _ in range(algorithm.inner_rounds):
+        for _ in range(algorithm.inner.rounds):
 
             def inner(i, x=x, y=y):
-                return [mean_of_local_gradients(fed.members[i][2], x, y, work[i], algorithm.client_lr)]
+                return [mean_of_local_gradients(fed.members[i][2], x, y, work[i], algorithm.inner.client_lr)]
 
             (g,), inner_delay = fed.first(n, "inner", inner, wait)
-            y = y - algorithm.inner_lr / (1 + c * inner_delay) * g
+            y = y - algorithm.inner.lr / (1 + c * inner_delay) * g
 
         def outer(i, x=x, y=y, v=v):
             _, f, g = fed.members[i]
             b = outer_gradient(f, x, y)
-            if algorithm.hypergradient == "local":
-                return [hypergradient(f, g, x, y, series(g["A"], b, terms[i]))]
+            if local:
+                return [hypergradient(f, g, x, y, series(g["A"], b, i))]
             return [hypergradient(f, g, x, y, v), g["A"] @ v - b]
 
         (h, *r), outer_delay = fed.first(n, "outer", outer, wait)
         x = x - algorithm.outer_lr / (1 + c * outer_delay) * h
         if r:
-            v = v - algorithm.system_lr / (1 + c * outer_delay) * r[0]
+            v = v - algorithm.hypergradient.lr / (1 + c * outer_delay) * r[0]
         told.append((inner_delay, outer_delay, fed.now * TICK))
     return (x, y, v), np.array(told)
 

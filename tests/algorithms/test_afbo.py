@@ -19,22 +19,31 @@ from fedbilevel.tasks.quadratic import quadratic, solution
 
 WORK = np.array([1, 2, 3, 1, 2])
 TIMES = (1.0137, 1.7291, 0.6113, 7.3471, 2.1193)  # seconds from question to answer
-LOCAL = {"batch_size": None, "client_lr": 0.2, "inner_rounds": 2, "inner_lr": 0.7, "outer_lr": 0.05,
-         "inverse": "series", "neumann_terms": 4, "neumann_step": 0.6}  # fmt: skip
-GLOBAL = {"batch_size": None, "client_lr": 0.2, "inner_rounds": 2, "inner_lr": 0.7, "outer_lr": 0.05,
-          "system_lr": 0.4, "hypergradient": "global"}  # fmt: skip
+STEP = 0.6  # of Neumann series
 TERMS = (4, 1, 7, 2, 3)  # N_i
+
+
+def method(hypergradient, outer_lr=0.05, **inner):
+    inner = fb.parts.MeanGradient(**{"client_lr": 0.2, "rounds": 2, "lr": 0.7, **inner})
+    return fb.AFBO(batch_size=None, inner=inner, hypergradient=hypergradient, outer_lr=outer_lr)
+
+
+def series(terms=4, **fields):
+    return fb.parts.LocalImplicit(solver=fb.parts.Neumann(**{"terms": terms, "step": STEP, **fields}))
+
+
+LOCAL, GLOBAL = method(series()), method(fb.parts.SystemSteps(lr=0.4))
 CASES = {  # algorithm, rounds, clients that are never there
-    "local": (fb.Asynchronous(fb.AFBO(**LOCAL), wait_for=2), ()),
-    "local, each its own N_i": (fb.Asynchronous(fb.AFBO(**{**LOCAL, "neumann_terms": TERMS}), wait_for=2), ()),
+    "local": (fb.Asynchronous(LOCAL, wait_for=2), ()),
+    "local, each its own N_i": (fb.Asynchronous(method(series(TERMS)), wait_for=2), ()),
     "global, penalty, bounded": (
-        fb.Asynchronous(fb.AFBO(**GLOBAL), wait_for=1, max_staleness=3, delay_penalty=0.5),
+        fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3, delay_penalty=0.5),
         (),
     ),
-    "global, one never there": (fb.Asynchronous(fb.AFBO(**GLOBAL), wait_for=2), (4,)),
-    "local, waiting for all": (fb.AFBO(**LOCAL), ()),
-    "local, all are first": (fb.Asynchronous(fb.AFBO(**LOCAL), wait_for=5), ()),
-    "global, waiting for all": (fb.AFBO(**GLOBAL), ()),
+    "global, one never there": (fb.Asynchronous(GLOBAL, wait_for=2), (4,)),
+    "local, waiting for all": (LOCAL, ()),
+    "local, all are first": (fb.Asynchronous(LOCAL, wait_for=5), ()),
+    "global, waiting for all": (GLOBAL, ()),
 }
 
 
@@ -69,7 +78,7 @@ def test_equals_the_events_written_out(name, task):
     (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, WORK, absent)
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
-    if inside.hypergradient == "global":
+    if not inside.local:
         np.testing.assert_allclose(state.v, v, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.history["time"][1:], told[:, 2], rtol=1e-9)  # a sum of ticks
     if algorithm.asynchronous:
@@ -95,12 +104,12 @@ def test_ends_at_its_closed_form(kind, alike):
     where Σ p_i [x + E_i y + B_iᵀP_i(D_i(y − t_i) + E_iᵀx)] = 0, P_i the N_i-term series of A_i, at y = Ā⁻¹(B̄x + c̄).
 
     Times vary: with fixed ones a client may happen to be done during inner exchanges alone, for ever."""
-    fields = {**(GLOBAL if kind == "global" else LOCAL), "inner_lr": 0.1, "outer_lr": 0.01, "local_steps": 1}
-    fields |= {"system_lr": 0.05} if kind == "global" else {"neumann_terms": TERMS}
-    end = run(fb.Asynchronous(fb.AFBO(**fields), wait_for=2), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5)))
+    hypergradient_by = fb.parts.SystemSteps(lr=0.05) if kind == "global" else series(TERMS)
+    algorithm = method(hypergradient_by, lr=0.1, outer_lr=0.01, local_steps=1)
+    end = run(fb.Asynchronous(algorithm, wait_for=2), alike, 12_000, engine=fb.Local(clock=clock(spread=0.5)))
     exact = solution(alike.clients).x
     if kind == "local":
-        m, s = mean_matrices(alike), LOCAL["neumann_step"]
+        m, s = mean_matrices(alike), STEP
         to_y, offset = np.linalg.solve(m["A"], m["B"]), np.linalg.solve(m["A"], m["c"])
         matrix, right = np.zeros((3, 3)), np.zeros(3)
         for n, (p, f, g) in zip(TERMS, members(alike), strict=True):
@@ -121,9 +130,9 @@ def test_with_local_steps_the_error_falls_as_the_client_step_does(task):
     η falls once, after 8,000 rounds; before, what is left of the start fades by some factor of ten each 1,000 rounds.
     """
     eta = optax.piecewise_constant_schedule(2e-3, {8_000: 0.25})
-    fields = {**GLOBAL, "client_lr": eta, "inner_lr": 0.1, "outer_lr": 0.01, "system_lr": 0.05}
+    inside = method(fb.parts.SystemSteps(lr=0.05), client_lr=eta, lr=0.1, outer_lr=0.01)
     xs = {f"x{k}": (lambda x, y, k=k: x[k]) for k in range(3)}
-    algorithm, engine = fb.Asynchronous(fb.AFBO(**fields), wait_for=2), fb.Local(clock=clock(spread=0.5))
+    algorithm, engine = fb.Asynchronous(inside, wait_for=2), fb.Local(clock=clock(spread=0.5))
     ends = run(algorithm, task, 16_000, engine=engine, eval_every=8_000, metrics=xs)
     x = np.stack([ends.history[name] for name in xs], axis=1)[1:] - solution(task.clients).x
     assert np.linalg.norm(x[1]) > 1e-6
@@ -133,7 +142,7 @@ def test_with_local_steps_the_error_falls_as_the_client_step_does(task):
 def test_the_random_length_gives_the_series_on_average(task):
     """H_i by APHE over 20,000 keys, within five standard errors of s Σ_{k<N_i} (I − sA)^k ∇y f, every coordinate, for
     N_i = 4 and 7; a product of always N_i factors would be another vector, and so would the other's N_i."""
-    algorithm, s = fb.AFBO(**{**LOCAL, "inverse": "random", "neumann_terms": TERMS}), LOCAL["neumann_step"]
+    algorithm, s = method(series(TERMS, sampling="random")), STEP
     x, y = np.array([0.3, -1.0, 0.5]), np.array([1.0, 0.2, -0.7, 0.4])
 
     @jax.jit
@@ -169,38 +178,39 @@ def test_the_random_length_gives_the_series_on_average(task):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("make", "words"),
     [
-        ({"merged": True}, "AFBO.merged"),
-        ({"hypergradient": "locl"}, "did you mean 'local'"),
-        ({"neumann_terms": 0}, "AFBO.neumann_terms = 0 is not allowed: it must be a positive integer, or one for each"),
-        ({"neumann_terms": [3, 0]}, "AFBO.neumann_terms = [3, 0]"),
-        ({"neumann_terms": []}, "AFBO.neumann_terms = []"),
+        (lambda: fb.AFBO(merged=True), "unknown field of AFBO 'merged'"),
+        (lambda: fb.AFBO(hypergradient="local"), "AFBO.hypergradient = 'local' is not allowed: it must be"),
+        (lambda: fb.AFBO(hypergradient=fb.parts.Implicit()), "it must be LocalImplicit(…) or SystemSteps(…)"),
+        (lambda: series(0), "Neumann.terms = 0 is not allowed: it must be a positive integer, or one for each"),
+        (lambda: series([3, 0]), "Neumann.terms = [3, 0]"),
+        (lambda: series([]), "Neumann.terms = []"),
+        (lambda: fb.parts.SystemSteps(terms=3), "unknown field of SystemSteps 'terms'"),
         (
-            {"neumann_terms": [3, 2], "hypergradient": "global"},
-            "AFBO.neumann_terms = (3, 2) is not allowed: it must be one number where hypergradient = 'global'",
+            lambda: fb.parts.Implicit(solver=fb.parts.Neumann(terms=[3, 2])),
+            "Implicit.solver.terms = (3, 2) is not allowed: it must be one number",
         ),
     ],
 )
-def test_wrong_fields(fields, words):
+def test_wrong_fields(make, words):
     with pytest.raises(fb.errors.ConfigurationError) as error:
-        fb.AFBO(**fields)
+        make()
     assert words in str(error.value)
 
 
 def test_numbers_of_terms_for_other_clients(task):
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"AFBO\.neumann_terms = \(4, 1\) .* one for each of the 5 clients"
+        fb.errors.ConfigurationError, match=r"Neumann\.terms = \(4, 1\) .* one for each of the 5 clients"
     ):
-        run(fb.AFBO(**{**LOCAL, "neumann_terms": (4, 1)}), task, 1)
+        run(method(series((4, 1))), task, 1)
 
 
 def test_more_replies_to_wait_for_than_clients(task):
     with pytest.raises(fb.errors.ConfigurationError, match=r"Asynchronous\.wait_for = 6 .* at most 5"):
-        run(fb.Asynchronous(fb.AFBO(**LOCAL), wait_for=6), task, 1)
+        run(fb.Asynchronous(LOCAL, wait_for=6), task, 1)
 
 
-def test_a_neumann_step_that_grows_is_refused_where_it_plays_a_role(task):
-    with pytest.raises(fb.errors.ConfigurationError, match=r"AFBO\.neumann_step = 5\.0"):
-        run(fb.AFBO(**{**LOCAL, "neumann_step": 5.0}), task, 1)
-    run(fb.AFBO(**{**GLOBAL, "neumann_step": 5.0}), task, 1)
+def test_a_neumann_step_that_grows_is_refused(task):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Neumann\.step = 5\.0"):
+        run(method(series(step=5.0)), task, 1)

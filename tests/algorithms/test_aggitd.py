@@ -31,8 +31,9 @@ def run(algorithm, task, rounds, problem=None, x0=X0, y0=Y0, engine=None, **opti
     return fb.solve(algorithm, problem or task.problem, task.clients, x0, y0, rounds=rounds, engine=engine, **options)
 
 
-def method(inverse, **fields):
-    return fb.AggITD(inner_rounds=N, inner_lr=LAMBDA, outer_lr=ALPHA, inverse=inverse, batch_size=None, **fields)
+def method(sampling=None, **inner):
+    inner = fb.parts.LocalSGD(rounds=N, lr=LAMBDA, **inner)
+    return fb.AggITD(inner=inner, outer_lr=ALPHA, sampling=sampling, batch_size=None)
 
 
 def draw(monkeypatch, *lengths):
@@ -71,7 +72,7 @@ def test_equals_unrolling_where_it_should(case, monkeypatch):
         loss, y0 = outer, np.linalg.solve(mean["A"], mean["B"] @ X0 + mean["c"])
     problem = fb.Bilevel(outer=loss, inner=inner)
     expected = X0 - ALPHA * unrolled(task, loss, X0, y0)
-    series = run(method("series", local_steps=1), task, 1, problem, y0=y0)
+    series = run(method(local_steps=1), task, 1, problem, y0=y0)
     np.testing.assert_allclose(series.x, expected, rtol=1e-12, atol=1e-12)
     draw(monkeypatch, *range(N))
     ends = [run(method("random", local_steps=1), task, 1, problem, y0=y0).x for _ in range(N)]
@@ -103,13 +104,13 @@ def test_two_rounds_written_out(monkeypatch):
     task = quadratic(clients=3, noise=0.0, local_steps=WORK)
     lengths = (0, 1)
     draw(monkeypatch, *lengths)
-    for inverse, qs in {"random": lengths, "series": (None,) * 2}.items():
-        result = run(method(inverse), task, 2)
+    for sampling, qs in {"random": lengths, None: (None,) * 2}.items():
+        result = run(method(sampling), task, 2)
         x, y = written_out(task, qs)
         np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
-        asked = 2 * 1 if inverse == "random" else 2 * N
-        products = sum(N - 1 - q for q in lengths) if inverse == "random" else 2 * (N - 1)
+        asked = 2 * 1 if sampling == "random" else 2 * N
+        products = sum(N - 1 - q for q in lengths) if sampling == "random" else 2 * (N - 1)
         assert result.ledger.exchanges == 2 * (N + 1)
         assert result.ledger.gradients == 2 * N * int(WORK.sum()) + 3 * (asked + 2)
         assert result.ledger.hvps == 3 * (products + 2)
@@ -122,7 +123,8 @@ def test_the_default_ends_at_the_solution():
     terms = 70
     lowest = np.linalg.eigvalsh(mean_matrices(task)["A"])[0]
     assert (1 - lowest) ** terms < 1e-7
-    algorithm = fb.AggITD(inner_rounds=terms, inner_lr=1.0, outer_lr=0.1, local_steps=1, batch_size=None)
+    inner = fb.parts.LocalSGD(rounds=terms, lr=1.0, local_steps=1)
+    algorithm = fb.AggITD(inner=inner, outer_lr=0.1, batch_size=None)
     result, exact = run(algorithm, task, 500, engine=fb.Local()), solution(task.clients)
     np.testing.assert_allclose(result.x, end_with_series(task, 1.0, terms), rtol=0, atol=1e-10)
     assert np.linalg.norm(result.x - exact.x) < 1e-6 * np.linalg.norm(exact.x)
@@ -136,9 +138,8 @@ def test_random_lengths_end_there_on_average():
     standard errors of each coordinate."""
     task = quadratic(clients=4, condition=4, noise=0.0)
     terms, every, batches = 8, 25, 20
-    algorithm = fb.AggITD(
-        inner_rounds=terms, inner_lr=1.0, outer_lr=0.05, inverse="random", local_steps=1, batch_size=None
-    )
+    inner = fb.parts.LocalSGD(rounds=terms, lr=1.0, local_steps=1)
+    algorithm = fb.AggITD(inner=inner, outer_lr=0.05, sampling="random", batch_size=None)
     coordinates = {f"x{i}": (lambda x, y, i=i: x[i]) for i in range(5)}
     result = run(algorithm, task, 8_500, engine=fb.Local(), eval_every=every, metrics=coordinates)
     history = np.stack([result.history[name] for name in coordinates], axis=1)[-8_000 // every :]
@@ -151,7 +152,7 @@ def test_random_lengths_end_there_on_average():
 
 
 def test_fields():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"unknown AggITD.inverse 'serie'; did you mean 'series'"):
-        fb.AggITD(inverse="serie")
-    with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner_rounds = 0"):
-        fb.AggITD(inner_rounds=0)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"unknown AggITD.sampling 'rando'; did you mean 'random'"):
+        fb.AggITD(sampling="rando")
+    with pytest.raises(fb.errors.ConfigurationError, match=r"LocalSGD.rounds = 0"):
+        fb.AggITD(inner=fb.parts.LocalSGD(rounds=0))

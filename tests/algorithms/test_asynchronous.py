@@ -10,11 +10,12 @@ from fedbilevel import authoring
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 WORK = np.array([1, 2, 3, 1])
+SHORT = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2))
 METHODS = {  # and the problem, where it is not the task's own
     "SimFBO": (fb.SimFBO(batch_size=2), None),
-    "AFBO": (fb.AFBO(batch_size=2, inner_rounds=2, neumann_terms=2), None),
+    "AFBO": (fb.AFBO(batch_size=2, inner=fb.parts.MeanGradient(rounds=2), hypergradient=SHORT), None),
     "FedBiO": (fb.FedBiO(batch_size=2), None),
-    "LFedNest": (fb.LFedNest(batch_size=2, neumann_terms=2, outer_lr=0.01), None),
+    "LFedNest": (fb.LFedNest(batch_size=2, hypergradient=SHORT, outer_lr=0.01), None),
     "FedAvg": (fb.FedAvg(batch_size=2), fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:3], batch))),
     "FedAvgS": (
         fb.FedAvgS(batch_size=2),
@@ -106,7 +107,7 @@ def test_what_cannot_be(make, words):
 
 
 def test_what_is_said_of_it_is_said_of_the_method():
-    inside = fb.AFBO(inverse="cg")
+    inside = fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.CG()))
     wrapped = fb.Asynchronous(inside, wait_for=2)
     assert (wrapped.label, wrapped.phases) == ("AFBO", inside.phases)
     assert (wrapped.asynchronous, wrapped.needs_everyone, wrapped.waits_for) == (True, True, 2)

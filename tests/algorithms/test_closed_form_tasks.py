@@ -34,7 +34,8 @@ def relative_error(found, exact):
 def test_compositional(method, end, exchanges):
     """T = 1, β = 1 and τ = 1 make y = R(x) = mean_i r_i(x). The other method's end is more than 5 % away."""
     task, rounds = compositional(), 150
-    algorithm = method(inner_rounds=1, inner_lr=1.0, local_steps=1, outer_lr=0.4, batch_size=None)
+    inner = {fb.FedNest: fb.parts.SVRG, fb.LFedNest: fb.parts.LocalSGD}[method](rounds=1, lr=1.0, local_steps=1)
+    algorithm = method(inner=inner, outer_lr=0.4, batch_size=None)
     result = run(algorithm, task, rounds)
     assert relative_error(result.x, end(task.clients)) < 1e-8
     assert relative_error(local_point(task.clients), solution(task.clients)) > 0.05
@@ -46,8 +47,8 @@ def hard():
     return saddle(clients=10, dim=4, ridge=2.0, general=True, centred=False, weighted=True)
 
 
-def steps(**fields):
-    return {"outer_lr": ALPHA, "inner_lr": BETA, "local_steps": INNER_STEPS, "batch_size": None, **fields}
+COMMON = {"outer_lr": ALPHA, "batch_size": None}
+ON_Y = {"lr": BETA, "local_steps": INNER_STEPS}
 
 
 def round_matrix(clients):
@@ -77,7 +78,7 @@ def test_fednest_reaches_the_saddle_linearly(hard):
     rounds settles at the matrix's largest eigenvalue to that power, 0.054."""
     exact, stretch = np.concatenate(saddle_point(hard.clients)), 15
     distance = lambda x, y: jnp.linalg.norm(jnp.concatenate([x, y]) - exact)  # noqa: E731
-    algorithm = fb.FedNest(outer_steps=OUTER_STEPS, **steps())
+    algorithm = fb.FedNest(inner=fb.parts.SVRG(**ON_Y), outer_steps=OUTER_STEPS, **COMMON)
     result = run(algorithm, hard, 12 * stretch, eval_every=stretch, metrics={"distance": distance})
     found = result.history["distance"]
     over_a_stretch = np.linalg.matrix_power(round_matrix(hard.clients), stretch)
@@ -96,9 +97,13 @@ def test_fednest_reaches_the_saddle_linearly(hard):
 @pytest.mark.parametrize(
     ("algorithm", "end"),
     [
-        pytest.param(fb.FedAvgS(**steps()), lambda c: fedavg_point(c, INNER_STEPS, ALPHA, BETA), id="fedavg-s"),
         pytest.param(
-            fb.LFedNest(inner_rounds=2, outer_steps=OUTER_STEPS, **steps()),
+            fb.FedAvgS(inner_lr=BETA, local_steps=INNER_STEPS, **COMMON),
+            lambda c: fedavg_point(c, INNER_STEPS, ALPHA, BETA),
+            id="fedavg-s",
+        ),
+        pytest.param(
+            fb.LFedNest(inner=fb.parts.LocalSGD(rounds=2, **ON_Y), outer_steps=OUTER_STEPS, **COMMON),
             lambda c: alternating_point(c, (OUTER_STEPS, INNER_STEPS), ALPHA, BETA),
             id="lfednest",
         ),

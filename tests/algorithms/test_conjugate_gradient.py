@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts.hypergradient import Alone
+from fedbilevel.algorithms.parts.linear_solvers import InClient
 
 DIMENSION, KAPPA, TOLERANCE = 400, 1e3, 1e-3
 STEP = 2 / (1 / KAPPA + 1)  # 2/(μ + ℓ), the best for a spectrum from μ to ℓ: it leaves (1 − 2/(κ + 1))^N at worst
@@ -45,27 +45,27 @@ def system():
     return System(np.geomspace(1 / KAPPA, 1, DIMENSION), axes, rng.normal(size=DIMENSION))
 
 
-def measure(system, **fields):
+def measure(system, solver):
     matrix, asked = system.matrix, []
 
     def product(loop, v, key, number):
         jax.debug.callback(lambda: asked.append(1))
         return jnp.asarray(matrix) @ v
 
-    algorithm = fb.FedNest(neumann_step=STEP, **fields)
-    solve = jax.jit(lambda b, key: algorithm.solve_system(Alone, product, b, key, algorithm.neumann_terms))
+    terms = solver.terms if isinstance(solver, fb.parts.Neumann) else 1
+    solve = jax.jit(lambda b, key: solver.solve(InClient, product, b, key, terms))
     found = solve(system.b, jax.random.key(0))
     jax.effects_barrier()
     residual = np.linalg.norm(matrix @ np.asarray(found.v) - system.b) / np.linalg.norm(system.b)
-    return Measured(residual, int(found.products), len(asked))
+    return Measured(residual, int(found.hvps), len(asked))
 
 
 def test_conjugate_gradient_needs_at_most_a_fifth_of_the_exchanges_of_the_series(system):
     """The series is given the fewest terms with which it gets there for this b, fewer than the worst b would need."""
     worst = int(np.ceil(np.log(TOLERANCE) / np.log(1 - 2 / (KAPPA + 1))))
     terms = next(n for n in range(1, worst + 1) if system.left_by_series(n) <= TOLERANCE)
-    series = measure(system, inverse="series", neumann_terms=terms)
-    cg = measure(system, inverse="cg", cg_tolerance=TOLERANCE, cg_iterations=terms)
+    series = measure(system, fb.parts.Neumann(terms=terms, step=STEP))
+    cg = measure(system, fb.parts.CG(tolerance=TOLERANCE, max_steps=terms))
     assert series.residual == pytest.approx(system.left_by_series(terms), rel=1e-9)
     assert max(series.residual, cg.residual) <= TOLERANCE
     assert series.products == series.asked == terms - 1  # the first term is b
@@ -75,7 +75,7 @@ def test_conjugate_gradient_needs_at_most_a_fifth_of_the_exchanges_of_the_series
 
 def test_with_too_few_products_neither_gets_there(system):
     """So the residuals above are work done: ten products leave conjugate gradient, and a fifth the series, short."""
-    cg = measure(system, inverse="cg", cg_tolerance=TOLERANCE, cg_iterations=10)
-    series = measure(system, inverse="series", neumann_terms=501)
+    cg = measure(system, fb.parts.CG(tolerance=TOLERANCE, max_steps=10))
+    series = measure(system, fb.parts.Neumann(terms=501, step=STEP))
     assert (cg.products, cg.asked, series.products, series.asked) == (10, 10, 500, 500)
     assert min(cg.residual, series.residual) > TOLERANCE

@@ -23,12 +23,9 @@ def falling(first):
 METHODS = {
     "AFBO, global": fb.AFBO(
         batch_size=2,
-        hypergradient="global",
-        local_steps=1,
-        client_lr=0.2,
-        inner_lr=falling(0.2),
+        inner=fb.parts.MeanGradient(local_steps=1, client_lr=0.2, lr=falling(0.2)),
+        hypergradient=fb.parts.SystemSteps(lr=falling(0.2)),
         outer_lr=falling(0.02),
-        system_lr=falling(0.2),
     ),
     "SimFBO": fb.SimFBO(
         batch_size=2,

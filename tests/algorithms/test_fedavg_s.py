@@ -65,9 +65,11 @@ def ends():
 
     methods = {
         "fedavg-s": fb.FedAvgS(outer_lr=ALPHA, inner_lr=BETA, batch_size=None),
-        "fednest": fb.FedNest(outer_lr=ALPHA, inner_lr=BETA, outer_steps=OUTER_STEPS, inner_rounds=2, batch_size=None),
+        "fednest": fb.FedNest(
+            inner=fb.parts.SVRG(rounds=2, lr=BETA), outer_lr=ALPHA, outer_steps=OUTER_STEPS, batch_size=None
+        ),
         "lfednest": fb.LFedNest(
-            outer_lr=ALPHA, inner_lr=BETA, outer_steps=OUTER_STEPS, inner_rounds=2, batch_size=None
+            inner=fb.parts.LocalSGD(rounds=2, lr=BETA), outer_lr=ALPHA, outer_steps=OUTER_STEPS, batch_size=None
         ),
     }
     return {

@@ -8,7 +8,7 @@ import pytest
 from matrices import end_with_series, fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts import hypergradient as estimator
+from fedbilevel.algorithms.parts import hypergradients, linear_solvers
 from fedbilevel.tasks.quadratic import quadratic
 
 WORK = np.array([1, 3, 2])
@@ -21,14 +21,16 @@ def run(algorithm, task, rounds, engine=None):
     return fb.solve(algorithm, task.problem, task.clients, X0, Y0, rounds=rounds, engine=engine)
 
 
-def method(cls=fb.FedMBO, inverse="parallel", **fields):
-    return cls(inverse=inverse, inner_lr=BETA, outer_lr=ALPHA, neumann_step=S, batch_size=None, **fields)
+def method(terms, sampling="random_per_client", **inner):
+    solver, inner = fb.parts.Neumann(terms=terms, step=S, sampling=sampling), fb.parts.LocalSGD(lr=BETA, **inner)
+    return fb.FedMBO(inner=inner, hypergradient=fb.parts.Implicit(solver=solver), outer_lr=ALPHA, batch_size=None)
 
 
 def draw(monkeypatch, *lengths):
-    """Let whoever draws a length next get these: for "parallel" the clients in order, for "random" the server."""
+    """Let whoever draws a length next get these: the clients in order, or, where there is one for all, the server."""
     remaining = iter(lengths)
-    monkeypatch.setattr(estimator, "uniform_below", lambda key, bound: jnp.asarray(next(remaining)))
+    for module in (hypergradients, linear_solvers):
+        monkeypatch.setattr(module, "uniform_below", lambda key, bound: jnp.asarray(next(remaining)))
 
 
 def test_a_round_written_out(monkeypatch):
@@ -36,7 +38,7 @@ def test_a_round_written_out(monkeypatch):
     task = quadratic(clients=3, noise=0.0, local_steps=WORK)
     terms, lengths = 3, (2, 0, 1)
     draw(monkeypatch, *lengths)
-    result = run(method(inner_rounds=2, neumann_terms=terms), task, 1)
+    result = run(method(terms, rounds=2), task, 1)
     y = Y0
     for _ in range(2):
         y = fedavg_on_y(task, X0, y, WORK, BETA)
@@ -62,11 +64,11 @@ def test_lengths_of_their_own_average_out(monkeypatch):
         task = quadratic(clients=2, noise=0.0, heterogeneity=heterogeneity)
         every = list(itertools.product(range(terms), repeat=2))
         draw(monkeypatch, *itertools.chain(*every))
-        own = [run(method(neumann_terms=terms, local_steps=1), task, 1).x for _ in every]
-        series = run(method(neumann_terms=terms, local_steps=1, inverse="series"), task, 1)
+        own = [run(method(terms, local_steps=1), task, 1).x for _ in every]
+        series = run(method(terms, sampling=None, local_steps=1), task, 1)
         np.testing.assert_allclose(np.mean(own, axis=0), series.x, rtol=1e-12, atol=1e-12)
     draw(monkeypatch, *range(terms))
-    common = [run(method(neumann_terms=terms, local_steps=1, inverse="random"), task, 1).x for _ in range(terms)]
+    common = [run(method(terms, sampling="random", local_steps=1), task, 1).x for _ in range(terms)]
     share = np.sum(task.clients.weights**2)
     np.testing.assert_allclose(np.var(own, axis=0), share * np.var(common, axis=0), rtol=1e-10)
     assert np.var(common, axis=0).max() > 1e-4
@@ -76,14 +78,16 @@ def test_the_series_ends_where_its_truncated_inverse_puts_it():
     task = quadratic(clients=4, condition=4, noise=0.0)
     terms = 10
     algorithm = fb.FedMBO(
-        inverse="series", neumann_terms=terms, neumann_step=1.0, inner_lr=1.0, outer_lr=0.05, local_steps=1,
-        inner_rounds=3, batch_size=None,
-    )  # fmt: skip
+        inner=fb.parts.LocalSGD(rounds=3, local_steps=1, lr=1.0),
+        hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, step=1.0)),
+        outer_lr=0.05,
+        batch_size=None,
+    )
     result = run(algorithm, task, 1_000, fb.Local())
     np.testing.assert_allclose(result.x, end_with_series(task, 1.0, terms), rtol=0, atol=1e-10)
     assert result.ledger.exchanges == 1_000 * (3 + terms + 1)
 
 
 def test_local_hypergradients_are_another_method():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"FedMBO.hypergradient = 'local' .* LFedNest"):
-        fb.FedMBO(hypergradient="local")
+    with pytest.raises(fb.errors.ConfigurationError, match=r"FedMBO.hypergradient = LocalImplicit.* Implicit"):
+        fb.FedMBO(hypergradient=fb.parts.LocalImplicit())

@@ -3,6 +3,7 @@
 The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (tests/conftest.py).
 """
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic, solution
 
 WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
-STEPS = {"inner_lr": 1.0, "outer_lr": 0.2, "neumann_step": 1.0, "batch_size": None}
+STEPS = {"outer_lr": 0.2, "batch_size": None}
 
 
 def run(algorithm, task, rounds, **options):
@@ -33,10 +34,15 @@ def matrices(task):
         yield float(clients.weights[i]), {**f, **g}
 
 
+LONG, CG = (
+    fb.parts.Implicit(solver=fb.parts.Neumann(terms=120, step=1.0)),
+    fb.parts.Implicit(solver=fb.parts.CG(tolerance=1e-10)),
+)
+THRICE = fb.parts.SVRG(rounds=3, local_steps=3, lr=1.0)
 EXACT = {
-    "series": fb.FedNest(inverse="series", neumann_terms=120, inner_rounds=3, local_steps=3, outer_steps=2, **STEPS),
-    "cg": fb.FedNest(inverse="cg", cg_tolerance=1e-10, inner_rounds=3, local_steps=3, outer_steps=2, **STEPS),
-    "SGD, τ = 1": fb.FedNestSGD(inverse="cg", cg_tolerance=1e-10, inner_rounds=3, local_steps=1, **STEPS),
+    "series": fb.FedNest(inner=THRICE, hypergradient=LONG, outer_steps=2, **STEPS),
+    "cg": fb.FedNest(inner=THRICE, hypergradient=CG, outer_steps=2, **STEPS),
+    "SGD, τ = 1": fb.FedNestSGD(inner=fb.parts.LocalSGD(rounds=3, local_steps=1, lr=1.0), hypergradient=CG, **STEPS),
 }
 
 
@@ -64,11 +70,11 @@ def local_limit(task):
     return np.linalg.solve(left, right)
 
 
-@pytest.mark.parametrize("method", [fb.LFedNest, fb.FedNest])
-def test_local_hypergradients_end_where_their_mean_vanishes(method):
+@pytest.mark.parametrize(("method", "inner"), [(fb.LFedNest, fb.parts.LocalSGD), (fb.FedNest, fb.parts.SVRG)])
+def test_local_hypergradients_end_where_their_mean_vanishes(method, inner):
     task = quadratic(condition=5, noise=0.0)
-    local = {"hypergradient": "local", "inverse": "cg", "cg_tolerance": 1e-12, "inner_rounds": 5, "local_steps": 1}
-    result = run(method(**local, **STEPS), task, 400)
+    local = fb.parts.LocalImplicit(solver=fb.parts.CG(tolerance=1e-12))
+    result = run(method(inner=inner(rounds=5, local_steps=1, lr=1.0), hypergradient=local, **STEPS), task, 400)
     predicted = local_limit(task)
     assert relative_error(result.x, predicted) < 1e-6
     assert relative_error(solution(task.clients).x, predicted) > 0.1  # another point than x*
@@ -77,8 +83,9 @@ def test_local_hypergradients_end_where_their_mean_vanishes(method):
 @pytest.mark.slow
 def test_identical_clients_make_local_and_global_agree():
     task = quadratic(heterogeneity=0.0, noise=0.0)
-    common = {"inverse": "series", "neumann_terms": 7, "inner_rounds": 2, "local_steps": 2, **STEPS}
-    a, b = (run(method(**common), task, 5) for method in (fb.LFedNest, fb.FedNestSGD))
+    inner, solver = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=1.0), fb.parts.Neumann(terms=7, step=1.0)
+    ways = ((fb.LFedNest, fb.parts.LocalImplicit), (fb.FedNestSGD, fb.parts.Implicit))
+    a, b = (run(method(inner=inner, hypergradient=way(solver=solver), **STEPS), task, 5) for method, way in ways)
     np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)
     assert a.ledger.exchanges == (2 + 1) * 5  # T + 1
     assert b.ledger.exchanges == (2 + 6 + 3) * 5  # T + (N − 1) + 3
@@ -89,9 +96,12 @@ def test_equals_algorithms_1_to_4_written_out():
     rounds, local, outer, terms, beta, alpha, s = 2, WORK, 3, 4, 0.6, 0.3, 0.7
     task = quadratic(clients=8, noise=0.0, local_steps=local)
     algorithm = fb.FedNest(
-        inner_rounds=rounds, outer_steps=outer, inner_lr=beta, outer_lr=alpha, inverse="series", neumann_terms=terms,
-        neumann_step=s, batch_size=None,
-    )  # fmt: skip
+        inner=fb.parts.SVRG(rounds=rounds, lr=beta),
+        hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, step=s)),
+        outer_lr=alpha,
+        outer_steps=outer,
+        batch_size=None,
+    )
     own = list(matrices(task))
     x, y = np.zeros(5), np.zeros(8)
     for _ in range(3):
@@ -130,6 +140,9 @@ class Draws(fb.FedNest):
     def init(self, x, y):
         return Sums(x, y, jnp.zeros_like(x), jnp.zeros_like(x))
 
+    def complaint(self, state):
+        return ""
+
     def warning(self, state):
         return ""
 
@@ -138,7 +151,7 @@ class Draws(fb.FedNest):
         return state._replace(total=state.total + h, squares=state.squares + h**2)
 
 
-def deviation(fresh, inverse, draws=6000, terms=4, step=0.9):
+def deviation(fresh, sampling, draws=6000, terms=4, step=0.9):
     """The largest distance, in standard errors, of the mean of draws from ∇x F + B̄ᵀ s Σ_{n<N} (I − sĀ)ⁿ ∇y F.
 
     Cohorts of 2 out of 6 unequal clients, mini-batches of 2.
@@ -151,7 +164,8 @@ def deviation(fresh, inverse, draws=6000, terms=4, step=0.9):
     gradient = sum(p * (m["D"] @ (y - m["t"]) + m["E"].T @ x) for p, m in own)
     v = step * sum(np.linalg.matrix_power(np.eye(8) - step * a, n) @ gradient for n in range(terms))
     expected = x + sum(p * m["E"] for p, m in own) @ y + b.T @ v
-    algorithm = Draws(inverse=inverse, neumann_terms=terms, neumann_step=step, batch_size=2, fresh_cohorts=fresh)
+    solver = fb.parts.Neumann(terms=terms, step=step, sampling=sampling)
+    algorithm = Draws(hypergradient=fb.parts.Implicit(solver=solver, fresh_cohorts=fresh), batch_size=2)
     state = fb.solve(
         algorithm, task.problem, task.clients, jnp.asarray(x), jnp.asarray(y), rounds=draws, cohort=2
     ).state
@@ -160,12 +174,12 @@ def deviation(fresh, inverse, draws=6000, terms=4, step=0.9):
     return np.max(np.abs(mean - expected) / error)
 
 
-@pytest.mark.parametrize("inverse", ["random", "parallel", "series"])
-def test_in_expectation_the_product_is_the_truncated_neumann_inverse(inverse):
+@pytest.mark.parametrize("sampling", ["random", "random_per_client", None])
+def test_in_expectation_the_product_is_the_truncated_neumann_inverse(sampling):
     """Lemma 2.2. With factors from one cohort the expectation of a product is another: that would be seen here."""
-    assert deviation(True, inverse) < 5
-    if inverse == "series":
-        assert deviation(False, inverse) > 10
+    assert deviation(True, sampling) < 5
+    if sampling is None:
+        assert deviation(False, sampling) > 10
 
 
 POINTS, WEIGHTS = np.array([3.0, -1.0, 2.0]), np.array([1.0, 1.0, 4.0])
@@ -180,14 +194,14 @@ def test_corrected_steps_are_unbiased_over_cohorts_of_unequal_clients(method):
     the weighted mean over the same cohort it would be off by 0.2."""
     clients = fb.Clients(APART, weights=WEIGHTS)
     rows = {"eval_every": 5, "rounds": 30_000, "cohort": 2}
-    common = {"local_steps": 3, "batch_size": None}
     if method == "FedLin":
         problem = fb.SingleLevel(lambda x, batch: 0.5 * jnp.mean((x - batch["a"]) ** 2))
-        algorithm, start = fb.FedLin(outer_lr=0.2, **common), (jnp.asarray(CENTRE), None)
+        algorithm, start = fb.FedLin(outer_lr=0.2, local_steps=3, batch_size=None), (jnp.asarray(CENTRE), None)
         walk = fb.solve(algorithm, problem, clients, *start, metrics={"z": lambda x, y: x}, **rows)
     else:
         problem = fb.Compositional(lambda y, batch: jnp.sum(y) * 0, lambda x, batch: x + jnp.mean(batch["a"]))
-        algorithm, start = fb.FedNest(inner_lr=0.2, outer_lr=1e-9, **common), (jnp.asarray(0.0), jnp.asarray(CENTRE))
+        algorithm = fb.FedNest(inner=fb.parts.SVRG(local_steps=3, lr=0.2), outer_lr=1e-9, batch_size=None)
+        start = jnp.asarray(0.0), jnp.asarray(CENTRE)
         walk = fb.solve(algorithm, problem, clients, *start, metrics={"z": lambda x, y: y}, **rows)
     blocks = walk.history["z"][1:].reshape(30, -1).mean(axis=1)  # 1,000 rounds each; the walk forgets within 5
     assert abs(blocks.mean() - CENTRE) < 5 * blocks.std(ddof=1) / np.sqrt(30) < 0.1
@@ -206,19 +220,19 @@ def test_corrected_steps_are_unbiased_over_cohorts_of_unequal_clients(method):
 def test_what_hypergradients_cost_a_client_where_no_system_is_solved(problem, counts):
     """As many products, local or global; a client that makes all by itself has both gradients of f by one pass."""
     start = (jnp.ones(2), jnp.ones(2))
-    for algorithm in (fb.FedNestSGD(), fb.FedNestSGD(hypergradient="local", inverse="series"), fb.LFedNest()):
+    for algorithm in (fb.FedNestSGD(), fb.FedNestSGD(hypergradient=fb.parts.LocalImplicit()), fb.LFedNest()):
         ledger = fb.solve(algorithm, problem, fb.Clients(APART), *start, rounds=1, engine=fb.Reference()).ledger
         inner = 5 * 3  # FedAvg's gradients on y
-        gradients = counts["gradients"] if algorithm.hypergradient == "global" else 1
+        gradients = counts["gradients"] if isinstance(algorithm.hypergradient, fb.parts.Implicit) else 1
         assert ((ledger.gradients - inner) / 3, ledger.hvps / 3) == (gradients, counts["hvps"])
 
 
 def test_exchanges_are_those_of_the_paper():
     rounds, inner, terms = 40, 3, 6
-    ledger = run(
-        fb.FedNest(inverse="random", inner_rounds=inner, neumann_terms=terms), quadratic(clients=4), rounds
-    ).ledger
-    products = ledger.exchanges_by_phase["hessian_product"]
+    hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, sampling="random"))
+    algorithm = fb.FedNest(inner=fb.parts.SVRG(rounds=inner), hypergradient=hypergradient)
+    ledger = run(algorithm, quadratic(clients=4), rounds).ledger
+    products = ledger.exchanges_by_phase["hypergradient.hessian_product"]
     assert ledger.exchanges == (2 * inner + 3) * rounds + products  # 2T + N' + 3
     spread = (terms**2 - 1) / 12  # the variance of N', uniform on 0..N−1
     assert abs(products / rounds - (terms - 1) / 2) < 5 * np.sqrt(spread / rounds)
@@ -234,10 +248,10 @@ def saddle_in_y():
     return problem, fb.Clients({"a": np.ones((4, 3))}), jnp.ones(2), jnp.zeros(2)
 
 
-@pytest.mark.parametrize("hypergradient", ["global", pytest.param("local", marks=pytest.mark.slow)])
-def test_conjugate_gradient_stops_the_run_at_negative_curvature(hypergradient):
+@pytest.mark.parametrize("kind", [fb.parts.Implicit, pytest.param(fb.parts.LocalImplicit, marks=pytest.mark.slow)])
+def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
     """x has not moved by then; the error says what to do."""
-    algorithm = fb.FedNest(inverse="cg", hypergradient=hypergradient, batch_size=None, inner_lr=0.1)
+    algorithm = fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=kind(solver=fb.parts.CG()), batch_size=None)
     with pytest.raises(fb.errors.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
         fb.solve(algorithm, *saddle_in_y(), rounds=3)
 
@@ -245,7 +259,11 @@ def test_conjugate_gradient_stops_the_run_at_negative_curvature(hypergradient):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
-    [fb.FedNest(inverse="series", inner_lr=0.1), fb.LFedNest(inner_lr=0.1), fb.AggITD(inner_lr=0.1)],
+    [
+        fb.FedNest(inner=fb.parts.SVRG(lr=0.1)),
+        fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1)),
+        fb.AggITD(inner=fb.parts.LocalSGD(rounds=5, lr=0.1)),
+    ],
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_a_start_at_negative_curvature_is_warned_of(algorithm):
@@ -257,43 +275,52 @@ def test_a_sum_reports_negative_curvature_that_comes_up_on_the_way():
     """∇²yy g = x, which a constant outer slope drives below 0; the run goes on, with a warning."""
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["a"]) * (x + y), lambda x, y, batch: 0.5 * x * y**2)
     clients = fb.Clients({"a": np.ones((2, 3))})
-    algorithm = fb.FedNest(inverse="series", neumann_terms=3, outer_lr=0.4, inner_lr=0.1, batch_size=None)
+    hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3))
+    algorithm = fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=hypergradient, outer_lr=0.4, batch_size=None)
     with pytest.warns(fb.errors.NumericalWarning, match="negative curvature at product 0"):
         result = fb.solve(algorithm, problem, clients, jnp.asarray(0.5), jnp.asarray(0.1), rounds=4)
-    assert int(result.state.quality.negative_curvature) == 0
+    assert int(result.state.info.negative_curvature) == 0
 
 
 def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
     task = quadratic(clients=3, condition=100.0)
-    algorithm = fb.FedNest(inverse="cg", cg_iterations=2, cg_tolerance=1e-8, batch_size=None)
-    with pytest.warns(fb.errors.NumericalWarning, match="relative residual of .* above cg_tolerance"):
-        residual = float(run(algorithm, task, 1).state.quality.residual)
+    algorithm = fb.FedNest(
+        hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2, tolerance=1e-8)), batch_size=None
+    )
+    with pytest.warns(fb.errors.NumericalWarning, match="relative residual of .* above its tolerance: max_steps = 2"):
+        residual = float(run(algorithm, task, 1).state.info.residual)
     assert 1e-8 < residual < 1
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("make", "message"),
     [
-        ({"inverse": "cgg"}, r"unknown FedNest\.inverse 'cgg'; did you mean 'cg'"),
-        ({"hypergradient": "own"}, r"FedNest\.hypergradient 'own'.*allowed: global, local"),
-        ({"hypergradient": "local", "inverse": "parallel"}, r"inverse = 'parallel' is not allowed"),
-        ({"neumann_terms": 0}, r"FedNest\.neumann_terms = 0"),
-        ({"outer_steps": 0}, r"FedNest\.outer_steps = 0"),
-        ({"inner_lr": -1.0}, r"FedNest\.inner_lr = -1\.0"),
+        (lambda: fb.FedNest(inverse="cg"), r"unknown field of FedNest 'inverse'"),
+        (lambda: fb.FedNest(hypergradient="local"), r"FedNest\.hypergradient = 'local' .* Implicit.* LocalImplicit"),
+        (lambda: fb.FedNest(inner=fb.parts.LocalSGD()), r"FedNest\.inner = LocalSGD\(.* SVRG"),
+        (lambda: fb.parts.Implicit(solver=fb.parts.Exact()), r"Implicit\.solver = Exact\(.* Neumann.* CG"),
+        (lambda: fb.parts.Neumann(sampling="randm"), r"unknown Neumann\.sampling 'randm'; did you mean 'random'"),
+        (
+            lambda: fb.parts.LocalImplicit(solver=fb.parts.Neumann(sampling="random_per_client")),
+            r"LocalImplicit\.solver\.sampling = 'random_per_client' is not allowed",
+        ),
+        (lambda: fb.parts.Neumann(terms=0), r"Neumann\.terms = 0"),
+        (lambda: fb.parts.CG(max_steps=0), r"CG\.max_steps = 0"),
+        (lambda: fb.FedNest(outer_steps=0), r"FedNest\.outer_steps = 0"),
+        (lambda: fb.parts.SVRG(lr=-1.0), r"SVRG\.lr = -1\.0"),
     ],
 )
-def test_fields_that_are_refused(fields, message):
+def test_fields_that_are_refused(make, message):
     with pytest.raises(fb.errors.ConfigurationError, match=message):
-        fb.FedNest(**fields)
+        make()
 
 
 def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bound():
     task = quadratic(heterogeneity=0.0)  # every A_i has the largest eigenvalue 1
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"neumann_step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"
+        fb.errors.ConfigurationError, match=r"Neumann\.step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"
     ):
-        run(fb.FedNest(neumann_step=2.1), task, 1)
-    run(fb.FedNest(neumann_step=2.1, inverse="cg"), task, 1)  # which does not use it
+        run(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(step=2.1))), task, 1)
 
 
 def test_local_steps_are_checked_against_the_clients_own_hessians():
@@ -302,19 +329,23 @@ def test_local_steps_are_checked_against_the_clients_own_hessians():
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.sum(y) + x @ x, lambda x, y, batch: 0.5 * jnp.mean(batch["d"] @ y**2) - x @ y
     )
-    start = (jnp.ones(4), jnp.ones(4))
+    start, solver = (jnp.ones(4), jnp.ones(4)), fb.parts.Neumann(step=0.4)
+    local = fb.LFedNest(hypergradient=fb.parts.LocalImplicit(solver=solver))
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"a client's own inner Hessian's largest eigenvalue is .* ℓ = 8$"
     ):
-        fb.solve(fb.LFedNest(neumann_step=0.4), problem, fb.Clients({"d": rows}), *start, rounds=1)
-    fb.solve(fb.FedNestSGD(neumann_step=0.4), problem, fb.Clients({"d": rows}), *start, rounds=1)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner_lr = 1.1 .* below 2/ℓ = 1: "):
-        fb.solve(fb.AggITD(inner_lr=1.1), problem, fb.Clients({"d": rows}), *start, rounds=1)
+        fb.solve(local, problem, fb.Clients({"d": rows}), *start, rounds=1)
+    shared = fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=solver))
+    fb.solve(shared, problem, fb.Clients({"d": rows}), *start, rounds=1)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner.lr = 1.1 .* below 2/ℓ = 1: "):
+        fb.solve(
+            fb.AggITD(inner=fb.parts.LocalSGD(rounds=5, lr=1.1)), problem, fb.Clients({"d": rows}), *start, rounds=1
+        )
 
 
 def test_lfednest_is_local_only():
-    with pytest.raises(fb.errors.ConfigurationError, match="FedNestSGD have the global one"):
-        fb.LFedNest(hypergradient="global")
+    with pytest.raises(fb.errors.ConfigurationError, match=r"LFedNest.hypergradient = Implicit.* LocalImplicit"):
+        fb.LFedNest(hypergradient=fb.parts.Implicit())
 
 
 def test_a_single_level_problem_is_refused_with_the_methods_for_it():
@@ -325,15 +356,33 @@ def test_a_single_level_problem_is_refused_with_the_methods_for_it():
         fb.solve(fb.FedNest(), problem, fb.Clients({"a": np.ones((2, 3))}), jnp.ones(2), rounds=1)
 
 
-@pytest.mark.parametrize("method", [fb.FedNest, pytest.param(fb.FedMBO, marks=pytest.mark.slow)])
-def test_the_servers_step_on_y_multiplies_the_mean_change(method):
+@pytest.mark.parametrize(
+    ("method", "inner"),
+    [(fb.FedNest, fb.parts.SVRG), pytest.param(fb.FedMBO, fb.parts.LocalSGD, marks=pytest.mark.slow)],
+)
+def test_the_servers_step_on_y_multiplies_the_mean_change(method, inner):
     """One full-batch local step of β/2, doubled by the server, is one of β."""
     task = quadratic(clients=4, samples=(3, 6))
 
     def solved(**fields):
-        algorithm = method(local_steps=1, batch_size=None, neumann_terms=2, **fields)
+        hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=2))
+        algorithm = method(inner=inner(local_steps=1, **fields), hypergradient=hypergradient, batch_size=None)
         return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=2, key=1)
 
-    halved, whole = solved(inner_lr=0.05, inner_server_lr=2.0), solved(inner_lr=0.1)
+    halved, whole = solved(lr=0.05, server_lr=2.0), solved(lr=0.1)
     np.testing.assert_allclose(halved.y, whole.y, rtol=1e-12)
     np.testing.assert_allclose(halved.x, whole.x, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "today"),
+    [
+        (lambda: fb.FedNest(inner_lr=0.1), "it is now lr, a field of the part inner"),
+        (lambda: fb.AFBO(client_lr=0.1), "it is now a field of the part inner = MeanGradient"),
+        (lambda: fb.RAFBO(perturbation=0.1), "a field of the part hypergradient.second_order"),
+        (lambda: fb.LFedNest(neumann_terms=3), "it is now terms, a field of the part hypergradient.solver"),
+    ],
+)
+def test_fields_that_parts_have_now_are_refused_with_their_place(make, today):
+    with pytest.raises(fb.errors.ConfigurationError, match=re.escape(today)):
+        make()

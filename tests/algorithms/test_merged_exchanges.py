@@ -10,7 +10,7 @@ import pytest
 from matrices import hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts import hypergradient as estimator
+from fedbilevel.algorithms.parts import hypergradients
 from fedbilevel.diagnostics.probe import sample
 from fedbilevel.tasks.quadratic import quadratic, solution
 
@@ -18,12 +18,22 @@ M, T, N, K = 3, 2, 4, 3
 WORK = np.array([1, 3, 2])
 ONES = np.ones(M, int)
 X0, Y0 = np.linspace(-1, 1, 5), np.linspace(2, 0, K)
-SYSTEM = {"neumann_terms": N, "cg_iterations": K, "cg_tolerance": 1e-10, "neumann_step": 0.7}
-STEPS = {"inner_rounds": T, "inner_lr": 0.6, "outer_lr": 0.2}
+STEPS = {"batch_size": None, "outer_lr": 0.2}
 
 
-def solved(task, method, rounds, *, merged, cohort=None, engine=None, problem=None, start=(X0, Y0), **fields):
-    algorithm = method(merged=merged, **{"batch_size": None, **SYSTEM, **STEPS, **fields})
+def neumann(sampling=None):
+    return {"hypergradient": fb.parts.Implicit(solver=fb.parts.Neumann(terms=N, step=0.7, sampling=sampling))}
+
+
+def on_y(method, **fields):
+    kind = fb.parts.SVRG if method is fb.FedNest else fb.parts.LocalSGD
+    return kind(**{"rounds": T, "lr": 0.6, **fields})
+
+
+def solved(
+    task, method, rounds, *, merged, cohort=None, engine=None, problem=None, start=(X0, Y0), inner=None, **fields
+):
+    algorithm = method(merged=merged, inner=on_y(method, **(inner or {})), **{**STEPS, **fields})
     engine = engine or fb.Reference()
     problem = problem or task.problem
     return fb.solve(algorithm, problem, task.clients, *start, rounds=rounds, cohort=cohort, engine=engine)
@@ -39,16 +49,19 @@ def same_point(one, other):
         np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-12)
 
 
-CG = {"inverse": "cg"}
-SERIES = {"inverse": "series"}
+SOLVER = fb.parts.CG(max_steps=K, tolerance=1e-10)
+CG = {"hypergradient": fb.parts.Implicit(solver=SOLVER)}
+LOCAL = {"hypergradient": fb.parts.LocalImplicit(solver=SOLVER)}
+SERIES = neumann()
+ONE = {"inner": {"local_steps": 1}}
 CASES = {  # method, fields, local steps of the population, exchanges of a round: single, merged
-    "cg": (fb.FedNest, {**CG, "local_steps": 1}, None, 2 * T + K + 3, T + K + 1),
-    "cg, steps of each client": (fb.FedNest, {**CG, "local_steps": 1}, WORK, 2 * T + K + 3, 2 * T + K + 1),
-    "cg, the population's one step": (fb.FedNest, {**CG, "local_steps": 1}, ONES, 2 * T + K + 3, 2 * T + K + 1),
-    "cg, τ = 1 on y, 2 on x": (fb.FedNest, {**CG, "local_steps": 1, "outer_steps": 2}, None, 2 * T + K + 3, T + K + 2),
+    "cg": (fb.FedNest, {**CG, **ONE}, None, 2 * T + K + 3, T + K + 1),
+    "cg, steps of each client": (fb.FedNest, {**CG, **ONE}, WORK, 2 * T + K + 3, 2 * T + K + 1),
+    "cg, the population's one step": (fb.FedNest, {**CG, **ONE}, ONES, 2 * T + K + 3, 2 * T + K + 1),
+    "cg, τ = 1 on y, 2 on x": (fb.FedNest, {**CG, **ONE, "outer_steps": 2}, None, 2 * T + K + 3, T + K + 2),
     "cg, steps on x": (fb.FedNest, {**CG, "outer_steps": 2}, WORK, 2 * T + K + 3, 2 * T + K + 2),
     "series": (fb.FedNest, SERIES, None, 2 * T + N + 2, 2 * T + N + 1),
-    "local": (fb.FedNest, {"hypergradient": "local", **CG}, None, 2 * T + 2, 2 * T + 1),
+    "local": (fb.FedNest, LOCAL, None, 2 * T + 2, 2 * T + 1),
     "SGD, cg": (fb.FedNestSGD, CG, WORK, T + K + 3, T + K + 1),
     "SGD, series": (fb.FedNestSGD, SERIES, WORK, T + N + 2, T + N + 1),
     "FedMBO, cg": (fb.FedMBO, CG, WORK, T + K + 2, T + K + 1),
@@ -68,17 +81,16 @@ def test_the_same_numbers_in_fewer_exchanges(case):
     single, merged = both(task, method, 1, **fields)
     same_point(single, merged)
     assert (single.ledger.exchanges, merged.ledger.exchanges) == (many, few)
-    gathers = fields["inverse"] == "cg" and fields.get("hypergradient") != "local"
+    gathers = fields["hypergradient"] == CG["hypergradient"]
     assert single.ledger.gradients - merged.ledger.gradients == M * gathers
     assert merged.ledger.hvps - single.ledger.hvps == M * (K - 1) * gathers
 
 
 NOTHING = {
-    "LFedNest": (fb.LFedNest, CG),
     "FedMBO, series": (fb.FedMBO, SERIES),
-    "FedMBO, random": (fb.FedMBO, {"inverse": "random"}),
+    "FedMBO, random": (fb.FedMBO, neumann("random")),
     "FedNest": (fb.FedNest, {**SERIES, "outer_steps": 2}),
-    "FedNestSGD": (fb.FedNestSGD, {"hypergradient": "local", **CG, "outer_steps": 2, "local_steps": 1}),
+    "FedNestSGD": (fb.FedNestSGD, {**LOCAL, "outer_steps": 2, "inner": fb.parts.LocalSGD(local_steps=1)}),
 }
 
 
@@ -98,31 +110,34 @@ def test_costs_of_a_round_of_conjugate_gradient():
     assert ledger.gradients == T * (M + 2 * int((WORK - 1).sum())) + M
     assert ledger.hvps == 2 * K * M
     assert ledger.exchanges_by_phase == {
-        "inner_gradient": T, "corrected_inner_descent": T, "outer_gradients": 1, "both_products": K,
-    }  # fmt: skip
+        "inner.gradient": T,
+        "inner.corrected_descent": T,
+        "hypergradient.outer_gradients": 1,
+        "hypergradient.both_products": K,
+    }
 
 
 @pytest.mark.parametrize("case", [pytest.param("random, drawn samples", marks=pytest.mark.slow), "cg, full batches"])
 def test_a_cohort_gets_the_same_numbers_too(case):
     """Neumann products, and all that conjugate gradient asks on full batches, see what single exchanges see: the same
     estimate, with its expectation."""
-    fields = {"inverse": "random", "batch_size": 2} if case.startswith("random") else CG
+    fields = {**neumann("random"), "batch_size": 2} if case.startswith("random") else CG
     task = quadratic(clients=M, dim_y=K, local_steps=WORK)
     single, merged = both(task, fb.FedNest, 3, cohort=2, **fields)
     same_point(single, merged)
-    products = single.ledger.exchanges_by_phase.get("hessian_product", 0)
+    products = single.ledger.exchanges_by_phase.get("hypergradient.hessian_product", 0)
     assert single.ledger.exchanges == 3 * (2 * T + 3) + products
     last = 2 if case.startswith("random") else 1  # ∇y F and h, or what comes with ∇y F
     assert merged.ledger.exchanges == 3 * (2 * T + last) + merged.ledger.exchanges_by_phase.get(
-        "both_products", products
+        "hypergradient.both_products", products
     )
 
 
 def test_products_of_lengths_that_nobody_drew_are_not_asked_for(monkeypatch):
     """Of N'_i = 1, 0, 1 the longest is 1: one product in place of N − 1."""
     lengths = iter((1, 0, 1) * 2)
-    monkeypatch.setattr(estimator, "uniform_below", lambda key, bound: jnp.asarray(next(lengths)))
-    single, merged = both(quadratic(clients=M, dim_y=K), fb.FedMBO, 1, inverse="parallel")
+    monkeypatch.setattr(hypergradients, "uniform_below", lambda key, bound: jnp.asarray(next(lengths)))
+    single, merged = both(quadratic(clients=M, dim_y=K), fb.FedMBO, 1, **neumann("random_per_client"))
     same_point(single, merged)
     assert (single.ledger.exchanges, merged.ledger.exchanges) == (T + N + 1, T + 1 + 2)
     assert single.ledger.hvps - merged.ledger.hvps == M * (N - 2)
@@ -140,7 +155,7 @@ def test_problems_without_a_system(kind):
     problem, few = KINDS[kind]
     task = quadratic(clients=M, dim_y=K)
     task = type(task)(task.name, problem, fb.Clients({"a": np.array([[1.0], [2.0], [4.0]])}), task.x0, task.y0, {})
-    single, merged = both(task, fb.FedNest, 1, start=(jnp.ones(2), jnp.ones(2)), local_steps=2, **CG)
+    single, merged = both(task, fb.FedNest, 1, start=(jnp.ones(2), jnp.ones(2)), inner={"local_steps": 2}, **CG)
     same_point(single, merged)
     assert (single.ledger.exchanges, merged.ledger.exchanges) == (few + 1, few)
 
@@ -154,7 +169,8 @@ def test_cohorts_leave_the_mean_of_merged_products_where_it_is():
     b = sum(p * outer_gradient(f, X0, Y0) for p, f, _ in members(task))
     v = s * sum(np.linalg.matrix_power(np.eye(K) - s * mean["A"], n) @ b for n in range(N))
     expected = sum(p * hypergradient(f, g, X0, Y0, v) for p, f, g in members(task))
-    method = fb.FedMBO(merged=True, inverse="parallel", neumann_terms=N, neumann_step=s, batch_size=2)
+    solver = fb.parts.Neumann(terms=N, step=s, sampling="random_per_client")
+    method = fb.FedMBO(merged=True, hypergradient=fb.parts.Implicit(solver=solver), batch_size=2)
     drawn = sample(method, task.problem, task.clients, X0, Y0, draws=draws, cohort=2, engine=None, key=0)
     assert np.linalg.norm(drawn.mean - expected) < 4 * drawn.standard_error < np.linalg.norm(expected) / 8
     chance = np.diff((np.arange(N + 1) / N) ** 2)  # of each longest length
@@ -167,7 +183,7 @@ def test_the_cross_product_is_drawn_apart_from_the_system():
     would give E[a/a] = 1. Conjugate gradient in one dimension is exact after one product."""
     problem = fb.Bilevel(lambda x, y, batch: y, lambda x, y, batch: jnp.mean(batch) * (0.5 * y**2 - x * y))
     clients = fb.Clients(np.array([[1.0, 3.0]]), np.array([[1.0, 3.0]]))
-    method = fb.FedNest(inverse="cg", merged=True, batch_size=1)
+    method = fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG()), merged=True, batch_size=1)
     drawn = sample(method, problem, clients, jnp.asarray(0.5), jnp.asarray(0.2), draws=4000, cohort=None, engine=None,
                    key=0)  # fmt: skip
     assert abs(drawn.mean - 4 / 3) < 5 * drawn.standard_error < 1 / 6
@@ -177,13 +193,16 @@ def test_the_cross_product_is_drawn_apart_from_the_system():
 def test_reaches_the_closed_form():
     """Unequal weights, data and work. K ≤ dim y = 8 products a round and no exchange that brings h, or drift of x."""
     task = quadratic(clients=8, condition=5, local_steps=np.array([1, 2, 3, 4, 1, 2, 3, 4]))
-    fields = {"inner_rounds": 3, "inner_lr": 1.0, "cg_iterations": 20, "cg_tolerance": 1e-10, **CG}
+    fields = {
+        "inner": {"rounds": 3, "lr": 1.0},
+        "hypergradient": fb.parts.Implicit(solver=fb.parts.CG(tolerance=1e-10)),
+    }
     start = (task.x0, task.y0)
     result = solved(task, fb.FedNest, 300, merged=True, engine=fb.Local(), start=start, **fields)
     exact = solution(task.clients)
     assert np.linalg.norm(result.x - exact.x) < 1e-6 * np.linalg.norm(exact.x)
     assert np.linalg.norm(result.y - exact.y) < 1e-6 * np.linalg.norm(exact.y)
-    products = result.ledger.exchanges_by_phase["both_products"]
+    products = result.ledger.exchanges_by_phase["hypergradient.both_products"]
     assert result.ledger.exchanges == 300 * (2 * 3 + 1) + products
     assert products <= 300 * 9
 
@@ -196,6 +215,7 @@ def test_negative_curvature_stops_a_merged_run_too():
 
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum((y - jnp.mean(batch["a"])) ** 2) + jnp.sum(x), inner)
     clients = fb.Clients({"a": np.ones((2, 3))})
-    algorithm = fb.FedNest(inverse="cg", merged=True, batch_size=None, inner_lr=0.1)
+    hypergradient = fb.parts.Implicit(solver=fb.parts.CG())
+    algorithm = fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=hypergradient, merged=True, batch_size=None)
     with pytest.raises(fb.errors.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
         fb.solve(algorithm, problem, clients, jnp.ones(2), jnp.zeros(2), rounds=1, engine=fb.Reference())

@@ -13,12 +13,13 @@ from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 CLIENTS, DIM_X, DIM_Y = 4, 3, 4
 START = np.tile([0.3, -0.2, 0.1], (CLIENTS, 1))
-AFBO = {"batch_size": 2, "inner_rounds": 2, "local_steps": 2, "outer_lr": 0.3}
+AFBO = {"batch_size": 2, "inner": fb.parts.MeanGradient(rounds=2, local_steps=2), "outer_lr": 0.3}
+BY_STEPS = fb.AFBO(hypergradient=fb.parts.SystemSteps(), **AFBO)
 METHODS = {
-    "SimFBO": fb.SimFBO(batch_size=2, local_steps=3, server_lr=0.1, coefficients=fb.Momentum(decay=0.5)),
-    "AFBO, local": fb.AFBO(inverse="series", neumann_terms=2, **AFBO),
-    "AFBO, global": fb.AFBO(hypergradient="global", **AFBO),
-    "AFBO, all are first": fb.Asynchronous(fb.AFBO(hypergradient="global", **AFBO), wait_for=CLIENTS),
+    "SimFBO": fb.SimFBO(batch_size=2, local_steps=3, server_lr=0.1, coefficients=fb.parts.Momentum(decay=0.5)),
+    "AFBO, local": fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)), **AFBO),
+    "AFBO, global": BY_STEPS,
+    "AFBO, all are first": fb.Asynchronous(BY_STEPS, wait_for=CLIENTS),
 }
 
 
@@ -71,7 +72,7 @@ def test_the_same_rows_with_and_without_the_server(name):
 @pytest.mark.slow
 def test_both_engines_agree_where_clients_are_late():
     """Each block then moves once for each answer of its client."""
-    algorithm = fb.Asynchronous(fb.AFBO(hypergradient="global", **AFBO), wait_for=2)
+    algorithm = fb.Asynchronous(BY_STEPS, wait_for=2)
     clock = fb.Clock(network=(1.0, 1.7, 0.6, 5.3), spread=0.4)
     a, b = (run(algorithm, 2, engine=engine(clock=clock)) for engine in (fb.Local, fb.Reference))
     np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)

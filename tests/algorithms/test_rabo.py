@@ -18,25 +18,33 @@ from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
 
 CONDITION, TERMS = 5, 60  # with s = 1/ℓ = 1 the series is off by (1 − 1/κ)^60 < 2e-6
-EXACT = {"batch_size": None, "outer_lr": 0.2}
-SERIES = {"inverse": "series", "neumann_terms": TERMS, "neumann_step": 1.0, "local_steps": 1, "inner_lr": 1.0, **EXACT}
-SHORT = {**SERIES, "neumann_terms": 3, "neumann_step": 0.7}
-ONCE = {**SERIES, "neumann_terms": 1, "neumann_step": 0.3}
+STEPS = {"inner": fb.parts.LocalSGD(local_steps=1, lr=1.0), "batch_size": None, "outer_lr": 0.2}
+SERIES, SHORT = fb.parts.Neumann(terms=TERMS, step=1.0), fb.parts.Neumann(terms=3, step=0.7)
+ONCE = fb.parts.Coordinates(terms=1, step=0.3)
 X, Y = np.array([0.3, -1.0, 0.5]), np.array([1.0, 0.2, -0.7, 0.4])
 
+
+def rabo(solver, kind=fb.parts.LocalImplicit):
+    return fb.RABO(hypergradient=kind(solver=solver), **STEPS)
+
+
+def rafbo(solver, kind=fb.parts.LocalImplicit):
+    return fb.RAFBO(hypergradient=kind(solver=solver, second_order=fb.parts.Differences()), **STEPS)
+
+
 LOCAL = {
-    "RABO, cg": fb.RABO(**{**SERIES, "inverse": "cg", "cg_tolerance": 1e-12}),
-    "adjoint": fb.RAFBO(**SERIES),
-    "coordinate": fb.RAFBO(estimator="coordinate", **SERIES),
-    "RABO, 3 terms": fb.RABO(**SHORT),
-    "adjoint, 3 terms": fb.RAFBO(**SHORT),
-    "coordinate, 3 terms": fb.RAFBO(estimator="coordinate", **SHORT),
-    "coordinate, 1 term": fb.RAFBO(estimator="coordinate", **ONCE),
-    "printed": fb.RAFBO(estimator="printed", **ONCE),
+    "RABO, cg": rabo(fb.parts.CG(tolerance=1e-12)),
+    "adjoint": rafbo(SERIES),
+    "coordinate": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), **STEPS),
+    "RABO, 3 terms": rabo(SHORT),
+    "adjoint, 3 terms": rafbo(SHORT),
+    "coordinate, 3 terms": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=3, step=0.7), **STEPS),
+    "coordinate, 1 term": fb.RAFBO(hypergradient=ONCE, **STEPS),
+    "printed": fb.RAFBO(hypergradient=fb.parts.PrintedSlopes(), **STEPS),
 }
 GLOBAL = {
-    "RABO, global": fb.RABO(hypergradient="global", **SERIES),
-    "adjoint, global": fb.RAFBO(hypergradient="global", **SERIES),
+    "RABO, global": rabo(SERIES, fb.parts.Implicit),
+    "adjoint, global": rafbo(SERIES, fb.parts.Implicit),
 }
 
 
@@ -61,6 +69,14 @@ def one_client(task):
     return Client(task.problem.over_batches(), outer, inner, jnp.asarray(0), jnp.asarray(1.0), None, None)
 
 
+def ask_alone(method, client, at, key):
+    """The reply of a client who finds a hypergradient by itself, its update that hypergradient alone."""
+    if not isinstance(method.hypergradient, fb.parts.LocalImplicit):
+        return method.hypergradient.slopes(client, at, key)
+    reply = method.hypergradient.local_hypergradient(client, at, key)
+    return reply._replace(update=reply.update[0])
+
+
 @pytest.fixture(scope="module")
 def replies(task):
     """By method, the reply of one client who is asked for its hypergradient at (X, Y)."""
@@ -68,7 +84,7 @@ def replies(task):
     @jax.jit
     def ask(x, y):
         at, key = (x, y), jax.random.key(0)
-        return {name: method.local_hypergradient(one_client(task), at, key) for name, method in LOCAL.items()}
+        return {name: ask_alone(method, one_client(task), at, key) for name, method in LOCAL.items()}
 
     return ask(jnp.asarray(X), jnp.asarray(Y))
 
@@ -82,7 +98,7 @@ def dense(task):
 
 
 def through_y(replies, name, dense):
-    return np.asarray(replies[name].update[0]) - dense[0]
+    return np.asarray(replies[name].update) - dense[0]
 
 
 @pytest.mark.parametrize("name", ["RABO, cg", "adjoint", "coordinate"])
@@ -104,7 +120,7 @@ def test_what_is_printed_points_the_other_way(replies, dense):
     """One inner step s makes −s times the printed δ. Through y the printed direction is −Bᵀb where BᵀA⁻¹b is wanted, A
     being positive definite: a cosine of −0.86 here, of −0.95 in the median over 200 draws of the task."""
     printed, once = (through_y(replies, name, dense) for name in ("printed", "coordinate, 1 term"))
-    assert off(once, -ONCE["neumann_step"] * printed) < 1e-6
+    assert off(once, -ONCE.step * printed) < 1e-6
     cosine = printed @ dense[1] / np.linalg.norm(printed) / np.linalg.norm(dense[1])
     assert cosine < -0.5
 
@@ -125,14 +141,15 @@ def test_counts(replies):
 def test_drawn_coordinates_are_unbiased(count, task):
     """Every draw has what comes through y along its coordinates, times d/|P|, and nothing elsewhere; each coordinate is
     drawn in |P|/d of 3,000 draws, within five standard errors. So the mean over draws is the hypergradient."""
-    algorithm = fb.RAFBO(estimator="coordinate", coordinates=count, **SHORT)
+    algorithm = fb.RAFBO(hypergradient=fb.parts.Coordinates(count=count, terms=3, step=0.7), **STEPS)
     _, f, g = members(task)[0]
     b, shrink = outer_gradient(f, X, Y), np.eye(4) - 0.7 * g["A"]
     v = 0.7 * sum(np.linalg.matrix_power(shrink, k) @ b for k in range(3))
     direct = X + f["E"] @ Y
     rest = hypergradient(f, g, X, Y, v) - direct
-    own = jax.vmap(lambda key: algorithm.own_hypergradient(one_client(task), jnp.asarray(X), jnp.asarray(Y), key))
-    drawn = np.asarray(jax.jit(own)(jax.random.split(jax.random.key(0), 3_000)).estimate.h) - direct
+    at = (jnp.asarray(X), jnp.asarray(Y))
+    own = jax.vmap(lambda key: ask_alone(algorithm, one_client(task), at, key))
+    drawn = np.asarray(jax.jit(own)(jax.random.split(jax.random.key(0), 3_000)).update) - direct
     chosen = np.abs(drawn) > 1e-6
     assert np.all(chosen.sum(1) == count)
     np.testing.assert_allclose(drawn, chosen * 3 / count * rest, atol=1e-6)
@@ -142,7 +159,8 @@ def test_drawn_coordinates_are_unbiased(count, task):
 
 def test_equals_the_equations_written_out(task):
     """Three rounds of RABO in NumPy, two inner rounds of two steps each."""
-    algorithm = fb.RABO(**{**SHORT, "local_steps": 2, "inner_rounds": 2, "inner_lr": 0.5})
+    inner = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=0.5)
+    algorithm = fb.RABO(inner=inner, hypergradient=fb.parts.LocalImplicit(solver=SHORT), outer_lr=0.2, batch_size=None)
     x, y = X, Y
     for _ in range(3):
         for _ in range(2):
@@ -187,32 +205,39 @@ def test_problems_that_need_no_inverse():
     """Compositional ones, where v = ∇y f: "coordinate" takes it, too."""
     task = compositional(clients=4)
     x, y = (jnp.arange(1.0, 1.0 + start.size).reshape(start.shape) for start in (task.x0, task.y0))
-    ask = jax.jit(lambda method: method.own_hypergradient(one_client(task), x, y, jax.random.key(0)).estimate.h)
+    ask = jax.jit(lambda method: ask_alone(method, one_client(task), (x, y), jax.random.key(0)).update)
     exact = ask(fb.RABO(batch_size=None))
     assert float(jnp.linalg.norm(exact)) > 1e-3
-    np.testing.assert_allclose(ask(fb.RAFBO(estimator="coordinate", batch_size=None)), exact, rtol=1e-8)
+    np.testing.assert_allclose(ask(fb.RAFBO(hypergradient=fb.parts.Coordinates(), batch_size=None)), exact, rtol=1e-8)
 
 
 @pytest.mark.parametrize(
-    ("cls", "fields", "words"),
+    ("make", "words"),
     [
-        (fb.RABO, {"hypergradient": "global", "inverse": "cg"}, "RABO.inverse = 'cg' is not allowed: it must be"),
-        (fb.RABO, {"hypergradient": "global", "inverse": "parallel"}, "'random' or 'series'"),
-        (fb.RABO, {"inverse": "parallel"}, "RABO.inverse = 'parallel'"),
-        (fb.RABO, {"policy": "static"}, "it is now a field of the wrapper Submodels"),
-        (fb.RABO, {"merged": True}, "RABO.merged"),
-        (fb.RABO, {"inner_rounds": 0}, "RABO.inner_rounds = 0"),
-        (fb.RAFBO, {"estimator": "adjont"}, "did you mean 'adjoint'"),
-        (fb.RAFBO, {"coordinates": 3}, "RAFBO.coordinates = 3 is not allowed: it must be None where estimator"),
-        (fb.RAFBO, {"estimator": "coordinate", "coordinates": 0}, "RAFBO.coordinates = 0"),
-        (fb.RAFBO, {"estimator": "coordinate", "hypergradient": "global"}, "it must be 'local' where estimator"),
-        (fb.RAFBO, {"estimator": "printed", "inverse": "cg"}, "it must be 'series' where estimator = 'printed'"),
-        (fb.RAFBO, {"perturbation": 0.0}, "RAFBO.perturbation = 0.0"),
+        (lambda: rabo(fb.parts.CG(), fb.parts.Implicit), "RABO.hypergradient.solver = CG("),
+        (
+            lambda: rabo(fb.parts.Neumann(sampling="random_per_client"), fb.parts.Implicit),
+            "Neumann(sampling=None or 'random')",
+        ),
+        (
+            lambda: rabo(fb.parts.Neumann(sampling="random_per_client")),
+            "LocalImplicit.solver.sampling = 'random_per_client'",
+        ),
+        (lambda: fb.RABO(policy="static"), "it is now a field of the wrapper Submodels"),
+        (lambda: fb.RABO(merged=True), "unknown field of RABO 'merged'"),
+        (lambda: fb.RABO(inner=fb.parts.LocalSGD(rounds=0)), "LocalSGD.rounds = 0"),
+        (lambda: fb.RABO(hypergradient=fb.parts.Coordinates()), "RABO.hypergradient = Coordinates("),
+        (lambda: fb.RAFBO(coordinates=3), "unknown field of RAFBO 'coordinates'"),
+        (lambda: fb.RAFBO(hypergradient=fb.parts.LocalImplicit()), "RAFBO.hypergradient.second_order = Exact()"),
+        (lambda: fb.parts.Coordinates(count=0), "Coordinates.count = 0"),
+        (lambda: fb.parts.PrintedSlopes(count=0), "PrintedSlopes.count = 0"),
+        (lambda: fb.parts.PrintedSlopes(solver=fb.parts.CG()), "unknown field of PrintedSlopes 'solver'"),
+        (lambda: fb.parts.Differences(perturbation=0.0), "Differences.perturbation = 0.0"),
     ],
-)  # fmt: skip
-def test_wrong_fields(cls, fields, words):
+)
+def test_wrong_fields(make, words):
     with pytest.raises(fb.errors.ConfigurationError) as error:
-        cls(**fields)
+        make()
     assert words in str(error.value)
 
 
@@ -234,8 +259,8 @@ def test_draws_of_a_hypergradient(paired):
 
     x0, y0 = jnp.ones(2), jnp.array([0.3, -0.7])
     clients = fb.Clients([{"b": b, "c": c}], [{"a": a, "d": d}])
-    fields = {"inverse": "cg", "cg_iterations": 5, "cg_tolerance": 1e-12, "batch_size": 2}
-    algorithm = fb.RABO(paired=paired, inner_lr=1e-300, outer_lr=1.0, **fields)
+    hypergradient = fb.parts.LocalImplicit(solver=fb.parts.CG(max_steps=5, tolerance=1e-12), paired=paired)
+    algorithm = fb.RABO(inner=fb.parts.LocalSGD(lr=1e-300), hypergradient=hypergradient, outer_lr=1.0, batch_size=2)
     found = x0 - fb.solve(algorithm, fb.Bilevel(outer, inner), clients, x0, y0, rounds=1).x
 
     def vector(of_f, of_d, of_cross):
@@ -251,6 +276,9 @@ def test_draws_of_a_hypergradient(paired):
 
 
 PIXELS = 23
+PAIRED = fb.parts.LocalImplicit(paired=True)
+PAIRED_BY_DIFFERENCES = fb.parts.LocalImplicit(second_order=fb.parts.Differences(), paired=True)
+NINE = fb.parts.Neumann(terms=9)
 
 
 def loops(jaxpr):
@@ -263,26 +291,26 @@ def loops(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("part", "batch_size"),
     [
-        fb.RABO(batch_size=2, paired=True),
-        fb.RABO(batch_size=2, inverse="cg"),
-        fb.RABO(batch_size=2, neumann_terms=9),
-        fb.RABO(batch_size=None),
-        fb.RAFBO(batch_size=2, paired=True),
-        fb.RAFBO(batch_size=2, neumann_terms=9),
+        (PAIRED, 2),
+        (fb.parts.LocalImplicit(solver=fb.parts.CG()), 2),
+        (fb.parts.LocalImplicit(solver=NINE), 2),
+        (fb.parts.LocalImplicit(), None),
+        (PAIRED_BY_DIFFERENCES, 2),
+        (fb.parts.LocalImplicit(solver=NINE, second_order=fb.parts.Differences()), 2),
     ],
     ids=range(6),
 )
-def test_products_do_not_see_what_features_were_made_of(algorithm):
+def test_products_do_not_see_what_features_were_made_of(part, batch_size):
     def loss(x, y, batch):
         return jnp.mean((jnp.tanh(batch @ x) @ y) ** 2) + jnp.sum(y**2)
 
     samples = Samples(jnp.ones((6, PIXELS)), jnp.asarray(0), jnp.asarray(6), 6, True)
     problem = fb.Bilevel(loss, loss).over_batches()
-    client = Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None)
+    client = Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None, batch_size=batch_size)
     x, y = jnp.ones((PIXELS, 4)), jnp.ones(4)
-    program = jax.make_jaxpr(lambda key: algorithm.own_hypergradient(client, x, y, key).estimate.h)(jax.random.key(0))
+    program = jax.make_jaxpr(lambda key: part.own(client, x, y, key).estimate.h)(jax.random.key(0))
     inside = list(loops(program.jaxpr))
     assert inside
     assert not any(f"{PIXELS}" in body for body in inside)
@@ -292,11 +320,11 @@ def test_pairs_need_a_partner_each_and_the_local_hypergradient():
     clients = fb.Clients([np.ones((3, 1))], [np.ones((2, 1))])
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: jnp.sum((x - y) ** 2))
     with pytest.raises(fb.errors.ConfigurationError, match=r"paired = True .* differ, \[\(3, 2\)\]"):
-        fb.solve(fb.RABO(paired=True, neumann_step=0.1), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
-    with pytest.raises(fb.errors.ConfigurationError, match="paired"):
-        fb.RABO(paired=True, hypergradient="global")
-    with pytest.raises(fb.errors.ConfigurationError, match="paired"):
-        fb.RAFBO(paired=True, estimator="printed")
+        fb.solve(fb.RABO(hypergradient=PAIRED), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
+    with pytest.raises(fb.errors.ConfigurationError, match="unknown field of Implicit 'paired'"):
+        fb.parts.Implicit(paired=True)
+    with pytest.raises(fb.errors.ConfigurationError, match="unknown field of PrintedSlopes 'paired'"):
+        fb.parts.PrintedSlopes(paired=True)
 
 
 def test_a_pairs_step_is_checked_against_a_batch():
@@ -308,17 +336,22 @@ def test_a_pairs_step_is_checked_against_a_batch():
 
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch @ y), inner)
     clients, start = fb.Clients([np.eye(4)], [np.eye(4)]), (jnp.ones(4), jnp.ones(4))
-    fields = {"neumann_step": 0.6, "inner_lr": 0.1, "inverse": "series"}
-    fb.solve(fb.RABO(batch_size=2, **fields), problem, clients, *start, rounds=1)
-    fb.solve(fb.RABO(paired=True, **fields), problem, clients, *start, rounds=1)  # all samples
+
+    def once(batch_size, paired):
+        hypergradient = fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.6), paired=paired)
+        algorithm = fb.RABO(inner=fb.parts.LocalSGD(lr=0.1), hypergradient=hypergradient, batch_size=batch_size)
+        fb.solve(algorithm, problem, clients, *start, rounds=1)
+
+    once(2, paired=False)
+    once(32, paired=True)  # all samples
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"0\.6 .* below 2/ℓ = 0\.(5|25): .* a batch's own .* ℓ = (4|8)$"
     ):
-        fb.solve(fb.RABO(batch_size=2, paired=True, **fields), problem, clients, *start, rounds=1)
+        once(2, paired=True)
 
 
-@pytest.mark.parametrize("cls", [fb.RABO, fb.RAFBO])
-def test_a_pair_sees_its_samples_once(cls):
+@pytest.mark.parametrize("part", [PAIRED, PAIRED_BY_DIFFERENCES], ids=["exact", "differences"])
+def test_a_pair_sees_its_samples_once(part):
     """Of what has pixels, for f and g each: features, and ∇x by going back through them once, 2·pixels·4 operations
     for each of a batch's 2 samples. What else has the shape of x counts once for each entry."""
 
@@ -328,9 +361,9 @@ def test_a_pair_sees_its_samples_once(cls):
     pixels = 10_000
     samples = Samples(jnp.ones((6, pixels)), jnp.asarray(0), jnp.asarray(6), 6, True)
     client = Client(
-        fb.Bilevel(loss, loss).over_batches(), samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None
+        fb.Bilevel(loss, loss).over_batches(), samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None, 2
     )
-    x, y, method = jnp.ones((pixels, 4)), jnp.ones(4), cls(batch_size=2, paired=True)
-    program = jax.make_jaxpr(lambda key: method.own_hypergradient(client, x, y, key).estimate.h)(jax.random.key(0))
+    x, y = jnp.ones((pixels, 4)), jnp.ones(4)
+    program = jax.make_jaxpr(lambda key: part.own(client, x, y, key).estimate.h)(jax.random.key(0))
     passes = count(program.jaxpr) / (2 * 2 * pixels * 4)
     assert 2 * 2 <= passes < 5  # the rest: ∇x f − ∇²xy g v and the like

@@ -13,12 +13,10 @@ import fedbilevel as fb
 INPUTS, HIDDEN = 2, 4
 CAPACITY, WEIGHTS = np.array([1.0, 0.5, 0.25]), np.array([0.5, 0.2, 0.3])
 KEPT = (CAPACITY * HIDDEN).astype(int)
-EXACT = {"inverse": "cg", "cg_tolerance": 1e-12}
-COMMON = {"batch_size": None, "local_steps": 1, "inner_lr": 0.3, "outer_lr": 1.0}
-SERIES = {"inverse": "series", "neumann_terms": 300, "neumann_step": 0.8}
+COMMON = {"batch_size": None, "inner": fb.parts.LocalSGD(local_steps=1, lr=0.3), "outer_lr": 1.0}
 METHODS = {
-    "RABO": fb.RABO(**COMMON, **EXACT),
-    "coordinate": fb.RAFBO(estimator="coordinate", **COMMON, **SERIES),
+    "RABO": fb.RABO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.CG(tolerance=1e-12)), **COMMON),
+    "coordinate": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=300, step=0.8), **COMMON),
 }
 
 

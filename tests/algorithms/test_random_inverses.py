@@ -18,22 +18,33 @@ from fedbilevel.tasks.quadratic import quadratic, solution
 TERMS, STEP, ALPHA = 8, 1.5, 0.05
 BURN_IN, BLOCKS, BLOCK, EVERY = 1_500, 32, 750, 30  # long against 1/(¾α) = 27 rounds, in which a distance falls e-fold
 PRECISION = 0.022  # standard errors, relative to ‖x*‖
-STEPS = {"inner_lr": STEP, "outer_lr": ALPHA, "batch_size": None}
-NEUMANN = {"inverse": "random", "neumann_terms": TERMS, "neumann_step": STEP, **STEPS}
+STEPS = {"outer_lr": ALPHA, "batch_size": None}
+THRICE, ONCE, SGD = (
+    fb.parts.SVRG(local_steps=3, lr=STEP),
+    fb.parts.SVRG(local_steps=1, lr=STEP),
+    fb.parts.LocalSGD(local_steps=1, lr=STEP),
+)
+
+
+def implicit(kind=fb.parts.Implicit, sampling="random", step=STEP, **fields):
+    return kind(solver=fb.parts.Neumann(terms=TERMS, step=step, sampling=sampling), **fields)
+
+
+FEDMBO = fb.FedMBO(inner=SGD, hypergradient=implicit(sampling="random_per_client"), **STEPS)
 UNBIASED = {
-    "FedNest": (fb.FedNest(local_steps=3, outer_steps=2, **NEUMANN), None),
-    "FedNest, cohorts": (fb.FedNest(local_steps=1, **NEUMANN), 4),
-    "FedMBO": (fb.FedMBO(local_steps=1, **{**NEUMANN, "inverse": "parallel"}), None),
-    "FedMBO, cohorts": (fb.FedMBO(local_steps=1, **{**NEUMANN, "inverse": "parallel"}), 4),
+    "FedNest": (fb.FedNest(inner=THRICE, hypergradient=implicit(), outer_steps=2, **STEPS), None),
+    "FedNest, cohorts": (fb.FedNest(inner=ONCE, hypergradient=implicit(), **STEPS), 4),
+    "FedMBO": (FEDMBO, None),
+    "FedMBO, cohorts": (FEDMBO, 4),
     "AggITD": (
-        fb.AggITD(local_steps=1, inner_rounds=TERMS, inverse="random", **STEPS),
+        fb.AggITD(inner=fb.parts.LocalSGD(rounds=TERMS, local_steps=1, lr=STEP), sampling="random", **STEPS),
         None,
     ),  # its cohorts are not fresh
 }
 BIASED = {
-    "local Hessians": (fb.LFedNest(local_steps=1, **NEUMANN), None),
-    "a series too short": (fb.FedNest(local_steps=3, outer_steps=2, **{**NEUMANN, "neumann_step": 0.1}), None),
-    "one cohort for all factors": (fb.FedNest(local_steps=1, fresh_cohorts=False, **NEUMANN), 4),
+    "local Hessians": (fb.LFedNest(inner=SGD, hypergradient=implicit(fb.parts.LocalImplicit), **STEPS), None),
+    "a series too short": (fb.FedNest(inner=THRICE, hypergradient=implicit(step=0.1), outer_steps=2, **STEPS), None),
+    "one cohort for all factors": (fb.FedNest(inner=ONCE, hypergradient=implicit(fresh_cohorts=False), **STEPS), 4),
 }
 
 

@@ -22,7 +22,11 @@ from fedbilevel.tasks.quadratic import quadratic, solution
 
 WORK = np.array([1, 2, 3, 4, 5, 1, 2, 3])
 SERVER = fb.XYV(x=0.02, y=1.0, v=1.0)
-COEFFICIENTS = {"plain": authoring.Plain(), "momentum": fb.Momentum(decay=0.6), "proximal": fb.Proximal(pull=0.2)}
+COEFFICIENTS = {
+    "plain": authoring.Plain(),
+    "momentum": fb.parts.Momentum(decay=0.6),
+    "proximal": fb.parts.Proximal(pull=0.2),
+}
 
 
 def relative_error(x, exact):
@@ -46,10 +50,10 @@ def local_loop(coefficients, d, start, eta, tau):
     """
     z, buffer = start, np.zeros_like(start)
     for _ in range(tau):
-        if isinstance(coefficients, fb.Momentum):
+        if isinstance(coefficients, fb.parts.Momentum):
             buffer = coefficients.decay * buffer + d(z)
             z = z - eta * buffer
-        elif isinstance(coefficients, fb.Proximal):
+        elif isinstance(coefficients, fb.parts.Proximal):
             z = z - eta * (d(z) + coefficients.pull / eta * (z - start))
         else:
             z = z - eta * d(z)
@@ -135,7 +139,7 @@ def test_drift_is_proportional_to_the_local_step(method, target):
 def test_equal_work_makes_the_two_coincide():
     """‖a_i‖₁ the same for all and Σp_i = 1 over everyone: ρh = q."""
     task = quadratic()
-    common = {"local_steps": 4, "batch_size": 3, "coefficients": fb.Momentum(decay=0.5)}
+    common = {"local_steps": 4, "batch_size": 3, "coefficients": fb.parts.Momentum(decay=0.5)}
     a, b = (run(method(**common), task, 5).state for method in (fb.SimFBO, fb.ShroFBO))
     np.testing.assert_allclose(*(np.concatenate(jax.tree.leaves(s.iterate)) for s in (a, b)), rtol=1e-12, atol=1e-12)
 
@@ -192,7 +196,7 @@ def test_heavy_ball_at_a_finite_step():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x), lambda x, y, batch: jnp.sum(y**2) / 2)
     clients = fb.Clients([np.zeros((1, 1))], [np.zeros((1, 1))])
     steps = {"local_steps": 10, "batch_size": None, "client_lr": 0.05, "server_lr": 0.05}
-    algorithm = fb.SimFBO(coefficients=fb.Momentum(decay=0.9), **steps)
+    algorithm = fb.SimFBO(coefficients=fb.parts.Momentum(decay=0.9), **steps)
     result = fb.solve(algorithm, problem, clients, jnp.zeros(1), jnp.ones(1), rounds=1)
     assert float(result.y[0]) == pytest.approx(y, rel=1e-12)
 
@@ -394,10 +398,14 @@ def test_ledger_counts_one_exchange_and_the_local_work():
 @pytest.mark.parametrize(
     ("coefficients", "tau", "exact"),
     [
-        (fb.Momentum(decay=0.9999), 2, 2.9999),  # a = (1 + μ, 1)
-        (fb.Momentum(decay=0.9999), 5, 5 + 4 * 0.9999 + 3 * 0.9999**2 + 2 * 0.9999**3 + 0.9999**4),  # Σ_j (τ − j) μ^j
-        (fb.Proximal(pull=1e-5), 5, 5 - 10 * 1e-5),  # Σ_j (1 − α)^j, up to α²
-        (fb.Proximal(pull=1e-8), 3, 3.0),
+        (fb.parts.Momentum(decay=0.9999), 2, 2.9999),  # a = (1 + μ, 1)
+        (
+            fb.parts.Momentum(decay=0.9999),
+            5,
+            5 + 4 * 0.9999 + 3 * 0.9999**2 + 2 * 0.9999**3 + 0.9999**4,
+        ),  # Σ_j (τ − j) μ^j
+        (fb.parts.Proximal(pull=1e-5), 5, 5 - 10 * 1e-5),  # Σ_j (1 − α)^j, up to α²
+        (fb.parts.Proximal(pull=1e-8), 3, 3.0),
     ],
 )
 def test_the_sum_of_coefficients_keeps_its_digits_in_float32(coefficients, tau, exact):

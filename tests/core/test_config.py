@@ -9,6 +9,8 @@ import optax
 import pytest
 
 from fedbilevel.algorithms.afbo import AFBO
+from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
+from fedbilevel.algorithms.parts.linear_solvers import Neumann
 from fedbilevel.algorithms.parts.local_optimizers import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, steps
@@ -28,8 +30,9 @@ class Example:
 
 def test_hyperparameters_are_what_json_holds():
     """Numbers and words, several counts as a list; an optax optimizer, a tuple of functions, is left out."""
-    several, optimizer = (hyperparameters(one) for one in (AFBO(neumann_terms=np.array([2, 3])), SimFBO()))
-    assert several["neumann_terms"] == [2, 3]
+    each = LocalImplicit(solver=Neumann(terms=np.array([2, 3])))
+    several, optimizer = (hyperparameters(one) for one in (AFBO(hypergradient=each), SimFBO()))
+    assert several["hypergradient.solver.terms"] == [2, 3]
     assert json.loads(json.dumps([several, optimizer])) == [several, optimizer]
     assert "server_optimizer" not in optimizer
 

@@ -20,11 +20,14 @@ COHORT = 5  # of 8: divided by neither the chunk nor the number of devices below
 WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
 CASES = {
     "SimFBO, mini-batches": (fb.SimFBO(local_steps=3, batch_size=4), None),
-    "SimFBO, work of each client": (fb.SimFBO(batch_size=4, coefficients=fb.Momentum(decay=0.5), radius=0.5), WORK),
+    "SimFBO, work of each client": (
+        fb.SimFBO(batch_size=4, coefficients=fb.parts.Momentum(decay=0.5), radius=0.5),
+        WORK,
+    ),
     "ShroFBO, ragged full batches, random work": (
         fb.ShroFBO(
             batch_size=None,
-            coefficients=fb.Proximal(pull=0.2),
+            coefficients=fb.parts.Proximal(pull=0.2),
             server_optimizer=optax.adam(1.0),
             independent_batches=True,
             server_lr=optax.exponential_decay(0.02, 2, 0.5),
@@ -33,20 +36,46 @@ CASES = {
     ),
     "two phases, a loop, client state": (TwoPhase(), None),
     "FedNest, random lengths, fresh cohorts": (
-        fb.FedNest(inverse="random", neumann_terms=2, batch_size=4, outer_steps=2),
+        fb.FedNest(
+            hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, sampling="random")),
+            batch_size=4,
+            outer_steps=2,
+        ),
         WORK,
     ),
     "FedNest, merged exchanges": (
-        fb.FedNest(inverse="cg", cg_iterations=3, merged=True, batch_size=4, inner_rounds=2),
+        fb.FedNest(
+            inner=fb.parts.SVRG(rounds=2),
+            hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=3)),
+            merged=True,
+            batch_size=4,
+        ),
         (1, 2),
     ),
-    "FedNest-SGD, conjugate gradient": (fb.FedNestSGD(inverse="cg", cg_iterations=4, batch_size=None), None),
-    "LFedNest, random lengths": (fb.LFedNest(inverse="random", batch_size=4, inner_lr=0.1), (1, 4)),
-    "FedMBO, fresh cohorts": (
-        fb.FedMBO(inverse="parallel", local_steps=2, inner_rounds=2, neumann_terms=3, batch_size=4),
+    "FedNest-SGD, conjugate gradient": (
+        fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=4)), batch_size=None),
         None,
     ),
-    "AggITD, Q = 2, 3, 5": (fb.AggITD(inverse="random", inner_rounds=7, batch_size=4, outer_lr=0.01), WORK),
+    "LFedNest, random lengths": (
+        fb.LFedNest(
+            inner=fb.parts.LocalSGD(lr=0.1),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(sampling="random")),
+            batch_size=4,
+        ),
+        (1, 4),
+    ),
+    "FedMBO, fresh cohorts": (
+        fb.FedMBO(
+            inner=fb.parts.LocalSGD(local_steps=2, rounds=2),
+            hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, sampling="random_per_client")),
+            batch_size=4,
+        ),
+        None,
+    ),
+    "AggITD, Q = 2, 3, 5": (
+        fb.AggITD(sampling="random", inner=fb.parts.LocalSGD(rounds=7), batch_size=4, outer_lr=0.01),
+        WORK,
+    ),
     "FedBiO": (fb.FedBiO(batch_size=None), (1, 4)),
     "FedBiOAcc": (fb.FedBiOAcc(local_steps=3, batch_size=4, horizon=5.0), None),
     "FedLin, single level": (fb.FedLin(batch_size=4), WORK),
@@ -54,27 +83,56 @@ CASES = {
     "FedAvg-S, minimax": (fb.FedAvgS(batch_size=None), (1, 4)),
     "AFBO, local": (
         fb.Asynchronous(
-            fb.AFBO(batch_size=4, inner_rounds=2, neumann_terms=[2, 3, 1, 4, 2, 1, 3, 5], inverse="random"),
+            fb.AFBO(
+                batch_size=4,
+                inner=fb.parts.MeanGradient(rounds=2),
+                hypergradient=fb.parts.LocalImplicit(
+                    solver=fb.parts.Neumann(terms=[2, 3, 1, 4, 2, 1, 3, 5], sampling="random")
+                ),
+            ),
             wait_for=2,
             delay_penalty=0.1,
         ),
         (1, 2),
     ),
     "AFBO, global": (
-        fb.Asynchronous(fb.AFBO(batch_size=4, inner_rounds=2, hypergradient="global"), wait_for=3, max_staleness=2),
+        fb.Asynchronous(
+            fb.AFBO(batch_size=4, inner=fb.parts.MeanGradient(rounds=2), hypergradient=fb.parts.SystemSteps()),
+            wait_for=3,
+            max_staleness=2,
+        ),
         WORK,
     ),
-    "AFBO, waiting for all": (fb.AFBO(batch_size=4, local_steps=2, inverse="series", neumann_terms=2), None),
+    "AFBO, waiting for all": (
+        fb.AFBO(
+            batch_size=4,
+            inner=fb.parts.MeanGradient(local_steps=2),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)),
+        ),
+        None,
+    ),
     "asynchronous SimFBO": (fb.Asynchronous(fb.SimFBO(batch_size=4, local_steps=2), wait_for=1), None),
     "asynchronous ShroFBO, one never there": (fb.Asynchronous(fb.ShroFBO(batch_size=4), wait_for=3), (1, 2)),
-    "RABO": (fb.RABO(batch_size=4, inner_rounds=2, inverse="random", neumann_terms=3), (1, 4)),
+    "RABO": (
+        fb.RABO(
+            batch_size=4,
+            inner=fb.parts.LocalSGD(rounds=2),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, sampling="random")),
+        ),
+        (1, 4),
+    ),
     # on quadratics differences are exact for steps of any length, and long ones do not magnify rounding
     "RAFBO, global": (
-        fb.RAFBO(hypergradient="global", batch_size=4, neumann_terms=2, inverse="random", perturbation=1e5),
+        fb.RAFBO(
+            batch_size=4,
+            hypergradient=fb.parts.Implicit(
+                solver=fb.parts.Neumann(terms=2, sampling="random"), second_order=fb.parts.Differences(perturbation=1e5)
+            ),
+        ),
         None,
     ),
     "RAFBO, drawn coordinates": (
-        fb.RAFBO(estimator="coordinate", coordinates=2, batch_size=4, neumann_terms=2, perturbation=1e8),
+        fb.RAFBO(batch_size=4, hypergradient=fb.parts.Coordinates(count=2, terms=2, perturbation=1e8)),
         WORK,
     ),
     "ADBO": (

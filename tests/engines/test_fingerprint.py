@@ -94,7 +94,7 @@ CHANGES = {
         "^different now: server_optimizer$",
     ),
     "a kind of coefficients": (
-        {"algorithm": fb.SimFBO(coefficients=fb.Momentum())},
+        {"algorithm": fb.SimFBO(coefficients=fb.parts.Momentum())},
         "its coefficients is Plain, not",
     ),
 }
@@ -284,6 +284,6 @@ def test_no_resume_passes_one_algorithms_state_to_another(begun, tmp_path):
     """Both are named, forced or not: which leaves differ says little to who has typed another name."""
     for resume in (True, "force"):
         with pytest.raises(fb.errors.CheckpointError) as refused:
-            begun(4, algorithm=fb.FedNest(inner_rounds=1, batch_size=2), resume=resume)
+            begun(4, algorithm=fb.FedNest(batch_size=2), resume=resume)
         assert "run.npz holds the state of a run of SimFBO, which FedNest cannot go on from" in str(refused.value)
         assert "also not with resume=" in str(refused.value)

@@ -79,7 +79,7 @@ def everything(result):
 
 CASES = {
     "SimFBO, importance": (
-        fb.SimFBO(local_steps=3, batch_size=3, coefficients=fb.Momentum(decay=0.5)),
+        fb.SimFBO(local_steps=3, batch_size=3, coefficients=fb.parts.Momentum(decay=0.5)),
         BILEVEL,
         {},
         None,
@@ -92,7 +92,8 @@ CASES = {
     ),
     "RABO, global, fresh cohorts": (
         fb.Submodels(
-            fb.RABO(batch_size=3, hypergradient="global", inverse="random", neumann_terms=3), policy="covered"
+            fb.RABO(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, sampling="random"))),
+            policy="covered",
         ),
         BILEVEL,
         {},

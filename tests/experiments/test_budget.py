@@ -14,11 +14,13 @@ from fedbilevel.core.errors import ConfigurationError
 BUDGET = 60
 SMALL = ["clients=4", "samples=[3, 3]", f"run.exchanges={BUDGET}"]
 
+RANDOM = "hypergradient.solver={name = 'neumann', sampling = 'random'}"
+
 
 @pytest.fixture(scope="module")
 def random_length(tmp_path_factory):
     """A run of FedNest, whose rounds make a random number of exchanges."""
-    spec = experiments.configure(task="quadratic", algorithm="fednest", settings=[*SMALL, "inverse=random"])
+    spec = experiments.configure(task="quadratic", algorithm="fednest", settings=[*SMALL, RANDOM])
     folder = tmp_path_factory.mktemp("budget") / "run"
     experiments.run(spec, folder, plot=False)
     return spec, folder

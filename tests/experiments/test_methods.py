@@ -134,12 +134,12 @@ def test_a_run_that_diverges_does_not_stop_the_others(incomplete, run, monkeypat
 
 
 def test_settings_reach_the_algorithms_they_are_for() -> None:
-    settings = ["radius=3", "simfbo.local_steps=7", "algorithm.batch_size=4", "lfednest.inner_lr=0.25", "rounds=9"]
+    settings = ["radius=3", "simfbo.local_steps=7", "algorithm.batch_size=4", "lfednest.inner.lr=0.25", "rounds=9"]
     specs = comparison_specs("quadratic", ["simfbo", "lfednest"], settings=settings)
     sim, nest = (specs[name].algorithm.fields for name in ("simfbo", "lfednest"))
     assert (sim["radius"], "radius" in nest) == (3, False)
-    assert sim["local_steps"] == 7 != nest["local_steps"]
-    assert (sim["batch_size"], nest["batch_size"], nest["inner_lr"]) == (4, 4, 0.25)
+    assert sim["local_steps"] == 7 != nest["inner"]["local_steps"]
+    assert (sim["batch_size"], nest["batch_size"], nest["inner"]["lr"]) == (4, 4, 0.25)
     assert {spec.run.rounds for spec in specs.values()} == {9}
 
 
@@ -152,7 +152,7 @@ def test_settings_reach_the_algorithms_they_are_for() -> None:
         (TWO, ["algorithm.rdius=3"], "unknown field of the algorithms 'rdius'; did you mean 'radius'"),
         (TWO, ["rdius=3"], "unknown field 'rdius'; did you mean 'radius'"),
         (TWO, ["shrofbo.rdius=3"], "shrofbo: unknown field of algorithm 'rdius'; did you mean 'radius'"),
-        (TWO, ["lfednest.inner_lr=3"], "for one of the algorithms that are compared: simfbo, shrofbo"),
+        (TWO, ["lfednest.inner.lr=3"], "for one of the algorithms that are compared: simfbo, shrofbo"),
         (TWO, ["simfbo=3"], "for one of the algorithms that are compared"),
         (TWO, ["algorithm.name=lfednest"], "unknown field of the algorithms 'name'"),
         (TWO, ["radius"], "of the form field=value"),

@@ -211,4 +211,4 @@ def test_parts_are_listed_by_dotted_paths_with_all_kinds() -> None:
 def test_the_coefficients_of_the_library_are_parts() -> None:
     spec = configure(task="quadratic", settings=["coefficients=momentum", "coefficients.decay=0.5"])
     assert spec.algorithm.fields["coefficients"] == {"name": "momentum", "decay": 0.5}
-    assert algorithm_of(spec).coefficients == fb.Momentum(decay=0.5)  # type: ignore[attr-defined]
+    assert algorithm_of(spec).coefficients == fb.parts.Momentum(decay=0.5)  # type: ignore[attr-defined]

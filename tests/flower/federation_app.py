@@ -29,7 +29,7 @@ FORGETFUL = 3  # the client that has no folder for its state, and starts clean w
 TASK = {"clients": CLIENTS, "dim_x": 2, "dim_y": 3, "samples": [6, 6], "seed": 3}
 KEPT = {"two-phase": TwoPhase}  # the algorithm whose clients keep something; the library's keep nothing
 ALGORITHM = {
-    "lfednest": {"inner_rounds": EXCHANGES - 1, "batch_size": 4, "inner_lr": 0.1},
+    "lfednest": {"inner": {"rounds": EXCHANGES - 1, "lr": 0.1}, "batch_size": 4},
     "two-phase": {"inner": EXCHANGES - 1},
 }
 LONGEST = 400  # seconds that a run may take; the machine may be busy
@@ -301,7 +301,7 @@ def replayed(parts, rounds, log, forgets=()):
 
         def mean(self, phase, *arguments, **options):
             asked, answered = log[self.round, self.exchanges]
-            assert asked == phase.__name__
+            assert asked == self.algorithm.phase_name(phase)
             self.exchanges += 1
             self.own = np.array(sorted(answered), int), None
             return super().mean(phase, *arguments, **options)

@@ -55,8 +55,8 @@ def test_every_call_of_a_round_is_in_it(name, has_client_steps):
             self.problem, self.has_client_steps, self.sampled = problem, has_client_steps, False
 
         def mean(self, phase, message, key, *, unbiased=False, fresh=None):
-            call = next(c for c in made.calls.values() if c.phase == phase.__name__ and layout(c.message) == layout(
-                jax.tree.map(jnp.asarray, message)))  # fmt: skip
+            asked = now.phase_name(phase), layout(jax.tree.map(jnp.asarray, message))
+            call = next(c for c in made.calls.values() if (c.phase, layout(c.message)) == asked)
             found.add(call.name)
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), call.update)
 

@@ -31,11 +31,27 @@ CASES = {
         fb.ShroFBO(batch_size=None, server_lr=optax.exponential_decay(0.02, 2, 0.5)), "ragged", (1, 4), None
     ),
     "FedNest, conjugate gradient, work of each client": (
-        fb.FedNest(inverse="cg", cg_iterations=3, cg_tolerance=0.9, batch_size=4), "equal", [1, 2, 3, 1, 2], None
+        fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=3, tolerance=0.9)), batch_size=4),
+        "equal",
+        [1, 2, 3, 1, 2],
+        None,
     ),
-    "LFedNest, random work": (fb.LFedNest(inverse="random", batch_size=4, inner_lr=0.1), "equal", (1, 3), None),
+    "LFedNest, random work": (
+        fb.LFedNest(
+            inner=fb.parts.LocalSGD(lr=0.1),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(sampling="random")),
+            batch_size=4,
+        ),
+        "equal",
+        (1, 3),
+        None,
+    ),
     "FedMBO, fresh cohorts": (
-        fb.FedMBO(inverse="parallel", inner_rounds=2, neumann_terms=2, batch_size=4),
+        fb.FedMBO(
+            inner=fb.parts.LocalSGD(rounds=2),
+            hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, sampling="random_per_client")),
+            batch_size=4,
+        ),
         "equal",
         None,
         None,

@@ -107,13 +107,16 @@ def both(algorithm, clock, exchanges, units, **options):
 
 UNITS = {"y_step": 1, "x_step": 2}
 SPREAD = {"network": 1.0, "spread": 0.6, "stragglers": 2}
-AFBO = fb.Asynchronous(fb.AFBO(inner_rounds=2, local_steps=2, hypergradient="global", batch_size=4), wait_for=2)
+AFBO = fb.Asynchronous(
+    fb.AFBO(inner=fb.parts.MeanGradient(rounds=2, local_steps=2), hypergradient=fb.parts.SystemSteps(), batch_size=4),
+    wait_for=2,
+)
 CASES = {
     "work, no ties": (
         Differences(max_staleness=2), fb.Clock(compute=0.3, network=1.0, spread=0.6, stragglers=2, seed=3), 3, UNITS
     ),
     "ties, a mean": (Differences(n=1, max_staleness=1, probe=0), fb.Clock(network=[1, 2, 1, 3, 1, 7]), 4, UNITS),
-    "AFBO": (AFBO, fb.Clock(compute=0.2, **SPREAD, seed=3), 3, {"inner_gradients": 2, "outer_directions": 3}),
+    "AFBO": (AFBO, fb.Clock(compute=0.2, **SPREAD, seed=3), 3, {"inner.gradients": 2, "outer_directions": 3}),
     "SimFBO": (
         fb.Asynchronous(fb.SimFBO(local_steps=2, batch_size=4), wait_for=2, max_staleness=3),
         fb.Clock(**SPREAD, seed=5),

@@ -33,7 +33,12 @@ CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
 UNITS = [int(share * HIDDEN) for share in CAPACITY]
 ROUNDS = 2
 IMPORTANCE = fb.SimFBO(local_steps=2, batch_size=3)
-RANDOM = fb.Submodels(fb.RABO(local_steps=2, inner_rounds=1, batch_size=3, neumann_terms=2), policy="random")
+RABO = fb.RABO(
+    inner=fb.parts.LocalSGD(rounds=1, local_steps=2),
+    hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)),
+    batch_size=3,
+)
+RANDOM = fb.Submodels(RABO, policy="random")
 STRUCTURE = fb.Structure(x={"weight": "_ hidden", "bias": "hidden"}, y={"weight": "hidden _"})
 
 

@@ -32,24 +32,28 @@ SIMPLE = fb.SimpleBilevel(
     fb.projections.box(-0.3, 0.5),
 )
 SPLIT = fb.Bilevel(lambda x, y, b: outer(x[0], y, b), lambda x, y, b: inner(x[0], y, b), local="x")
-LIGHT = {"batch_size": None, "inner_rounds": 1, "neumann_terms": 2, "local_steps": 1}
+STEP, TERMS = fb.parts.LocalSGD(local_steps=1), fb.parts.Neumann(terms=2)
+GLOBAL, GLOBAL_CG = fb.parts.Implicit(solver=TERMS), fb.parts.Implicit(solver=fb.parts.CG())
+LOCAL, LOCAL_CG = fb.parts.LocalImplicit(solver=TERMS), fb.parts.LocalImplicit(solver=fb.parts.CG())
+MEAN_GRADIENT = fb.parts.MeanGradient(local_steps=1)
+DIFFERENCES = fb.parts.LocalImplicit(solver=TERMS, second_order=fb.parts.Differences(perturbation=1e5))
 CASES = {  # one for each method at least
-    "AFBO": (fb.Asynchronous(fb.AFBO(inverse="cg", **LIGHT), wait_for=2), None),
-    "AFBO, own x": (fb.AFBO(**LIGHT), SPLIT),
-    "AggITD": (fb.AggITD(batch_size=None, inner_rounds=2, local_steps=1, outer_lr=0.01), None),
+    "AFBO": (fb.Asynchronous(fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL_CG), wait_for=2), None),
+    "AFBO, own x": (fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL), SPLIT),
+    "AggITD": (fb.AggITD(batch_size=None, inner=fb.parts.LocalSGD(rounds=2, local_steps=1), outer_lr=0.01), None),
     "BiFISTA": (fb.BiFISTA(lr=0.1), SIMPLE),
     "FedAvg": (fb.FedAvg(batch_size=None), SINGLE),
     "FedAvgS": (fb.FedAvgS(batch_size=None), MINIMAX),
     "FedBiO": (fb.FedBiO(batch_size=None), None),
     "FedBiOAcc": (fb.FedBiOAcc(batch_size=None, local_steps=2), None),
     "FedLin": (fb.FedLin(batch_size=None), SINGLE),
-    "FedMBO": (fb.FedMBO(**LIGHT), None),
-    "FedNest": (fb.FedNest(**LIGHT), None),
-    "FedNestSGD": (fb.FedNestSGD(**LIGHT), None),
+    "FedMBO": (fb.FedMBO(batch_size=None, inner=STEP, hypergradient=GLOBAL), None),
+    "FedNest": (fb.FedNest(batch_size=None, inner=fb.parts.SVRG(local_steps=1), hypergradient=GLOBAL), None),
+    "FedNestSGD": (fb.FedNestSGD(batch_size=None, inner=STEP, hypergradient=GLOBAL), None),
     "IRG": (fb.IRG(lr=0.1), SIMPLE),
-    "LFedNest": (fb.LFedNest(inverse="cg", **LIGHT), None),
-    "RABO": (fb.RABO(inverse="cg", **LIGHT), None),
-    "RAFBO": (fb.RAFBO(perturbation=1e5, **LIGHT), None),
+    "LFedNest": (fb.LFedNest(batch_size=None, inner=STEP, hypergradient=LOCAL_CG), None),
+    "RABO": (fb.RABO(batch_size=None, inner=STEP, hypergradient=LOCAL_CG), None),
+    "RAFBO": (fb.RAFBO(batch_size=None, inner=STEP, hypergradient=DIFFERENCES), None),
     "SDBO": (fb.SDBO(batch_size=None, consensus_steps=2, iterations=2, planes=2), None),
     "ShroFBO": (fb.ShroFBO(batch_size=None), None),
     "ShroFBO, the first two": (fb.Asynchronous(fb.ShroFBO(batch_size=None), wait_for=2), None),
@@ -62,9 +66,12 @@ REFUSED = {
     "IRIG": (fb.IRIG(), "divides by the mean of 1/n_i"),
     "IRG, tolerance": (fb.IRG(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
     "BiFISTA, tolerance": (fb.BiFISTA(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
-    "FedNest, cg": (fb.FedNest(inverse="cg"), "negative curvature that is none; inverse = 'series'"),
-    "FedNestSGD, cg, merged": (fb.FedNestSGD(inverse="cg", merged=True), "conjugate gradient by noised products"),
-    "FedMBO, cg": (fb.FedMBO(inverse="cg"), "conjugate gradient by noised products"),
+    "FedNest, cg": (fb.FedNest(hypergradient=GLOBAL_CG), "negative curvature that is none; a Neumann series bears it"),
+    "FedNestSGD, cg, merged": (
+        fb.FedNestSGD(hypergradient=GLOBAL_CG, merged=True),
+        "conjugate gradient by noised products",
+    ),
+    "FedMBO, cg": (fb.FedMBO(hypergradient=GLOBAL_CG), "conjugate gradient by noised products"),
 }
 QUICK = {"ShroFBO, the first two"}
 ROUNDS = 3
@@ -136,14 +143,14 @@ def test_noise_is_in_what_tells_of_data_alone(case, tmp_path):
 
 
 BOOKS = {"round", "exchanges", "replies", "bytes_up", "bytes_down", "staleness", "delay"}
-BOOKS |= {"delay.inner_gradients", "delay.outer_hypergradient"}
+BOOKS |= {"delay.inner.gradients", "delay.outer_hypergradient"}
 COUNTS = {"weight", "age", "exchanges", "work", "rounds", "without", "everyone", "made", "k", "steps", "public"}
 
 
 def bookkeeping(case, state):
     """The numbers of a state that clients have a part in and that do not tell of data, and those that are withheld
     (0 where a federation's own products are noised: what the server meets it meets)."""
-    own = getattr(inside(CASES[case][0]), "hypergradient", "") == "local"
+    own = isinstance(getattr(inside(CASES[case][0]), "hypergradient", None), fb.parts.LocalImplicit)
     named = COUNTS | {"withheld", "negative_curvature"} if own else COUNTS
     leaves = jax.tree_util.tree_leaves_with_path(state)
     found = {jax.tree_util.keystr(path): np.asarray(leaf).tolist() for path, leaf in leaves}
@@ -161,7 +168,7 @@ def test_a_method_that_noise_would_spoil_is_refused_by_name(case, tmp_path):
 def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
     """The client at once; the server, who knows algorithm and fields, as the reason why nobody is there."""
     task, privacy = federations.TASK, Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    algorithm = fb.FedNest(inverse="cg")
+    algorithm = fb.FedNest(hypergradient=GLOBAL_CG)
     with pytest.raises(NoiseError, match="FedNest"):
         federations.site(algorithm, 0, privacy=privacy, folder=tmp_path)
     grid = InProcess(federations.app(algorithm, privacy=privacy, folder=tmp_path), 6)

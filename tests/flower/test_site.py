@@ -144,10 +144,24 @@ def test_limits(limits, expected, ran):
 
 def test_the_largest_of_several_counts_is_limited():
     """One number of terms for each client: a server could ask for any work by them."""
-    algorithm = fb.AFBO(neumann_terms=[2, 9], cg_iterations=8, batch_size=8)
+    algorithm = fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=[2, 9])), batch_size=8)
     Limits(local_steps=9).check_algorithm(algorithm)
-    with pytest.raises(Refusal, match=r"neumann_terms = \[2, 9\] is above this client's limit of 8 steps"):
+    with pytest.raises(Refusal, match=r"solver\.terms = \[2, 9\] is above this client's limit of 8 steps"):
         Limits(local_steps=8).check_algorithm(algorithm)
+
+
+def test_counts_of_parts_and_of_wrapped_methods_are_limited():
+    """However deep they lie, and by their kind: samples are not steps."""
+    inner, solver = fb.parts.MeanGradient(rounds=7, local_steps=3), fb.parts.CG(max_steps=6)
+    algorithm = fb.AFBO(inner=inner, hypergradient=fb.parts.LocalImplicit(solver=solver), batch_size=16)
+    for method in (algorithm, fb.Asynchronous(algorithm, wait_for=2)):
+        Limits(local_steps=7, batch_size=16, min_batch_size=16).check_algorithm(method)
+        with pytest.raises(Refusal, match=r"inner\.rounds = 7 is above"):
+            Limits(local_steps=6).check_algorithm(method)
+        with pytest.raises(Refusal, match=r"batch_size = 16 is above this client's limit of 15$"):
+            Limits(batch_size=15).check_algorithm(method)
+        with pytest.raises(Refusal, match="batch_size = 16 is below this client's floor of 17"):
+            Limits(min_batch_size=17).check_algorithm(method)
 
 
 class Rounds(federations.Steps):

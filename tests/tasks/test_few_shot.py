@@ -157,13 +157,13 @@ def test_own_hypergradients_are_those_of_the_federation_if_no_head_is_shared(tas
     head for all, clients would differ."""
     task = tasks["bilevel"]
     y = jax.tree.map(lambda leaf: leaf / 5, heads_of(4, 25, 3))
-    fields = {"batch_size": None, "local_steps": 1, "inner_lr": 1e-300, "outer_lr": 1.0, "inverse": "cg"}
+    fields = {"batch_size": None, "inner": fb.parts.LocalSGD(local_steps=1, lr=1e-300), "outer_lr": 1.0}
     ends = [
         fb.solve(
-            fb.FedNestSGD(hypergradient=kind, cg_iterations=200, cg_tolerance=1e-12, **fields),
+            fb.FedNestSGD(hypergradient=kind(solver=fb.parts.CG(max_steps=200, tolerance=1e-12)), **fields),
             task.problem, task.clients, task.x0, y, rounds=1, key=0,
         ).x
-        for kind in ("local", "global")
+        for kind in (fb.parts.LocalImplicit, fb.parts.Implicit)
     ]  # fmt: skip
     steps = [optax.tree.sub(end, task.x0) for end in ends]
     direct = jax.grad(
@@ -303,16 +303,13 @@ def test_a_round_of_simfbo_moves_x_and_y_by_finite_steps(tasks) -> None:
 
 def test_a_head_moves_by_its_clients_step_over_the_holders_of_an_entry() -> None:
     """Of the units 0 to 3 of 5 clients, those of capacity 1, three, hold all and the two others the first two. A head's
-    entries move by inner_server_lr/holders of the step that its own client makes; nobody else moves them."""
+    entries move by server_lr/holders of the step that its own client makes; nobody else moves them."""
     task = few_shot(**SMALL, capacities=(1.0, 0.5))
     rabo = fb.RABO(
-        paired=True,
+        inner=fb.parts.LocalSGD(local_steps=1, lr=0.1, server_lr=3.0),
+        hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.01), paired=True),
         batch_size=None,
-        local_steps=1,
-        inner_lr=0.1,
-        inner_server_lr=3.0,
         outer_lr=1e-300,
-        neumann_step=0.01,
     )
     method = fb.Submodels(rabo, policy="static")
     end = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1, key=0)

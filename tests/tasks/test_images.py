@@ -178,7 +178,11 @@ def test_full_batches_of_unequal_clients(name):
 def test_the_loss_is_tuned_unless_the_step_vanishes(outer_lr):
     """Thirty rounds bring the digits from chance (10 %) to well above it; "no tuning" is a step of no size."""
     task = loss_tuning(clients=4)
-    algorithm = fb.LFedNest(local_steps=20, inner_lr=2.0, outer_lr=outer_lr, neumann_step=0.05)
+    algorithm = fb.LFedNest(
+        inner=fb.parts.LocalSGD(local_steps=20, lr=2.0),
+        hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.05)),
+        outer_lr=outer_lr,
+    )
     result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=30, metrics=task.metrics)
     assert result.history["balanced_test_accuracy"][-1] > 0.5
     moved = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(result.x))

@@ -11,15 +11,15 @@ A round makes N exchanges on y from y^0 = y, and one on x. With H_i = ∇²yy g_
 
     x ← x − α mean_i [∇x f_i(x, y^N) − λN ∇²xy g_i(x, y^N) r],   y ← y^N                               the last exchange
 
-"series", the default, takes the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place
-of λN r. "random" is the paper's; λN r has a variance that grows with N.
+The default takes the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place
+of λN r. sampling="random" is the paper's; λN r has a variance that grows with N.
 
 With τ = 1, H and ∇²xy G that do not depend on y, and ∇y F that is the same at y^0..y^N (f linear in y, or y^0 = y*(x)),
 that expectation is the derivative of F(x, y^N(x)), y^N(x) being N gradient steps from a fixed y^0: what unrolling
 gives. At y^0 = y*(x) it is also ∇x F − ∇²xy G v, v = λ Σ_{k<N} (I − λH)^k ∇y F the truncated Neumann series of H⁻¹∇y F.
 
 Exchanges per round: N + 1. Client state: none.
-Cost per local step: a gradient of g; per exchange after Q one product more ("series": and a gradient of f).
+Cost per local step: a gradient of g; per exchange after Q one product more (by default also a gradient of f).
 
 Departures from the paper:
 1. Unrolling takes ∇y F at y^N and the factors I − λH(y^n) from the last to the first, which only a second pass over the
@@ -34,27 +34,25 @@ Departures from the paper:
 Checked in tests/algorithms/test_aggitd.py (closed forms, unrolling, exchanges) and tests/engines/test_agreement.py.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.hypergradient import OuterGradients
-from fedbilevel.algorithms.parts.inner_descent import InnerDescent
+from fedbilevel.algorithms.parts.hypergradients import Exact, hypergradient_given, outer_gradient
+from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.neumann_step import check_neumann_step
-from fedbilevel.core.algorithm import phase
+from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, static
-from fedbilevel.core.errors import unknown
+from fedbilevel.core.errors import require_count, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XY, PyTree, move, scaled
 from fedbilevel.oracles.products import hess_v
-
-ExpectationOrDraw = Literal["random", "series"]
 
 
 class InnerIterate(NamedTuple):
@@ -64,32 +62,34 @@ class InnerIterate(NamedTuple):
     r: PyTree
 
 
-class AggITD(InnerDescent, OuterGradients):
-    """Iterative differentiation folded into the inner loop. Fields: see `InnerDescent`.
+class AggITD(Algorithm):
+    """Iterative differentiation folded into the inner loop.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: an inner loop that is long anyway: the hypergradient costs one exchange more.
 
-    Args: those of `InnerDescent`, where `inner_rounds` is N and `inner_lr` is λ, below 2/ℓ for ℓ the largest eigenvalue
-        of the inner Hessian, and
+    Args:
+        inner: the rounds on y, N = `rounds`, λ = `lr`, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
+        sampling: None, the expectation over Q, or "random", the paper's.
         outer_lr: α.
-        inverse: "series" or "random".
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
     """
 
     name = "aggitd"
 
-    inner_rounds: int = static(default=5)
+    inner: LocalSGD = LocalSGD(rounds=5)
+    sampling: Literal["random"] | None = static(default=None)
     outer_lr: float = positive(default=0.1)
-    inverse: ExpectationOrDraw = static(default="series")
+    batch_size: int | None = static(default=32)
 
     def validate(self) -> None:
-        super().validate()
-        if self.inverse not in get_args(ExpectationOrDraw):
-            raise unknown("AggITD.inverse", self.inverse, get_args(ExpectationOrDraw))
+        require_count("AggITD.batch_size", self.batch_size, optional=True)
+        if self.sampling not in (None, "random"):
+            raise unknown("AggITD.sampling", self.sampling, ["random"])
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse a λ at which r would grow; y alone may bear larger ones where it is taken in several local steps."""
-        check_neumann_step("AggITD.inner_lr", at_round(self, 0).inner_lr, problem, clients, x, y)
+        check_neumann_step("AggITD.inner.lr", at_round(self, 0).inner.lr, problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)
@@ -98,8 +98,8 @@ class AggITD(InnerDescent, OuterGradients):
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """The steps on y, and ∇y f_i at y^n."""
         descent_key, gradient_key = jax.random.split(key)
-        reply = self.inner_descent(client, at, descent_key)
-        gradient = self.outer_gradient(client, at, gradient_key).update
+        reply = self.inner.descent(client, at, descent_key)
+        gradient = outer_gradient(client, at, gradient_key).update
         return reply._replace(update=InnerIterate(reply.update, gradient), gradients=reply.gradients + 1)
 
     @phase
@@ -107,9 +107,9 @@ class AggITD(InnerDescent, OuterGradients):
         """The steps on y, and the change of r: −λ H_i(x, y^n) r."""
         x, (y, r) = at
         descent_key, product_key = jax.random.split(key)
-        reply = self.inner_descent(client, (x, y), descent_key)
-        product = hess_v(client.problem, x, y, r, client.inner_batch(product_key, self.batch_size))
-        return reply._replace(update=InnerIterate(reply.update, scaled(-self.inner_lr, product)), hvps=1)
+        reply = self.inner.descent(client, (x, y), descent_key)
+        product = hess_v(client.problem, x, y, r, client.inner_batch(product_key))
+        return reply._replace(update=InnerIterate(reply.update, scaled(-self.inner.lr, product)), hvps=1)
 
     @phase
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
@@ -117,18 +117,23 @@ class AggITD(InnerDescent, OuterGradients):
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)
         reply = self.descent_with_product(client, at, product_key)
-        gradient = self.outer_gradient(client, (x, y), gradient_key).update
+        gradient = outer_gradient(client, (x, y), gradient_key).update
         change = optax.tree.add(reply.update.r, gradient)
         return reply._replace(update=reply.update._replace(r=change), gradients=reply.gradients + 1)
+
+    @phase
+    def hypergradient(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """∇x f_i − ∇²xy g_i v."""
+        return hypergradient_given(client, at, key, Exact())
 
     def round(self, fed: Fed, state: XY, key: Array) -> XY:
         draw_key, before_key, at_key, after_key, last_key = jax.random.split(key, 5)
         x, y = state
-        terms = self.inner_rounds
-        series = self.inverse == "series"
+        terms = self.inner.rounds
+        series = self.sampling is None
         begin = jnp.asarray(0) if series else uniform_below(draw_key, terms)
         if not series:
-            y = self.plain_inner(fed, x, y, before_key, begin)
+            y = self.inner.descend(fed, x, y, before_key, rounds=begin)
         change = fed.mean(self.descent_with_gradient, (x, y), at_key, unbiased=True)
         inner = InnerIterate(optax.tree.add(y, change.y), change.r)
         ask = self.descent_with_both if series else self.descent_with_product
@@ -137,6 +142,6 @@ class AggITD(InnerDescent, OuterGradients):
             return optax.tree.add(inner, fed.mean(ask, (x, inner), key, unbiased=True))
 
         inner = fed.repeat(terms - 1 - begin, once, inner, after_key)
-        v = scaled(self.inner_lr if series else terms * self.inner_lr, inner.r)
-        h = fed.mean(self.hypergradient_given, (x, inner.y, v), last_key, unbiased=True)
+        v = scaled(self.inner.lr if series else terms * self.inner.lr, inner.r)
+        h = fed.mean(self.hypergradient, (x, inner.y, v), last_key, unbiased=True)
         return XY(move(x, -self.outer_lr, h), inner.y)

@@ -14,33 +14,41 @@ each client's own, that variance falls with their number, hence the paper's line
 client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each length apart, and each product takes in the
 next of these sums.
 
-Exchanges per round: T + N + 1; merged, "parallel" T + N' + 2 for the longest N'_i drawn, by conjugate gradient with K
-products T + K + 1, the other inverses having nothing to merge. Client state: none.
+Exchanges per round: T + N + 1; merged, "random_per_client" T + N' + 2 for the longest N'_i drawn, by conjugate gradient
+with K products T + K + 1, the others having nothing to merge. Client state: none.
 Cost per local step: a gradient of g.
 
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
 2. The T inner rounds ask the round's own cohort, the exchanges of the hypergradient a fresh one each.
 3. The default is the expectation of that v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F, for as many exchanges and
-   without variance, which grows with N. `inverse` = "parallel" is the paper's.
+   without variance, which grows with N. Neumann(sampling="random_per_client") is the paper's.
 
 Checked in tests/algorithms/test_fedmbo.py (closed forms, variance, exchanges) and tests/engines/test_agreement.py.
 """
 
-from typing import Literal
-
 import jax
 from jax import Array
 
-from fedbilevel.algorithms.fednest import Alternating, State
+from fedbilevel.algorithms.fednest import Nested, State
+from fedbilevel.algorithms.parts.hypergradients import Implicit
+from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import scaled
 
 
-class FedMBO(Alternating):
-    """FedAvg on y, one global hypergradient step on x. Fields: see `Alternating`; a step on x is α.
+class FedMBO(Nested):
+    """FedAvg on y, one global hypergradient step on x.
+
+    Args:
+        inner: the rounds on y.
+        hypergradient: how it is found.
+        outer_lr: α, a step on x.
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        merged: as few exchanges as give the same numbers, with full batches: see parts/hypergradients.py. Refused where
+            it would leave out nothing.
 
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
@@ -48,15 +56,21 @@ class FedMBO(Alternating):
 
     name = "fedmbo"
 
-    hypergradient: Literal["global", "local"] = static(default="global")
+    inner: LocalSGD = LocalSGD()
+    hypergradient: Implicit = Implicit()
+    merged: bool = static(default=False)
 
     def validate(self) -> None:
-        only = self.hypergradient == "global"
-        require(only, "FedMBO.hypergradient", self.hypergradient, "'global'; LFedNest has the local one")
         super().validate()
+        allowed = "False: with the other fields as they are it leaves out no exchange"
+        require(self.hypergradient.mergeable or not self.merged, "FedMBO.merged", True, allowed)
+
+    @property
+    def merges(self) -> bool:
+        return self.merged
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        y = self.inner_rounds_of_fedavg(fed, state, inner_key)
-        h, quality = self.estimate(fed, state.x, y, outer_key)
-        return self.moved(state, scaled(-self.outer_lr, h), y, quality)
+        y = self.inner.descend(fed, state.x, state.y, inner_key)
+        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key, self.merged)
+        return self.moved(state, scaled(-self.outer_lr, h), y, info)

@@ -48,7 +48,7 @@ for a paper, with either way:
 
 settings of the second:
   --set algorithm.local_steps=10    every algorithm that has such a field
-  --set fednest.inner_lr=0.1        that algorithm alone
+  --set fednest.inner.lr=0.1        that algorithm alone
   --set task.clients=50             and run.…, engine.…, clock.…: all of them (see `fedbilevel run --help`)
 
 Methods make different numbers of exchanges a round: --exchanges gives all the same number, --rounds does not. Where

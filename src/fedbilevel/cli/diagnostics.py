@@ -20,7 +20,7 @@ rounds with fresh samples and cohorts, with the settings that `fedbilevel run` w
 
 settings:
   --set task.clients=50             of the task
-  --set fednest.neumann_terms=10    of an algorithm;  algorithm.… is for all of them
+  --set fednest.inner.rounds=3      of an algorithm;  algorithm.… is for all of them
 """
 
 
@@ -150,12 +150,18 @@ def _in_toml(value: Any) -> str:
     """A field's value for --set, its numbers in three digits."""
     from fedbilevel.experiments import toml
 
-    if isinstance(value, tuple):
-        value = value._asdict()  # type: ignore[attr-defined]
-    if isinstance(value, Mapping):
-        return toml.value({name: _rounded(part) for name, part in value.items()})
     return toml.value(_rounded(value)).strip('"')
 
 
 def _rounded(value: Any) -> Any:
+    """A value in the spec's form; of a part its kind and what differs from its defaults."""
+    from fedbilevel.core.algorithm import Part
+    from fedbilevel.core.config import own_values
+
+    if isinstance(value, Part):
+        value = {"name": value.kind, **own_values(value)}
+    elif isinstance(value, tuple):
+        value = value._asdict()  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        return {name: _rounded(part) for name, part in value.items()}
     return float(f"{value:.3g}") if isinstance(value, float) else value

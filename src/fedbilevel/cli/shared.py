@@ -29,6 +29,7 @@ fields for --set:
     schedules: cosine, exponential, inverse_sqrt, linear, polynomial
     coefficients=momentum coefficients.decay=0.9          a part: its name takes that part's defaults, and its fields,
                                                           which may be parts again, follow after a dot
+    hypergradient.solver=cg hypergradient.solver.max_steps=10
     server_optimizer='{name = "adam", b1 = 0.9}'          sgd, momentum, adam, amsgrad, adagrad, yogi
     task.local_steps='{low = 1, high = 10}'               drawn for each client and round
     capacities='[1, 0.5, 0.25]'                           the shares of the model that clients hold, dealt out in turn

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar, dataclass_transform, overload
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_type_hints, overload
 
 from jax import Array
 
 from fedbilevel.core import own_x
 from fedbilevel.core.client import Client, Clients
-from fedbilevel.core.config import config, counts, fraction, positive, static, steps, wrapped
+from fedbilevel.core.config import config, counts, field_values, fraction, positive, static, steps, wrapped
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Problem
@@ -22,10 +24,109 @@ ALGORITHMS: dict[str, type[Algorithm]] = {}
 """Every algorithm class that has a name, by that name."""
 
 
+@overload
+def phase(function: F) -> F: ...
+
+
+@overload
+def phase(*, takes: PyTree, gives: PyTree) -> Callable[[F], F]: ...
+
+
+def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -> Any:
+    """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
+
+    `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is one "number",
+    or is something else, which no client gets in part, "whole": prefixes of these trees, with these four leaves.
+    Clients of limited capacity and `Asynchronous` go by them.
+    """
+
+    def mark(function: Any) -> Any:
+        function.__phase__, function.__parts__ = True, None if takes is None else (takes, gives)
+        return function
+
+    return mark if function is None else mark(function)
+
+
+def is_phase(value: object) -> bool:
+    """Whether a function or method is marked with `@phase`."""
+    return callable(value) and hasattr(value, "__phase__")
+
+
+def parts_of(function: Any) -> tuple[PyTree, PyTree]:
+    """What a phase takes and gives, of x and of y."""
+    parts = getattr(function, "__parts__", None)
+    name = getattr(function, "__name__", repr(function))
+    require(parts is not None, f"phase {name}: takes, gives", parts, "said, for clients who hold submodels")
+    assert parts is not None
+    return parts[0], parts[1]
+
+
 @dataclass_transform(
     kw_only_default=True, frozen_default=True, field_specifiers=(static, wrapped, counts, steps, positive, fraction)
 )
-class Algorithm(ABC):
+class Part:
+    """A configuration with phases, that can be a field of a method: a linear solver, the steps on y, a method itself.
+
+    A subclass is a frozen dataclass with keyword-only fields, and a pytree (see core/config.py). Its methods that are
+    marked with `@phase` are phases of the method that it is a part of, named by the way to them: "inner.descent".
+    """
+
+    kind: ClassVar[str]
+    """What specs call it, among the parts that a field may have."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    own_phases: ClassVar[frozenset[str]]
+    """The names of the methods marked with `@phase`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        config(cls)
+        names = {name for base in cls.__mro__ for name, value in vars(base).items() if is_phase(value)}
+        cls.own_phases = frozenset(name for name in names if is_phase(getattr(cls, name)))
+
+    def check_parts(self) -> None:
+        """Refuse in a field for parts what is none of those that its annotation names."""
+        made: Any = type(self)
+        for field in fields(self):
+            if isinstance(field.default, Part):
+                hint, got = _hints(made)[field.name], getattr(self, field.name)
+                allowed = " or ".join(f"{kind.__name__}(…)" for kind in get_args(hint) or (hint,))
+                require(isinstance(got, hint), f"{type(self).__name__}.{field.name}", got, allowed)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The fields that are parts themselves, by name."""
+        return {name: value for name, value in field_values(self).items() if isinstance(value, Part)}
+
+    @property
+    def phases(self) -> frozenset[str]:
+        """The names of the phases: all that a server may ask of a client."""
+        inside = (f"{name}.{phase}" for name, part in self.parts.items() for phase in part.phases)
+        return self.own_phases.union(inside)
+
+    def find_phase(self, function: object) -> str | None:
+        """The name of a phase, given as a bound method of this part or of one in it; None: it is no such phase."""
+        name = str(getattr(function, "__name__", ""))
+        if getattr(function, "__self__", None) is self and name in self.own_phases:
+            return name
+        found = ((field, part.find_phase(function)) for field, part in self.parts.items())
+        return next((f"{field}.{name}" for field, name in found if name), None)
+
+    def get_phase(self, name: str) -> Callable[..., Reply]:
+        """The phase of that name."""
+        field, dot, rest = name.partition(".")
+        found: Callable[..., Reply] = self.parts[field].get_phase(rest) if dot else getattr(self, name)
+        return found
+
+
+@cache
+def _hints(cls: type[Part]) -> dict[str, Any]:
+    """The annotations of a class, resolved once."""
+    return get_type_hints(cls)
+
+
+class Algorithm(Part, ABC):
     """Base class of every federated method.
 
     A subclass is a frozen dataclass with keyword-only fields, and a pytree (see core/config.py). It has to define
@@ -42,19 +143,11 @@ class Algorithm(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
     trains_submodels: ClassVar[bool] = False
     """Whether clients of limited capacity may train submodels: every phase then says what it takes and gives."""
 
-    own_phases: ClassVar[frozenset[str]]
-    """The names of the methods marked with `@phase`."""
-
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        config(cls)
-        names = {name for base in cls.__mro__ for name, value in vars(base).items() if is_phase(value)}
-        cls.own_phases = frozenset(name for name in names if is_phase(getattr(cls, name)))
         if "name" in vars(cls):
             _register(cls)
 
@@ -81,9 +174,9 @@ class Algorithm(ABC):
         return self.solves
 
     @property
-    def phases(self) -> frozenset[str]:
-        """The names of the phases: all that a server may ask of a client."""
-        return self.own_phases
+    def batch_size(self) -> int | None:
+        """Samples that a client draws at a time, with replacement; None: all. Most methods have such a field."""
+        return None
 
     def validate(self) -> None:
         """Raise ConfigurationError if fields do not fit together. It runs when an instance is made."""
@@ -180,12 +273,11 @@ class Algorithm(ABC):
         """
         if name not in self.phases:
             raise unknown(f"phase of {self.label}", name, self.phases)
-        found: Callable[..., Reply] = getattr(self, name)
-        return found
+        return self.get_phase(name)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         """What a client replies when the server asks for the phase of that name."""
-        phase = self.named_phase(name)
+        phase, client = self.named_phase(name), replace(client, batch_size=self.batch_size)
         if client.problem.local is None:
             return phase(client, message, key)
         return own_x.run(phase, parts_of(phase), self.own_x_lr, client, message, key)
@@ -196,10 +288,11 @@ class Algorithm(ABC):
         Raises:
             ConfigurationError: it is none of this algorithm's phases.
         """
-        name = str(getattr(function, "__name__", repr(function)))
-        if getattr(function, "__self__", None) is not self or name not in self.own_phases:
+        name = self.find_phase(function)
+        if name is None:
+            got = getattr(function, "__name__", repr(function))
             raise ConfigurationError(
-                f"{self.label}: an exchange takes one of its phases {sorted(self.phases)}, got {name}"
+                f"{self.label}: an exchange takes one of its phases {sorted(self.phases)}, got {got}"
             )
         return name
 
@@ -215,43 +308,6 @@ def _register(cls: type[Algorithm]) -> None:
     same = (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
     require(same, f"{cls.__name__}.name", cls.name, f"another name: {holder.__module__}.{holder.__qualname__} has it")
     ALGORITHMS[cls.name] = cls
-
-
-@overload
-def phase(function: F) -> F: ...
-
-
-@overload
-def phase(*, takes: PyTree, gives: PyTree) -> Callable[[F], F]: ...
-
-
-def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -> Any:
-    """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
-
-    `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is one "number",
-    or is something else, which no client gets in part, "whole": prefixes of these trees, with these four leaves.
-    Clients of limited capacity and `Asynchronous` go by them.
-    """
-
-    def mark(function: Any) -> Any:
-        function.__phase__, function.__parts__ = True, None if takes is None else (takes, gives)
-        return function
-
-    return mark if function is None else mark(function)
-
-
-def is_phase(value: object) -> bool:
-    """Whether a function or method is marked with `@phase`."""
-    return callable(value) and hasattr(value, "__phase__")
-
-
-def parts_of(function: Any) -> tuple[PyTree, PyTree]:
-    """What a phase takes and gives, of x and of y."""
-    parts = getattr(function, "__parts__", None)
-    name = getattr(function, "__name__", repr(function))
-    require(parts is not None, f"phase {name}: takes, gives", parts, "said, for clients who hold submodels")
-    assert parts is not None
-    return parts[0], parts[1]
 
 
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import jax
@@ -364,6 +365,15 @@ def uniform_below(key: Array, bound: Array | int, shape: tuple[int, ...] = ()) -
     return (jax.random.bits(key, shape, jnp.uint32) % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)
 
 
+class Default(Enum):
+    """The value of an argument that is left out."""
+
+    DEFAULT = "default"
+
+
+DEFAULT = Default.DEFAULT
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Client:
@@ -376,14 +386,18 @@ class Client:
     weight: Array  # p_i; the engine applies it, a phase rarely needs it
     state: PyTree  # the client's own, kept by the engine, never sent
     work: Array | None  # this client's number of local steps in this round, if the population says one
+    batch_size: int | None = field(default=None, metadata={"static": True})  # the method's
 
-    def outer_batch(self, key: Array, batch_size: int | None) -> PyTree:
-        """Samples for the outer loss: `batch_size` draws with replacement, or all of them when it is None."""
-        return self.outer.batch(key, batch_size)
+    def outer_batch(self, key: Array, batch_size: int | Default | None = DEFAULT) -> PyTree:
+        """Samples for the outer loss: `batch_size` draws with replacement, or all of them when it is None.
 
-    def inner_batch(self, key: Array, batch_size: int | None) -> PyTree:
+        Where it is left out it is the method's.
+        """
+        return self.outer.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
+
+    def inner_batch(self, key: Array, batch_size: int | Default | None = DEFAULT) -> PyTree:
         """Samples for the inner loss, likewise."""
-        return self.inner.batch(key, batch_size)
+        return self.inner.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
 
     def local_steps(self, default: int) -> int | Array:
         """How many local steps to make: the population's word if it has one, else the algorithm's `default`."""

@@ -83,6 +83,8 @@ def config(cls: T) -> T:
             if prepare := field.metadata.get("prepare"):
                 name = f"{type(self).__name__}.{field.name}"
                 object.__setattr__(self, field.name, prepare(name, getattr(self, field.name)))
+        if hasattr(self, "check_parts"):
+            self.check_parts()
         if hasattr(self, "validate"):
             self.validate()
 
@@ -119,6 +121,12 @@ def at(configuration: Any, round: Array | int) -> Any:
 def field_values(configuration: Any) -> dict[str, Any]:
     """The fields of a configuration by name."""
     return {field.name: getattr(configuration, field.name) for field in dataclasses.fields(configuration)}
+
+
+def own_values(configuration: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults, by name."""
+    defaults = {field.name: field.default for field in dataclasses.fields(configuration)}
+    return {name: value for name, value in field_values(configuration).items() if value != defaults[name]}
 
 
 def hyperparameters(configuration: Any) -> dict[str, Any]:

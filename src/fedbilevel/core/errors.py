@@ -7,7 +7,7 @@ from numbers import Integral
 
 import numpy as np
 
-from fedbilevel.core.renames import FIELDS
+from fedbilevel.core.renames import name_of_today
 
 
 class FedbilevelError(Exception):
@@ -69,9 +69,9 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationErr
 
 def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a field that is not there; one of an earlier version is answered with what it is now."""
-    if name in FIELDS:
-        return ConfigurationError(f"unknown {kind} {name!r}: it is now {FIELDS[name]}")
-    return unknown(kind, name, allowed)
+    names = list(allowed)
+    today = name_of_today(name, names)
+    return ConfigurationError(f"unknown {kind} {name!r}: it is now {today}") if today else unknown(kind, name, names)
 
 
 def diverged(where: str, what: str) -> NonFiniteError:

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedbilevel.core.algorithm import Part
 from fedbilevel.core.card import Card, Shown
 from fedbilevel.core.client import Clients
+from fedbilevel.core.config import own_values
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.diagnostics.acceleration import Cycle
@@ -79,7 +81,7 @@ class Diagnosis(Shown):
         return scales(self.measurements, self.dim_y, batch_size, self.weight, partial)
 
     def fields(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> dict[str, Any]:
-        """Constructor fields of a method, such as `SimFBO(**diagnosis.fields("simfbo"))`.
+        """Constructor fields of a method, parts among them: `FedNest(**diagnosis.fields("fednest"))`.
 
         Args:
             algorithm: its command-line name, a key of `fedbilevel.authoring.ALGORITHMS`.
@@ -103,7 +105,7 @@ class Diagnosis(Shown):
         if isinstance(chosen.get("outer_lr"), Cycle):
             return len(chosen["outer_lr"])
         if "outer_lr" in chosen:
-            return rounds_needed(s, chosen["outer_lr"], chosen["inner_rounds"] * chosen["inner_lr"])
+            return rounds_needed(s, chosen["outer_lr"], chosen["inner"].rounds * chosen["inner"].lr)
         if "server_optimizer" in chosen:
             found = momentum(s)
             assert found
@@ -212,13 +214,14 @@ class Diagnosis(Shown):
             heavy = f", with momentum {chosen['server_optimizer'].decay:.7g} on the server"
         cycled = isinstance(outer, Cycle)
         steps = f"by a cycle of {len(outer)} steps" if cycled else f"by {outer:.3g}"
-        exchanges = 2 * nest["inner_rounds"] + 3 + nest["cg_iterations"]
+        rounds, products = nest["inner"].rounds, nest["hypergradient"].solver.max_steps
+        exchanges = 2 * rounds + 3 + products
         return [
             f"with full batches it would choose SimFBO with {why};",
             f"  y and v by 1/L = {lr.y * tau:.3g} a round, x by {lr.x * tau:.3g}, slow enough for y and "
             f"v to follow{heavy}{self._needs('simfbo')}",
-            f"or FedNest with {nest['inner_rounds']} inner rounds of 1/L, conjugate gradient up to "
-            f"{nest['cg_iterations']} products, x {steps}, up to {exchanges} exchanges a round{self._needs('fednest')}",
+            f"or FedNest with {rounds} inner rounds of 1/L, conjugate gradient up to "
+            f"{products} products, x {steps}, up to {exchanges} exchanges a round{self._needs('fednest')}",
         ]
 
     def _needs(self, algorithm: str) -> str:
@@ -238,7 +241,11 @@ def require_suggested(algorithm: str) -> None:
 
 
 def _short(value: Any) -> str:
-    """A field's value in three digits."""
+    """A field's value in three digits; of a part what differs from its defaults."""
+    if isinstance(value, Part):
+        return (
+            f"{type(value).__name__}({', '.join(f'{name}={_short(one)}' for name, one in own_values(value).items())})"
+        )
     if isinstance(value, Cycle):
         return f"a cycle of {len(value)} steps"
     if isinstance(value, XYV):

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from fedbilevel.core.problem import ImplicitTerm
 from fedbilevel.core.tree import PyTree
-from fedbilevel.oracles.exact import Implicit, dense_implicit, implicit_by_cg, implicit_with
+from fedbilevel.oracles.exact import ExactHypergradient, dense_implicit, implicit_by_cg, implicit_with
 from fedbilevel.oracles.finite_differences import Inner, Slopes, slopes, solve_inner
 from fedbilevel.oracles.inverse import Solution, neumann
 from fedbilevel.oracles.lanczos import Extremes, extreme_eigenvalues
@@ -43,7 +43,7 @@ class Estimates:
     inner: Inner  # y, and how it was reached
     spectrum: Extremes  # of ∇²yy G at (x, y)
     step: float  # of the series and of the unrolled descent
-    yardstick: Implicit
+    yardstick: ExactHypergradient
     unrolled: PyTree
     series: PyTree
     cg: PyTree

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from fedbilevel.algorithms.parts.hypergradients import Implicit
+from fedbilevel.algorithms.parts.inner import SVRG, InnerSteps, LocalSGD
+from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.acceleration import Cycle, ServerMomentum, best_momentum, cycle, heavy_ball
 from fedbilevel.diagnostics.affine import Affine
@@ -127,31 +130,38 @@ def momentum(s: Scales) -> ServerMomentum | None:
     return found if found.radius < 1 else None
 
 
-def nested(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of FedNest and FedNestSGD: conjugate gradient where its products are exact, a short series where they are
-    noisy. The clients' steps are inner_lr over their number, so that `work` changes nothing."""
+def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[InnerSteps] = SVRG) -> dict[str, Any]:
+    """Fields of FedNest: conjugate gradient where its products are exact, a short series where they are noisy.
+
+    The clients' steps are `inner.lr` over their number, so that `work` changes nothing.
+    """
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))
     outer_lr: float | Cycle = s.outer_step(rounds * step)
     if s.accelerable:
         rounds, outer_lr = math.ceil(SOLVED * kappa), cycle(s.accelerable.phi)
-    enough = math.ceil(math.sqrt(kappa) / 2 * math.log(2 / CG_TOLERANCE))  # of conjugate gradient's error bound
-    common = {
-        "local_steps": 1 if batch_size is None else LOCAL_STEPS,
+    local_steps = 1 if batch_size is None else LOCAL_STEPS
+    return {
+        "inner": inner(rounds=rounds, local_steps=local_steps, lr=step),
+        "hypergradient": Implicit(solver=solver(s)),
         "outer_steps": 1,
-        "inner_rounds": rounds,
-        "inner_lr": step,
         "outer_lr": outer_lr,
         "batch_size": batch_size,
     }
+
+
+def solver(s: Scales) -> Neumann | CG:
+    """A short series where products are noisy, else conjugate gradient."""
     if s.noisy:
-        return {**common, "inverse": "series", "neumann_terms": min(TERMS, math.ceil(kappa)), "neumann_step": step}
-    return {
-        **common,
-        "inverse": "cg",
-        "cg_tolerance": CG_TOLERANCE,
-        "cg_iterations": min(enough, 2 * s.dim_y),  # in exact arithmetic dim y of them are enough
-    }
+        return Neumann(terms=min(TERMS, math.ceil(s.condition)), step=1 / s.smoothness)
+    enough = math.ceil(math.sqrt(s.condition) / 2 * math.log(2 / CG_TOLERANCE))  # of conjugate gradient's error bound
+    # in exact arithmetic dim y steps are enough
+    return CG(max_steps=min(enough, 2 * s.dim_y), tolerance=CG_TOLERANCE)
+
+
+def nested_plainly(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedNestSGD: FedNest's, with plain local steps on y."""
+    return nested(s, batch_size, work, LocalSGD)
 
 
 def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
@@ -169,10 +179,13 @@ def recursive(s: Scales, batch_size: int | None, work: int | None) -> dict[str, 
 
 
 def nested_by_mean(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of FedMBO: FedNest's, but that a step on x is one, and short series have lengths of each client's own."""
-    chosen = nested(s, batch_size, work)
+    """Fields of FedMBO: FedNestSGD's, but a step on x is one, and short series have lengths of each client's own."""
+    chosen = nested_plainly(s, batch_size, work)
     del chosen["outer_steps"]
-    return {**chosen, "inverse": "parallel"} if chosen["inverse"] == "series" else chosen
+    found = chosen["hypergradient"].solver
+    if isinstance(found, Neumann):
+        chosen["hypergradient"] = Implicit(solver=replace(found, sampling="random_per_client"))
+    return chosen
 
 
 def aggregated(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
@@ -180,11 +193,8 @@ def aggregated(s: Scales, batch_size: int | None, work: int | None) -> dict[str,
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if s.noisy else math.ceil(SOLVED * kappa)
     return {
-        "local_steps": work or 1,
-        "inner_rounds": rounds,
-        "inner_lr": step,
+        "inner": LocalSGD(rounds=rounds, local_steps=work or 1, lr=step),
         "outer_lr": s.outer_step(rounds * step),
-        "inverse": "series",
         "batch_size": batch_size,
     }
 
@@ -207,7 +217,7 @@ SUGGESTED: dict[str, Callable[[Scales, int | None, int | None], dict[str, Any]]]
     "fedbioacc": recursive,
     "fedmbo": nested_by_mean,
     "fednest": nested,
-    "fednest-sgd": nested,
+    "fednest-sgd": nested_plainly,
     "shrofbo": single_loop,
     "simfbo": single_loop,
 }

@@ -33,7 +33,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.local_optimizers import Coefficients, Momentum, Plain, Proximal
 from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.renames import FIELDS
+from fedbilevel.core.renames import name_of_today
 from fedbilevel.core.tree import XYV
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): '"none"'}
@@ -283,14 +283,28 @@ def complete(
     return out
 
 
+def shared_by(fields: Mapping[str, Field], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a preset for many methods that these fields have, inside parts too."""
+    out = {}
+    for name in preset.keys() & fields.keys():
+        field, value = fields[name], preset[name]
+        if field.parts and isinstance(value, Mapping):
+            kind = value.get("name", getattr(field.default, "kind", None))
+            if kind not in field.parts:
+                continue
+            inside = shared_by(of_class(field.parts[kind]), value)
+            value = {**inside, "name": kind} if "name" in value else inside
+        out[name] = value
+    return out
+
+
 def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a field that is not there; where some algorithms have it, they are named."""
+    names = sorted(allowed)
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_class(cls))
-    if not owners or name in FIELDS:
-        return errors.unknown_field(kind, name, allowed)
-    return ConfigurationError(
-        f"unknown {kind} {name!r}, a field of {', '.join(owners)} (allowed: {', '.join(sorted(allowed))})"
-    )
+    if not owners or name_of_today(name, names):
+        return errors.unknown_field(kind, name, names)
+    return ConfigurationError(f"unknown {kind} {name!r}, a field of {', '.join(owners)} (allowed: {', '.join(names)})")
 
 
 def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from fedbilevel.core.submodel import Pruned
 from fedbilevel.core.unit_policy import Policy
 from fedbilevel.engines.virtual_time.clock import Clock
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.fields import Field, complete, of_class, of_function, unknown_field
+from fedbilevel.experiments.fields import Field, complete, of_class, of_function, shared_by, unknown_field
 from fedbilevel.experiments.loader import algorithm_class, code_of, full_name, label, task_maker
 from fedbilevel.experiments.presets import METHODS, Preset, preset
 from fedbilevel.experiments.presets.table import merged
@@ -262,7 +262,7 @@ def _completed_algorithm(
     for name in own:
         if name not in known:
             raise unknown_field(f"field of {label(algorithm)} in its presets for {label(task)}", name, known)
-    return complete("algorithm", known, given, merged(values.of(algorithm), own))
+    return complete("algorithm", known, given, merged(shared_by(known, values.of(algorithm)), own))
 
 
 def _own_presets(cls: type[Algorithm], name: str) -> Mapping[str, Mapping[str, Any]]:

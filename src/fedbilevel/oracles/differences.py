@@ -20,7 +20,7 @@ from fedbilevel.oracles.fixed_x import inner_loss_on
 
 
 @dataclass(frozen=True)
-class Differences:
+class CentralDifferences:
     """Products with ∇²g by central differences along v: what oracles/products.py has, with no second derivative.
 
     Args:

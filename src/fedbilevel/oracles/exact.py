@@ -14,7 +14,7 @@ from fedbilevel.oracles.inverse import Solution, conjugate_gradient
 from fedbilevel.oracles.population import Population
 
 
-class Implicit(NamedTuple):
+class ExactHypergradient(NamedTuple):
     """The implicit gradient at (x, y): equal to ∇Φ(x) where y = y*(x)."""
 
     hypergradient: PyTree  # ∇x F − ∇²xy G·v, like x
@@ -22,13 +22,13 @@ class Implicit(NamedTuple):
     inner_gradient: PyTree  # ∇y G, like y: zero where y = y*(x)
 
 
-def implicit_gradient(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Implicit:
+def implicit_gradient(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> ExactHypergradient:
     """Solve ∇²yy G·v = ∇y F densely, over all samples. Use float64."""
     return dense_implicit(Population.of(problem, clients), x, y)
 
 
 @jax.jit
-def dense_implicit(population: Population, x: PyTree, y: PyTree) -> Implicit:
+def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergradient:
     """By the Hessian's matrix: O(dim y³) time, O(dim y²) memory and dim y Hessian-vector products."""
     flat, unravel = ravel_pytree(y)
     row = lambda e: ravel_pytree(population.inner.hess_v(x, y, unravel(e)))[0]  # noqa: E731
@@ -40,7 +40,7 @@ def dense_implicit(population: Population, x: PyTree, y: PyTree) -> Implicit:
 @partial(jax.jit, static_argnames=("tolerance", "iterations"))
 def implicit_by_cg(
     population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10, iterations: int = 5000
-) -> tuple[Implicit, Solution]:
+) -> tuple[ExactHypergradient, Solution]:
     """By conjugate gradient, for any dimension; the second part says how far v may be trusted."""
     system = conjugate_gradient(
         lambda v: population.inner.hess_v(x, y, v),
@@ -51,6 +51,6 @@ def implicit_by_cg(
     return implicit_with(population, x, y, system.v), system
 
 
-def implicit_with(population: Population, x: PyTree, y: PyTree, v: PyTree) -> Implicit:
+def implicit_with(population: Population, x: PyTree, y: PyTree, v: PyTree) -> ExactHypergradient:
     """The hypergradient that v gives, whatever v is."""
-    return Implicit(population.hypergradient(x, y, v)[0], v, population.inner.gradients(x, y)[1])
+    return ExactHypergradient(population.hypergradient(x, y, v)[0], v, population.inner.gradients(x, y)[1])

@@ -16,28 +16,26 @@ from fedbilevel.experiments.presets.table import (
     Fields,
     Preset,
     each,
+    inner,
+    local_steps,
+    merged,
+    neumann,
     randomly,
     xyv,
 )
 
-NESTED = {
-    "inner_lr": 12.0,
-    "inner_server_lr": 10.0,
-    "outer_lr": 0.5,
-    "neumann_terms": 10,
-    "neumann_step": 0.6,
-}
-PAIRED = {**NESTED, "paired": True}
+NESTED = {**inner(lr=12.0, server_lr=10.0), "outer_lr": 0.5, **neumann(terms=10, step=0.6)}
+PAIRED = merged(NESTED, {"hypergradient": {"paired": True}})
 SINGLE = {"local_steps": 2, "client_lr": xyv(0.6, 0.6, 0.6), "server_lr": xyv(0.5, 10.0, 10.0), "radius": 10.0}
 ALGORITHMS: dict[str, Fields] = {
     **each(SINGLE_LOOP, SINGLE),
-    **each(HESSIAN_INVERTING, {**NESTED, "neumann_step": 6.0}),
+    **each(HESSIAN_INVERTING, merged(NESTED, neumann(step=6.0))),
     **each(OWN_HYPERGRADIENTS, PAIRED),
     "fedavg": {"local_steps": 5, "outer_lr": 0.5, "batch_size": 2},
 }
 PRESET = Preset(
     task={"hidden": [16]},
-    shared={"local_steps": 20, "batch_size": 5},
+    shared={**local_steps(20), "batch_size": 5},
     algorithms=randomly(ALGORITHMS),
     run={"rounds": 100, "eval_every": 10},
     networks={name: {"hidden": [16, 16, 16, 16]} for name in ("resnet12", "resnet18")},

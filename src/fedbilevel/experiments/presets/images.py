@@ -9,39 +9,43 @@ from fedbilevel.experiments.presets.table import (
     Fields,
     Preset,
     each,
+    inner,
+    local_steps,
+    merged,
+    neumann,
     xyv,
 )
 
-NEUMANN: Fields = {"inner_rounds": 3, "neumann_terms": 3, "neumann_step": 0.05, "inverse": "series", "outer_lr": 1.0}
+NESTED: Fields = {**inner(rounds=3, lr=1.0), "outer_lr": 1.0, **neumann(terms=3, step=0.05)}
 TUNING: dict[str, Fields] = {
-    **each(HESSIAN_INVERTING, {**NEUMANN, "inner_lr": 1.0}),
-    "aggitd": {"inner_rounds": 10, "inner_lr": 0.3, "outer_lr": 1.0, "inverse": "series"},
+    **each(HESSIAN_INVERTING, NESTED),
+    "aggitd": {**inner(rounds=10, lr=0.3), "outer_lr": 1.0},
     **each(
         SINGLE_LOOP,
         {"client_lr": xyv(0.05, 0.05, 0.02), "server_lr": xyv(0.1, 0.1, 0.02), "radius": 10.0},
     ),
     **each(FEDBIO, {"client_lr": xyv(0.05, 0.05, 0.01)}),
 }
-TUNING_MNIST = {**TUNING, **each(HESSIAN_INVERTING, {**NEUMANN, "inner_lr": 2.0})}
+TUNING_MNIST = {**TUNING, **each(HESSIAN_INVERTING, merged(NESTED, inner(lr=2.0)))}
 LIKE_MNIST = Preset(
     task={"ratio": 0.01, "hidden": [200, 100], "clients": 100},
-    shared={"local_steps": 20, "batch_size": 50},
+    shared={**local_steps(20), "batch_size": 50},
     algorithms=TUNING_MNIST,
     run={"rounds": 120, "cohort": 10, "eval_every": 10},
 )
 
 FAIR: dict[str, Fields] = {
     "fedavg-s": {"inner_lr": 1.0, "outer_lr": 0.3},
-    **each(HESSIAN_INVERTING, {"inner_lr": 5.0, "outer_lr": 0.3}),
+    **each(HESSIAN_INVERTING, {**inner(lr=5.0), "outer_lr": 0.3}),
     **each(SINGLE_LOOP, {"client_lr": xyv(0.1, 1.0, 1.0), "server_lr": xyv(0.1, 1.0, 1.0)}),
 }
 
 SMALL = {"rounds": 200, "cohort": 10, "eval_every": 10}
-STEPS = {"local_steps": 5, "batch_size": 32}
+STEPS = {**local_steps(5), "batch_size": 32}
 PRESETS: dict[str, dict[str | None, Preset]] = {
     "loss_tuning": {
         None: Preset(
-            shared={"local_steps": 10, "batch_size": 16},
+            shared={**local_steps(10), "batch_size": 16},
             algorithms=TUNING,
             run={"rounds": 100, "cohort": 10, "eval_every": 5},
             networks=NARROW,

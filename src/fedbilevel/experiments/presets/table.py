@@ -10,10 +10,6 @@ OWN_HYPERGRADIENTS = ("lfednest", "rabo", "rafbo")
 SINGLE_LOOP = ("simfbo", "shrofbo")
 FEDBIO = ("fedbio", "fedbioacc")
 """Methods with the same fields."""
-RANDOM_LENGTHS = {**dict.fromkeys(("fednest", "fednest-sgd", "lfednest", "aggitd"), "random"), "fedmbo": "parallel"}
-"""The inverses of the papers, by products of random length. Their variance is small where N·s·ℓ is."""
-TERMS: Mapping[str, int] = {"neumann_terms": 5}
-"""Fewer than the methods' default: a short series, with which these presets' steps were chosen."""
 ALONE: Mapping[str, Fields] = {"irig": {"pooled": True}}
 """What methods for a single client need of [run]."""
 EVERYONE: Mapping[str, Fields] = {"adbo": {"cohort": None}, "sdbo": {"cohort": None}}
@@ -45,11 +41,11 @@ class Preset:
         return {**self.run, **self.runs.get(algorithm, {})}
 
 
-def merged(first: Fields, second: Fields) -> dict[str, Any]:
-    """Both tables' fields, the second's before the first's. Where both have a table, one in `second` that has no name
-    changes the first's and leaves the rest of it as it is."""
+def merged(first: Fields, *others: Fields) -> dict[str, Any]:
+    """All tables' fields, a later one's before an earlier one's. Where both have a table, a later one that has no name
+    changes the earlier one and leaves the rest of it as it is."""
     out = dict(first)
-    for name, value in second.items():
+    for name, value in (item for other in others for item in other.items()):
         changes = isinstance(value, Mapping) and not {"name", "schedule"} & value.keys()
         out[name] = merged(out[name], value) if changes and isinstance(out.get(name), Mapping) else value
     return out
@@ -60,10 +56,39 @@ def each(algorithms: Iterable[str], fields: Fields) -> dict[str, Fields]:
     return dict.fromkeys(algorithms, fields)
 
 
+def local_steps(count: int) -> Fields:
+    """τ of every method: a field of its own, or one of its inner rounds."""
+    return {"local_steps": count, **inner(local_steps=count)}
+
+
+def inner(**fields: float) -> Fields:
+    """Fields of the inner rounds."""
+    return {"inner": fields}
+
+
+def neumann(**fields: float | str) -> Fields:
+    """Fields of the Neumann series."""
+    return {"hypergradient": {"solver": fields}}
+
+
+def system_steps(lr: float) -> Fields:
+    """AFBO's hypergradient by steps on a v of the server's, of that size."""
+    return {"hypergradient": {"name": "steps", "lr": lr}}
+
+
+RANDOM_LENGTHS: Mapping[str, Fields] = {
+    **dict.fromkeys(("fednest", "fednest-sgd", "lfednest"), neumann(sampling="random")),
+    "fedmbo": neumann(sampling="random_per_client"),
+    "aggitd": {"sampling": "random"},
+}
+"""The products of random length of the papers. Their variance is small where N·s·ℓ is."""
+TERMS = neumann(terms=5)
+"""Fewer than the methods' default: a short series, with which these presets' steps were chosen."""
+
+
 def randomly(table: Mapping[str, Fields]) -> dict[str, Fields]:
-    """The table with products of random length for each method whose paper has them, if its fields name no inverse."""
-    lengths = {name: {"inverse": RANDOM_LENGTHS[name]} if name in RANDOM_LENGTHS else {} for name in table}
-    return {name: {**lengths[name], **fields} for name, fields in table.items()}
+    """The table with products of random length for each method whose paper has them, if its fields say no other."""
+    return {name: merged(RANDOM_LENGTHS.get(name, {}), fields) for name, fields in table.items()}
 
 
 def xyv(x: float, y: float, v: float) -> dict[str, float]:

@@ -48,7 +48,8 @@ class Limits:
 
     Args:
         local_steps: at most so many local steps, whether the algorithm or the message says how many; also of the
-            algorithm's other counts (`inner_rounds`, `neumann_terms`, …), which are work for the client too.
+            algorithm's other counts and its parts' (`inner.rounds`, `hypergradient.solver.terms`, …), which are work
+            for the client too.
         batch_size: samples of a mini-batch at most.
         seconds: for one phase, compilation included. A phase that takes longer is answered by a refusal, and further
             messages are refused until it ends.
@@ -81,12 +82,13 @@ class Limits:
     def check_algorithm(self, algorithm: Algorithm) -> None:
         """Refuse hyperparameters that ask for too much work."""
         for name, value in hyperparameters(algorithm).items():
-            if name == "batch_size" and value is not None and value > self.batch_size:
+            samples = name.rpartition(".")[2] == "batch_size"
+            if samples and value is not None and value > self.batch_size:
                 raise Refusal(f"{name} = {value} is above this client's limit of {self.batch_size}")
-            if name == "batch_size" and value is not None and value < self.min_batch_size:
+            if samples and value is not None and value < self.min_batch_size:
                 raise Refusal(f"{name} = {value} is below this client's floor of {self.min_batch_size}")
             largest = max(value, default=0) if isinstance(value, list) else value
-            if type(largest) is int and name != "batch_size" and largest > self.local_steps:
+            if type(largest) is int and not samples and largest > self.local_steps:
                 raise Refusal(f"{name} = {value} is above this client's limit of {self.local_steps} steps")
 
     def check_samples(self, count: int) -> None:

@@ -1,0 +1,243 @@
+"""How a method finds v = H⁻¹ b, H = ∇²yy G being known by its products alone: a Neumann series, or conjugate gradient.
+
+With s the step (1/ℓ in papers) and N terms
+
+    Neumann                       v = s Σ_{n<N} (I − sH)^n b
+    sampling="random"             v = N s (I − sH)^N' b,  N' uniform on {0..N−1}                    FedIHGP (FedNest)
+    sampling="random_per_client"  v = mean over clients of N s (I − sH)^N'_i ∇y f_i, each with its own N'_i  (FedMBO)
+    CG                            conjugate gradient, until ‖b − H v‖ ≤ tolerance·‖b‖
+
+The first is the expectation of the two below it, whose variance grows with N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fedbilevel.core.algorithm import Part
+from fedbilevel.core.answers import Withheld
+from fedbilevel.core.client import Client, uniform_below
+from fedbilevel.core.config import counts, positive, static
+from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.tree import PyTree, move, scaled
+from fedbilevel.oracles.inverse import Iteration
+
+Sampling = Literal["random", "random_per_client"]
+Product = Callable[[Any, PyTree, Array, Any], PyTree]
+"""(where loops run, v, key, number of the fresh cohort) -> H v."""
+
+
+class SolveInfo(NamedTuple):
+    """How far a solution may be trusted."""
+
+    negative_curvature: Array  # the first product that met any, or -1: H is then not positive definite
+    residual: Array  # ‖b − H v‖ / ‖b‖ at which conjugate gradient ended; 0 for the others, which do not know it
+
+    @classmethod
+    def unknown(cls) -> SolveInfo:
+        return cls(jnp.asarray(-1), jnp.zeros(()))
+
+    @classmethod
+    def of_clients(cls, means: Withheld) -> SolveInfo:
+        """From the share of clients that met negative curvature, and their mean residual."""
+        met, residual = means.withheld
+        return cls(jnp.where(met > 0, 0, -1), residual)
+
+    def to_average(self) -> Withheld:
+        """What a client sends of its own: zeros under privacy, where the least noise would be negative curvature."""
+        return Withheld(((self.negative_curvature >= 0).astype(float), self.residual))
+
+
+class Solved(NamedTuple):
+    """An approximate H⁻¹ b."""
+
+    v: PyTree
+    hvps: Array  # products with H, spent on it
+    info: SolveInfo
+
+
+class Neumann(Part):
+    """A truncated Neumann series, or one random product of its factors.
+
+    Args:
+        terms: N; where each client solves a system of its own also a number for each client, N_i in their order. What
+            the series leaves out is (1 − sμ)^N of v along the smallest eigenvalue μ of H.
+        step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of H; checked at the start.
+        sampling: None, the whole series; "random", one random length; "random_per_client", a length of each client's
+            own, where the federation solves one system.
+    """
+
+    kind: ClassVar[str] = "neumann"
+
+    terms: int | tuple[int, ...] = counts(default=20)
+    step: float = positive(default=0.1)
+    sampling: Sampling | None = static(default=None)
+
+    def validate(self) -> None:
+        if self.sampling is not None and self.sampling not in get_args(Sampling):
+            raise unknown("Neumann.sampling", self.sampling, get_args(Sampling))
+
+    @property
+    def most_terms(self) -> int:
+        """N, or the largest N_i."""
+        return self.terms if isinstance(self.terms, int) else max(self.terms)
+
+    def terms_of(self, client: Client) -> int | Array:
+        """N, or the client's N_i."""
+        return self.terms if isinstance(self.terms, int) else jnp.array(self.terms)[client.id]
+
+    def check_population(self, population: int) -> None:
+        """Refuse numbers of terms for more or fewer clients than there are."""
+        fits = isinstance(self.terms, int) or len(self.terms) == population
+        require(fits, "Neumann.terms", self.terms, f"a positive integer, or one for each of the {population} clients")
+
+    def solve(
+        self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array, merged: bool = False
+    ) -> Solved:
+        """v; `loop.repeat` and `product` make the exchanges, or a client's own loops.
+
+        For "random_per_client" b holds, for each length, the mean over the clients that drew it: leaves (N, …), and
+        `merged` leaves out products of lengths that nobody drew.
+        """
+        draw_key, loop_key = jax.random.split(key)
+
+        def shrink(loop: Any, carry: tuple[PyTree, Array, Array], key: Array) -> tuple[PyTree, Array, Array]:
+            """v ← (I − sH) v + what is added before the n-th product."""
+            v, n, negative = carry
+            hv = product(loop, v, key, n)
+            negative = jnp.where((negative < 0) & curves_down(v, hv), n - 1, negative)
+            return optax.tree.add(move(v, -self.step, hv), addition(n)), n + 1, negative
+
+        addition: Callable[[Array], PyTree]
+        if self.sampling == "random":
+            count: Any = uniform_below(draw_key, terms)
+            addition = lambda n: optax.tree.zeros_like(b)  # noqa: E731
+            first = scaled(terms * self.step, b)
+        elif self.sampling == "random_per_client":
+            count = longest(b) if merged else terms - 1
+            addition = lambda n: jax.tree.map(lambda leaf: leaf[count - n], b)  # noqa: E731
+            first = addition(jnp.asarray(0))
+        else:
+            count, addition = terms - 1, lambda n: scaled(self.step, b)
+            first = scaled(self.step, b)
+        start = first, jnp.asarray(1), jnp.asarray(-1)
+        v, _, negative = loop.repeat(count, shrink, start, loop_key)
+        return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
+
+    def complaint(self, info: SolveInfo, where: str) -> str:
+        """A sum goes on where it meets negative curvature."""
+        return ""
+
+    def warning(self, info: SolveInfo, where: str) -> str:
+        return negative_curvature(info, "product", where)
+
+
+class CG(Part):
+    """Conjugate gradient.
+
+    Args:
+        max_steps: products with H at the most.
+        tolerance: the relative residual ‖b − H v‖/‖b‖ at which it ends.
+    """
+
+    kind: ClassVar[str] = "cg"
+
+    max_steps: int = static(default=20)
+    tolerance: float = positive(default=1e-3)
+
+    def validate(self) -> None:
+        require_count("CG.max_steps", self.max_steps)
+
+    def check_population(self, population: int) -> None:
+        """It fits every population."""
+
+    def terms_of(self, client: Client) -> int:
+        """A bound on the draws of samples for products: all have the same."""
+        return 1
+
+    def solve(
+        self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array, merged: bool = False
+    ) -> Solved:
+        """v; all products on the same samples."""
+        _, loop_key = jax.random.split(key)
+        end, info = self.iterate(loop, lambda loop, p: (product(loop, p, loop_key, 0), None), b, key)
+        return Solved(end.v, end.spent, info)
+
+    def iterate(
+        self,
+        loop: Any,
+        products: Callable[[Any, PyTree], tuple[PyTree, PyTree]],
+        b: PyTree,
+        key: Array,
+        image: PyTree = None,
+    ) -> tuple[Iteration, SolveInfo]:
+        """The last iteration; `products` gives H p and, for an `image` (see `Iteration`), C p."""
+        start = Iteration.start(b, self.tolerance, image)
+        once = lambda loop, it, key: it.advanced(*products(loop, it.p))  # noqa: E731
+        end = loop.repeat(self.max_steps, once, start, key, until=Iteration.ended)
+        size = optax.tree.vdot(b, b)
+        residual = jnp.sqrt(end.rr / jnp.where(size > 0, size, 1))
+        return end, SolveInfo(end.negative, residual.astype(float))
+
+    def complaint(self, info: SolveInfo, where: str) -> str:
+        return negative_curvature(info, "iteration", where)
+
+    def warning(self, info: SolveInfo, where: str) -> str:
+        residual = float(info.residual)
+        if residual <= 1.01 * float(np.max(self.tolerance)):
+            return ""
+        few = f"max_steps = {self.max_steps} are too few"
+        return f"conjugate gradient ended at a relative residual of {residual:.2g}, above its tolerance: {few}"
+
+
+LinearSolver = Neumann | CG
+
+
+def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
+    """A sentence on the curvature that was met, or ""; `where`: "" for a system of the whole federation."""
+    met = int(info.negative_curvature)
+    if met < 0:
+        return ""
+    place = where or f"{unit} {met}"
+    doubt = "" if where else "; where clients noise their replies it may be of the noise's making"
+    return (
+        f"negative curvature at {place}: the inner Hessian is not positive definite there, and v is not defined; "
+        f"the hypergradient may point anywhere (a ridge on the inner loss in y mends that){doubt}"
+    )
+
+
+class InClient:
+    """A client's own loops in the words of `Fed.repeat`, so that one solver serves both."""
+
+    @staticmethod
+    def repeat(n: Any, body: Callable[..., Any], carry: PyTree, key: Array, *, until: Any = None) -> PyTree:
+        if until is None:  # a loop of known length, if n is one
+            return jax.lax.fori_loop(0, n, lambda i, carry: body(InClient, carry, jax.random.fold_in(key, i)), carry)
+
+        def unfinished(loop: tuple[Array, PyTree]) -> Array:
+            return (loop[0] < n) & ~until(loop[1])
+
+        def step(loop: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+            return loop[0] + 1, body(InClient, loop[1], jax.random.fold_in(key, loop[0]))
+
+        return jax.lax.while_loop(unfinished, step, (jnp.asarray(0), carry))[1]
+
+
+def curves_down(v: PyTree, hv: PyTree) -> Array:
+    """Whether vᵀHv < 0 beyond rounding."""
+    curvature = optax.tree.vdot(v, hv)
+    return curvature < -jnp.sqrt(jnp.finfo(curvature.dtype).eps) * optax.tree.norm(v) * optax.tree.norm(hv)
+
+
+def longest(by_length: PyTree) -> Array:
+    """The last place of leaves (N, …) where any is not zero; 0 where there is none."""
+    some = [jnp.any(leaf.reshape(len(leaf), -1) != 0, axis=1) for leaf in jax.tree.leaves(by_length)]
+    places = jnp.any(jnp.stack(some), axis=0)
+    return jnp.max(jnp.where(places, jnp.arange(len(places)), 0))

@@ -1,0 +1,29 @@
+"""What the fields of methods hold: rounds on y, hypergradients, linear solvers, local steps.
+
+FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG(max_steps=20)), outer_lr=0.1)
+"""
+
+from fedbilevel.algorithms.afbo import SystemSteps
+from fedbilevel.algorithms.parts.coordinates import Coordinates, PrintedSlopes
+from fedbilevel.algorithms.parts.hypergradients import Differences, Exact, Implicit, LocalImplicit
+from fedbilevel.algorithms.parts.inner import SVRG, LocalSGD, MeanGradient
+from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
+from fedbilevel.algorithms.parts.local_optimizers import Momentum, Plain, Proximal
+
+__all__ = [
+    "CG",
+    "SVRG",
+    "Coordinates",
+    "Differences",
+    "Exact",
+    "Implicit",
+    "LocalImplicit",
+    "LocalSGD",
+    "MeanGradient",
+    "Momentum",
+    "Neumann",
+    "Plain",
+    "PrintedSlopes",
+    "Proximal",
+    "SystemSteps",
+]
