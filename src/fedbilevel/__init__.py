@@ -15,9 +15,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = import_module("fedbilevel.public")
     if name != "__all__" and name not in public.__all__:
-        renamed = import_module("fedbilevel.core.renames").PUBLIC.get(name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {renamed}" if renamed else ""))
+        found = _elsewhere(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {found}" if found else ""))
     return getattr(public, name)
+
+
+def _elsewhere(name: str) -> str:
+    """Where a name that users are not shown here is public, or what stands in its place; empty for other names."""
+    for module in ("fedbilevel.errors", "fedbilevel.authoring", "fedbilevel.parts"):
+        if name in import_module(module).__all__:
+            return f"{module}.{name}"
+    return import_module("fedbilevel.core.renames").PUBLIC.get(name, "")
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ NOT_NUMBERS |= {"U": NOT_NUMBERS["S"], "T": NOT_NUMBERS["S"], "m": NOT_NUMBERS["
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:
-    """The same pytree with arrays of numbers as leaves; of a data frame, the dict of its columns.
+    """The pytree `data` with arrays of numbers as leaves; of a data frame, the dict of its columns.
 
     Raises:
         ConfigurationError: plain lists of numbers, strings, dates, objects, PRNG keys; the message begins with `field`,

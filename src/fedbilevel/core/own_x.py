@@ -33,7 +33,7 @@ class OwnX(NamedTuple):
 
 
 def server_x(problem: Problem, x: PyTree) -> PyTree:
-    """What of x the server has: nothing where clients keep it."""
+    """The part of x that the server holds: None where every client keeps a block of its own, else x."""
     return None if problem.local == "x" else x
 
 

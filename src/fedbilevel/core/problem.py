@@ -52,19 +52,19 @@ class Problem:
         object.__setattr__(self, "local", local)
 
     def with_losses(self, change: Callable[[Loss], Loss]) -> Self:
-        """The same kind of problem with both losses changed."""
+        """A copy of this problem whose outer and inner losses are `change` of these."""
         changed = copy.copy(self)
         changed._set(change(self.outer), change(self.inner), self.structure, self.local)
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
-        """The same problem in the floating arrays of x and y alone (see tree.split)."""
+        """A copy of this problem in the floating arrays of x and y alone; its losses add the fixed leaves."""
         if not jax.tree.leaves((x_fixed, y_fixed)):
             return self
         return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
 
     def over_batches(self) -> Self:
-        """The same problem with losses that also take a `Padded` batch."""
+        """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
         return self.with_losses(_mean_over)
 
 

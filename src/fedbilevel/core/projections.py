@@ -100,7 +100,7 @@ def intersection(first: Project, second: Project, *, max_steps: int = 10_000) ->
 
 
 def _on_arrays(project: Project) -> Project:
-    """The same on a model's floating arrays, in their own types."""
+    """The projection `project`, applied to the floating arrays of a model alone and given in their own types."""
 
     def projected(x: PyTree) -> PyTree:
         variable, fixed = split(x)
@@ -110,7 +110,7 @@ def _on_arrays(project: Project) -> Project:
 
 
 def _numbers(tree: PyTree) -> list[np.ndarray]:
-    """Those leaves of a tree that are numbers, or arrays of them."""
+    """The leaves of a tree that are numbers or arrays of numbers."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf) or _is_whole(leaf)]
 
 

@@ -3,48 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-ERRORS = (
-    "AbsenceWarning",
-    "CapacityWarning",
-    "CheckpointError",
-    "CheckpointWarning",
-    "ConfigurationError",
-    "ExchangeError",
-    "FedbilevelError",
-    "InfluenceWarning",
-    "NonFiniteError",
-    "NumericalError",
-    "NumericalWarning",
-)
-AUTHORING = (
-    "ALGORITHMS",
-    "Algorithm",
-    "Client",
-    "Fed",
-    "Reply",
-    "phase",
-    "static",
-    "positive",
-    "fraction",
-    "steps",
-    "Public",
-    "Withheld",
-    "Plain",
-    "History",
-    "Ledger",
-    "Diagnosis",
-    "HypergradientReport",
-)
-
 PUBLIC = {
     "algorithm": "a method is a subclass of fedbilevel.authoring.Algorithm, without a decorator",
     "load_result": "fedbilevel.Result.load",
-    "Momentum": "fedbilevel.parts.Momentum",
-    "Proximal": "fedbilevel.parts.Proximal",
-    **{name: f"fedbilevel.errors.{name}" for name in ERRORS},
-    **{name: f"fedbilevel.authoring.{name}" for name in AUTHORING},
 }
-"""Names that `fedbilevel` once handed out."""
+"""Names that `fedbilevel` once handed out, and that no public module has now."""
 
 _INNER = "a field of the part inner"
 _SOLVER = "a field of the part hypergradient.solver"

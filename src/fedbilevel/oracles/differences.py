@@ -34,7 +34,7 @@ class CentralDifferences:
         return self.hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
     def hess_of(self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
-        """The same of a function of y alone."""
+        """∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ for a function of y alone, of the shape of y."""
         mu, gradient = self.step(y, v), jax.grad(loss)
         ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
         return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)

@@ -185,7 +185,7 @@ class Asynchronous(Wrapper):
         return State(inside, last.replies)
 
     def columns(self, state: State) -> dict[str, Any]:
-        """And the mean delay: `delay`, where there are several phases `delay.PHASE`."""
+        """The columns of the method inside and the mean delay of replies: `delay`, or `delay.PHASE` for each phase."""
         one = len(state.replies) == 1
         delays = {"delay" if one else f"delay.{name}": kept.delay for name, kept in state.replies.items()}
         return self.algorithm.columns(state.inside) | delays

@@ -358,7 +358,7 @@ class LocalFed:
         return lax.psum(total, self.layout.axis) if self.layout.axis else total
 
     def again(self, underway: ExchangeState) -> LocalFed:
-        """The same round after some exchanges, with costs of zero."""
+        """A Fed for this round that goes on from `underway`, with costs of zero."""
         given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
         return LocalFed(*given, self.submodels)
 
