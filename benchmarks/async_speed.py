@@ -19,7 +19,6 @@ import optax
 
 import fedbilevel as fb
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 
 SIZES = [(18, 9), (100, 20), (1000, 100), (10_000, 100)]
 FEATURES = {"softmax": (784, 10), "tiny": (4, 2)}
@@ -47,8 +46,7 @@ class Timed:
 
     def __init__(self, algorithm, clients: fb.Clients, cohort: int, shape: tuple[int, int]) -> None:
         problem, x, y = fb.Bilevel(outer, inner), jnp.asarray(-5.0), jnp.zeros(shape)
-        queues = nothing_in_flight(algorithm, problem, x, y, clients.examples(), False, len(clients))
-        carry = first_carry(algorithm, x, y, len(clients))._replace(queues=queues)
+        carry = first_carry(algorithm, problem, clients, x, y)
         clock = fb.Clock(compute=0.1, spread=0.5, stragglers=len(clients) // 4)
         self.run = fb.Local(clock=clock).start(algorithm, problem, clients, cohort, jax.random.key(0), carry)
         self.carry = carry

@@ -60,7 +60,7 @@ def prepared(line: Line, m: int, seed: int) -> tuple[Any, Any, Any]:
     task = selection(data="mnist", samples=m, clients=METHODS[line.name], start=1.0, seed=seed)
     cls = fb.IRIG if line.name == "IR-IG" else fb.FISM
     algorithm = cls(lr=10.0, lr_decay=0.8, regularization=1 / m, regularization_decay=0.1)
-    carry = first_carry(algorithm, task.x0, None, len(task.clients))
+    carry = first_carry(algorithm, task.problem, task.clients, task.x0, None)
     engine = fb.Local() if line.vectorised else fb.Local(chunk=1)
     return (
         engine.start(algorithm, task.problem, task.clients, len(task.clients), jax.random.key(seed), carry),

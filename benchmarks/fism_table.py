@@ -72,7 +72,7 @@ def prepared(name: str, n: int, m: int, tolerance: float | None, seed: int) -> t
     task = location(dim=n, targets=m, clients=METHODS[name], layout="scattered", seed=seed)
     anchor = -jax.grad(task.problem.outer)(np.zeros_like(task.x0), None, None)  # H = ½‖x − a‖²
     algorithm = method(name, m, tolerance)
-    carry = first_carry(algorithm, task.x0, None, len(task.clients))
+    carry = first_carry(algorithm, task.problem, task.clients, task.x0, None)
     run = fb.Local().start(algorithm, task.problem, task.clients, len(task.clients), jax.random.key(0), carry)
     return run, carry, anchor, task
 

@@ -16,7 +16,6 @@ import fedbilevel as fb
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
 
 ROUNDS = 24
@@ -40,10 +39,7 @@ class Played:
 
     def __init__(self, task, algorithm, engine, rounds=ROUNDS):
         x, y, count = task.x0, task.y0, len(task.clients)
-        carry = first_carry(algorithm, task.problem, x, y, count)
-        carry = carry._replace(
-            queues=nothing_in_flight(algorithm, task.problem, x, y, task.clients.examples(), False, count)
-        )
+        carry = first_carry(algorithm, task.problem, task.clients, x, y)
         self.rounds, self.tolerance = rounds, algorithm.tolerance
         self.run = engine.start(algorithm, task.problem, task.clients, count, jax.random.key(1), carry)
         self.carry, self.costs = carry, None

@@ -88,7 +88,7 @@ def test_the_momentum_has_less_noise():
     a, batch, n = 0.3, 2, 1_500
     task = quadratic(clients=4, noise=1.0, samples=(5, 9))
     algorithm = fb.FedBiOAcc(local_steps=1, batch_size=batch, client_lr=fb.XYV(0.01, 0.2, 0.2), forgetting=a)
-    carry = first_carry(algorithm, task.problem, task.x0, task.y0, 4)
+    carry = first_carry(algorithm, task.problem, task.clients, task.x0, task.y0)
     run = fb.Local().start(algorithm, task.problem, task.clients, 4, jax.random.key(5), carry)
     truth = mean_directions(task)
     errors = []

@@ -13,7 +13,6 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.engines.local import engine as engine_module
-from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 COHORT = 5  # of 8: divided by neither the chunk nor the number of devices below
@@ -214,12 +213,7 @@ def three_rounds(case, engine):
     task = quadratic(clients=8, samples=(3, 9), local_steps=work)
     problem = PROBLEMS.get(case, task.problem)
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
-    carry = first_carry(algorithm, problem, task.x0, y0, len(task.clients))
-    carry = carry._replace(
-        queues=nothing_in_flight(
-            algorithm, problem, task.x0, y0, task.clients.examples(), work is not None, len(task.clients)
-        )
-    )
+    carry = first_carry(algorithm, problem, task.clients, task.x0, y0)
     cohort = len(task.clients) if algorithm.needs_everyone else COHORT
     engine = replace(engine, clock=CLOCKS.get(case, fb.Clock()))
     run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)

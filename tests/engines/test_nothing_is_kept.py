@@ -1,4 +1,4 @@
-"""Does all that a `solve` was given, and all that it compiled, go when its caller lets go of it?"""
+"""Does all that a `solve` was given go when its caller lets go of it, and what it compiled when that is asked for?"""
 
 import gc
 import weakref
@@ -9,6 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import freed
+from fedbilevel.engines.kept import forget
 from fedbilevel.engines.local.engine import LocalRun
 
 
@@ -50,8 +51,10 @@ def solved(engine, monkeypatch):
 def test_nothing_is_kept(engine, monkeypatch):
     kept = solved(engine, monkeypatch)
     gc.collect()
-    assert "program 0" in kept
-    assert [name for name, thing in kept.items() if thing() is not None] == []
+    assert [name for name, thing in kept.items() if thing() is not None] == ["program 0"]
+    forget()
+    gc.collect()
+    assert kept["program 0"]() is None
 
 
 @pytest.mark.parametrize("has_it", [True, False])

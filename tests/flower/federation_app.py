@@ -294,7 +294,7 @@ def replayed(parts, rounds, log, forgets=()):
         forgets: (client, round): the client starts that round without what it kept.
     """
     algorithm, task = parts.algorithm, parts.task
-    first = carry = first_carry(algorithm, task.problem, task.x0, task.y0, CLIENTS)
+    first = carry = first_carry(algorithm, task.problem, task.clients, task.x0, task.y0)
 
     class Answered(reference.ReferenceFed):
         exchanges = 0

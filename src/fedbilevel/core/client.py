@@ -16,7 +16,7 @@ from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.entries import arrays_of, require_alike
 from fedbilevel.core.errors import ConfigurationError, FloorError, require
 from fedbilevel.core.problem import Minimax, Padded, Problem
-from fedbilevel.core.tree import PyTree, shapes
+from fedbilevel.core.tree import PyTree, rows_at, shapes
 
 
 @dataclass(frozen=True, repr=False)
@@ -308,7 +308,7 @@ class Samples:
         """`batch_size` samples drawn uniformly with replacement, or every sample once when it is None."""
         if batch_size is not None:
             chosen = self.start + self.drawn(key, batch_size)
-            return jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values)
+            return rows_at(self.values, chosen)
         whole = self.everything()
         return whole.samples if self.equal else whole
 
@@ -362,7 +362,8 @@ def uniform_below(key: Array, bound: Array | int, shape: tuple[int, ...] = ()) -
     One hash where jax.random.randint takes three, which a third of a small program's compilation would go to; the
     probabilities differ by less than 2⁻³² from each other.
     """
-    return (jax.random.bits(key, shape, jnp.uint32) % jnp.asarray(bound, jnp.uint32)).astype(jnp.int32)
+    drawn = jax.random.bits(key, shape, jnp.uint32)
+    return jax.lax.rem(drawn, jnp.full_like(drawn, bound)).astype(jnp.int32)
 
 
 class Default(Enum):

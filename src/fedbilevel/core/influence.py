@@ -6,7 +6,6 @@ lets a derivative through, its derivative is a constant 0 that no factor enters.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
 
@@ -14,7 +13,6 @@ import jax
 from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.core.errors import InfluenceWarning
 from fedbilevel.core.problem import Compositional, Loss, Minimax, Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import PyTree
 
@@ -30,15 +28,8 @@ class Influence(Enum):
     SMOOTH = 2
 
 
-def warn_without_influence(
-    problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree, stacklevel: int
-) -> None:
-    """One InfluenceWarning for each reason why x, or y, is not driven by the losses; batches may be shapes."""
-    for text in _doubts(problem, x, y, outer_batch, inner_batch):
-        warnings.warn(InfluenceWarning(text), stacklevel=stacklevel + 1)
-
-
-def _doubts(problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree) -> Iterator[str]:
+def doubts(problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree) -> Iterator[str]:
+    """Each reason why x, or y, is not driven by the losses; batches may be shapes."""
     outer = influences(problem.outer, x, y, outer_batch)
     if isinstance(problem, SingleLevel):
         yield from _missing("x", outer[0], "the loss", "x will not move")

@@ -36,6 +36,15 @@ def scaled(size: Any, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: (size * leaf).astype(leaf.dtype), tree)
 
 
+def rows_at(tree: PyTree, index: Array) -> PyTree:
+    """Leaves (n, ...) at the places `index`, which are known to be in 0..n − 1: nothing is checked."""
+
+    def taken(leaf: Any) -> Array:
+        return jnp.asarray(leaf).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+    return jax.tree.map(taken, tree)
+
+
 def nbytes(tree: PyTree) -> int:
     """Bytes that the leaves of `tree` (arrays or shape structs) take on the wire."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

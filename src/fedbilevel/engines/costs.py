@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,26 @@ def stack_costs(costs: Sequence[RoundCosts]) -> RoundCosts:
     """The costs of some rounds, with leaves (rounds,); what a round did not do counts 0 there."""
     nothing = jax.tree.map(jnp.zeros_like, reduce(add_costs, costs))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(add_costs(nothing, round_costs) for round_costs in costs))
+
+
+def packed(costs: RoundCosts) -> dict[str, Array]:
+    """All numbers of a round's costs, (n,), by dtype: a program keeps one row for each, not one for each number."""
+    kinds: dict[str, list[Array]] = {}
+    for leaf in map(jnp.asarray, jax.tree.leaves(costs)):
+        kinds.setdefault(str(leaf.dtype), []).append(jnp.ravel(leaf))
+    return {kind: jnp.concatenate(leaves) for kind, leaves in kinds.items()}
+
+
+def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
+    """The costs of some rounds, leaves (rounds, ...), from packed rows, (rounds, n); `like`: a round's, as shapes."""
+    places = dict.fromkeys(rows, 0)
+
+    def take(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        kind, size = str(leaf.dtype), math.prod(leaf.shape)
+        places[kind] += size
+        return rows[kind][:, places[kind] - size : places[kind]].reshape(-1, *leaf.shape)
+
+    return jax.tree.map(take, like)
 
 
 def exchange_costs(

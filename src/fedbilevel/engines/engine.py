@@ -17,10 +17,11 @@ from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count,
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
 from fedbilevel.engines.virtual_time.clock import Clock, ClockState
-from fedbilevel.engines.virtual_time.in_flight import InFlight
+from fedbilevel.engines.virtual_time.in_flight import InFlight, early_answers, nothing_in_flight
 
 
 class Carry(NamedTuple):
@@ -68,18 +69,28 @@ class Engine(Protocol):
 
 
 def first_carry(
-    algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, population: int, remote: bool = False
+    algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
 ) -> Carry:
-    """The carry before round 0. Of `remote` clients, which keep their states themselves, it has (population, 2): round
+    """The carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2): round
     and exchange of each one's last answer that counted, -1 before the first."""
-    state = jax.jit(lambda algorithm, x, y: algorithm.init(x, y))(algorithm, server_x(problem, x), y)
-    kept = None if problem.local is None else x
+    remote, population = isinstance(clients, RemoteClients), len(clients)
+    state = _init(algorithm, server_x(problem, x), y)
     if remote:
-        counted = jnp.full((population, 2), -1, jnp.int32)
-        return Carry(jnp.zeros((), jnp.int32), state, counted, ClockState.start(), own_x=kept)
-    one = algorithm.client_state(problem, x, y)
-    clients = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
-    return Carry(jnp.zeros((), jnp.int32), state, clients, ClockState.start(), own_x=kept)
+        states = jnp.full((population, 2), -1, jnp.int32)
+    else:
+        one = algorithm.client_state(problem, x, y)
+        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
+    queues = None
+    if algorithm.asynchronous:
+        found = early_answers(algorithm, problem, x, y, clients.examples(), clients.local_steps is not None)
+        queues = nothing_in_flight(found, population, remote)
+    kept = None if problem.local is None else x
+    return Carry(jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues, kept)
+
+
+@jax.jit
+def _init(algorithm: Algorithm, x: PyTree, y: PyTree) -> Any:
+    return algorithm.init(x, y)
 
 
 def loop(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +19,9 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, check_samples, require_clients
-from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.errors import InfluenceWarning, require, require_count
 from fedbilevel.core.functions import require_function
-from fedbilevel.core.influence import warn_without_influence
+from fedbilevel.core.influence import doubts
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
@@ -38,11 +40,11 @@ from fedbilevel.engines.evaluation import (
 )
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
+from fedbilevel.engines.kept import FACTS, trace_key
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.result import Callback, Result
-from fedbilevel.engines.virtual_time.in_flight import nothing_in_flight
 
 Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")
@@ -128,16 +130,17 @@ def solve(
         _check_start("y0", y0, y)
     problem = problem.with_fixed(x_fixed, y_fixed)
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
-    losses = check_losses(problem, x, y, *clients.examples())
-    warn_without_influence(problem, x, y, *clients.examples(), stacklevel=2)
+    examples = clients.examples()
+    losses = partial(check_losses, problem, x, y, *examples)
+    traced = trace_key(algorithm, problem, x, y, examples)
+    FACTS.get(traced and ("losses", traced), lambda: bool(losses()))
+    for doubt in FACTS.get(traced and ("doubts", traced), lambda: list(doubts(problem, x, y, *examples))):
+        warnings.warn(InfluenceWarning(doubt), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
     own = as_per_client(metrics_per_client)
-    check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, clients.examples())
+    check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
 
-    remote, has_client_steps = isinstance(clients, RemoteClients), clients.local_steps is not None
-    carry = first_carry(algorithm, problem, x, y, len(clients), remote)
-    queues = nothing_in_flight(algorithm, problem, x, y, clients.examples(), has_client_steps, len(clients), remote)
-    carry = carry._replace(queues=queues)
+    remote, carry = isinstance(clients, RemoteClients), first_carry(algorithm, problem, clients, x, y)
     chosen: Engine = engine or Local()
     stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
     if (clock := getattr(chosen, "clock", None)) is not None:
@@ -146,7 +149,7 @@ def solve(
     group = current_group()
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it
-        begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
+        begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses())
     plan = LoopPlan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
     group.saved = ""
     if group.processes > 1:
@@ -178,7 +181,8 @@ def solve(
             return loop.play(run, carry)
         finally:
             run.close()
-            freed.give_back()
+            if run.compile_seconds or not isinstance(chosen, Local):  # else a kept program was used
+                freed.give_back()
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:

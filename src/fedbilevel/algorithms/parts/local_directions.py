@@ -1,5 +1,7 @@
 """The local steps of a client on x, y and v at once: what all single-loop methods share."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +12,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import static, steps
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.tree import XYV, PyTree, move
+from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
 
@@ -83,4 +85,7 @@ class LocalDirections(Algorithm):
 def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
     """point − lr·direction, each variable with its own step size, in the point's own dtypes."""
 
-    return XYV(*(move(tree, -size, d) for size, tree, d in zip(lr, point, direction, strict=True)))
+    def moved(size: Any, tree: PyTree, d: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf, down: leaf - (size * down).astype(leaf.dtype), tree, d)
+
+    return XYV(*map(moved, lr, point, direction))

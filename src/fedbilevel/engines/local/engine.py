@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged, require, require_count
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, is_floating, nbytes
+from fedbilevel.core.threefry import written_out
+from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
-from fedbilevel.engines.costs import RoundCosts
+from fedbilevel.engines.costs import RoundCosts, packed, unpacked
 from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
+from fedbilevel.engines.kept import PROGRAMS, forget, trace_key
 from fedbilevel.engines.local.fed import (
     AXIS,
     HOST,
@@ -53,6 +55,14 @@ class ProgramInputs(NamedTuple):
     ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
     key: Array
     pace: Pace
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled rounds."""
+
+    run: Any  # (carry, count, inputs) -> (carry, rounds done, packed rows of costs, what was finite in the last one)
+    costs: RoundCosts  # of a round, as shapes
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,11 @@ class Local:
             algorithm, layout, make(clients, layout, key, mesh, self.prefetch), mesh, key, clients, problem, group
         )
 
+    @staticmethod
+    def forget() -> None:
+        """Free the compiled programs that this process keeps for later runs of the same shapes, the latest 32."""
+        forget()
+
     def mesh(self, group: ProcessGroup) -> Mesh | None:
         """The devices to use: none named where one will do, else one axis, or two where there are several processes."""
         joined = jax.process_count() == group.processes
@@ -172,7 +187,7 @@ class LocalRun:
         self.pace, self.asynchronous = layout.clock.pace(len(clients)), algorithm.asynchronous
         if layout.shares:
             self.algorithm, self.key, self.pace = replicate((algorithm, key, self.pace), mesh)
-        self.program: Any = None
+        self.program: Program | None = None
         self.compile_seconds = 0.0
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
@@ -181,44 +196,82 @@ class LocalRun:
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
-            self.program = self.compile(carry, inputs)
+            self.program = self.find_program(carry, inputs)
         count = min(rounds, self.source.rounds_per_call)
         with self.group.exchange():
-            carry, done, costs, finite = self.program(carry, np.int32(count), inputs)
+            carry, done, rows, finite = self.program.run(carry, np.int32(count), inputs)
             done = int(done)
+        costs = unpacked({kind: np.asarray(row)[:done] for kind, row in rows.items()}, self.program.costs)
         if not np.all(finite):
             self.explain(carry, np.asarray(finite), sorted(costs.metrics))
-        return Stretch(carry, done, jax.tree.map(lambda leaf: np.asarray(leaf)[:done], costs))
+        return Stretch(carry, done, costs)
 
-    def compile(self, carry: Carry, inputs: ProgramInputs) -> Any:
+    def find_program(self, carry: Carry, inputs: ProgramInputs) -> Program:
+        """The compiled program, that of an earlier run where there is one that fits."""
+        return PROGRAMS.get(self.program_key(carry, inputs), lambda: self.compile(carry, inputs))
+
+    def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:
         began = time.perf_counter()
-        everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and self.layout.shares else None
-        rounds = jax.jit(self.rounds, donate_argnums=0, out_shardings=everywhere)
-        program = rounds.lower(carry, np.int32(1), inputs).compile()
+        try:
+            program = self.compiled(carry, inputs, quick_keys=True)
+        except NotImplementedError:  # jax.random.poisson knows JAX's own keys alone
+            program = self.compiled(carry, inputs, quick_keys=False)
         self.compile_seconds = time.perf_counter() - began
         return program
 
-    def rounds(self, carry: Carry, count: Array, inputs: ProgramInputs) -> tuple[Carry, Array, RoundCosts, Array]:
+    def compiled(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
+        """`quick_keys`: with keys of the same bits whose program compiles quickly, see `written_out`."""
+
+        def play(carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
+            return self.one_round(carry, inputs._replace(key=written_out(inputs.key)) if quick_keys else inputs)
+
+        _, costs, finite = jax.eval_shape(play, carry, inputs)
+        everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and self.layout.shares else None
+        rounds = jax.jit(partial(self.rounds, play, costs, finite), donate_argnums=0, out_shardings=everywhere)
+        return Program(rounds.lower(carry, np.int32(1), inputs).compile(), costs)
+
+    def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
+        """All that shapes the program; None: it is not kept."""
+        if self.layout.shares or self.layout.submodel_plan:
+            return None
+        traced = trace_key(self.algorithm, self.problem, carry, inputs)
+        return traced and (traced, self.layout.numbers, type(self.source), self.local_steps, self.mesh)
+
+    def rounds(
+        self,
+        play: Callable[[Carry, ProgramInputs], tuple[Carry, RoundCosts, Array]],
+        like: RoundCosts,
+        flags: jax.ShapeDtypeStruct,
+        carry: Carry,
+        count: Array,
+        inputs: ProgramInputs,
+    ) -> tuple[Carry, Array, dict[str, Array], Array]:
         """Up to `count` rounds, fewer where the algorithm has finished; stops before committing a state not finite.
 
         The trip count is an argument, so that the same program, hence the same bits, serve any partition of a run.
-        """
-        shapes = jax.eval_shape(lambda c: self.one_round(c, inputs)[1:], carry)
-        costs = jax.tree.map(lambda s: jnp.zeros((self.source.rounds_per_call, *s.shape), s.dtype), shapes[0])
-        finite = jnp.ones(shapes[1].shape, bool)
 
-        def unfinished(loop: tuple[Carry, Array, RoundCosts, Array]) -> Array:
+        Args:
+            play: one round; see `one_round`.
+            like, flags: its costs, and what says whether it is finite, as shapes.
+
+        Returns:
+            The carry, the rounds done, a row of packed costs for each, and what was finite in the last one.
+        """
+        row = jax.eval_shape(packed, like)
+        rows = jax.tree.map(lambda s: jnp.zeros((self.source.rounds_per_call, *s.shape), s.dtype), row)
+
+        def unfinished(loop: tuple[Carry, Array, dict[str, Array], Array]) -> Array:
             return (loop[1] < count) & jnp.all(loop[3]) & jnp.logical_not(inputs.algorithm.finished(loop[0].state))
 
-        def step(loop: tuple[Carry, Array, RoundCosts, Array]) -> tuple[Carry, Array, RoundCosts, Array]:
-            carry, done, costs, _ = loop
-            new, entry, finite = self.one_round(carry, inputs)
+        def step(loop: tuple[Carry, Array, dict[str, Array], Array]) -> tuple[Carry, Array, dict[str, Array], Array]:
+            carry, done, rows, _ = loop
+            new, costs, finite = play(carry, inputs)
             good = jnp.all(finite)
             kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry) if new.queues is None else new
-            costs = jax.tree.map(lambda all_, one: all_.at[done].set(one), costs, entry)
-            return kept, done + good, costs, finite
+            rows = jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=done, axis=0), rows, packed(costs))
+            return kept, done + good, rows, finite
 
-        return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), costs, finite))
+        return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), rows, jnp.ones(flags.shape, bool)))
 
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
         """One round, its costs, and whether each floating leaf of the new state and each metric is finite."""
@@ -230,7 +283,7 @@ class LocalRun:
             pad = partial(padded, extra=members[0].id.shape[0] - len(self.clients))
             underway = ExchangeState(pad(carry.clients), carry.now, with_tables(carry.queues, pad))
         else:
-            states = jax.tree.map(lambda leaf: leaf[members[0].id], carry.clients)
+            states = rows_at(carry.clients, members[0].id)
             underway = ExchangeState(states, carry.now, None)
         algorithm = at(inputs.algorithm, carry.round)
 
@@ -311,7 +364,7 @@ class LocalRun:
         size = self.layout.cohort
         if inputs.ids is None:
             ids = draw_cohort(keys.cohort, self.layout.population, size)
-            members = jax.tree.map(lambda column: column[ids], inputs.table)
+            members = inputs.table if size == self.layout.population else rows_at(inputs.table, ids)
         else:  # the cohort at `place` of those that the source gathered
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         if self.local_steps is not None:
@@ -345,6 +398,8 @@ class LocalRun:
         """Members and places that count for nothing, chunks of the same number for each device."""
         size = members.id.shape[0]
         places = np.arange(size + -size % (chunk * (self.mesh.size if self.mesh else 1)))
+        if len(places) == size:
+            return members
         taken = np.minimum(places, size - 1)  # gathered: XLA's partitioner loses track of concatenations
         members = jax.tree.map(lambda column: column[taken], members)
         return members._replace(counts=members.counts * (places < size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -100,6 +100,13 @@ class ProgramLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ask", traced_once(self.problem))
+
+    @property
+    def numbers(self) -> Hashable:
+        """All that shapes the program but the losses and the plans of shares and submodels."""
+        lengths = self.outer_longest, self.outer_equal, self.inner_longest, self.inner_equal
+        who = self.population, self.cohort, self.fresh, self.has_client_steps, self.available_population
+        return lengths, who, self.chunk, self.axis, self.clock
 
 
 DrawMembers = Callable[[Array | int], tuple[Members, ...]]
@@ -270,10 +277,13 @@ class LocalFed:
 
         return name, answer
 
-    def wait_for(self, members: Members, units: Any) -> Array:
+    def wait_for(self, members: Members, units: Any) -> Any:
         """Let the time pass that these clients need, all of them; the ticks that it takes."""
         pace, (states, now, queues) = self.pace, self.underway
-        if queues is None:
+        ticks: Any
+        if queues is None and pace.even is not None and pace.lasts is None:
+            ticks = pace.even.number
+        elif queues is None:
             needed = pace.waits(now, members.id) + pace.durations(now, members.id, units)
             ticks = jnp.max(jnp.where(members.counts > 0, needed, 0))
             ticks = lax.pmax(ticks, self.layout.axis) if self.layout.axis else ticks

@@ -18,6 +18,8 @@ from fedbilevel.engines.cohort import draw_cohort, round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
 from fedbilevel.engines.submodels import SubmodelPlan
 
+SMALL = 2**24  # bytes
+
 RoundInputs = tuple[SampleArrays, Members, Array | None]
 
 
@@ -45,13 +47,22 @@ class Resident:
         for (path, leaf), unseen in zip(jax.tree_util.tree_leaves_with_path(values), mapped, strict=True):
             if unseen:  # whatever is not mapped was checked when the population was described
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, held.place)
-        return (share(values, mesh) if layout.shares else replicate(values, mesh)), start
+        return (share(values, mesh) if layout.shares else replicate(in_powers(values), mesh)), start
 
     def inputs(self, round: int) -> RoundInputs:
         return self.round
 
     def close(self) -> None:
         pass
+
+
+def in_powers(values: PyTree) -> PyTree:
+    """Small arrays (n, ...) with rows of zeros up to a power of two, so that populations of like n share a program."""
+    rows = len(jax.tree.leaves(values)[0])
+    missing = 2 ** (rows - 1).bit_length() - rows
+    if not missing or sum(leaf.nbytes for leaf in jax.tree.leaves(values)) > SMALL:
+        return values
+    return jax.tree.map(lambda leaf: np.concatenate([leaf, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)]), values)
 
 
 class Streamed:

@@ -87,7 +87,9 @@ class Clock:
         require(slowest <= LONGEST, "Clock.slowdown", self.slowdown, f"so that none takes over {LONGEST * TICK:.0f} s")
         period, available = round(self.period / TICK), self._per_client("availability", clients)
         begins, always = rng.integers(period, size=clients), bool(np.all(available == 1))
+        alike = not compute.any() and bool(np.all(network == network[0])) and self.spread == self.drift == 0
         return Pace(
+            even=Ticks(int(np.round(network[0]))) if alike else None,
             compute=compute if compute.any() else None,
             network=network[0] if np.all(network == network[0]) else network,
             begins=None if always else begins.astype(np.int32),
@@ -110,9 +112,18 @@ class Clock:
         return np.broadcast_to(value, (clients,))
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Ticks:
+    """A duration that is part of the program; a pytree without leaves."""
+
+    number: int
+
+
 class Pace(NamedTuple):
     """A clock for a population, in ticks. None stands for what plays no role."""
 
+    even: Ticks | None  # how long every client takes for every exchange, where all take the same
     compute: Any  # (M,) per batch gradient or product
     network: Any  # (M,), or () where all are the same
     begins: Any  # (M,) when in a period the client comes
@@ -122,14 +133,16 @@ class Pace(NamedTuple):
     period: Any
     key: Any
 
-    def durations(self, now: ClockState, ids: Array, units: Any) -> Array:
-        """Ticks that each client `ids` (P,) takes to reply in this exchange, (P,).
+    def durations(self, now: ClockState, ids: Array, units: Any) -> Any:
+        """Ticks that each client `ids` (P,) takes to reply in this exchange: (P,), or one number for all.
 
         Products are made one after the other, each rounded as IEEE prescribes, so that every compiler gets the same.
 
         Args:
             units: batch gradients and hvps that each client computes, (P,) or one number.
         """
+        if self.even is not None:
+            return self.even.number
         network = jnp.asarray(self.network)
         parts = [network[ids] if network.ndim else network]
         if self.compute is not None:
@@ -166,8 +179,10 @@ class ClockState(NamedTuple):
     def start(cls) -> ClockState:
         return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
 
-    def later(self, pace: Pace, ticks: Array) -> ClockState:
-        """After an exchange that took so long."""
+    def later(self, pace: Pace, ticks: Any) -> ClockState:
+        """After an exchange that took so long; where nothing goes by the moment, exchanges alone are counted."""
+        if pace.begins is None and pace.drift is None:
+            return self if pace.spread is None else self._replace(exchanges=self.exchanges + 1)
         moment = self.moment + ticks % pace.period
         return ClockState(
             self.exchanges + 1,

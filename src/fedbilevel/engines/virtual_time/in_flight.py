@@ -20,6 +20,7 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, weigh
+from fedbilevel.engines.kept import FACTS, fact_key
 from fedbilevel.engines.recorder import record
 from fedbilevel.engines.virtual_time.clock import ClockState, Pace
 
@@ -65,34 +66,43 @@ SumRows = Callable[[Sums, Array, Array], tuple[Sums, Array]]
 """(table, asked (M,), chosen (M,)) -> the sum of the chosen rows, and of weight·asked over them."""
 
 
-def nothing_in_flight(
+def early_answers(
     algorithm: Algorithm,
     problem: Problem,
     x: PyTree,
     y: PyTree,
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
-    clients: int,
-    remote: bool = False,
-) -> InFlight | None:
-    """The queues before round 0, or None for algorithms that always wait for everyone; for the arguments see `record`.
+) -> dict[str, Sums]:
+    """What one client contributes to each exchange that does not wait for everyone, by phase, as shapes; see `record`.
+
+    Raises:
+        ConfigurationError: a phase is asked so for answers of different shapes.
+    """
+
+    def find() -> dict[str, Sums]:
+        found: dict[str, Sums] = {}
+
+        def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
+            if early:
+                sums = weigh(reply, jnp.ones(()), jnp.ones(()))
+                shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
+                if found.setdefault(phase, shapes) != shapes:
+                    raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
+
+        record(algorithm, problem, x, y, examples, has_client_steps, note)
+        return found
+
+    return FACTS.get(fact_key("early answers", algorithm, problem, x, y, examples, has_client_steps), find)
+
+
+def nothing_in_flight(answers: dict[str, Sums], clients: int, remote: bool = False) -> InFlight:
+    """The queues before round 0, for the phases of `early_answers`.
 
     Of `remote` clients, which know themselves what they work on, it has no table.
     """
-    if not algorithm.asynchronous:
-        return None
-    found: dict[str, Sums] = {}
-
-    def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
-        if early:
-            sums = weigh(reply, jnp.ones(()), jnp.ones(()))
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
-            if found.setdefault(phase, shapes) != shapes:
-                raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
-
-    record(algorithm, problem, x, y, examples, has_client_steps, note)
     real, rows, lanes = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
-    for phase, shape in found.items():
+    for phase, shape in answers.items():
         table = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape), s.dtype), shape)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         since = jnp.zeros(clients, jnp.int32)

@@ -1,0 +1,87 @@
+"""JAX's default random numbers, by a program that CPUs compile quickly.
+
+On CPUs JAX makes the 20 rounds of its hash a loop, some ten kernels for each place where a key is split or bits are
+drawn: half of a small program's compilation. Written out they are one kernel, as JAX has it on other devices. The bits
+are the same.
+
+J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw. "Parallel random numbers: as easy as 1, 2, 3". SC 2011.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.random import define_prng_impl
+
+from fedbilevel.core.errors import require
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.uint32(0x1BD11BDA)
+NAME = "threefry2x32"
+
+
+def written_out(key: Array) -> Array:
+    """The same key, whose streams have the same bits, for programs that a CPU runs; keys of other kinds as they are.
+
+    jax.random.poisson takes JAX's own keys alone, and raises NotImplementedError.
+    """
+    own = jax.random.key_impl(key) == NAME and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    if not own or jax.default_backend() != "cpu":
+        return key
+    return jax.random.wrap_key_data(jax.random.key_data(key), impl=_implementation())
+
+
+def threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
+    """Threefry-2x32 with 20 rounds, of counters (high, low), uint32 of one shape, under a key (2,)."""
+    k = key[0], key[1], key[0] ^ key[1] ^ PARITY
+    a, b = high + k[0], low + k[1]
+    for block in range(5):
+        for by in ROTATIONS[block % 2]:
+            a = a + b
+            b = a ^ (lax.shift_left(b, np.uint32(by)) | lax.shift_right_logical(b, np.uint32(32 - by)))
+        a, b = a + k[(block + 1) % 3], b + k[(block + 2) % 3] + np.uint32(block + 1)
+    return a, b
+
+
+def _counters(shape: tuple[int, ...]) -> tuple[Array, Array]:
+    require(math.prod(shape) < 2**32, "random numbers at once", math.prod(shape), "below 2³²")
+    return jnp.zeros(shape, jnp.uint32), lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+
+
+def _seed(seed: Array) -> Array:
+    return jax.random.key_data(jax.random.key(seed, impl=NAME))
+
+
+def _fold_in(key: Array, number: Array | int) -> Array:
+    low = jnp.asarray(number, jnp.uint32)
+    return jnp.stack(threefry(key, jnp.zeros((), jnp.uint32), low))
+
+
+def _split(key: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.stack(threefry(key, *_counters(shape)), axis=len(shape))
+
+
+def _bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
+    high, low = threefry(key, *_counters(shape))
+    if width == 64:
+        return lax.shift_left(high.astype(jnp.uint64), jnp.asarray(32, jnp.uint64)) | low.astype(jnp.uint64)
+    return lax.convert_element_type(high ^ low, f"uint{width}")
+
+
+@cache
+def _implementation() -> Any:
+    return define_prng_impl(
+        key_shape=(2,),
+        seed=_seed,
+        split=_split,
+        random_bits=_bits,
+        fold_in=_fold_in,
+        name="threefry2x32_written_out",
+        tag="fbl",
+    )

@@ -1,0 +1,224 @@
+"""A later run with the same losses, method and shapes finds the program of an earlier one, and no other run does."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.authoring import Algorithm, Reply, phase, positive
+from fedbilevel.engines.kept import PROGRAMS, BoundedCache
+from fedbilevel.tasks import quadratic
+
+SAMPLES = np.random.default_rng(0).normal(size=(4, 5, 3))
+CLIENTS = fb.Clients(SAMPLES, SAMPLES[::-1].copy())
+STATE = {"penalty": 1.0, "traced": 0}
+
+
+def outer(x, y, batch):
+    return jnp.mean((batch @ y - jnp.sum(x)) ** 2)
+
+
+def inner(x, y, batch):
+    return outer(x, y, batch) + STRENGTH * y @ y
+
+
+STRENGTH = 1.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    fb.Local.forget()
+    yield
+    fb.Local.forget()
+
+
+def solved(algorithm=None, problem=None, clients=CLIENTS, **options):
+    algorithm = algorithm or fb.SimFBO(local_steps=2, batch_size=2)
+    problem = problem or fb.Bilevel(outer, inner)
+    options = {"rounds": 3, "key": 0} | options
+    return fb.solve(algorithm, problem, clients, jnp.ones(2), jnp.zeros(3), **options)
+
+
+def is_fresh(result):
+    """Whether the run compiled a program of its own."""
+    return result.compile_seconds > 0
+
+
+def wrapped():
+    return fb.Bilevel(lambda *given: outer(*given), lambda *given: inner(*given))
+
+
+SAME = {
+    "the same again": {},
+    "another seed": {"key": 7},
+    "more rounds": {"rounds": 9, "eval_every": 3},
+    "other steps": {"algorithm": fb.SimFBO(local_steps=2, batch_size=2, client_lr=0.03, server_lr=0.5, radius=4.0)},
+    "other samples": {"clients": fb.Clients(2 * SAMPLES, SAMPLES - 1)},
+    "a few more samples": {"clients": fb.Clients([*SAMPLES[:3], SAMPLES[3, :4]], [*SAMPLES[:3], SAMPLES[3, :3]])},
+    "other weights": {"clients": fb.Clients(SAMPLES, SAMPLES[::-1].copy(), weights=[1, 2, 3, 4])},
+    "functions of the same code": {"problem": wrapped()},
+}
+OTHER = {
+    "more local steps": {"algorithm": fb.SimFBO(local_steps=3, batch_size=2)},
+    "another method": {"algorithm": fb.FedBiO(local_steps=2, batch_size=2)},
+    "another loss": {"problem": fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) + 1)},
+    "a cohort": {"cohort": 2},
+    "one more client": {"clients": fb.Clients([*SAMPLES, SAMPLES[0]], [*SAMPLES, SAMPLES[0]])},
+    "a clock": {"engine": fb.Local(clock=fb.Clock(compute=1.0))},
+    "one client at a time": {"engine": fb.Local(chunk=1)},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_that_is(case):
+    options = SAME[case]
+    first = {"problem": wrapped()} if "code" in case else {}
+    if "a few" in case:
+        first = {"clients": fb.Clients(*[[*SAMPLES[:3], SAMPLES[3, :2]]] * 2)}
+    assert is_fresh(solved(**first))
+    kept = solved(**options)
+    fb.Local.forget()
+    alone = solved(**options)
+    assert [is_fresh(kept), is_fresh(alone)] == [False, True]
+    for a, b in zip(jax.tree.leaves((kept.x, kept.y)), jax.tree.leaves((alone.x, alone.y)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    dropped = {"seconds"}
+    assert [{k: v for k, v in row.items() if k not in dropped} for row in kept.history.rows] == [
+        {k: v for k, v in row.items() if k not in dropped} for row in alone.history.rows
+    ]
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_a_run_of_another_program_is_compiled(case):
+    assert is_fresh(solved())
+    assert is_fresh(solved(**OTHER[case]))
+    assert not is_fresh(solved())  # which is kept beside the other one
+
+
+def test_the_losses_are_not_called_again():
+    calls = []
+
+    class Counted:
+        """A loss whose calls are counted outside of what it reads."""
+
+        def __init__(self, loss):
+            self.loss = loss
+
+        def __call__(self, *arguments):
+            Counted.calls.append(1)
+            return self.loss(*arguments)
+
+    Counted.calls = calls
+    problem = fb.Bilevel(Counted(outer), Counted(inner))
+    solved(problem=problem)
+    assert calls
+    calls.clear()
+    solved(problem=problem, key=1, algorithm=fb.SimFBO(local_steps=2, batch_size=2, server_lr=0.3))
+    solved(problem=fb.Bilevel(Counted(outer), Counted(inner)), key=2)
+    assert calls == []
+
+
+def test_a_variable_of_the_module_that_changes_is_noticed(monkeypatch):
+    with_one = solved()
+    monkeypatch.setitem(globals(), "STRENGTH", 5.0)
+    with_five = solved()
+    assert is_fresh(with_five)
+    assert not np.array_equal(with_one.y, with_five.y)
+
+
+def test_a_variable_around_the_function_that_changes_is_noticed():
+    strength = 1.0
+
+    def loss(x, y, batch):
+        return outer(x, y, batch) + strength * jnp.vdot(y, y)
+
+    problem = fb.Bilevel(outer, loss)
+    with_one = solved(problem=problem)
+    strength = 5.0
+    assert [is_fresh(with_one), is_fresh(solved(problem=problem))] == [True, True]
+
+
+class Held:
+    """A loss that reads an attribute."""
+
+    def __init__(self, strength):
+        self.strength = strength
+
+    def loss(self, x, y, batch):
+        return outer(x, y, batch) + self.strength @ y
+
+
+def test_an_attribute_or_an_array_that_changes_in_place_is_noticed():
+    held = Held(np.ones(3))
+    assert is_fresh(solved(problem=fb.Bilevel(outer, held.loss)))
+    assert not is_fresh(solved(problem=fb.Bilevel(outer, held.loss)))
+    held.strength[1] = 3.0
+    assert is_fresh(solved(problem=fb.Bilevel(outer, held.loss)))
+
+
+FACTOR = 1.0
+
+
+class Own(Algorithm):
+    """A method of one's own, whose code reads a variable of its module."""
+
+    lr: float = positive(default=0.1)
+
+    def init(self, x, y):
+        return fb.authoring.XY(x, y)
+
+    @phase
+    def gradients(self, client, message, key):
+        x, y = message
+        return Reply(FACTOR * jax.grad(client.problem.inner, 1)(x, y, client.inner_batch(key, None)), gradients=1)
+
+    def round(self, fed, state, key):
+        return state._replace(y=state.y - self.lr * fed.mean(self.gradients, tuple(state), key))
+
+
+def test_what_a_method_of_ones_own_reads_is_noticed(monkeypatch):
+    assert is_fresh(solved(Own()))
+    assert not is_fresh(solved(Own(lr=0.2)))
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    assert is_fresh(solved(Own()))
+
+
+def test_what_cannot_be_compared_is_traced_anew():
+    lock = threading.Lock()
+
+    def loss(x, y, batch):
+        with lock:
+            return inner(x, y, batch)
+
+    problem = fb.Bilevel(outer, loss)
+    assert [is_fresh(solved(problem=problem)) for _ in range(2)] == [True, True]
+
+
+def test_metrics_find_their_programs_and_their_own_constants():
+    def distance(to):
+        return lambda x, y: jnp.sum((y - to) ** 2)
+
+    first, second = (solved(metrics={"d": distance(np.full(3, c))}) for c in (0.0, 1.0))
+    y = np.asarray(first.y, np.float64)
+    np.testing.assert_allclose(first.history.rows[-1]["d"], np.sum(y**2), rtol=1e-6)
+    np.testing.assert_allclose(second.history.rows[-1]["d"], np.sum((y - 1) ** 2), rtol=1e-6)
+
+
+def test_the_number_of_programs_is_bounded():
+    cache = BoundedCache(2)
+    made = []
+    for key in ("a", "b", "a", "c", "a", "b", None, None):
+        cache.get(key, lambda key=key: made.append(key))
+    assert made == ["a", "b", "c", "b", None, None]  # b went when c came: a had been asked for since
+    assert len(cache.values) == 2
+
+
+def test_a_task_made_twice_shares_its_programs():
+    for seed in range(2):
+        task = quadratic(samples=(5, 5), seed=seed)
+        result = fb.solve(fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, rounds=2, key=seed)
+        assert is_fresh(result) == (seed == 0)
+    assert len(PROGRAMS.values) == 1
