@@ -159,6 +159,8 @@ def test_a_name_of_before_says_what_stands_in_its_place() -> None:
     assert not PUBLIC.keys() & set(fedbilevel.__all__)
     with pytest.raises(AttributeError, match=r"'algorithm': a method is a subclass of fedbilevel.authoring.Algorithm"):
         _ = fedbilevel.algorithm
+    with pytest.raises(AttributeError, match=r"'steps': fedbilevel.authoring.step_sizes"):
+        _ = fedbilevel.steps
 
 
 def test_a_user_is_shown_no_more_than_fifty_names() -> None:

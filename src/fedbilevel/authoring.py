@@ -10,7 +10,7 @@ from fedbilevel.algorithms.parts.local_optimizers import Plain
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public, Withheld
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, counts, fraction, positive, static, steps
+from fedbilevel.core.config import config, counts, fraction, positive, static, step_sizes
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XY, XYV
 from fedbilevel.diagnostics.check import HypergradientReport
@@ -48,5 +48,5 @@ __all__ = [
     "phase",
     "positive",
     "static",
-    "steps",
+    "step_sizes",
 ]

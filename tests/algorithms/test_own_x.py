@@ -16,7 +16,7 @@ START = np.tile([0.3, -0.2, 0.1], (CLIENTS, 1))
 AFBO = {"batch_size": 2, "inner": fb.parts.MeanGradient(rounds=2, local_steps=2), "outer_lr": 0.3}
 BY_STEPS = fb.AFBO(hypergradient=fb.parts.SystemSteps(), **AFBO)
 METHODS = {
-    "SimFBO": fb.SimFBO(batch_size=2, local_steps=3, server_lr=0.1, coefficients=fb.parts.Momentum(decay=0.5)),
+    "SimFBO": fb.SimFBO(batch_size=2, local_steps=3, server_lr=0.1, local_optimizer=fb.parts.Momentum(decay=0.5)),
     "AFBO, local": fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)), **AFBO),
     "AFBO, global": BY_STEPS,
     "AFBO, all are first": fb.Asynchronous(BY_STEPS, wait_for=CLIENTS),

@@ -104,7 +104,7 @@ def test_theorems_1_and_2(name):
     coefficients = COEFFICIENTS[name]
     norms = np.array([a.sum() for a in weights_of(coefficients, WORK)])
     w = task.clients.weights * norms
-    common = {"batch_size": None, "client_lr": 1e-13, "coefficients": coefficients}
+    common = {"batch_size": None, "client_lr": 1e-13, "local_optimizer": coefficients}
     server = fb.XYV(*(lr / norms.max() for lr in SERVER))
     reweighted, true = solution(task.clients, w / w.sum()).x, solution(task.clients).x
     assert relative_error(reweighted, true) > 1e-2  # else the two theorems could not be told apart
@@ -139,7 +139,7 @@ def test_drift_is_proportional_to_the_local_step(method, target):
 def test_equal_work_makes_the_two_coincide():
     """‖a_i‖₁ the same for all and Σp_i = 1 over everyone: ρh = q."""
     task = quadratic()
-    common = {"local_steps": 4, "batch_size": 3, "coefficients": fb.parts.Momentum(decay=0.5)}
+    common = {"local_steps": 4, "batch_size": 3, "local_optimizer": fb.parts.Momentum(decay=0.5)}
     a, b = (run(method(**common), task, 5).state for method in (fb.SimFBO, fb.ShroFBO))
     np.testing.assert_allclose(*(np.concatenate(jax.tree.leaves(s.iterate)) for s in (a, b)), rtol=1e-12, atol=1e-12)
 
@@ -157,7 +157,9 @@ def test_equals_local_loops_written_out(method, name):
     """Three rounds against local loops and (4)-(8) in NumPy, with matrices in place of differentiation."""
     task = quadratic(clients=8, local_steps=WORK, noise=0.0)
     eta, gamma, radius = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2), 0.4
-    algorithm = method(batch_size=None, client_lr=eta, server_lr=gamma, radius=radius, coefficients=COEFFICIENTS[name])
+    algorithm = method(
+        batch_size=None, client_lr=eta, server_lr=gamma, radius=radius, local_optimizer=COEFFICIENTS[name]
+    )
     state = run(algorithm, task, 3).state.iterate
     expected = written_out(task, COEFFICIENTS[name], eta, gamma, radius, method is fb.ShroFBO)
     np.testing.assert_allclose(np.concatenate(state), expected, rtol=1e-12, atol=1e-12)
@@ -196,7 +198,7 @@ def test_heavy_ball_at_a_finite_step():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x), lambda x, y, batch: jnp.sum(y**2) / 2)
     clients = fb.Clients([np.zeros((1, 1))], [np.zeros((1, 1))])
     steps = {"local_steps": 10, "batch_size": None, "client_lr": 0.05, "server_lr": 0.05}
-    algorithm = fb.SimFBO(coefficients=fb.parts.Momentum(decay=0.9), **steps)
+    algorithm = fb.SimFBO(local_optimizer=fb.parts.Momentum(decay=0.9), **steps)
     result = fb.solve(algorithm, problem, clients, jnp.zeros(1), jnp.ones(1), rounds=1)
     assert float(result.y[0]) == pytest.approx(y, rel=1e-12)
 
@@ -206,7 +208,7 @@ def test_local_loops_of_drawn_length(name):
     """One client with τ drawn from 1..4 in each round: ρ is the mean of the ‖a‖₁ before, its own in round 0."""
     task, coefficients = quadratic(clients=1, local_steps=(1, 4), noise=0.0), COEFFICIENTS[name]
     eta, gamma = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2)
-    algorithm = fb.ShroFBO(batch_size=None, client_lr=eta, server_lr=gamma, coefficients=coefficients)
+    algorithm = fb.ShroFBO(batch_size=None, client_lr=eta, server_lr=gamma, local_optimizer=coefficients)
     result = run(algorithm, task, 8, eval_every=1)
     work = np.diff(result.history["gradients"]).astype(int) // 2  # a gradient of g and one of f for each step
     assert set(work) > {1, 4}
@@ -259,7 +261,7 @@ def test_ends_of_local_loops_at_finite_steps(method, name):
         batch_size=None,
         client_lr=size,
         server_lr=fb.XYV(*(lr / norms.max() for lr in SERVER)),
-        coefficients=coefficients,
+        local_optimizer=coefficients,
     )
     expected = end(spread(size))
     np.testing.assert_allclose(np.concatenate(run(algorithm, task, 4_000).state.iterate), expected, rtol=1e-8)

@@ -40,7 +40,7 @@ def test_equals_the_events_written_out(method):
 @pytest.mark.parametrize("method", [fb.SimFBO, pytest.param(fb.ShroFBO, marks=pytest.mark.slow)])
 def test_with_everyone_first_it_is_the_synchronous_method(method):
     """Drawn samples, unequal work, a projection and momentum: the same draws, as everyone answers the same message."""
-    fields = {"batch_size": 2, "radius": 0.5, "coefficients": fb.parts.Momentum(decay=0.5)}
+    fields = {"batch_size": 2, "radius": 0.5, "local_optimizer": fb.parts.Momentum(decay=0.5)}
     task = drawn(local_steps=WORK)
     a, b = (run(one, task, 6) for one in (method(**fields), fb.Asynchronous(method(**fields), wait_for=5)))
     for one, other in zip(jax.tree.leaves((a.x, a.y)), jax.tree.leaves((b.x, b.y)), strict=True):

@@ -13,7 +13,7 @@ from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.linear_solvers import Neumann
 from fedbilevel.algorithms.parts.local_optimizers import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, steps
+from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, step_sizes
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import XYV
 
@@ -23,7 +23,7 @@ class Example:
     """One field of each kind."""
 
     count: int = static(default=3)
-    lr: XYV = steps(default=XYV(x=0.1, y=0.2, v=0.3))
+    lr: XYV = step_sizes(default=XYV(x=0.1, y=0.2, v=0.3))
     radius: float = positive(default=2.0)
     decay: float = fraction(default=0.5)
 
@@ -135,7 +135,7 @@ def test_equal_algorithms_share_a_program():
     traces = []
     program = jax.jit(lambda algorithm: traces.append(1) or algorithm.server_lr.x)
     for size in (0.1, 0.2, 0.3):
-        program(SimFBO(server_lr=size, coefficients=Momentum(decay=size)))
+        program(SimFBO(server_lr=size, local_optimizer=Momentum(decay=size)))
     assert len(traces) == 1
     program(SimFBO(server_lr=0.1, batch_size=None))
     assert len(traces) == 2
@@ -202,8 +202,8 @@ def test_arrays_of_step_sizes_are_checked_too(value):
 
 def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
     """Compiled engines see a tracer there, the others a number; the same run must not end in one of them alone."""
-    falling = SimFBO(server_lr=optax.linear_schedule(0.1, 0.0, 2), coefficients=Momentum(decay=0.5))
+    falling = SimFBO(server_lr=optax.linear_schedule(0.1, 0.0, 2), local_optimizer=Momentum(decay=0.5))
     for round in (2, jnp.asarray(2)):
         assert float(at(falling, round).server_lr.x) == 0.0
     assert float(jax.jit(lambda a, r: at(a, r).server_lr.x)(falling, 1)) == pytest.approx(0.05)
-    assert at(falling, 0).coefficients == falling.coefficients
+    assert at(falling, 0).local_optimizer == falling.local_optimizer

@@ -20,13 +20,13 @@ WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
 CASES = {
     "SimFBO, mini-batches": (fb.SimFBO(local_steps=3, batch_size=4), None),
     "SimFBO, work of each client": (
-        fb.SimFBO(batch_size=4, coefficients=fb.parts.Momentum(decay=0.5), radius=0.5),
+        fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Momentum(decay=0.5), radius=0.5),
         WORK,
     ),
     "ShroFBO, ragged full batches, random work": (
         fb.ShroFBO(
             batch_size=None,
-            coefficients=fb.parts.Proximal(pull=0.2),
+            local_optimizer=fb.parts.Proximal(pull=0.2),
             server_optimizer=optax.adam(1.0),
             independent_batches=True,
             server_lr=optax.exponential_decay(0.02, 2, 0.5),

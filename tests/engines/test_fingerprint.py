@@ -93,9 +93,9 @@ CHANGES = {
         {"algorithm": fb.SimFBO(server_optimizer=optax.sgd(0.5))},
         "^different now: server_optimizer$",
     ),
-    "a kind of coefficients": (
-        {"algorithm": fb.SimFBO(coefficients=fb.parts.Momentum())},
-        "its coefficients is Plain, not",
+    "a kind of local optimizer": (
+        {"algorithm": fb.SimFBO(local_optimizer=fb.parts.Momentum())},
+        "its local_optimizer is Plain, not",
     ),
 }
 """Arguments that are not as they were; what is said about them."""

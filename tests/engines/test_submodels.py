@@ -79,7 +79,7 @@ def everything(result):
 
 CASES = {
     "SimFBO, importance": (
-        fb.SimFBO(local_steps=3, batch_size=3, coefficients=fb.parts.Momentum(decay=0.5)),
+        fb.SimFBO(local_steps=3, batch_size=3, local_optimizer=fb.parts.Momentum(decay=0.5)),
         BILEVEL,
         {},
         None,

@@ -159,6 +159,7 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
             ["--algorithm", "fedbio", "--set", "algorithm.wait_for=3"],
             "unknown field of algorithm 'wait_for', a field of adbo",
         ),
+        (["quadratic", "--set", "coefficients=momentum"], "unknown field 'coefficients': it is now local_optimizer"),
         (["quadratic", "--set", "own_x=true"], "unknown field 'own_x': it is now local of the problem"),
         (["hyper_cleaning", "--set", "local=z"], "task.local = 'z' is not allowed"),
         (["quadratic", "--set", "local_stesp=3"], "did you mean 'local_steps'"),

@@ -10,7 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.algorithm import ALGORITHMS
-from fedbilevel.core.config import at, config, counts, positive, static, steps
+from fedbilevel.core.config import at, config, counts, positive, static, step_sizes
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import assign, catalogue, configure, presets, read_spec, resolve
 from fedbilevel.experiments.objects import algorithm_of
@@ -69,7 +69,7 @@ class _Nested(authoring.Algorithm):
     inner: Descent = Descent()
     hypergradient: Implicit | Unrolled = Implicit()
     extra: Series | None = None
-    outer_lr: fb.XYV = steps(default=fb.XYV(0.1, 0.2, 0.3))
+    outer_lr: fb.XYV = step_sizes(default=fb.XYV(0.1, 0.2, 0.3))
 
     def init(self, x: Any, y: Any) -> Any:
         return None
@@ -209,6 +209,6 @@ def test_parts_are_listed_by_dotted_paths_with_all_kinds() -> None:
 
 
 def test_the_coefficients_of_the_library_are_parts() -> None:
-    spec = configure(task="quadratic", settings=["coefficients=momentum", "coefficients.decay=0.5"])
-    assert spec.algorithm.fields["coefficients"] == {"name": "momentum", "decay": 0.5}
-    assert algorithm_of(spec).coefficients == fb.parts.Momentum(decay=0.5)  # type: ignore[attr-defined]
+    spec = configure(task="quadratic", settings=["local_optimizer=momentum", "local_optimizer.decay=0.5"])
+    assert spec.algorithm.fields["local_optimizer"] == {"name": "momentum", "decay": 0.5}
+    assert algorithm_of(spec).local_optimizer == fb.parts.Momentum(decay=0.5)  # type: ignore[attr-defined]

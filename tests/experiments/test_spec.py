@@ -66,7 +66,7 @@ def test_settings_reach_their_fields() -> None:
             "clients=50",
             "server_lr.x=0.05",
             f"client_lr={COSINE}",
-            "coefficients={name = 'momentum', decay = 0.5}",
+            "local_optimizer={name = 'momentum', decay = 0.5}",
             "server_optimizer=adam",
             "rounds=7",
             "chunk=4",
@@ -88,7 +88,7 @@ def test_settings_reach_their_fields() -> None:
     expected = optax.cosine_decay_schedule(0.1, 500, 0.1)(100)  # alpha is end / start
     np.testing.assert_allclose(at(made, 100).client_lr.x, expected, rtol=1e-6)
     assert made.client_lr[1:] == (0.2, 0.3)
-    assert made.coefficients == Momentum(decay=0.5)
+    assert made.local_optimizer == Momentum(decay=0.5)
 
 
 def test_names_decide_the_presets_wherever_they_are_given() -> None:
@@ -141,8 +141,8 @@ def test_schedules(table: dict, values: tuple) -> None:
         (["client_lr.x={schedule = 'cosin', start = 0.1, steps = 5}"], ["did you mean 'cosine'"]),
         (["client_lr.x={schedule = 'cosine', start = 0.1}"], ["algorithm.client_lr.x.steps is missing"]),
         (["client_lr.x={schedule = 'cosine', start = 0.1, steps = 5, stop = 1}"], ["'stop'", "'cosine'"]),
-        (["coefficients=momentun"], ["did you mean 'momentum'"]),
-        (["coefficients=3"], ["algorithm.coefficients", "a table"]),
+        (["local_optimizer=momentun"], ["did you mean 'momentum'"]),
+        (["local_optimizer=3"], ["algorithm.local_optimizer", "a table"]),
         (["server_optimizer=adamm"], ["did you mean 'adam'"]),
         (["server_optimizer={name = 'adam', b1 = 'x'}"], ["algorithm.server_optimizer.b1", "a number"]),
         (["hidden=64"], ["task.hidden", "a list"]),

@@ -74,7 +74,7 @@ from fedbilevel.algorithms.parts.asynchronous import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static, steps
+from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move
@@ -138,8 +138,8 @@ class CuttingPlanes(Algorithm):
 
     batch_size: int | None = static(default=32)
     iterations: int = static(default=10)
-    client_lr: XYV = steps(default=XYV(x=0.1, y=0.1, v=0.1))
-    server_lr: XYV = steps(default=XYV(x=0.05, y=0.05, v=0.5))
+    client_lr: XYV = step_sizes(default=XYV(x=0.1, y=0.1, v=0.1))
+    server_lr: XYV = step_sizes(default=XYV(x=0.05, y=0.05, v=0.5))
     planes: int = static(default=20)
     tolerance: float = positive(default=1e-4)
     plane_damping: float = positive(default=0.01)

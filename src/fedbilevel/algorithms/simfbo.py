@@ -7,7 +7,7 @@ The server sends (x, y, v). Client i makes τ_i steps on all three at once, alon
 
     d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i        d_x = ∇x f_i − ∇²xy g_i v
 
-by plain steps (y, v, x) ← (y, v, x) − (η_y d_y, η_v d_v, η_x d_x), by heavy ball or by FedProx (`coefficients`), and
+by plain steps (y, v, x) ← (y, v, x) − (η_y d_y, η_v d_v, η_x d_x), by heavy ball or by FedProx (`local_optimizer`), and
 replies with q_i = Σ_k a_k (d_y, d_v, d_x) = (start − end)/η. The server, with P_r the projection on the ball of radius
 r,
 
@@ -45,11 +45,11 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
-from fedbilevel.algorithms.parts.local_optimizers import Coefficients, Plain
+from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Plain
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static, steps
+from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree
@@ -78,15 +78,15 @@ class SingleLoop(LocalDirections):
     Args: those of `LocalDirections`, where `client_lr` is η, and
         server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
-        coefficients: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
+        local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
         server_optimizer: an optax optimizer, fed with q; its updates are scaled by γ.
     """
 
     trains_submodels = True
 
-    server_lr: XYV = steps(default=XYV(x=0.01, y=0.1, v=0.1))
+    server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     radius: float = positive(default=float("inf"))
-    coefficients: Coefficients = Plain()
+    local_optimizer: LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optax.sgd(1.0))
 
     def first_state(self, x: PyTree, y: PyTree) -> State:
@@ -95,7 +95,7 @@ class SingleLoop(LocalDirections):
 
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         tau = client.local_steps(self.local_steps)
-        return self.counted(self.local_sum(client, start, tau, key, self.coefficients), tau)
+        return self.counted(self.local_sum(client, start, tau, key, self.local_optimizer), tau)
 
     def server_update(self, state: State, q: XYV) -> State:
         """Server, line 14: (5), with v brought back into its ball."""
@@ -176,7 +176,7 @@ class ShroFBO(SingleLoop):
         τ_i is the algorithm's or the population's, which the server knows, and no matter of the client's data.
         """
         reply = self.own_updates(client, start, key)
-        work = self.coefficients.total(client.local_steps(self.local_steps))
+        work = self.local_optimizer.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
         return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
 

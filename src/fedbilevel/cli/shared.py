@@ -27,7 +27,7 @@ fields for --set:
   bare words are text, none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
     client_lr='{x = {schedule = "cosine", start = 0.1, steps = 500}, y = 0.1, v = 0.1}'
     schedules: cosine, exponential, inverse_sqrt, linear, polynomial
-    coefficients=momentum coefficients.decay=0.9          a part: its name takes that part's defaults, and its fields,
+    local_optimizer=momentum local_optimizer.decay=0.9    a part: its name takes that part's defaults, and its fields,
                                                           which may be parts again, follow after a dot
     hypergradient.solver=cg hypergradient.solver.max_steps=10
     server_optimizer='{name = "adam", b1 = 0.9}'          sgd, momentum, adam, amsgrad, adagrad, yogi

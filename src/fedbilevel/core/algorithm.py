@@ -12,7 +12,7 @@ from jax import Array
 
 from fedbilevel.core import own_x
 from fedbilevel.core.client import Client, Clients
-from fedbilevel.core.config import config, counts, field_values, fraction, positive, static, steps, wrapped
+from fedbilevel.core.config import config, counts, field_values, fraction, positive, static, step_sizes, wrapped
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Problem
@@ -62,7 +62,9 @@ def parts_of(function: Any) -> tuple[PyTree, PyTree]:
 
 
 @dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(static, wrapped, counts, steps, positive, fraction)
+    kw_only_default=True,
+    frozen_default=True,
+    field_specifiers=(static, wrapped, counts, step_sizes, positive, fraction),
 )
 class Part:
     """A configuration with phases, that can be a field of a method: a linear solver, the steps on y, a method itself.

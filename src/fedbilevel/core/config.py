@@ -50,9 +50,9 @@ def counts(default: int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
-def steps(default: XYV) -> Any:
+def step_sizes(default: XYV) -> Any:
     """A field of three step sizes; a single number or schedule given for it serves all three."""
-    return dataclasses.field(default=default, metadata={"prepare": _prepare_steps})
+    return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes})
 
 
 def positive(default: float) -> Any:
@@ -70,7 +70,9 @@ def fraction(default: float) -> Any:
 
 
 @dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(static, wrapped, counts, steps, positive, fraction)
+    kw_only_default=True,
+    frozen_default=True,
+    field_specifiers=(static, wrapped, counts, step_sizes, positive, fraction),
 )
 def config(cls: T) -> T:
     """Make a class a configuration: frozen keyword-only dataclass and pytree, its fields checked when built.
@@ -185,7 +187,7 @@ def _prepare_counts(name: str, value: Any) -> Any:
     return tuple(int(one) for one in each) if several else value
 
 
-def _prepare_steps(name: str, value: Any) -> Any:
+def _prepare_step_sizes(name: str, value: Any) -> Any:
     if not isinstance(value, XYV):
         if isinstance(value, dict):
             require(set(value) == {"x", "y", "v"}, name, value, "a number, or one for each of x, y and v")

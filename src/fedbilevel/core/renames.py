@@ -6,12 +6,14 @@ from typing import Any
 PUBLIC = {
     "algorithm": "a method is a subclass of fedbilevel.authoring.Algorithm, without a decorator",
     "load_result": "fedbilevel.Result.load",
+    "steps": "fedbilevel.authoring.step_sizes",
 }
 """Names that `fedbilevel` once handed out, and that no public module has now."""
 
 _INNER = "a field of the part inner"
 _SOLVER = "a field of the part hypergradient.solver"
 FIELDS = {
+    "coefficients": "local_optimizer",
     "inner_rounds": f"rounds, {_INNER}",
     "inner_server_lr": f"server_lr, {_INNER}",
     "system_lr": "lr, a field of the part hypergradient = SystemSteps(…)",

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.parts.local_optimizers import Coefficients, Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Momentum, Plain, Proximal
 from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.renames import name_of_today
@@ -338,7 +338,7 @@ def _build_part(cls: Any, table: Mapping[str, Any]) -> Any:
 
 def _parts(hint: Any) -> dict[str, Any]:
     """The classes of a part's annotation by their kinds; empty where anything in it is no such class."""
-    if hint is Coefficients:  # a protocol, so that one's own fit; a spec knows those of the library
+    if hint is LocalOptimizer:  # a protocol, so that one's own fit; a spec knows those of the library
         return {cls.kind: cls for cls in (Plain, Momentum, Proximal)}
     options = [option for option in _options(hint) if option is not type(None)]
     if not options or not all(dataclasses.is_dataclass(option) and _kind(option) for option in options):

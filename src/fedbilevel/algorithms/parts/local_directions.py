@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_optimizers import Coefficients
+from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import static, steps
+from fedbilevel.core.config import static, step_sizes
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree
@@ -28,7 +28,7 @@ class LocalDirections(Algorithm):
 
     local_steps: int = static(default=5)
     batch_size: int | None = static(default=32)
-    client_lr: XYV = steps(default=XYV(x=0.01, y=0.1, v=0.1))
+    client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     independent_batches: bool = static(default=False)
 
     def validate(self) -> None:
@@ -36,7 +36,7 @@ class LocalDirections(Algorithm):
         require_count(f"{self.label}.batch_size", self.batch_size, optional=True)
 
     def local_sum(
-        self, client: Client, start: XYV, tau: int | Array, key: Array, coefficients: Coefficients
+        self, client: Client, start: XYV, tau: int | Array, key: Array, local_optimizer: LocalOptimizer
     ) -> Directions:
         """Σ_k a_k d_k along the local steps, and the sums of the two losses.
 
@@ -47,11 +47,11 @@ class LocalDirections(Algorithm):
             total, memory = carry
             local = descend(start, self.client_lr, total.step)
             now = self.directions(client, local, jax.random.fold_in(key, k))
-            q, memory = coefficients.step(total.step, memory, now.step)
+            q, memory = local_optimizer.step(total.step, memory, now.step)
             return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss), memory
 
         nothing = self.no_directions(client, start, key)
-        total, _ = jax.lax.fori_loop(0, tau, step, (nothing, coefficients.begin(nothing.step)))
+        total, _ = jax.lax.fori_loop(0, tau, step, (nothing, local_optimizer.begin(nothing.step)))
         return total
 
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:

@@ -23,7 +23,7 @@ from fedbilevel.core.tree import PyTree, move, scaled
 Count = int | Array
 
 
-class Coefficients(Protocol):
+class LocalOptimizer(Protocol):
     """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0."""
 
     def begin(self, like: PyTree) -> PyTree:
@@ -92,7 +92,7 @@ class Proximal:
         return added_up(self, tau)
 
 
-def added_up(coefficients: Coefficients, tau: Count) -> Array:
+def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
     """Σ_{k<τ} a_k, as the q of τ gradients that are all 1: sums of positive numbers, exact to rounding.
 
     Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in float32 where α or 1 − μ is small.
@@ -100,7 +100,7 @@ def added_up(coefficients: Coefficients, tau: Count) -> Array:
     one = jnp.ones(())
 
     def step(k: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        return coefficients.step(*carry, one)
+        return optimizer.step(*carry, one)
 
-    total, _ = jax.lax.fori_loop(0, tau, step, (jnp.zeros(()), coefficients.begin(one)))
+    total, _ = jax.lax.fori_loop(0, tau, step, (jnp.zeros(()), optimizer.begin(one)))
     return jnp.asarray(total)
