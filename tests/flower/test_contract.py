@@ -137,7 +137,7 @@ def test_a_fresh_cohort_keeps_nothing():
             return state._replace(y=fed.mean(self.keeping, state.y, key, fresh=0))
 
     with pytest.raises(
-        fb.errors.ConfigurationError, match="phase keeping keeps state on clients, so a fresh cohort cannot"
+        fb.errors.ConfigurationError, match=r"Forgetful\.keeping: Reply\.state is .* a fresh cohort is asked"
     ):
         contract(Forgetful())
 

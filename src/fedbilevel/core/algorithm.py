@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_type_hints, overload
 
 from jax import Array
 
 from fedbilevel.core import own_x
+from fedbilevel.core.authored import check_arguments, reply_of
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import config, counts, field_values, fraction, positive, static, step_sizes, wrapped
 from fedbilevel.core.errors import ConfigurationError, require, unknown
@@ -37,10 +38,14 @@ def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -
 
     `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is one "number",
     or is something else, which no client gets in part, "whole": prefixes of these trees, with these four leaves.
-    Clients of limited capacity and `Asynchronous` go by them.
+    Clients of limited capacity, problems whose clients keep x, and `Asynchronous` go by them.
+
+    Raises:
+        ConfigurationError: the method does not take (self, client, message, key).
     """
 
     def mark(function: Any) -> Any:
+        check_arguments(function)
         function.__phase__, function.__parts__ = True, None if takes is None else (takes, gives)
         return function
 
@@ -155,11 +160,11 @@ class Algorithm(Part, ABC):
 
     @abstractmethod
     def init(self, x: PyTree, y: PyTree) -> Any:
-        """The server's state before round 0. It has the attributes `x` and, but for single-level methods, `y`."""
+        """The server's state before round 0. It has the attributes `x` and `y`, like x0 and y0."""
 
     @abstractmethod
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
-        """The server's state after one round, whose exchanges go through `fed`."""
+        """The server's state after one round, whose exchanges go through `fed`: like `state` in all leaves."""
 
     def init_client(self, x: PyTree, y: PyTree) -> PyTree:
         """What each client keeps between rounds, at the start; None: nothing."""
@@ -244,8 +249,13 @@ class Algorithm(Part, ABC):
         return own_x.OwnX(own_x.own_block(x), self.init_client(None, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """One estimate of the hypergradient at (x, y), in the shape of x, by the exchanges of a round."""
-        raise ConfigurationError(f"{self.label} estimates no hypergradient apart from its rounds")
+        """One estimate of the hypergradient at (x, y), in the shape of x, by the exchanges of a round.
+
+        A method that defines it can be checked against the exact hypergradient (`check_hypergradient`).
+        """
+        raise ConfigurationError(
+            f"{self.label} estimates no hypergradient apart from its rounds: it does not define hypergradient_at"
+        )
 
     def finished(self, state: Any) -> Any:
         """A boolean: whether nothing is left to do, so that the run ends."""
@@ -278,11 +288,16 @@ class Algorithm(Part, ABC):
         return self.get_phase(name)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
-        """What a client replies when the server asks for the phase of that name."""
+        """What a client replies when the server asks for the phase of that name.
+
+        Raises:
+            ConfigurationError: the method has no such phase, or its reply is not what engines need.
+        """
         phase, client = self.named_phase(name), replace(client, batch_size=self.batch_size)
+        checked = partial(reply_of, f"{self.label}.{name}", phase)
         if client.problem.local is None:
-            return phase(client, message, key)
-        return own_x.run(phase, parts_of(phase), self.own_x_lr, client, message, key)
+            return checked(client, message, key)
+        return own_x.run(checked, parts_of(phase), self.own_x_lr, client, message, key)
 
     def phase_name(self, function: object) -> str:
         """The name of a phase, given as the bound method that an exchange gets.
@@ -293,8 +308,10 @@ class Algorithm(Part, ABC):
         name = self.find_phase(function)
         if name is None:
             got = getattr(function, "__name__", repr(function))
+            own = getattr(function, "__self__", None) is self and not is_phase(function)
+            mark = ": mark it with @phase" if own else ""
             raise ConfigurationError(
-                f"{self.label}: an exchange takes one of its phases {sorted(self.phases)}, got {got}"
+                f"{self.label}: an exchange takes one of its phases {sorted(self.phases)}, got {got}{mark}"
             )
         return name
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.errors import is_count, require, unknown_field
+from fedbilevel.core.errors import ConfigurationError, is_count, require, unknown_field
 from fedbilevel.core.tree import XYV
 
 T = TypeVar("T", bound=type)
@@ -90,6 +91,7 @@ def config(cls: T) -> T:
         if hasattr(self, "validate"):
             self.validate()
 
+    _check_annotated(cls)
     cls.__post_init__ = post_init  # type: ignore[attr-defined]
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     _explain_misspelt(made)
@@ -149,6 +151,23 @@ def _choices(configuration: Any, within: str = "") -> dict[str, Any]:
         elif field.metadata.get("static") and (several or isinstance(value, int | float | str | None)):
             values[path] = list(value) if several else value
     return values
+
+
+def _check_annotated(cls: type) -> None:
+    """Refuse an attribute without annotation that looks like a field, or that a field of a base would not heed."""
+    bases = cls.__mro__[1:]
+    known = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
+    fields = {field.name for base in bases if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)}
+    own = inspect.get_annotations(cls)
+    for name, value in vars(cls).items():
+        number = isinstance(value, int | float | XYV) and name not in known
+        unheeded = name in fields and not isinstance(value, property)
+        if (number or unheeded) and name not in own and not name.startswith("_"):
+            field = f"{name}: {type(value).__name__} = "
+            raise ConfigurationError(
+                f"{cls.__name__}.{name} = {value!r} has no annotation, and so is no field: write {field}positive(…), "
+                f"{field}static(…) or another maker of fields; for a constant, {name}: ClassVar = …"
+            )
 
 
 def _explain_misspelt(cls: type) -> None:

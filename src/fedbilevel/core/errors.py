@@ -61,10 +61,16 @@ class CheckpointError(FedbilevelError, OSError):
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a misspelt name: offers the nearest valid one and lists them all."""
     names = sorted(allowed)
+    return ConfigurationError(
+        f"unknown {kind} {str(name)[:200]!r}{hint(str(name), names)} (allowed: {', '.join(names)})"
+    )
+
+
+def hint(name: str, names: Iterable[str]) -> str:
+    """The nearest of the names, as a question; empty where none is near."""
     lower = {one.lower(): one for one in names}
-    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
-    hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
-    return ConfigurationError(f"unknown {kind} {str(name)[:200]!r}{hint} (allowed: {', '.join(names)})")
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
 
 def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
@@ -97,13 +96,3 @@ class Fed(Protocol):
         It ends before the n-th where `until`(carry) has become true.
         """
         ...
-
-
-def check_reply(reply: Reply, phase: str, fresh: object) -> None:
-    """Refuse a client's state in the reply of a fresh cohort, where it could not be kept.
-
-    Raises:
-        ConfigurationError: `fresh` is not None and the reply of phase `phase` has a state.
-    """
-    if fresh is not None and reply.state is not None:
-        raise ConfigurationError(f"phase {phase} keeps state on clients, so a fresh cohort cannot run it")

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.authored import first_state
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed
@@ -20,6 +21,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
+from fedbilevel.engines.kept import PROGRAMS, fact_key
 from fedbilevel.engines.virtual_time.clock import Clock, ClockState
 from fedbilevel.engines.virtual_time.in_flight import InFlight, early_answers, nothing_in_flight
 
@@ -74,7 +76,9 @@ def first_carry(
     """The carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2): round
     and exchange of each one's last answer that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
-    state = _init(algorithm, server_x(problem, x), y)
+    given = algorithm, server_x(problem, x), y
+    key = fact_key("first state", algorithm, problem, given)
+    state = PROGRAMS.get(key, lambda: jax.jit(lambda *given: first_state(*given)).lower(*given).compile())(*given)
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
     else:
@@ -86,11 +90,6 @@ def first_carry(
         queues = nothing_in_flight(found, population, remote)
     kept = None if problem.local is None else x
     return Carry(jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues, kept)
-
-
-@jax.jit
-def _init(algorithm: Algorithm, x: PyTree, y: PyTree) -> Any:
-    return algorithm.init(x, y)
 
 
 def loop(

@@ -12,7 +12,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
-from fedbilevel.core.fed import Fed, Reply, check_reply
+from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
@@ -95,7 +95,6 @@ class Recorder:
         message = jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
         reply = self.algorithm.run_phase(name, client, message, key)
-        check_reply(reply, name, fresh)
         self.note(name, message, reply, early)
         return weigh(reply, client.weight, jnp.ones(()))
 

@@ -13,10 +13,11 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, parts_of
+from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
-from fedbilevel.core.fed import Fed, Reply, check_reply
+from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -151,7 +152,6 @@ class ReferenceFed:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
             client = self.client(i, work, state)
             reply = self.algorithm.run_phase(name, client, message, jax.random.fold_in(key, i))
-            check_reply(reply, name, fresh)
             return weigh(reply, client.weight, jnp.ones(())), reply
 
         return name, ask
@@ -240,7 +240,7 @@ class ReferenceRun:
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, x, y)
             fed = ReferenceFed(self, algorithm, keys, carry, submodels)
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
-                state = algorithm.round(fed, carry.state, keys.algorithm)
+                state = next_state(algorithm, fed, carry.state, keys.algorithm)
                 fed.round_costs = fed.total_costs()
             if bad := nonfinite_leaves(state):
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))

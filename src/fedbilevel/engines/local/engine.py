@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged, require, require_count
@@ -309,7 +310,7 @@ class LocalRun:
             x, y = state.x, state.y
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, round, x, y)
             fed = LocalFed(*given, submodels)
-            state = algorithm.round(fed, state, keys.algorithm)
+            state = next_state(algorithm, fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
 
         if self.mesh:

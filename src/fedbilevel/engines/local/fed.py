@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.fed import Fed, Reply, check_reply
+from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import (
@@ -203,7 +203,7 @@ class LocalFed:
             else:
                 units = submodels.units(number, member.id, member.rank)
                 part = submodels.unit_layout.cut(takes, message, units)
-            sums, kept = self.question(phase, part, key, fresh)[1](member, state)
+            sums, kept = self.question(phase, part, key)[1](member, state)
             if submodels is not None:
                 shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))
             if submodels is not None and not submodels.alike:
@@ -243,7 +243,7 @@ class LocalFed:
         max_staleness: int | None = None,
     ) -> PyTree:
         queues = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.queues)
-        name, answer = self.question(phase, message, key, None)
+        name, answer = self.question(phase, message, key)
         rows = self.rows(n)
         units = self.units(answer) if self.pace.compute is not None else 0
         plan = in_flight.first(queues, self.pace, self.underway.now, name, n, units, max_staleness)
@@ -258,16 +258,13 @@ class LocalFed:
         )
         return total.update
 
-    def question(
-        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any
-    ) -> tuple[str, ClientFunction]:
+    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array) -> tuple[str, ClientFunction]:
         """A phase's name, and what asks it of a client."""
         name = self.algorithm.phase_name(phase)
 
         def answer(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
             own = self.client(member, state), message, jax.random.fold_in(key, member.id)
             reply = self.layout.ask(name, self.algorithm, *own)
-            check_reply(reply, name, fresh)
             kept = state if reply.state is None else reply.state
             answered = weigh(reply, member.weight, member.counts), kept
             if self.pace.lasts is None:

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.authored import next_state
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ExchangeError, NonFiniteError, diverged, require
 from fedbilevel.core.problem import Problem
@@ -119,7 +120,7 @@ class FlowerRun:
         session = self.session
         session.settled = session.counted.copy()
         session.rollback.begin(carry, fed.own)
-        state = fed.algorithm.round(fed, carry.state, fed.keys.algorithm)
+        state = next_state(fed.algorithm, fed, carry.state, fed.keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         session.rollback.end()

@@ -1,0 +1,212 @@
+"""What a method of one's own returns is checked before the first round: the error names class and hook."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.authoring import XYV, Algorithm, Reply, fraction, phase, static
+from fedbilevel.core.authored import difference
+
+
+class State(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Descent(Algorithm):
+    """A correct method, of which each case below gets one hook wrong."""
+
+    def init(self, x, y):
+        return State(x, y)
+
+    @phase
+    def gradient(self, client, message, key):
+        return Reply(jax.grad(client.problem.inner, argnums=1)(*message, client.inner_batch(key, None)), gradients=1)
+
+    def round(self, fed, state, key):
+        return State(state.x, state.y - 0.1 * fed.mean(self.gradient, state, key))
+
+
+SAMPLES = [np.ones((3, 2)), np.zeros((4, 2))]
+
+
+def solved(cls, engine=None):
+    inner = lambda x, y, batch: jnp.mean((batch - y - x) ** 2)  # noqa: E731
+    outer = lambda x, y, batch: jnp.mean((batch - y) ** 2)  # noqa: E731
+    clients = fb.Clients(outer=SAMPLES, inner=SAMPLES, local_steps=np.array([1, 2]))
+    return fb.solve(cls(), fb.Bilevel(outer, inner), clients, np.zeros(2), np.zeros(2), rounds=2, engine=engine)
+
+
+def looped(self, client, message, key):
+    for _ in range(client.local_steps(1)):
+        pass
+    return Reply(message.y)
+
+
+def branched(self, client, message, key):
+    return Reply(message.y if jnp.sum(message.y) > 0 else message.x)
+
+
+def copied(self, client, message, key):
+    return Reply(np.asarray(message.y))
+
+
+def rounded(self, fed, state, key):
+    return state if float(jnp.sum(state.y)) > 0 else State(state.y, state.x)
+
+
+PHASES = {
+    "no reply": (lambda self, client, at, key: at.y, "returned float64[2]: a phase returns a Reply(update)"),
+    "nothing": (lambda self, client, at, key: None, "returned None: a phase returns a Reply(update)"),
+    "two updates": (lambda self, client, at, key: Reply(at.x, at.y), "Reply.state is float64[2], from a client that"),
+    "three updates": (lambda self, client, at, key: Reply(at.x, at.y, at.y), "Reply.metrics is float64[2]: it must be"),
+    "one tuple": (lambda self, client, at, key: Reply(at.x, None, at.y), "is one tuple, Reply((dx, dy))"),
+    "a vector metric": (
+        lambda self, client, at, key: Reply(at.y, metrics={"m": at.y}),
+        "the metric 'm' is float64[2]: a metric is one number",
+    ),
+    "a vector of counts": (
+        lambda self, client, at, key: Reply(at.y, hvps=at.y),
+        "Reply.hvps is float64[2]: it must be",
+    ),
+    "range": (looped, "for range(n) write jax.lax.fori_loop(0, n, …)"),
+    "if": (branched, "for `if` jnp.where or jax.lax.cond"),
+    "numpy": (copied, "for numpy jax.numpy"),
+}
+SERVER = {
+    "a tuple": (
+        "init",
+        lambda self, x, y: (x, y),
+        "returned tuple of [0] (2,), [1] (2,): a state has the attributes x and y",
+    ),
+    "another x": ("init", lambda self, x, y: State(x.sum(), y), "x must be like x0: it is float64[], not float64[2]"),
+    "another type": (
+        "round",
+        lambda self, fed, state, key: tuple(state),
+        "got tuple of [0] (2,), [1] (2,), not State of",
+    ),
+    "no state": ("round", lambda self, fed, state, key: None, "got None, not State of .x (2,), .y (2,)"),
+    "another shape": (
+        "round",
+        lambda self, fed, state, key: State(jnp.outer(state.x, state.x), state.y),
+        "must return a state like the one that it got, as init made it: .x is float64[2, 2], not float64[2]",
+    ),
+    "another dtype": (
+        "round",
+        lambda self, fed, state, key: State(state.x, state.y.astype(jnp.float16)),
+        ".y is float16[2], not float64[2]",
+    ),
+    "if": ("round", rounded, "leave out int(…) and float(…)"),
+}
+
+
+def made(hook, function):
+    """`Descent` with that hook; what is wrong with a class shows where it is made, all else in `solve`."""
+    function.__name__ = hook  # by which an exchange finds a phase
+    return type("Mine", (Descent,), {hook: phase(function) if hook == "gradient" else function})
+
+
+@pytest.mark.parametrize(
+    ("hook", "function", "words"),
+    [*(("gradient", *case) for case in PHASES.values()), *SERVER.values()],
+    ids=[*PHASES, *(f"server: {name}" for name in SERVER)],
+)
+def test_a_wrong_return_is_refused_with_class_and_hook(hook, function, words):
+    with pytest.raises(fb.errors.ConfigurationError) as error:
+        solved(made(hook, function))
+    assert str(error.value).startswith(f"Mine.{hook}")
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("case", ["no reply", "two updates", "three updates", "a vector metric"])
+def test_the_reference_says_the_same_of_a_phase(case):
+    function, words = PHASES[case]
+    with pytest.raises(fb.errors.ConfigurationError) as error:
+        solved(made("gradient", function), fb.Reference())
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("case", ["another type", "another shape", "no state"])
+def test_the_reference_says_the_same_of_a_round(case):
+    hook, function, words = SERVER[case]
+    with pytest.raises(fb.errors.ConfigurationError) as error:
+        solved(made(hook, function), fb.Reference())
+    assert words in str(error.value)
+
+
+def test_what_is_right_passes():
+    """The mean over two entries of (b − y)² has the slope y − b in each. b is 1 for one client and 0 for the other, so
+    that y steps by 0.1 (½ − y): by 0.05 to 0.05, and by 0.045 to 0.095."""
+    np.testing.assert_allclose(solved(Descent).y, [0.095, 0.095], rtol=1e-12)
+
+
+def test_what_a_client_keeps_has_one_form():
+    """A number would be spread over the two entries that the client keeps."""
+
+    class Mine(Descent):
+        def init_client(self, x, y):
+            return y
+
+        @phase
+        def gradient(self, client, message, key):
+            return Reply(message.y, state=jnp.zeros(()))
+
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"like client\.state.*: it is float64\[\], not float64\[2\]"
+    ):
+        solved(Mine)
+
+
+def test_a_phase_that_takes_no_key_is_refused_where_it_is_written():
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"a phase takes \(self, client, message, key\), got \(self, "
+    ):
+
+        class Mine(Descent):
+            @phase
+            def gradient(self, client, message):
+                return Reply(message.y)
+
+
+def test_a_method_of_ones_own_without_the_mark():
+    class Mine(Descent):
+        def plain(self, client, message, key):
+            return Reply(message.y)
+
+        def round(self, fed, state, key):
+            return State(state.x, fed.mean(self.plain, state, key))
+
+    with pytest.raises(fb.errors.ConfigurationError, match=r"phases \['gradient'\], got plain: mark it with @phase"):
+        solved(Mine)
+
+
+def test_a_value_without_annotation_is_no_silent_constant():
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.decay = 0\.9 has no annotation, .*decay: float ="):
+        type("Mine", (Descent,), {"decay": 0.9})
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.local_steps = 3 has no annotation, .*: int = "):
+        type("Mine", (fb.FedBiO,), {"local_steps": 3})  # the field of the base would go on saying 5
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.client_lr = XYV"):
+        type("Mine", (fb.FedBiO,), {"client_lr": XYV(1, 1, 1)})
+
+
+def test_values_that_are_meant_to_be_constants_are_left_alone():
+    class Mine(Descent):
+        decay: float = fraction(default=0.9)
+        terms: int = static(default=3)
+        LIMIT: ClassVar = 7
+        _hidden = 3
+        extra_cohorts = 2  # a hook
+        local_steps = property(lambda self: 5)
+
+    assert (Mine(decay=0.5).decay, Mine().extra_cohorts, Mine().local_steps, Mine.LIMIT) == (0.5, 2, 5, 7)
+
+
+def test_trees_are_compared_by_structure_shape_and_dtype():
+    key = jax.random.key(0)
+    assert difference((1.0, 2, key), (jnp.ones(()), jnp.ones((), int), key)) == ""
+    assert difference((1.0,), [1.0]) == "got tuple of [0] (), not list of [0] ()"
+    assert difference({"a": jnp.ones(2)}, {"a": jnp.ones(3)}) == "['a'] is float64[2], not float64[3]"
