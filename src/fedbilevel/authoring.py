@@ -1,12 +1,13 @@
 """What those need who write a method of their own, and the types of what the library returns.
 
 A method is a subclass of `Algorithm`, its fields are made by `static`, `positive`, …, and what its clients run is
-marked with `phase`: see docs/tutorials/your-own-problem.md. Whoever runs published methods needs `fedbilevel` alone.
+marked with `phase`: see docs/how-to/own-method.md. Whoever runs published methods needs `fedbilevel` alone.
 """
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
-from fedbilevel.algorithms.parts.local_optimizers import Plain
+from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
+from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Plain
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public, Withheld
 from fedbilevel.core.client import Client
@@ -32,7 +33,9 @@ __all__ = [
     "HypergradientReport",
     "Implicit",
     "Ledger",
+    "LocalDirections",
     "LocalImplicit",
+    "LocalOptimizer",
     "Plain",
     "Public",
     "Reply",
@@ -41,6 +44,7 @@ __all__ = [
     "conjugate_gradient",
     "counts",
     "cross_v",
+    "descend",
     "directions",
     "fraction",
     "hess_v",

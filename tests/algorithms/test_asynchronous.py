@@ -81,7 +81,10 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fb.Asynchronous(fb.FedNest(), wait_for=2), "FedNest cannot be Asynchronous: its exchanges need"),
+        (
+            lambda: fb.Asynchronous(fb.FedNest(), wait_for=2),
+            "FedNest cannot be Asynchronous: it declares no asynchronous_phases, phases whose replies may be late",
+        ),
         (
             lambda: fb.Asynchronous(fb.Asynchronous(fb.SimFBO(), wait_for=2), wait_for=2),
             "SimFBO cannot be Asynchronous",

@@ -159,6 +159,11 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
             ["--algorithm", "fedbio", "--set", "algorithm.wait_for=3"],
             "unknown field of algorithm 'wait_for', a field of adbo",
         ),
+        (
+            ["quadratic", "--set", "momentum=0.5"],
+            "unknown field 'momentum', a field of bi-fista (allowed: simfbo: batch_size, client_lr, ",
+        ),
+        (["quadratic", "--set", "radus=3"], "unknown field 'radus'; did you mean 'radius'? (allowed: simfbo: "),
         (["quadratic", "--set", "coefficients=momentum"], "unknown field 'coefficients': it is now local_optimizer"),
         (["quadratic", "--set", "own_x=true"], "unknown field 'own_x': it is now local of the problem"),
         (["hyper_cleaning", "--set", "local=z"], "task.local = 'z' is not allowed"),

@@ -64,6 +64,11 @@ def assert_near(got: object, wanted: object) -> None:
         (["check", "quadratik"], "did you mean 'quadratic'"),
         (["check", "quadratic", "--algorithm", "fednst"], "did you mean 'fednest'"),
         (["check", "quadratic", "--algorithm", "simfbo"], "simfbo makes no estimate of the hypergradient; these do: "),
+        (
+            ["check", "quadratic", "--algorithm", "fedbio"],
+            "your own has one if it defines hypergradient_at",
+        ),
+        (["check", "quadratic", "--algorithm", "irg"], "`fedbilevel check quadratic` checks the task's hypergradient"),
         (["check", "nowhere.py:task"], "there is no file"),
         (
             ["diagnose", "quadratic", "--algorithm", "lfednest"],

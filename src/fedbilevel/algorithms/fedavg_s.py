@@ -52,11 +52,7 @@ class FedAvgS(Algorithm):
     """
 
     name = "fedavg-s"
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("descent_ascent",)
-
+    asynchronous_phases = ("descent_ascent",)
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
     local_steps: int = static(default=5)

@@ -61,10 +61,7 @@ class FedBiO(LocalDirections):
 
     name = "fedbio"
     trains_submodels = True
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("local_descent",)
+    asynchronous_phases = ("local_descent",)
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))

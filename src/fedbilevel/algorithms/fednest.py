@@ -238,9 +238,7 @@ class LFedNest(Nested):
         super().validate()
         require_count("LFedNest.outer_steps", self.outer_steps)
 
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return "inner.descent", "outer_descent"
+    asynchronous_phases = ("inner.descent", "outer_descent")
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:

@@ -112,10 +112,7 @@ class SimFBO(SingleLoop):
     """
 
     name = "simfbo"
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("local_updates",)
+    asynchronous_phases = ("local_updates",)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return self.first_state(x, y)
@@ -161,10 +158,7 @@ class ShroFBO(SingleLoop):
     """
 
     name = "shrofbo"
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("normalised_updates",)
+    asynchronous_phases = ("normalised_updates",)
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return RobustState(self.first_state(x, y), jnp.zeros(()), jnp.zeros(()))

@@ -120,10 +120,7 @@ class FedAvg(LocalDescent):
     """
 
     name = "fedavg"
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("outer_descent",)
+    asynchronous_phases = ("outer_descent",)
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:

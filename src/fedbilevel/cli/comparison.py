@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fedbilevel.cli.shared import (
     NUMBERS_FAIL,
     OK,
+    OWN,
     Add,
     add_length,
     console,
@@ -61,7 +62,7 @@ def add_to(add: Add) -> None:
     """The command."""
     compare = add("compare", _compare, "compare finished runs, or run several algorithms and compare them", EPILOG)
     compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="run folders, folders of them, or one task")
-    compare.add_argument("--algorithms", type=_names, metavar="NAME,NAME,…", help="what to run on the task")
+    compare.add_argument("--algorithms", type=_names, metavar="NAME,NAME,…", help=f"what to run on the task; {OWN}")
     compare.add_argument("--seeds", type=seeds, metavar="N,N,…", help="one run of each algorithm for each seed")
     add_length(compare)
     compare.add_argument("--cohort", type=count, metavar="N", help="clients per round")

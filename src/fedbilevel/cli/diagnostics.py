@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbilevel.cli.shared import OK, TASK_HELP, Add, console, count, prepare_jax, seed, tune
+from fedbilevel.cli.shared import OK, OWN, TASK_HELP, Add, console, count, prepare_jax, seed, tune
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
@@ -39,12 +39,16 @@ def add_to(add: Add) -> None:
     """The two commands."""
     check = add("check", _check, "compare a task's hypergradient, computed in several ways", CHECK)
     _add_task(check)
-    check.add_argument("--algorithm", action="append", metavar="NAME", help="whose estimate to check; repeatable")
+    check.add_argument(
+        "--algorithm", action="append", metavar="NAME", help=f"whose estimate to check; {OWN}; repeatable"
+    )
     check.add_argument("--draws", type=count, default=100, metavar="N", help="rounds with each (%(default)s)")
     look = add("diagnose", _diagnose, "measure what a task's step sizes depend on, and suggest some", DIAGNOSE)
     _add_task(look)
     suggested = ", ".join(SUGGESTED)
-    look.add_argument("--algorithm", action="append", metavar="NAME", help=f"for which; repeatable ({suggested})")
+    look.add_argument(
+        "--algorithm", action="append", metavar="NAME", help=f"for which ({suggested}); {OWN}; repeatable"
+    )
     look.add_argument("--rounds", type=count, metavar="N", help="how many can be afforded (1000)")
 
 
@@ -65,13 +69,18 @@ def _check(options: argparse.Namespace) -> int:
     from fedbilevel.diagnostics.check import check_hypergradient
     from fedbilevel.experiments.loader import algorithm_class
     from fedbilevel.experiments.objects import algorithm_of, task_of
+    from fedbilevel.experiments.spec import DEFAULT_TASK
 
     names = options.algorithm or []
     able = {name for name, cls in ALGORITHMS.items() if cls.estimates_hypergradient()}
     for name in names:
         if algorithm_class(name).estimates_hypergradient():
             continue
-        raise ConfigurationError(f"{name} makes no estimate of the hypergradient; these do: {', '.join(sorted(able))}")
+        raise ConfigurationError(
+            f"{name} makes no estimate of the hypergradient; these do: {', '.join(sorted(able))}. Single-loop methods "
+            "have none apart from their rounds; a method of your own has one if it defines hypergradient_at. Without "
+            f"--algorithm, `fedbilevel check {options.task or DEFAULT_TASK}` checks the task's hypergradient alone"
+        )
     specs = _specs(options, names)
     spec = next(iter(specs.values()))
     tune(spec)

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
 
 OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, INTERRUPTED = 0, 2, 3, 4, 5, 130
-ALGORITHM_HELP = "see `fedbilevel algorithms` (simfbo, or the task's); or your own: module:NAME or path/to/file.py:NAME"
-TASK_HELP = "see `fedbilevel tasks` (hyper_representation); or your own: module:NAME or path/to/file.py:NAME"
+OWN = "or your own: module:NAME or path/to/file.py:NAME"
+ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
+TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"
 EPILOG = """\
 fields for --set:
   Dotted names: algorithm.local_steps=10, task.clients=50, algorithm.server_lr.x=0.05, run.rounds=300,

@@ -307,6 +307,17 @@ def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> Configuration
     return ConfigurationError(f"unknown {kind} {name!r}, a field of {', '.join(owners)} (allowed: {', '.join(names)})")
 
 
+def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
+    """The error for a setting that is a field of no section: their fields in the order of `sections`."""
+    every = {field for fields in sections.values() for field in fields}
+    if name_of_today(name, every):
+        return errors.unknown_field("field", name, every)
+    owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_class(cls))
+    found = f", a field of {', '.join(owners)}" if owners else errors.hint(name, sorted(every))
+    said = "; ".join(f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields)
+    return ConfigurationError(f"unknown field {name!r}{found} (allowed: {said})")
+
+
 def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str, Any] | None:
     """A part as a complete table: its kind under "name", then its fields."""
     options = field.parts

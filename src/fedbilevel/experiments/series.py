@@ -27,6 +27,7 @@ from fedbilevel.experiments.compare import (
     recorded_order,
 )
 from fedbilevel.experiments.export import names
+from fedbilevel.experiments.fields import unknown_setting
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free, write_json
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.objects import build, task_of
@@ -235,7 +236,9 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
         if head == "algorithm" and not holders:
             raise unknown("field of the algorithms", field, {f for one in known.values() for f in one["algorithm"]})
         if head not in SECTIONS and field not in every:
-            raise unknown("field", field, every)
+            methods = {label(name): sections["algorithm"] for name, sections in known.items()}
+            others = {section: fields for section, fields in known[algorithms[0]].items() if section != "algorithm"}
+            raise unknown_setting(field, {**methods, **others})
         own = bool(holders) and (head == "algorithm" or head not in SECTIONS)
         for name in holders if own else algorithms:
             each[name].append(f"algorithm.{mine}" if own else setting)

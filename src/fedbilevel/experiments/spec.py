@@ -23,7 +23,15 @@ from fedbilevel.core.submodel import Pruned
 from fedbilevel.core.unit_policy import Policy
 from fedbilevel.engines.virtual_time.clock import Clock
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.fields import Field, complete, of_class, of_function, shared_by, unknown_field
+from fedbilevel.experiments.fields import (
+    Field,
+    complete,
+    of_class,
+    of_function,
+    shared_by,
+    unknown_field,
+    unknown_setting,
+)
 from fedbilevel.experiments.loader import algorithm_class, code_of, full_name, label, task_maker
 from fedbilevel.experiments.presets import METHODS, Preset, preset
 from fedbilevel.experiments.presets.table import merged
@@ -305,7 +313,7 @@ def assign(spec: Spec, settings: Sequence[str]) -> Spec:
     for setting in settings:
         name, equals, text = setting.partition("=")
         require(bool(equals and name.strip()), "--set", setting, "of the form field=value")
-        section, field, *inside = _full_path(name.strip().split("."), known)
+        section, field, *inside = _full_path(name.strip().split("."), known, label(spec.algorithm.name))
         value, table = toml.parse_value(text.strip()), tables[section]
         if field in known[section]:
             table[field] = known[section][field].changed(section, table[field], inside, value)
@@ -348,8 +356,8 @@ def configure(
     return assign(resolve(tables), others)
 
 
-def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]]) -> list[str]:
-    """The path with its section in front."""
+def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]], algorithm: str) -> list[str]:
+    """The path with its section in front; `algorithm` names the method in messages."""
     if path[0] in known and len(path) > 1:
         section, field = path[:2]
         if field not in known[section] and field != "name":
@@ -359,7 +367,8 @@ def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]]) -> lis
     if len(holders) > 1 and "clock" in holders:
         holders.remove("clock")
     if not holders:
-        raise unknown_field("field", path[0], {name for fields in known.values() for name in fields})
+        others = {section: fields for section, fields in known.items() if section != "algorithm"}
+        raise unknown_setting(path[0], {algorithm: known["algorithm"], **others})
     if "algorithm" in holders:
         return ["algorithm", *path]
     if len(holders) > 1:

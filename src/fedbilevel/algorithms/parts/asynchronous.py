@@ -31,7 +31,7 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.wrapper import Wrapper
-from fedbilevel.core.algorithm import check_algorithm, parts_of
+from fedbilevel.core.algorithm import ALGORITHMS, Algorithm, check_algorithm, parts_of
 from fedbilevel.core.answers import LastReply, ReplyDelta
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
@@ -128,9 +128,14 @@ class Asynchronous(Wrapper):
         number = isinstance(c, int | float) and not isinstance(c, bool) and isfinite(c) and c >= 0
         require(number, "Asynchronous.delay_penalty", c, "a number, at least 0")
         if not self.algorithm.asynchronous_phases:
-            raise ConfigurationError(
-                f"{self.label} cannot be Asynchronous: its exchanges need everyone's replies to the present message"
-            )
+            raise ConfigurationError(f"{self.label} cannot be Asynchronous: {self.why_not()}")
+
+    def why_not(self) -> str:
+        """Why the method inside, which names no phases for it, cannot be asynchronous."""
+        if type(self.algorithm).asynchronous_phases is not Algorithm.asynchronous_phases:
+            return "with these fields its exchanges need everyone's replies to the present message"
+        able = ", ".join(sorted(cls.__name__ for cls in ALGORITHMS.values() if cls().asynchronous_phases))
+        return f"it declares no asynchronous_phases, phases whose replies may be late; methods that do: {able}"
 
     @property
     def asynchronous(self) -> bool:
