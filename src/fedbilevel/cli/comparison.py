@@ -157,6 +157,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     from fedbilevel.cli import progress
     from fedbilevel.experiments import export, plots
     from fedbilevel.experiments.compare import comparison_table
+    from fedbilevel.experiments.defaults import said_of_several
     from fedbilevel.experiments.series import PICTURE, comparison_folder, comparison_specs, play_all
 
     if options.out and Path(options.out).suffix.lower() in plots.SUFFIXES:
@@ -170,6 +171,9 @@ def _algorithms(options: argparse.Namespace) -> int:
     )
     tune(next(iter(specs.values())))
     folder = Path(options.out) if options.out else comparison_folder(specs)
+    if not options.quiet:
+        for sentence in said_of_several(list(specs.values())):
+            terminal.print(sentence, markup=False, highlight=False, soft_wrap=True)
     failed = []
 
     def play(spec: Spec, place: Path, task: Task) -> None:

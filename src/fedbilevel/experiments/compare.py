@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -20,6 +21,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.outcomes import doubts
 from fedbilevel.experiments.tables import fitted, gflop, mean_and_spread
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
@@ -79,6 +81,10 @@ class RunGroup:
 
     def values(self, name: str) -> list[Any]:
         return [run.summary[name] for run in self.runs]
+
+    def first(self, name: str) -> float:
+        """A column of the first row of the history."""
+        return statistics.fmean(run.history.rows[0].get(name, math.nan) for run in self.runs)
 
     def costs(self, *names: str) -> float:
         return statistics.fmean(sum(run.summary["last_row"][name] for name in names) for run in self.runs)
@@ -237,13 +243,15 @@ def default_panels(groups: Sequence[RunGroup]) -> list[str]:
 
 def comparison_table(groups: Sequence[RunGroup], width: int | None = None) -> Table:
     """One row per group; costs are means over its seeds. Where it would be wider than `width` the least important
-    columns go, and the caption names them."""
+    columns go, and the caption names them; it also says which rows went wrong."""
     metric = groups[0].metric
+    ends = {group.label: (group.first(metric), statistics.fmean(group.values("final"))) for group in groups}
     columns = _columns(groups, metric)
     to_targets = [name for name in columns if "\n" in name]
     droppable = [*DROPPED_FIRST, *to_targets[:-1], "rounds", "MB", *_over_clients(groups), *to_targets[-1:]]
     droppable += ["task", "algorithm"]
-    return fitted(f"{tasks_of(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable)
+    notes = doubts(metric, ends, groups[0].larger_is_better)
+    return fitted(f"{tasks_of(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable, notes=notes)
 
 
 def _columns(groups: Sequence[RunGroup], metric: str) -> dict[str, list[str]]:

@@ -57,6 +57,7 @@ def fitted(
     texts: Iterable[str] = (),
     droppable: Iterable[str] = (),
     last_apart: bool = False,
+    notes: Iterable[str] = (),
 ) -> Table:
     """A table that is not wider than `width`, None for any.
 
@@ -65,6 +66,7 @@ def fitted(
         texts: the columns that may be folded; the others hold numbers.
         droppable: the columns that may go, the first of them first.
         last_apart: set the last row apart, as that of a sum.
+        notes: sentences for the caption.
     """
     shown, texts, hidden = dict(columns), set(texts), list[str]()
     waiting = [name for name in droppable if name in columns]
@@ -73,8 +75,8 @@ def fitted(
         del shown[hidden[-1]]
     least = READABLE if width is None or _least_width(shown, texts, READABLE) <= width else LEAST
     whole = width is None or _least_width(shown, texts, least) <= width
-    caption = f"on a wider terminal also: {', '.join(map(_in_one_line, hidden))}" if hidden else ""
-    table = titled(title, caption=caption)
+    wider = [f"on a wider terminal also: {', '.join(map(_in_one_line, hidden))}"] if hidden else []
+    table = titled(title, caption="\n".join([*wider, *notes]))
     _fill(table, shown, texts, least if whole else None)
     rows = list(zip(*shown.values(), strict=True))
     for row in rows[: len(rows) - last_apart]:
