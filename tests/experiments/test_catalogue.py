@@ -41,7 +41,7 @@ def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
     assert mine.title == "A method of mine"
     assert mine.paper == "Author et al. 2020, arXiv:2001.00001"
     assert mine.needs == "patience, and luck"
-    assert mine.exchanges == "1"
+    assert mine.exchanges == "one"
     assert mine.good_for == catalogue.MISSING
 
 

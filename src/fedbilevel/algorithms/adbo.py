@@ -28,8 +28,9 @@ asked τ steps ago or earlier (ADBO),
     x ← x − γ_x [Σ_l λ_l a_l − Σ p_i θ_i]       z ← z − γ_z Σ_l λ_l c_l
     λ_l ← max(0, λ_l + γ_λ [(a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l)/n_l − c_λ λ_l]),    n_l = 4 max(h, ε) at its making
 
-Exchanges per round: T + 2K. Down: x and λ (T times), x and z' (2K times). Up: θ_i and the b_il·y_i; y'_i, or K times
-the shares of ∂h/∂x and ∂h/∂z'. Client state: x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i.
+Exchanges per round: T + 2K. The server sends x and λ (T times), x and z' (2K times); clients reply with θ_i and the
+b_il·y_i, then with y'_i, or K times the shares of ∂h/∂x and ∂h/∂z'. Client state: x_i, y_i, θ_i, b_il for each plane,
+and K times y'_i and ψ_i.
 Cost per local step: a gradient of f. Per plane: K gradients of g, and K passes for both products with ∇²g.
 
 Departures from the paper:

@@ -21,7 +21,8 @@ The mean of H_i is not the hypergradient where clients differ, and so neither is
     outer   H_i = ∇x f_i − ∇²xy g_i v,   r_i = ∇²yy g_i v − ∇y f_i            (SimFBO's directions)
             x ← x − α mean_i H_i,   v ← v − γ mean_i r_i
 
-Exchanges per round: K + 1. Down: x, y (`SystemSteps`, outer: and v). Up: y's shape, then x's (`SystemSteps`: and v's).
+Exchanges per round: K + 1. The server sends x and y (`SystemSteps`, outer: and v); clients reply with vectors of y's
+shape, then of x's (`SystemSteps`: and of v's).
 Client state: none; `Asynchronous`: its last reply to either.
 Cost per local step: a gradient of g; per outer reply one of f and the products with the client's own ∇²g
 (`SystemSteps`: two products, by the same pass).

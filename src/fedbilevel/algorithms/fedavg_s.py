@@ -39,7 +39,7 @@ from fedbilevel.core.tree import XY, PyTree, move
 class FedAvgS(Algorithm):
     """FedAvg on both players of a saddle-point problem, simultaneously.
 
-    Exchanges per round: 1.
+    Exchanges per round: one.
     Needs: a minimax problem.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
     Client state: none.

@@ -16,7 +16,8 @@ after which the server averages z, and FedBiOAcc's also m. The paper writes α_t
 constant, and 1 − c α_t²: the same with η = δ u^{-1/3} times that constant and a = c δ² u^{-2/3}; u = ∞ keeps both
 constant. Where the noise of d does not depend on z, that of m settles at a/(2 − a) of its variance.
 
-Exchanges per round: 1. Client state: none.
+Exchanges per round: one. The server sends x, y and v (FedBiOAcc: and m, t), and clients reply with the changes of these
+but t. Client state: none.
 Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the mean of z_{i,τ}, and is unbiased for unequal weights too; likewise for m.

@@ -15,8 +15,8 @@ Round k: the server picks 𝓗_k ∈ ∂H(x_k) and sends it with x_k; client i w
 H stays on the server. With `refresh`, clients know H and take 𝓗 at z: IR-IG is that with a single client, who holds
 everything.
 
-Exchanges per round: 1. Down: x, and x's shape once more (𝓗), two numbers. Up: x's shape, a number (with `tolerance`
-another). Client state: none.
+Exchanges per round: one. The server sends x, a vector of its shape (𝓗) and two numbers; clients reply with a vector of
+x's shape and a number (with `tolerance` another). Client state: none.
 Cost per local step: a subgradient of one sample's f and a projection; with `refresh` one of H too.
 
 Departures from the paper:

@@ -11,7 +11,8 @@ Teboulle's FBi-PG (2024).
 
     z_k = x_k + (1 − α/(k + α)) (x_k − x_{k−1}),     x_{k+1} = P_X[z_k − γ (∇F(z_k) + λ_k ∇H(z_k))]
 
-Exchanges per round: 1. Down: x's shape (BiFISTA with `tolerance` twice). Up: x's shape (with `tolerance` a number).
+Exchanges per round: one. The server sends a vector of x's shape (BiFISTA with `tolerance` two); clients reply with one
+(with `tolerance` and a number).
 Client state: none.
 Cost per local step: a subgradient of f on the whole batch, once in a round.
 

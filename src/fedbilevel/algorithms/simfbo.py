@@ -3,21 +3,25 @@
 Yifan Yang, Peiyao Xiao, Kaiyi Ji. "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel
 Learning". NeurIPS 2023, arXiv:2305.19442. Algorithm 1.
 
+x is the outer variable, y the inner one, and v, of y's shape, tracks the solution of ∇²yy G v = ∇y F. Of the M clients,
+client i has the weight p_i and the losses f_i and g_i; P of them form the round's cohort C (docs/glossary.md).
+
 The server sends (x, y, v). Client i makes τ_i steps on all three at once, along                            (3)
 
-    d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i        d_x = ∇x f_i − ∇²xy g_i v
+    d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
 
-by plain steps (y, v, x) ← (y, v, x) − (η_y d_y, η_v d_v, η_x d_x), by heavy ball or by FedProx (`local_optimizer`), and
-replies with q_i = Σ_k a_k (d_y, d_v, d_x) = (start − end)/η. The server, with P_r the projection on the ball of radius
-r,
+by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball or by FedProx (`local_optimizer`), and
+replies with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. a_k is the weight of the k-th of its τ_i directions, 1 for
+plain steps, and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection on the ball of radius r about 0,
 
-    SimFBO    (y, v, x) ← (y − γ_y q_y, P_r(v − γ_v q_v), x − γ_x q_x),   q = Σ_{i∈C} p̃_i q_i, p̃_i = (M/P) p_i  (4), (5)
-    ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} p̃_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁                     (6)-(8)
+    SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
+    ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
 
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
 one that was asked (Theorem 2).
 
-Exchanges per round: 1. Down: x, y, v. Up: the same (ShroFBO: and two numbers). Client state: none.
+Exchanges per round: one. The server sends x, y and v, and clients reply with vectors of these three shapes (ShroFBO:
+and two numbers). Client state: none.
 Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
 (`independent_batches`: a gradient of g, two of f and the two products apart).
 
@@ -55,6 +59,7 @@ from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree
 
 LIKE = XYV("x", "y", "y")
+"""What messages and replies are shaped like: the entries x, y and v of an `XYV` like x, y and y (see `phase`)."""
 
 
 class State(NamedTuple):
@@ -75,7 +80,11 @@ class State(NamedTuple):
 class SingleLoop(LocalDirections):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
-    Args: those of `LocalDirections`, where `client_lr` is η, and
+    Args:
+        local_steps: τ, where the population does not give each client its own.
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        client_lr: η for x, y, v: numbers or schedules over rounds.
+        independent_batches: a draw of its own for each of the three directions.
         server_lr: γ for x, y, v: numbers or schedules over rounds.
         radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
@@ -100,7 +109,8 @@ class SingleLoop(LocalDirections):
     def server_update(self, state: State, q: XYV) -> State:
         """Server, line 14: (5), with v brought back into its ball."""
         updates, optimizer = self.server_optimizer.update(q, state.optimizer, state.iterate)
-        moved = descend(state.iterate, self.server_lr, optax.tree.scale(-1, updates))
+        direction = optax.tree.scale(-1, updates)  # optax's updates already point downhill, and `descend` subtracts
+        moved = descend(state.iterate, self.server_lr, direction)
         return State(moved._replace(v=project_ball(moved.v, self.radius)), optimizer)
 
 
@@ -119,6 +129,7 @@ class SimFBO(SingleLoop):
 
     @property
     def own_x_lr(self) -> Any:
+        """γ_x, where clients keep x (`Bilevel(local="x")`): they make the server's step on it themselves."""
         return self.server_lr.x
 
     @phase(takes=LIKE, gives=LIKE)

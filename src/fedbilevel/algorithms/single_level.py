@@ -75,7 +75,7 @@ class FedLin(LocalDescent):
     Client Heterogeneity and Sparse Gradients". NeurIPS 2021, arXiv:2102.07053. As federated SVRG: Jakub Konečný et al.,
     arXiv:1610.02527.
 
-    Exchanges per round: 2.
+    Exchanges per round: two.
     Needs: a single-level problem.
     Good for: clients that differ: with full batches it ends at x* itself.
     Client state: none.
@@ -112,7 +112,7 @@ class FedAvg(LocalDescent):
     H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient
     Learning of Deep Networks from Decentralized Data". AISTATS 2017, arXiv:1602.05629.
 
-    Exchanges per round: 1.
+    Exchanges per round: one.
     Needs: a single-level problem.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
     Client state: none.
