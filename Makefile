@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format lock clean
+.PHONY: help setup demo test test-slow lint format catalogue lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -32,6 +32,9 @@ lint: setup  ## format, lint and types
 format: setup  ## put the format right, and what lint can mend
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+catalogue: setup  ## what `fedbilevel algorithms` and `fedbilevel tasks` print, from docstrings and fields
+	$(BIN)/python -m fedbilevel.experiments.facts
 
 lock:  ## rewrite uv.lock after a change of dependencies, and install it
 	@$(PYTHON) scripts/bootstrap.py --lock

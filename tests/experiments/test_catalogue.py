@@ -1,10 +1,13 @@
-"""`fedbilevel algorithms` and `fedbilevel tasks`: what stands in docstrings, at every width."""
+"""`fedbilevel algorithms` and `fedbilevel tasks`: what stands in docstrings, at every width, without JAX."""
 
 from __future__ import annotations
 
 import collections
 import io
+import itertools
 import re
+import subprocess
+import sys
 import typing
 
 import pytest
@@ -12,14 +15,54 @@ from rich.console import Console
 
 from fedbilevel.algorithms import ALGORITHMS, FedAvg
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.experiments import catalogue
+from fedbilevel.experiments import catalogue, facts, listing
 from fedbilevel.experiments.fields import complete, of_function
 from fedbilevel.tasks import TASKS
 
 
-@pytest.mark.parametrize("facts", catalogue.algorithms(), ids=lambda facts: facts.name)
-def test_every_algorithm_says_what_people_choose_by(facts) -> None:
-    told = (facts.title, facts.paper, facts.exchanges, facts.needs, facts.good_for)
+def test_the_file_says_what_the_code_says() -> None:
+    """After a change of a docstring or a field: `make catalogue`."""
+    assert catalogue.FILE.read_text("utf-8") == facts.library()
+
+
+HEAVY = {"jax", "jaxlib", "optax", "numpy", "matplotlib", "sklearn", "flwr"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "unneeded"),
+    [
+        (["--help"], 0, HEAVY | {"rich"}),
+        (["run", "--help"], 0, HEAVY | {"rich"}),
+        (["run", "--roundz", "3"], 2, HEAVY | {"rich"}),
+        (["algorithms"], 0, HEAVY),
+        (["algorithms", "simfbo"], 0, HEAVY),
+        (["tasks"], 0, HEAVY),
+        (["tasks", "quadratik"], 2, HEAVY - {"numpy"}),
+        (["algorithms", "simfob"], 2, HEAVY - {"numpy"}),
+        (["run", "quadratik"], 2, HEAVY - {"numpy"}),
+        (["run", "--algorithm", "simfob"], 2, HEAVY - {"numpy"}),
+        (["compare", "quadratic", "--algorithms", "simfbo,simfob"], 2, HEAVY - {"numpy"}),
+        (["check", "quadratik"], 2, HEAVY - {"numpy"}),
+        (["diagnose", "--algorithm", "simfob"], 2, HEAVY - {"numpy"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_text_and_misspelt_names_do_not_wait_for_jax(arguments: list[str], code: int, unneeded: set[str]) -> None:
+    program = (
+        "import sys\nfrom fedbilevel.cli import main\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
+        "print('\\nloaded', code, *{name.partition('.')[0] for name in sys.modules})"
+    )
+    shown = subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True)
+    _, got, *loaded = shown.stdout.splitlines()[-1].split()
+    assert int(got) == code
+    assert unneeded & set(loaded) == set()
+    assert code == 0 or "simfbo" in shown.stderr or "quadratic" in shown.stderr or "--roundz" in shown.stderr
+
+
+@pytest.mark.parametrize("one", catalogue.algorithms(), ids=lambda one: one.name)
+def test_every_algorithm_says_what_people_choose_by(one) -> None:
+    told = (one.title, one.paper, one.exchanges, one.needs, one.good_for)
     assert catalogue.MISSING not in told
     assert "" not in told
 
@@ -37,7 +80,7 @@ def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
         __module__ = "fedbilevel.algorithms.simfbo"  # whose docstring has the rest
 
     monkeypatch.setitem(ALGORITHMS, "mine", Mine)
-    mine = next(facts for facts in catalogue.algorithms() if facts.name == "mine")
+    mine = facts.algorithm("mine")
     assert mine.title == "A method of mine"
     assert mine.paper == "Author et al. 2020, arXiv:2001.00001"
     assert mine.needs == "patience, and luck"
@@ -51,19 +94,21 @@ def test_who_trains_submodels_is_said() -> None:
 
 
 def test_algorithms_with_the_same_fields_stand_together() -> None:
-    rows = catalogue.algorithm_fields()
-    (names, fields) = next(row for row in rows if "simfbo" in row[0])
-    assert "shrofbo" in names
-    assert fields["radius"] == "inf"
-    assert sorted(name for names, _ in rows for name in names) == sorted(ALGORITHMS)
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(listing.algorithm_fields_table(200))
+    lines = [line.split() for line in console.export_text().splitlines() if line.strip()]
+    at = [words[0] for words in lines].index("shrofbo")
+    assert lines[at + 1][0] == "simfbo"  # the next line of the same row: what follows are the fields of both
+    assert "radius=inf" in itertools.chain(*lines[at:])
+    assert [words[0] for words in lines if words[0] in ALGORITHMS].count("simfbo") == 1
 
 
 @pytest.mark.parametrize("width", [40, 71, 72, 109, 110, 149, 150, 200])
 def test_nothing_is_cut_off(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(catalogue.algorithms_table(width))
-    console.print(catalogue.algorithm_fields_table(width))
-    console.print(catalogue.tasks_table(width))
+    console.print(listing.algorithms_table(width))
+    console.print(listing.algorithm_fields_table(width))
+    console.print(listing.tasks_table(width))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

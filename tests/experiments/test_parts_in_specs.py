@@ -12,7 +12,7 @@ from fedbilevel import authoring
 from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.config import at, config, counts, positive, static, step_sizes
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.experiments import assign, catalogue, configure, presets, read_spec, resolve
+from fedbilevel.experiments import assign, configure, facts, presets, read_spec, resolve
 from fedbilevel.experiments.objects import algorithm_of
 from fedbilevel.experiments.presets.table import Preset, merged
 
@@ -197,12 +197,12 @@ def test_what_no_part_is_or_has_is_refused_by_its_path(setting: str, words: str)
 
 
 def test_parts_are_listed_by_dotted_paths_with_all_kinds() -> None:
-    ((names, fields),) = catalogue.algorithm_fields("nested")
-    assert names == ["nested"]
-    assert fields["hypergradient"] == "implicit"
-    assert fields["hypergradient.solver"] == "krylov"
-    assert fields["hypergradient.solver.max_steps"] == "7"
-    assert catalogue.parts("nested")["hypergradient.solver"] == {
+    found = facts.algorithm("nested")
+    assert found.name == "nested"
+    assert found.fields["hypergradient"] == "implicit"
+    assert found.fields["hypergradient.solver"] == "krylov"
+    assert found.fields["hypergradient.solver.max_steps"] == "7"
+    assert found.parts["hypergradient.solver"] == {
         "krylov": {"max_steps": "20", "tolerance": "0.001"},
         "series": {"terms": "5", "sampling": '"none"'},
     }

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedbilevel.experiments import tables
 from fedbilevel.experiments.compare import comparison_table
-from fedbilevel.experiments.tables import fitted
+from fedbilevel.experiments.layout import fitted
 
 WIDTHS = [*range(40, 90), *range(90, 201, 5)]
 NAMES = ["sim", "a name that has several words", "[bold]no markup[/bold]", "a-name-of-more-than-twenty-letters"]

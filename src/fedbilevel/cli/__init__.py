@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedbilevel.cli import comparison, diagnostics, federation, run, show
-from fedbilevel.cli.shared import INTERRUPTED, Add, exit_code, fail, sentence
+from fedbilevel.cli.shared import INTERRUPTED, Add, check_names, exit_code, fail, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            check_names(options)
             return int(options.command(options))
     except KeyboardInterrupt:
         return fail(INTERRUPTED, "interrupted")

@@ -123,8 +123,8 @@ def _runs(options: argparse.Namespace) -> int:
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
     terminal = console()
     from fedbilevel.experiments import export, plots
+    from fedbilevel.experiments.catalogue import is_task
     from fedbilevel.experiments.compare import comparison_table, draw, find_runs, load_groups
-    from fedbilevel.experiments.loader import is_task
 
     picture = Path(options.out or "comparison.png")
     plots.require_picture(picture)

@@ -106,7 +106,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     terminal = console()
     prepare_jax()
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
-    from fedbilevel.experiments.loader import code_of, label
+    from fedbilevel.experiments.names import code_of, label
     from fedbilevel.experiments.objects import task_of
 
     own = [name for name in options.algorithm or [] if code_of(name)]

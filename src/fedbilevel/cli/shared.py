@@ -146,6 +146,16 @@ def _whole(text: str, least: int) -> int:
     return int(text)
 
 
+def check_names(options: argparse.Namespace) -> None:
+    """Refuse names that are neither the library's nor a user's own, before anything heavy is imported."""
+    from fedbilevel.experiments.catalogue import require_known
+
+    one, several = getattr(options, "algorithm", None), getattr(options, "algorithms", None)
+    for algorithm in several or (one if isinstance(one, list) else [one]):
+        require_known(algorithm=algorithm)
+    require_known(task=options.what[0] if several and options.what else getattr(options, "task", None))
+
+
 def settings(options: argparse.Namespace) -> list[str]:
     """The settings of --set and of the options for single fields of [run], in the form FIELD=VALUE."""
     names = ("rounds", "exchanges", "time", "cohort", "eval_every")

@@ -16,7 +16,7 @@ def add_to(add: Add) -> None:
 
 def _algorithms(options: argparse.Namespace) -> int:
     terminal = console()
-    from fedbilevel.experiments.catalogue import algorithm_fields_table, algorithms_table, parts_table
+    from fedbilevel.experiments.listing import algorithm_fields_table, algorithms_table, parts_table
 
     terminal.print(algorithms_table(terminal.width, options.name))
     terminal.print(algorithm_fields_table(terminal.width, options.name))
@@ -27,7 +27,7 @@ def _algorithms(options: argparse.Namespace) -> int:
 
 def _tasks(options: argparse.Namespace) -> int:
     terminal = console()
-    from fedbilevel.experiments.catalogue import tasks_table
+    from fedbilevel.experiments.listing import tasks_table
 
     terminal.print(tasks_table(terminal.width, options.name))
     return OK

@@ -16,7 +16,7 @@ from fedbilevel.engines.curves import words
 from fedbilevel.engines.history import Row
 from fedbilevel.experiments.compare import RunGroup, common_seeds, common_targets, cost_to, legend, tasks_of
 from fedbilevel.experiments.folder import LoadedRun, write_json, write_text
-from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.names import label
 from fedbilevel.experiments.tables import gflop
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it

@@ -35,7 +35,8 @@ from fedbilevel.experiments.folder import (
     write_json,
     write_text,
 )
-from fedbilevel.experiments.loader import algorithm_class, own_file, registry_kept, task_maker
+from fedbilevel.experiments.loader import algorithm_class, registry_kept, task_maker
+from fedbilevel.experiments.names import own_file
 from fedbilevel.experiments.objects import Experiment, algorithm_of
 from fedbilevel.experiments.runner import complete
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like

@@ -20,36 +20,8 @@ from typing import Any
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, unknown
-from fedbilevel.quoting import in_a_line
+from fedbilevel.experiments.names import absolute, is_file
 from fedbilevel.tasks import TASKS, Task
-
-
-def is_task(name: str) -> bool:
-    """Whether a name is that of a task, the library's or a user's own."""
-    return name in TASKS or ":" in name
-
-
-def full_name(name: str) -> str:
-    """The name as a spec records it: files by their absolute path, so that a run can be resumed from anywhere."""
-    place, _, attribute = name.rpartition(":")
-    return f"{_path(place)}:{attribute}" if _is_file(place) else name
-
-
-def label(name: str) -> str:
-    """The name for people: files without their folders."""
-    place, _, attribute = name.rpartition(":")
-    return f"{Path(place).name}:{attribute}" if _is_file(place) else name
-
-
-def own_file(name: str) -> Path | None:
-    """The file that a user's own task or algorithm is in, if its name says one."""
-    place, _, _ = name.rpartition(":")
-    return Path(place) if _is_file(place) else None
-
-
-def code_of(name: str) -> str:
-    """The file or module with the code of a user's own task or algorithm; "" for those of the library."""
-    return name.rpartition(":")[0]
 
 
 def task_maker(name: str) -> Callable[..., Task]:
@@ -111,10 +83,10 @@ def _found(kind: str, name: str, known: Iterable[str], named: str, wanted: str) 
     """The object of that name in a user's file or module."""
     place, colon, attribute = name.rpartition(":")
     if not colon:
-        if _is_file(name):
+        if is_file(name):
             raise ConfigurationError(f"{kind} {name!r} needs the name of {named}: {name}:NAME")
         raise unknown(kind, name, known)
-    module = _from_file(place) if _is_file(place) else _by_name(place)
+    module = _from_file(place) if is_file(place) else _by_name(place)
     if attribute in vars(module):
         return vars(module)[attribute]
     own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
@@ -135,19 +107,8 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Task]:
     return make
 
 
-def _is_file(place: str) -> bool:
-    return place.endswith(".py") or "/" in place
-
-
-def _path(place: str) -> Path:
-    try:
-        return Path(place).expanduser().resolve()
-    except (ValueError, OSError, RuntimeError) as error:  # a zero byte; a loop of links; ~ of nobody
-        raise ConfigurationError(f"{place[:200]!r} is not the name of a file: {in_a_line(error)}") from error
-
-
 def _from_file(place: str) -> ModuleType:
-    path = _path(place)
+    path = absolute(place)
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
     return _executed(path, path.stat().st_mtime_ns)

@@ -11,7 +11,8 @@ from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.data import DataError
 from fedbilevel.engines.engine import Engine, check_cohort
 from fedbilevel.engines.local.engine import Local
-from fedbilevel.experiments.loader import algorithm_class, label, task_maker
+from fedbilevel.experiments.loader import algorithm_class, task_maker
+from fedbilevel.experiments.names import label
 from fedbilevel.experiments.spec import Component, Spec, SubmodelsPlan, fields_of
 from fedbilevel.tasks import Task
 

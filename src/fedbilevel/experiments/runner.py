@@ -35,7 +35,7 @@ from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, write_json, write_text
-from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.names import label
 from fedbilevel.experiments.objects import Experiment, build
 from fedbilevel.experiments.spec import RunPlan, Spec, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT

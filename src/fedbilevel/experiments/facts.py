@@ -1,0 +1,136 @@
+"""Facts about algorithms and tasks, found in their docstrings and signatures; the library's own are kept in a file.
+
+`python -m fedbilevel.experiments.facts` writes that file, from which `catalogue` reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.experiments import toml
+from fedbilevel.experiments.catalogue import FILE, MISSING, AlgorithmFacts, Kinds, TaskFacts
+from fedbilevel.experiments.fields import of_class, of_function
+from fedbilevel.experiments.loader import algorithm_class
+from fedbilevel.experiments.names import label
+from fedbilevel.tasks import TASKS
+
+EMPTY = inspect.Parameter.empty  # the default of a field that has to be given
+
+
+def library() -> str:
+    """Every algorithm and task of the library, in the form in which the file keeps them."""
+    own = [name for name, cls in sorted(ALGORITHMS.items()) if cls.__module__.startswith("fedbilevel.")]
+    found = {
+        "algorithms": [asdict(algorithm(name)) for name in own],
+        "tasks": [asdict(task(name)) for name in sorted(TASKS)],
+    }
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def algorithm(name: str) -> AlgorithmFacts:
+    """One algorithm, the library's or a user's own. Its facts stand under fixed headings ("Needs: …") in the docstring
+    of its class or, for what classes of a file have in common, in that of its module."""
+    cls = algorithm_class(name)
+    texts = [inspect.getdoc(cls) or "", inspect.getdoc(inspect.getmodule(cls)) or ""]
+
+    def fact(find: Callable[[str], str]) -> str:
+        return next(filter(None, map(find, texts)), MISSING)
+
+    return AlgorithmFacts(
+        name=label(name),
+        title=_sentence(texts[0]),
+        paper=fact(_paper),
+        exchanges=fact(lambda text: _entry(text, "Exchanges per round")),
+        needs=fact(lambda text: _entry(text, "Needs")),
+        good_for=fact(lambda text: _entry(text, "Good for")),
+        client_state=fact(lambda text: _entry(text, "Client state")),
+        cost=fact(lambda text: _entry(text, "Cost per local step")),
+        submodels=_trains_submodels(cls),
+        fields=_defaults(cls, "algorithm"),
+        parts=_parts(cls, ""),
+    )
+
+
+def task(name: str) -> TaskFacts:
+    """One task of the library."""
+    function = TASKS[name]
+    module = inspect.getmodule(function)
+    whole = module is not None and module.__name__.rpartition(".")[2] == name
+    title = (inspect.getdoc(module if whole else function) or "").partition("\n")[0].rstrip(".")
+    known = of_function(function).values()
+    return TaskFacts(name, title, {field.name: toml.value(field.default).strip('"') for field in known})
+
+
+def _trains_submodels(cls: Any) -> str:
+    if any(field.default is EMPTY for field in of_class(cls).values()):
+        return MISSING
+    return "no" if cls().submodels is None else "yes"
+
+
+def _defaults(cls: Any, where: str) -> dict[str, str]:
+    """The fields of an algorithm or of a part that have a default, with it."""
+    known = of_class(cls).items()
+    return _flat({key: one.accept(where, one.default) for key, one in known if one.default is not EMPTY})
+
+
+def _parts(cls: Any, within: str) -> dict[str, Kinds]:
+    """The fields that are parts, by their dotted paths, and what they may be."""
+    found: dict[str, Kinds] = {}
+    for name, field in of_class(cls).items():
+        for kind, part in field.parts.items():
+            found.setdefault(f"{within}{name}", {})[kind] = _defaults(part, kind)
+            for path, kinds in _parts(part, f"{within}{name}.").items():
+                found.setdefault(path, {}).update(kinds)
+    return found
+
+
+def _flat(fields: Mapping[str, Any], within: str = "") -> dict[str, str]:
+    """Fields by their dotted paths, in TOML's notation; of a table with a name that name, then its own fields."""
+    out: dict[str, str] = {}
+    for key, value in fields.items():
+        if isinstance(value, Mapping) and "name" in value:
+            out[f"{within}{key}"] = str(value["name"])
+            out |= _flat({name: item for name, item in value.items() if name != "name"}, f"{within}{key}.")
+        else:
+            out[f"{within}{key}"] = toml.value(value)
+    return out
+
+
+def _entry(text: str, heading: str) -> str:
+    """The text after "heading:" up to the end of the sentence, on one line; "" where the heading is missing."""
+    words = r"\s+".join(map(re.escape, heading.split()))
+    match = re.search(rf"\b{words}:\s*(.+?)(?:\.\s|\.$|\n\n|$)", text, re.DOTALL)
+    return _joined(match.group(1)) if match else ""
+
+
+def _paper(text: str) -> str:
+    """First author, year and arXiv number or venue, from the paragraph that quotes the paper's title."""
+    for paragraph in text.split("\n\n"):
+        match = re.search(r'"(?P<title>.+?)[.,]?"', paragraph, re.DOTALL)
+        year = re.search(r"\b(19|20)\d\d\b", paragraph)
+        if match and year:
+            authors = _joined(paragraph[: match.start()]).rstrip(". ,")
+            surname = authors.split(",")[0].split(" and ")[0].split()[-1] if authors else ""
+            arxiv = re.search(r"arXiv:\s*(\S+?)[.,;)]?(?:\s|$)", paragraph)
+            where = f"arXiv:{arxiv.group(1)}" if arxiv else ""
+            several = " et al." if "," in authors or " and " in authors else ""
+            return ", ".join(part for part in (f"{surname}{several} {year.group()}", where) if part)
+    return ""
+
+
+def _sentence(text: str) -> str:
+    return _joined(re.split(r"\.\s|\.$", text, maxsplit=1)[0])
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    FILE.write_text(library(), "utf-8")
