@@ -98,7 +98,7 @@ def again(folder: Path) -> list[object]:
 
 
 def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatch) -> None:
-    from fedbilevel.experiments import tables
+    from fedbilevel.experiments import watch
 
     seen = []
 
@@ -108,7 +108,7 @@ def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatc
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(tables.Watch, "__call__", interrupted)
+        patched.setattr(watch.Watch, "__call__", interrupted)
         code, _, error = run(*again(incomplete))
     assert code == 130
     assert error == f"fedbilevel: interrupted; continue with the same command and --out {incomplete}\n"

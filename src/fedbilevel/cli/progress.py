@@ -10,8 +10,10 @@ from typing import Any
 from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
 from fedbilevel.core.errors import CheckpointError, NumericalError
 from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.progress import Display, showing
 from fedbilevel.experiments import Experiment, Folder, Spec, build, load_run, resume, run, tables
 from fedbilevel.experiments.runner import resumable
+from fedbilevel.experiments.watch import Watch
 from fedbilevel.tasks import Task
 
 Summary = dict[str, Any]
@@ -20,7 +22,10 @@ Summary = dict[str, Any]
 def start(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, series: Path | None = None) -> Summary:
     """A new run; its summary."""
     experiment = build(spec, task)  # shows downloads by itself
-    play = lambda show: run(spec, folder, experiment=experiment, callbacks=[show])  # noqa: E731
+
+    def play(watch: Watch, display: Display) -> None:
+        run(spec, folder, experiment=experiment, callbacks=[watch], progress=display)
+
     return _shown(spec, folder, quiet, experiment, play, series)
 
 
@@ -37,7 +42,10 @@ def go_on(
     spec = resumable(Folder(folder), rounds)
     tune(spec)
     experiment = build(spec, task)
-    play = lambda show: resume(folder, rounds=rounds, experiment=experiment, callbacks=[show], force=force)  # noqa: E731
+
+    def play(watch: Watch, display: Display) -> None:
+        resume(folder, rounds=rounds, experiment=experiment, callbacks=[watch], force=force, progress=display)
+
     return _shown(spec, folder, quiet, experiment, play, series)
 
 
@@ -52,7 +60,12 @@ def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, s
 
 
 def _shown(
-    spec: Spec, folder: Path, quiet: bool, experiment: Experiment, play: Callable[[Any], Any], series: Path | None
+    spec: Spec,
+    folder: Path,
+    quiet: bool,
+    experiment: Experiment,
+    play: Callable[[Watch, Display], None],
+    series: Path | None,
 ) -> Summary:
     """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
 
@@ -62,11 +75,10 @@ def _shown(
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
     current_group().advice = _CONTINUE.format(folder)
-    watch = tables.Watch(console(quiet or brief), next(iter(experiment.task.metrics)), spec)
+    watch = Watch(console(quiet or brief), next(iter(experiment.task.metrics)), spec)
     try:
-        with watch.shown():
-            watch.start()
-            play(watch)
+        with showing(watch) as display:
+            play(watch, display)
     except KeyboardInterrupt:
         raise SystemExit(fail(INTERRUPTED, _how_to_resume(folder, series))) from None
     except NumericalError as error:

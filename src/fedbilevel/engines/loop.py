@@ -38,6 +38,7 @@ from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.local.samples import local
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, current_group
+from fedbilevel.engines.progress import Display, Silent
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.quoting import require_object
 
@@ -82,6 +83,7 @@ class Loop:
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     simulated: bool = True  # whether the clients' own states are in the carry
     group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
+    display: Display = field(default_factory=Silent)  # to whom it tells how far it is
     per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
     costs: Mapping[ExchangeKind, int] | None = (
         None  # of a client's reply, in floating-point operations, where they are known
@@ -91,6 +93,7 @@ class Loop:
         result, stop = self.result(run, carry), False
         reason = self.ending(result)  # of a run that is resumed after its end
         speed = 0.0  # rounds per second; not known before the first stretch
+        self.display.advance(result.round, self.plan.rounds)
         with hold_interrupt() as interrupted:
             if not self.history.rows:
                 first = self.add_row(result)
@@ -109,6 +112,7 @@ class Loop:
                         self.save(self.back_to(getattr(error, "carry", None) or carry, result.round))
                     raise
                 result = self.result(run, carry)
+                self.display.advance(result.round, self.plan.rounds)
                 end = self.ending(result)
                 row = self.add_row(result) if end or self.plan.row_due(result.round) else None
                 reason, stop, speed = agree(

@@ -44,6 +44,7 @@ from fedbilevel.engines.kept import FACTS, trace_key
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.progress import TRACING, Display, require_progress, showing
 from fedbilevel.engines.result import Callback, Result
 
 Resume = bool | Literal["auto", "force"]
@@ -69,6 +70,7 @@ def solve(
     checkpoint_every: int | None = None,
     resume: Resume = False,
     count_flops: bool = False,
+    progress: bool | Display | None = None,
 ) -> Result:
     """Run a federated algorithm.
 
@@ -94,6 +96,10 @@ def solve(
             exists, and else starts; "force" is True, and goes on where arguments are others than those that the run was
             begun with, with a warning that names them.
         count_flops: trace a round once more for what it costs the clients in operations (see flops.py): 0.2 to 1 s.
+        progress: show what is being done (tracing, compiling), and the rounds with their speed and the time left. None:
+            on a terminal with `rich`, in a notebook with `tqdm`, where these are installed; nothing goes into pipes
+            and files. True: there, too, in plain lines on standard error. False: never. Or an object with methods
+            phase(name), advance(round, rounds) and close(), called ten times a second at most.
 
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
@@ -118,6 +124,7 @@ def solve(
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
     for i, callback in enumerate(callbacks):
         require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
+    require_progress(progress)
     path = None if checkpoint is None else Path(checkpoint)
     key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
@@ -159,16 +166,19 @@ def solve(
     loop = Loop(
         plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), simulated=not remote, group=group
     )
-    if count_flops:
-        held = submodels.classes(algorithm, problem, clients, x, y)
-        loop.costs = known_flops(algorithm, problem, clients, x, y, held)
-        loop.ledger.flops = None if loop.costs is None else 0
-    with nullcontext() if path is None else lock.held(path.with_name(f".{path.name}.lock"), path, group):
+    alone = nullcontext() if path is None else lock.held(path.with_name(f".{path.name}.lock"), path, group)
+    with alone, showing(progress) as display:
+        display.phase(TRACING)
+        if count_flops:
+            held = submodels.classes(algorithm, problem, clients, x, y)
+            loop.costs = known_flops(algorithm, problem, clients, x, y, held)
+            loop.ledger.flops = None if loop.costs is None else 0
         going_on = group.decide(lambda: _goes_on(path, resume))
         if path is not None:
             loop.plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients, group)))
         if going_on:
             carry = loop.restore(carry, force=resume == "force")
+        loop.display = display
         run = chosen.start(algorithm, problem, clients, cohort, key, carry)
         try:
             if own and isinstance(clients, Clients):

@@ -84,7 +84,7 @@ def client_app(spec: Spec) -> Any:
 
 def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     """Play the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
-    from fedbilevel.experiments.tables import Watch
+    from fedbilevel.experiments.watch import Watch
     from fedbilevel.flower import Flower
 
     spec = configured(spec, config)
@@ -104,7 +104,8 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
             write_json(_name_file(place), {"name": name})
 
     watch = Watch(_plain_console(), next(iter(task.metrics)), spec)
-    complete(spec, place.path, callbacks=[note_name, watch], experiment=Experiment(task, algorithm_of(spec), engine))
+    experiment = Experiment(task, algorithm_of(spec), engine)
+    complete(spec, place.path, callbacks=[note_name, watch], experiment=experiment, progress=watch)
     print(f"run   {place.path.resolve()}", flush=True)
 
 

@@ -31,6 +31,7 @@ from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.progress import MEASURING, WRITING, Display, doing, showing
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
@@ -50,6 +51,7 @@ def run(
     callbacks: Sequence[Callback] = (),
     plot: bool = True,
     experiment: Experiment | None = None,
+    progress: bool | Display | None = None,
 ) -> Result:
     """Run a spec and write everything about it to a new folder.
 
@@ -60,6 +62,7 @@ def run(
         callbacks: see `fedbilevel.solve`.
         plot: draw plot.png, which needs matplotlib.
         experiment: what the spec describes, where the caller has built it already.
+        progress: see `fedbilevel.solve`.
 
     Raises:
         ConfigurationError, DataError: nothing was written.
@@ -70,7 +73,8 @@ def run(
     experiment = experiment or build(spec)
     with lock.held(place.lock, place.path):
         current_group().decide(lambda: place.claim(spec))
-        return _play(spec, place, experiment, callbacks, plot, resume=False)
+        with showing(progress) as display:
+            return _play(spec, place, experiment, callbacks, plot, display, resume=False)
 
 
 def resume(
@@ -81,6 +85,7 @@ def resume(
     plot: bool = True,
     experiment: Experiment | None = None,
     force: bool = False,
+    progress: bool | Display | None = None,
 ) -> Result:
     """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger one.
 
@@ -100,7 +105,8 @@ def resume(
             text = f"{place.path} has no checkpoint yet: its run is started again"
             warnings.warn(CheckpointWarning(text), stacklevel=2)
         how: Resume = "auto" if not begun else "force" if force else True
-        return _play(spec, place, experiment, callbacks, plot, resume=how)
+        with showing(progress) as display:
+            return _play(spec, place, experiment, callbacks, plot, display, resume=how)
 
 
 def complete(
@@ -110,15 +116,16 @@ def complete(
     callbacks: Sequence[Callback] = (),
     plot: bool = True,
     experiment: Experiment | None = None,
+    progress: bool | Display | None = None,
 ) -> None:
     """Bring a run to its end: nothing where it is finished, else go on from its checkpoint, else start it."""
     place = Folder(Path(folder))
     if place.summary.is_file():
         return
     if place.begun:
-        resume(folder, callbacks=callbacks, plot=plot, experiment=experiment)
+        resume(folder, callbacks=callbacks, plot=plot, experiment=experiment, progress=progress)
     else:
-        run(spec, folder, callbacks=callbacks, plot=plot, experiment=experiment)
+        run(spec, folder, callbacks=callbacks, plot=plot, experiment=experiment, progress=progress)
 
 
 def resumable(place: Folder, rounds: int | None) -> Spec:
@@ -147,7 +154,14 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
 
 
 def _play(
-    spec: Spec, place: Folder, experiment: Experiment, callbacks: Sequence[Callback], plot: bool, *, resume: Resume
+    spec: Spec,
+    place: Folder,
+    experiment: Experiment,
+    callbacks: Sequence[Callback],
+    plot: bool,
+    display: Display,
+    *,
+    resume: Resume,
 ) -> Result:
     if plot:
         current_group().decide(require_matplotlib)
@@ -178,7 +192,9 @@ def _play(
             checkpoint_every=spec.run.checkpoint_every,
             resume=resume,
             count_flops=True,
+            progress=display,
         )
+    doing(WRITING)
     current_group().decide(
         lambda: finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
     )
@@ -323,6 +339,7 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
         return plan.eval_every
     assert plan.budget is not None
     task, (column, amount) = experiment.task, plan.budget
+    doing(MEASURING)
     with warnings.catch_warnings(action="ignore"):  # the run itself says it again
         first = solve(
             experiment.algorithm,
@@ -334,6 +351,7 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
             cohort=plan.cohort,
             key=plan.seed,
             engine=experiment.engine,
+            progress=False,
         )
     cost = first.history.rows[-1][column]
     return max(1, int(amount * PROBE / (ROWS * cost))) if cost > 0 else 1

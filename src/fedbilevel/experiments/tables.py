@@ -1,128 +1,19 @@
-"""What people see of runs in a terminal: a moving bar (plain lines where there is no terminal), and outcomes."""
+"""The outcomes of runs, as people see them in a terminal."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
+from rich.table import Table
 
 from fedbilevel.core.metrics import text
 from fedbilevel.engines.curves import time_of
 from fedbilevel.engines.history import Row
-from fedbilevel.engines.result import Result
 from fedbilevel.experiments.layout import fitted, folding, titled
-from fedbilevel.experiments.spec import Spec
-
-WINDOW_SECONDS = 5.0  # over which the speed is taken
-
-
-class TwoLines(Progress):
-    """A bar, and below it the numbers of its tasks and their speed."""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        for task in self.tasks:
-            yield folding(f"  {task.fields['numbers']}  {task.fields['speed']}".rstrip())
-
-
-class Watch:
-    """A callback that shows how far a run is, in rounds or, where it has a budget, in exchanges or virtual time."""
-
-    def __init__(self, console: Console, metric: str, spec: Spec) -> None:
-        self.console, self.metric, self.spec = console, metric, spec
-        self.column, self.whole = spec.run.budget or ("round", float(spec.run.rounds or 0))
-        self.marks: list[tuple[float, float]] = []
-        self.progress: Progress | None = None
-        self.bar: Any = None
-
-    @contextmanager
-    def shown(self) -> Iterator[Watch]:
-        """Show the bar, if the console is a terminal, while the block runs."""
-        if not self.console.is_terminal:
-            yield self
-            return
-        self.progress = TwoLines(
-            SpinnerColumn(),
-            TextColumn("{task.fields[what]}", style="bold", table_column=Column(overflow="fold")),
-            BarColumn(bar_width=None),
-            TextColumn(
-                f"{{task.completed:,.0f}}/{{task.total:,.0f}} {self.unit}", table_column=Column(overflow="fold")
-            ),
-            console=self.console,
-            transient=True,
-            expand=True,
-        )
-        with self.progress:
-            yield self
-
-    @property
-    def unit(self) -> str:
-        return {"round": "rounds", "exchanges": "exchanges", "time": "s of the clock"}[self.column]
-
-    def done(self, result: Result) -> float:
-        return {"round": result.round, "exchanges": result.ledger.exchanges, "time": result.ledger.time}[self.column]
-
-    def start(self) -> None:
-        """Say that the program is being compiled."""
-        if self.progress is not None:
-            self.bar = self.progress.add_task("", total=self.whole, what="compiling", numbers="", speed="")
-
-    def __call__(self, result: Result, row: Row | None) -> None:
-        now = time.monotonic() - result.compile_seconds  # the speed is that of rounds
-        self.marks = [mark for mark in self.marks if now - mark[0] < WINDOW_SECONDS] or self.marks[-1:]
-        self.marks.append((now, self.done(result)))
-        if self.progress is not None:
-            what = "compiling" if len(self.marks) == 1 else "running"
-            self.progress.update(
-                self.bar,
-                completed=self.done(result),
-                what=what,
-                numbers=self.numbers(result),
-                speed=self.speed(result),
-            )
-        elif row is not None:
-            parts = (self.place(result), self.numbers(result), self.speed(result))
-            self.console.print("  ".join(part for part in parts if part), highlight=False, soft_wrap=True)
-
-    def place(self, result: Result) -> str:
-        """The progress of the run, as a text."""
-        if self.column == "exchanges":
-            return f"round {result.round}  exchange {result.ledger.exchanges}/{self.whole:.0f}"
-        if self.column == "time":
-            return f"round {result.round}  clock {result.ledger.time:,.1f}/{self.whole:g} s"
-        return f"round {result.round}/{self.whole:.0f}"
-
-    def numbers(self, result: Result) -> str:
-        """The objective and the first metric, as of the last row; the time, where it says more than the place does."""
-        row = result.history.rows[-1] if result.history.rows else {}
-        shown = {name: row[name] for name in ("outer_loss", self.metric) if name in row}
-        texts = [f"{name} {text(name, value)}" for name, value in shown.items()]
-        if self.spec.timed and self.column != "time":
-            texts.insert(0, f"clock {result.ledger.time:,.1f} s")
-        return "  ".join(texts)
-
-    def speed(self, result: Result) -> str:
-        """Rounds (or exchanges, or virtual seconds) per second of this machine, and how long it still takes."""
-        (then, before), (now, done) = self.marks[0], self.marks[-1]
-        if done == before or now <= then:
-            return ""
-        rate = (done - before) / (now - then)
-        left = max(0, self.whole - done)
-        return f"{rate:.3g} {self.unit}/s  ETA {_clock(left / rate)}"
-
-
-def _clock(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

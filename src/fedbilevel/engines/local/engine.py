@@ -39,6 +39,7 @@ from fedbilevel.engines.local.fed import (
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
 from fedbilevel.engines.local.shares import Shares
 from fedbilevel.engines.multihost import ProcessGroup, current_group
+from fedbilevel.engines.progress import COMPILING, TRACING, doing
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 from fedbilevel.engines.virtual_time.clock import Clock, Pace
@@ -226,10 +227,13 @@ class LocalRun:
         def play(carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
             return self.one_round(carry, inputs._replace(key=written_out(inputs.key)) if quick_keys else inputs)
 
+        doing(TRACING)
         _, costs, finite = jax.eval_shape(play, carry, inputs)
         everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and self.layout.shares else None
         rounds = jax.jit(partial(self.rounds, play, costs, finite), donate_argnums=0, out_shardings=everywhere)
-        return Program(rounds.lower(carry, np.int32(1), inputs).compile(), costs)
+        lowered = rounds.lower(carry, np.int32(1), inputs)
+        doing(COMPILING)
+        return Program(lowered.compile(), costs)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
         """All that shapes the program; None: it is not kept."""

@@ -24,6 +24,7 @@ from fedbilevel.engines.cohort import RoundKeys, round_keys
 from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_costs
 from fedbilevel.engines.engine import Carry, Stretch
 from fedbilevel.engines.evaluation import PerClient
+from fedbilevel.engines.progress import AWAITING, doing
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 from fedbilevel.engines.virtual_time.clock import TICK
 from fedbilevel.engines.virtual_time.in_flight import InFlight, PhaseQueue
@@ -89,6 +90,7 @@ class FlowerRun:
     def __init__(self, session: Session, key: Array) -> None:
         self.session, self.key = session, key
         self.seconds = 0.0  # that the rounds so far took
+        doing(AWAITING)
         await_clients(session)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:

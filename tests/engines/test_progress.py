@@ -1,0 +1,261 @@
+"""What people who wait are shown: phases and rounds, in the right order, never at the cost of the run."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines import progress
+from fedbilevel.engines.bar import Bar
+from fedbilevel.engines.progress import Guarded, Lines, Notebook, Silent, chosen, showing
+from fedbilevel.engines.speed import Speed
+from fedbilevel.tasks.quadratic import quadratic
+
+
+class Told:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple] = []
+
+    def phase(self, name: str) -> None:
+        self.events.append(("phase", name))
+
+    def advance(self, round: int, rounds: int) -> None:
+        self.events.append(("advance", round, rounds))
+
+    def close(self) -> None:
+        self.events.append(("close",))
+
+    @property
+    def phases(self) -> list[str]:
+        return [event[1] for event in self.events if event[0] == "phase"]
+
+
+class Broken(Told):
+    """A display whose terminal has gone away."""
+
+    def advance(self, round: int, rounds: int) -> None:
+        raise OSError("no terminal")
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def task():
+    return quadratic(clients=3, dim_x=2, dim_y=2)
+
+
+def solve(task, rounds=3, **options):
+    options = {"rounds": rounds, "eval_every": 1, **options}
+    return fb.solve(fb.SimFBO(local_steps=1), task.problem, task.clients, task.x0, task.y0, **options)
+
+
+def test_a_run_tells_what_it_does_and_every_round_and_its_end(task, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "SHARE", float("inf"))
+    told = Told()
+    solve(task, progress=told)
+    assert [event for event in told.events if event[0] == "advance"] == [("advance", n, 3) for n in range(4)]
+    assert told.phases == ["tracing", "tracing", "compiling"]
+    assert told.events.index(("phase", "compiling")) == told.events.index(("advance", 1, 3)) - 1
+    assert told.events[-1] == ("close",)
+    assert told.events.count(("close",)) == 1
+
+
+def test_a_resumed_run_begins_with_the_rounds_that_are_done(task, tmp_path) -> None:
+    solve(task, rounds=2, checkpoint=tmp_path / "a.npz")
+    told = Told()
+    solve(task, rounds=4, checkpoint=tmp_path / "a.npz", resume=True, progress=told)
+    rounds = [event for event in told.events if event[0] == "advance"]
+    assert (rounds[0], rounds[-1]) == (("advance", 2, 4), ("advance", 4, 4))
+
+
+def test_a_run_that_fails_closes_its_display(task) -> None:
+    told = Told()
+    with pytest.raises(fb.errors.ConfigurationError):
+        solve(task, engine=fb.Local(devices=1000), progress=told)
+    assert told.events == [("phase", "tracing"), ("close",)]
+
+
+def test_a_display_that_fails_costs_nothing_but_itself(task) -> None:
+    broken = Broken()
+    with pytest.warns(UserWarning, match="progress is not shown any more: OSError: no terminal"):
+        shown = solve(task, progress=broken)
+    assert broken.events == [("phase", "tracing"), ("close",)]
+    silent = solve(task, progress=False)
+    for one, other in zip(jax.tree.leaves(shown.state), jax.tree.leaves(silent.state), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rounds_are_shown_ten_times_a_second_and_the_last_one_always() -> None:
+    clock, told = Clock(), Told()
+    display = Guarded(told, clock)
+    for round in range(1, 41):  # every 1/32 s: from 1/32 on, the first after 0.1 s is the fourth
+        clock.now = round / 32
+        display.advance(round, 40)
+    assert [event[1] for event in told.events] == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 40]
+
+
+def test_a_slow_display_takes_a_tenth_of_the_time_at_most() -> None:
+    clock = Clock()
+
+    class Slow(Told):
+        def advance(self, round: int, rounds: int) -> None:
+            super().advance(round, rounds)
+            clock.now += 2.0
+
+    display = Guarded(slow := Slow(), clock)
+    for round in range(100):
+        clock.now += 1.0
+        display.advance(round, 1000)
+    # the first ends at second 3, 20 seconds later comes the next, and so on every 20 + 2 seconds
+    assert [event[1] for event in slow.events] == [0, 20, 40, 60, 80]
+
+
+def test_a_run_inside_another_is_not_shown_unless_it_is_handed_the_display() -> None:
+    told = Told()
+    with showing(told) as outer:
+        with showing(None) as inner:
+            inner.advance(1, 2)
+            progress.doing("compiling")
+        with showing(outer) as same:
+            same.advance(3, 4)
+        outer.advance(4, 4)
+    assert told.events == [("advance", 3, 4), ("advance", 4, 4), ("close",)]
+    progress.doing("nobody is told")
+
+
+@pytest.mark.parametrize("given", [3, "yes", object(), []])
+def test_what_is_no_display_is_refused(task, given) -> None:
+    with pytest.raises(fb.errors.ConfigurationError, match=r"progress = .*True, False, None, or an object with"):
+        solve(task, progress=given)
+
+
+def test_nothing_is_written_into_pipes_unless_asked_for(task, capsys) -> None:
+    solve(task)
+    assert capsys.readouterr() == ("", "")
+    solve(task, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[:2] == ["fedbilevel: tracing", "fedbilevel: round 0/3"]
+    assert "fedbilevel: compiling" in lines
+    assert lines[-1].startswith("fedbilevel: round 3/3")
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "rich", "kind"),
+    [
+        (Terminal, Terminal, True, Bar),
+        (Terminal, Terminal, False, Silent),
+        (Terminal, io.StringIO, True, Silent),
+        (io.StringIO, Terminal, True, Silent),
+    ],
+)
+def test_a_bar_where_both_streams_are_a_terminal_and_rich_is_there(out, err, rich, kind, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", out())
+    monkeypatch.setattr(sys, "stderr", err())
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    assert isinstance(chosen(None), kind)
+    assert isinstance(chosen(True), Lines if kind is Silent else kind)
+    assert isinstance(chosen(False), Silent)
+
+
+def test_a_terminal_shows_phase_rounds_speed_and_what_is_left(task, monkeypatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stderr", screen)
+    bar = chosen(None)
+    bar.phase("compiling")
+    bar.lines.refresh()
+    bar.speed.clock = clock = Clock()
+    bar.advance(10, 100)
+    clock.now = 2.0
+    bar.advance(30, 100)  # 20 rounds in 2 s; 70 are left
+    bar.lines.refresh()
+    bar.close()
+    text = screen.getvalue()
+    assert "compiling" in text
+    assert "30/100 rounds" in text
+    assert "10 rounds/s  ETA 0:07" in text
+
+
+class Tqdm:
+    """As much of tqdm's bar as is used."""
+
+    made: list[Tqdm] = []  # noqa: RUF012 - of all of them
+
+    def __init__(self, unit: str) -> None:
+        self.unit, self.n, self.total, self.desc, self.log = unit, 0, None, "", []
+        Tqdm.made.append(self)
+
+    def set_description(self, text: str, refresh: bool = True) -> None:
+        self.desc = text
+        self.log.append(text)
+
+    def update(self, n: int) -> None:
+        self.n += n
+
+    def unpause(self) -> None:
+        self.log.append("unpaused")
+
+    def refresh(self) -> None: ...
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+def test_a_notebook_has_tqdms_bar_where_tqdm_is_installed(task, monkeypatch) -> None:
+    Tqdm.made.clear()
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
+    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=Tqdm))
+    solve(task)
+    (bar,) = Tqdm.made
+    assert (bar.n, bar.total, bar.unit) == (3, 3, "round")
+    assert bar.log == ["tracing", "", "unpaused", "tracing", "compiling", "", "unpaused", "closed"]
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    assert isinstance(chosen(None), Silent)
+    assert isinstance(Notebook(Tqdm), Notebook)
+
+
+def test_the_speed_leaves_out_what_was_no_round() -> None:
+    clock = Clock()
+    speed = Speed(clock=clock)
+    assert speed.text(100) == ""
+    speed.mark(0)
+    speed.pause()  # compiling, and the first round
+    clock.now = 60.0
+    speed.mark(1)
+    assert speed.text(100) == ""
+    clock.now = 62.0
+    speed.mark(5)  # 4 rounds in 2 s; 95 are left
+    assert speed.text(100) == "2 rounds/s  ETA 0:48"  # 47.5 s
+    clock.now = 100.0
+    speed.mark(24)  # 19 rounds in 38 s, as no mark is younger than five seconds
+    assert speed.text(3700) == "0.5 rounds/s  ETA 2:02:32"  # 7352 s

@@ -1,0 +1,60 @@
+"""What `fedbilevel run` shows while it runs: on a terminal a bar that says what is being done, in pipes plain lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+
+import pytest
+
+from fedbilevel import cli
+
+QUADRATIC = ["run", "quadratic", "--rounds", "20", "--eval-every", "10", "--set", "clients=3"]
+
+
+def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
+    """Run the command line with its output on a pseudo-terminal: exit code, and what the terminal was sent."""
+    master, slave = os.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while chunk := os.read(master, 65536):
+                shown.append(chunk)
+        except OSError:
+            pass  # so Linux says that the other end is closed
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with monkeypatch.context() as patched, os.fdopen(slave, "w") as stream:
+        patched.setattr(sys, "stdout", stream)
+        patched.setattr(sys, "stderr", stream)
+        patched.setenv("TERM", "xterm")
+        code = cli.main(arguments)
+    reader.join(timeout=10)
+    os.close(master)
+    return code, b"".join(shown).decode()
+
+
+@pytest.mark.parametrize("length", [["--rounds", "20"], ["--exchanges", "20"]], ids=" ".join)
+def test_a_terminal_is_shown_each_phase_and_then_the_rounds(tmp_path, monkeypatch, length) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text = on_a_terminal(monkeypatch, "run", "quadratic", *length, "--set", "clients=3", "--out", "one")
+    assert code == 0
+    phases = ["measuring a round"] * ("--exchanges" in length) + ["tracing", "compiling", "writing"]
+    places = [text.index(phase) for phase in phases]
+    assert places == sorted(places)
+    assert re.search(r"20/20 (rounds|exchanges)", text)
+    assert "relative_error" in text
+
+
+def test_a_pipe_is_shown_rows_alone(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, err = run(*QUADRATIC, "--out", "two")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert "compiling" not in out.partition("quadratic · simfbo")[0]
+    assert [line.partition("  ")[0] for line in out.splitlines()[:3]] == ["round 0/20", "round 10/20", "round 20/20"]
