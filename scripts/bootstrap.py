@@ -32,6 +32,13 @@ PYPI = "https://pypi.org/simple"
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".bootstrapped"
+EVERY_RUN = (
+    "fedbilevel.cli.progress",
+    "fedbilevel.experiments.series",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+)
+NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
 
 class SetupError(Exception):
@@ -239,6 +246,17 @@ def install_project(uv: Path, env: dict[str, str]) -> None:
         call(uv, env, "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT))
 
 
+def keep_bytecode() -> None:
+    """Import once what every run imports, and let Python keep the bytecode beside it, which uv leaves out.
+
+    Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each start would else compile all of JAX's sources.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in NO_BYTECODE}
+    program = [str(VENV / "bin" / "python"), "-c", f"import {', '.join(EVERY_RUN)}"]
+    if status := subprocess.run(program, cwd=ROOT, env=env, check=False).returncode:
+        raise SetupError(f"what was installed cannot be imported (status {status}); see above.")
+
+
 def main(lock: bool) -> None:
     require_python()
     if up_to_date() and not lock:
@@ -255,6 +273,7 @@ def main(lock: bool) -> None:
         uv = install_uv()  # uv itself may have moved
     say("installing the locked packages into .venv (the first time, some 200 MB)")
     install_project(uv, env)
+    keep_bytecode()
     STAMP.write_text(fingerprint())
     say(f"done in {time.monotonic() - started:.0f} s")
 

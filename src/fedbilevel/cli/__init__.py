@@ -4,6 +4,7 @@ right."""
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from fedbilevel.cli.shared import INTERRUPTED, Add, check_names, exit_code, fail
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    if arguments is None:  # this process is ours: starting and tracing make many objects, and little garbage
+        gc.set_threshold(50_000, 20, 100)
     options = parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():
