@@ -67,6 +67,7 @@ def _check(options: argparse.Namespace) -> int:
     from fedbilevel.core.algorithm import check_solves
     from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.diagnostics.check import check_hypergradient
+    from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.loader import algorithm_class
     from fedbilevel.experiments.objects import algorithm_of, task_of
     from fedbilevel.experiments.spec import DEFAULT_TASK
@@ -88,16 +89,17 @@ def _check(options: argparse.Namespace) -> int:
     estimators = {name: algorithm_of(spec) for name, spec in specs.items()} if names else {}
     for algorithm in estimators.values():
         check_solves(algorithm, task.problem)
-    report = check_hypergradient(
-        task.problem,
-        task.population,
-        task.x0,
-        task.y0,
-        estimators=estimators,
-        draws=options.draws,
-        cohort=spec.run.cohort,
-        key=spec.run.seed,
-    )
+    with showing(None):
+        report = check_hypergradient(
+            task.problem,
+            task.population,
+            task.x0,
+            task.y0,
+            estimators=estimators,
+            draws=options.draws,
+            cohort=spec.run.cohort,
+            key=spec.run.seed,
+        )
     terminal.print(str(report), markup=False, highlight=False, soft_wrap=True)
     return OK
 
@@ -106,6 +108,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     terminal = console()
     prepare_jax()
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
+    from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.names import code_of, label
     from fedbilevel.experiments.objects import task_of
 
@@ -118,7 +121,8 @@ def _diagnose(options: argparse.Namespace) -> int:
     tune(spec)
     task = task_of(spec)
     planned = {} if options.rounds is None else {"rounds": options.rounds}
-    report = diagnose(task.problem, task.population, task.x0, task.y0, key=spec.run.seed, **planned)
+    with showing(None):
+        report = diagnose(task.problem, task.population, task.x0, task.y0, key=spec.run.seed, **planned)
     commands = []
     for name, one in specs.items():
         if code_of(one.algorithm.name):

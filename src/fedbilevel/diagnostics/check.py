@@ -20,6 +20,7 @@ from fedbilevel.diagnostics.estimates import Estimates, SamplingPlan, estimates,
 from fedbilevel.diagnostics.point import DifferentiablePoint, point, same_shapes
 from fedbilevel.diagnostics.probe import sample
 from fedbilevel.engines.engine import Engine
+from fedbilevel.engines.progress import doing
 from fedbilevel.oracles.population import Population
 
 DENSE = 500  # dim y up to which the yardstick is dense
@@ -128,6 +129,7 @@ def check_hypergradient(
         for name, given in (estimators or {}).items():
             taken = {row.name for row in rows.rows}
             require(name not in taken, "the name of an estimator", name, f"none of {sorted(taken)}")
+            doing(f"drawing estimates of {name}")
             if isinstance(given, Algorithm):
                 drawn = sample(
                     given, at.problem, clients, at.x, found.inner.y, draws=draws, cohort=cohort, engine=engine, key=key

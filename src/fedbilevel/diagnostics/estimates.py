@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from fedbilevel.core.problem import ImplicitTerm
 from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.progress import doing
 from fedbilevel.oracles.exact import ExactHypergradient, dense_implicit, implicit_by_cg, implicit_with
 from fedbilevel.oracles.finite_differences import Inner, Slopes, slopes, solve_inner
 from fedbilevel.oracles.inverse import Solution, neumann
@@ -53,21 +54,25 @@ class Estimates:
 
 def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPlan) -> Estimates:
     """Everything but the local hypergradient."""
+    doing("solving the inner problem")
     if plan.solve_inner:
         inner = solve_inner(population, x, start)
     else:
         norm, zero = optax.tree.norm(population.inner.gradients(x, start)[1]), jnp.asarray(0)
         inner = Inner(start, norm, zero, zero, jnp.asarray(False))
     y = inner.y
+    doing("comparing hypergradients")
     spectrum = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, plan.seed, iterations=100)
     scale = max(abs(spectrum.smallest), abs(spectrum.largest))
     step = plan.step or (1 / scale if scale else 1.0)
     by_cg, system = implicit_by_cg(population, x, y, tolerance=CG_TOLERANCE)
     drawn = None
     if plan.solve_inner:
+        doing("finite differences")
         # truncation is of order h⁴, rounding of order ε/h: 1e-10 is enough, and a narrow step meets fewer kinks
         width = float(np.finfo(np.float64).eps) ** (1 / 3) * max(1.0, float(optax.tree.norm(x)))
         drawn = slopes(population, x, y, plan.seed, directions=plan.directions, width=width)
+        doing("comparing hypergradients")
     return Estimates(
         inner=inner,
         spectrum=spectrum,

@@ -14,6 +14,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.diagnostics.affine import Affine, affine
 from fedbilevel.diagnostics.response import Response, response
+from fedbilevel.engines.progress import doing
 from fedbilevel.oracles.lanczos import Extremes, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total
 
@@ -60,16 +61,22 @@ def measure(
     """Float64 must be switched on. δ lifts the inner Hessian's eigenvalues to L/rounds where μ is below that."""
     population = Population.of(problem, clients, max_samples)
     few = Population.of(problem, clients, min(max_samples, RESPONSE_SAMPLES))
+    doing("measuring curvature at the start")
     here = curvature(population, x, y, seed)
     low, high = here.inner.smallest, here.inner.largest
     delta = 0.0 if low >= high / rounds else high / rounds - min(low, 0.0)
+    doing("measuring how y*(x) and Φ respond")
     found = response(few, x, y, delta, seed)
+    there = curvature(population, x, found.y, seed)
+    doing("measuring how much clients differ")
+    apart = spread(problem, clients, x, y, max_samples, seed)
+    doing("measuring single samples")
     return Measurements(
         delta=delta,
         here=here,
-        there=curvature(population, x, found.y, seed),
+        there=there,
         response=found,
-        spread=spread(problem, clients, x, y, max_samples, seed),
+        spread=apart,
         sample=single_sample(Population.of(problem, clients, SAMPLES).inner, x, y, seed),
         samples=population.counts,
         response_samples=few.counts,
