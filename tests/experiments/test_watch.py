@@ -64,9 +64,10 @@ def test_a_pipe_is_shown_rows_alone(run, tmp_path, monkeypatch) -> None:
     ("command", "phases"),
     [
         (["diagnose"], ["measuring curvature at the start", "measuring how y*(x) and Φ respond"]),
-        (
+        pytest.param(
             ["check", "--algorithm", "fednest", "--draws", "2"],
             ["comparing hypergradients", "drawing estimates of fednest"],
+            marks=pytest.mark.slow,
         ),
     ],
 )
