@@ -32,11 +32,14 @@ PYPI = "https://pypi.org/simple"
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".bootstrapped"
-EVERY_RUN = (
+STARTED_OFTEN = (  # what runs and the processes of a federation import
     "fedbilevel.cli.progress",
     "fedbilevel.experiments.series",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
+    "flwr.cli.app",
+    "flwr.supernode.cli",
+    "flwr.superlink.cli",
 )
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
@@ -247,12 +250,12 @@ def install_project(uv: Path, env: dict[str, str]) -> None:
 
 
 def keep_bytecode() -> None:
-    """Import once what every run imports, and let Python keep the bytecode beside it, which uv leaves out.
+    """Import once what is started often, and let Python keep the bytecode beside it, which uv leaves out.
 
     Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each start would else compile all of JAX's sources.
     """
     env = {name: value for name, value in os.environ.items() if name not in NO_BYTECODE}
-    program = [str(VENV / "bin" / "python"), "-c", f"import {', '.join(EVERY_RUN)}"]
+    program = [str(VENV / "bin" / "python"), "-c", f"import {', '.join(STARTED_OFTEN)}"]
     if status := subprocess.run(program, cwd=ROOT, env=env, check=False).returncode:
         raise SetupError(f"what was installed cannot be imported (status {status}); see above.")
 
