@@ -17,6 +17,7 @@ from fedbilevel.algorithms import ALGORITHMS, FedAvg
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import catalogue, facts, listing
 from fedbilevel.experiments.fields import complete, of_function
+from fedbilevel.experiments.loader import registry_kept
 from fedbilevel.tasks import TASKS
 
 
@@ -86,6 +87,21 @@ def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
     assert mine.needs == "patience, and luck"
     assert mine.exchanges == "one"
     assert mine.good_for == catalogue.MISSING
+
+
+def test_facts_about_a_users_own_algorithm_are_read_from_its_code(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        'from fedbilevel import FedAvg\n\n\nclass Mine(FedAvg):\n    """A method of mine. Needs: patience."""\n\n'
+        '    name = "mine"\n    local_steps: int = 17\n'
+    )
+    console = Console(width=200, file=io.StringIO(), record=True)
+    with registry_kept():
+        console.print(listing.algorithms_table(200, f"{tmp_path}/own.py:Mine"))
+        console.print(listing.algorithm_fields_table(200, f"{tmp_path}/own.py:Mine"))
+    text = console.export_text()
+    assert all(words in text for words in ("own.py:Mine", "A method of mine", "patience", "local_steps=17"))
+    with pytest.raises(ConfigurationError, match=r"own\.py 'Yours' \(allowed: Mine\)"):
+        listing.algorithms_table(200, f"{tmp_path}/own.py:Yours")
 
 
 def test_who_trains_submodels_is_said() -> None:
