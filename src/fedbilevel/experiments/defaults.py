@@ -7,7 +7,8 @@ from typing import Any
 
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.fields import complete, of_class, shared_by
-from fedbilevel.experiments.loader import algorithm_class, code_of, label
+from fedbilevel.experiments.loader import algorithm_class
+from fedbilevel.experiments.names import code_of, label
 from fedbilevel.experiments.presets import preset
 from fedbilevel.experiments.spec import Spec
 
