@@ -67,6 +67,11 @@ def task():
     return quadratic(clients=3, dim_x=2, dim_y=2)
 
 
+@pytest.fixture(autouse=True)
+def programs_of_its_own():
+    fb.Local.forget()
+
+
 def solve(task, rounds=3, **options):
     options = {"rounds": rounds, "eval_every": 1, **options}
     return fb.solve(fb.SimFBO(local_steps=1), task.problem, task.clients, task.x0, task.y0, **options)
