@@ -161,6 +161,7 @@ def test_what_is_no_display_is_refused(task, given) -> None:
 def test_nothing_is_written_into_pipes_unless_asked_for(task, capsys) -> None:
     solve(task)
     assert capsys.readouterr() == ("", "")
+    fb.Local.forget()
     solve(task, progress=True)
     out, err = capsys.readouterr()
     assert out == ""
