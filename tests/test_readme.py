@@ -87,7 +87,7 @@ def test_installing_is_explained_before_it_is_needed_and_never_by_a_name_on_an_i
     by_name = re.compile(r"""(pip install|dependencies = \[)\s*["']?fedbilevel""")
     assert [str(file) for file in files if by_name.search(file.read_text(encoding="utf-8"))] == []
     assert by_name.search('pip install "fedbilevel[cli]"')
-    assert by_name.search('dependencies = ["fedbilevel[cli,flower]==0.1.0"]')
+    assert by_name.search('dependencies = ["fedbilevel[cli,flower]==0.2.0"]')
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))

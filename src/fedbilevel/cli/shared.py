@@ -182,13 +182,9 @@ def console(quiet: bool = False) -> Console:
 
 def prepare_jax() -> None:
     """Keep compiled programs between runs, so that the second start is quick. JAX's own settings come first."""
-    import jax
+    from fedbilevel.engines.disk_cache import keep_on_disk
 
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        jax.config.update("jax_compilation_cache_dir", str(cache / "fedbilevel" / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    keep_on_disk()
 
 
 def tune(spec: Spec) -> None:

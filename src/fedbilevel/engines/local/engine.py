@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.costs import RoundCosts, packed, unpacked
+from fedbilevel.engines.disk_cache import MEGABYTES, keep_on_disk
 from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
 from fedbilevel.engines.kept import PROGRAMS, forget, trace_key
 from fedbilevel.engines.local.fed import (
@@ -138,6 +140,20 @@ class Local:
     def forget() -> None:
         """Free the compiled programs that this process keeps for later runs of the same shapes, the latest 32."""
         forget()
+
+    @staticmethod
+    def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:
+        """Keep compiled programs on disk for later processes, as the command line does: JAX's persistent cache.
+
+        Args:
+            folder: None is fedbilevel/programs in the user's cache, or, where it is set, JAX_COMPILATION_CACHE_DIR,
+                whose other settings then stay as they are.
+            megabytes: beyond these the programs that were not used for longest are removed.
+
+        Returns:
+            The folder.
+        """
+        return keep_on_disk(folder, megabytes)
 
     def mesh(self, group: ProcessGroup) -> Mesh | None:
         """The devices to use: none named where one will do, else one axis, or two where there are several processes."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbilevel.core.errors import FedbilevelError
+from fedbilevel.engines.disk_cache import keep_on_disk
 from fedbilevel.flower.client.site import ClientRuntime, Site, in_words
 from fedbilevel.flower.client.store import ContextStore
 from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
@@ -52,8 +51,5 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
 
 def keep_compiled_programs() -> None:
     """Keep compiled programs on disk: Flower's stock SuperNode starts a new process for every message."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR") and jax.config.values["jax_compilation_cache_dir"] is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        jax.config.update("jax_compilation_cache_dir", str(cache / "fedbilevel" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        keep_on_disk()

@@ -1,0 +1,49 @@
+"""Programs on disk serve later processes, and do not grow without bound."""
+
+import subprocess
+import sys
+
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines import disk_cache
+
+PROGRAM = """
+import sys
+import fedbilevel as fb
+from fedbilevel.tasks.quadratic import quadratic
+
+fb.Local.keep_on_disk(sys.argv[1], megabytes=int(sys.argv[2]))
+task = quadratic(clients=2)
+fb.solve(fb.FedBiO(local_steps=1), task.problem, task.clients, task.x0, task.y0, rounds=1)
+"""
+
+
+def programs(folder, megabytes):
+    """The files of the programs that are in the folder after a process used it."""
+    subprocess.run([sys.executable, "-c", PROGRAM, str(folder), str(megabytes)], check=True)
+    return {file.name for file in folder.glob("*-cache")}
+
+
+def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
+    first = programs(tmp_path, 100)
+    assert first
+    assert programs(tmp_path, 100) == first
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, "10"])
+def test_a_bound_that_is_none_is_refused(given, tmp_path):
+    with pytest.raises(fb.errors.ConfigurationError, match="megabytes"):
+        fb.Local.keep_on_disk(tmp_path, megabytes=given)
+
+
+def test_what_jax_is_told_by_the_environment_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(disk_cache.jax.config, "update", lambda *_: pytest.fail("a setting was changed"))
+    assert fb.Local.keep_on_disk() == tmp_path
+
+
+def test_the_missing_package_is_named_with_what_brings_it(monkeypatch):
+    monkeypatch.setattr(disk_cache.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(fb.errors.ConfigurationError, match=r'filelock.*pip install "\.\[cli\]"'):
+        fb.Local.keep_on_disk()
