@@ -1,0 +1,40 @@
+"""AFBO by hand: a loop over inner and outer exchanges, each of which goes on with everyone's last answers."""
+
+import jax
+import jax.numpy as jnp
+
+from peers.arrivals import IDLE, Lane, exchange
+from peers.common import move
+from peers.lfednest import descent, hypergradient
+
+
+def program(problem, *, wait_for, local_steps, batch_size, terms):
+    """run((x, y), data, weights, (η, β, Neumann step, α, ticks of an answer), key, rounds) -> (x, y)."""
+
+    @jax.jit
+    def run(start, data, weights, steps, key, rounds):
+        client_lr, lr, shrink, outer_lr, lasts = steps
+        count, none = len(weights), jnp.zeros(len(weights), jnp.int32)
+
+        def once(r, carry):
+            x, y, *under_way = carry
+            first, second = jax.random.split(jax.random.fold_in(key, r))
+            walk = client_lr * local_steps  # the mean gradient is how far the local steps go, over η
+
+            def gradients(own, i):
+                change = descent(problem, x, y, own, jax.random.fold_in(first, i), local_steps, batch_size, walk)
+                return jax.tree.map(lambda a: -a / walk, change)
+
+            g, *under_way = exchange(0, gradients, *under_way, lasts, wait_for, data, weights)
+            y = move(y, lr, g)
+            outer = lambda own, i: hypergradient(  # noqa: E731
+                problem, x, y, own, jax.random.fold_in(second, i), batch_size, terms, shrink, False
+            )
+            h, *under_way = exchange(1, outer, *under_way, lasts, wait_for, data, weights)
+            return move(x, outer_lr, h), y, *under_way
+
+        empty = [jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), one) for one in (start[1], start[0])]
+        lanes = [Lane(one, none > 0, one, none, jnp.int32(0), jnp.int32(0)) for one in empty]
+        return jax.lax.fori_loop(0, rounds, once, (*start, lanes, none + IDLE, none))[:2]
+
+    return run

@@ -1,0 +1,49 @@
+"""What all hand-written programs share: trees, batches, cohorts and means over clients."""
+
+import jax
+import jax.numpy as jnp
+
+
+def move(point, lr, direction):
+    """point − lr·direction, for trees."""
+    return jax.tree.map(lambda a, d: a - lr * d, point, direction)
+
+
+def dot(a, b):
+    """⟨a, b⟩, for trees."""
+    return sum(jnp.vdot(u, v) for u, v in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def zeros(tree):
+    """Zeros of the same shapes."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def batch(samples, size, key, count):
+    """`count` of a client's samples, drawn with replacement from its first `size`; None: all that are stored."""
+    if count is None:
+        return samples
+    chosen = (jax.random.uniform(key, (count,)) * size).astype(jnp.int32)
+    return jax.tree.map(lambda a: a[chosen], samples)
+
+
+def asked(key, data, weights, cohort):
+    """The data, weights and keys of a cohort drawn without replacement; None: of everyone."""
+    if cohort is not None:
+        ids = jax.random.choice(key, len(weights), (cohort,), replace=False)
+        data, weights = jax.tree.map(lambda a: a[ids], (data, weights))
+    return data, weights, jax.random.split(key, len(weights))
+
+
+def mean(phase, data, weights, keys, one_by_one=False):
+    """Σ w_i phase(data_i, key_i), for trees; clients side by side or, where each fills the processor, in turn."""
+    if not one_by_one:
+        return jax.tree.map(lambda a: jnp.tensordot(weights, a, 1), jax.vmap(phase)(data, keys))
+
+    def add(total, client):
+        data, weight, key = client
+        return jax.tree.map(lambda t, a: t + weight * a, total, phase(data, key)), None
+
+    shapes = jax.eval_shape(lambda: phase(*jax.tree.map(lambda a: a[0], (data, keys))))
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(add, start, (data, weights, keys))[0]

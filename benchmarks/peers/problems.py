@@ -1,0 +1,119 @@
+"""The problems on which libraries and hand-written programs are compared: plain functions and arrays."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TRACED = {"outer": 0}
+"""How often the user's outer loss ran in Python: each time that something traced it."""
+
+
+def made(outer, features, head, **rest):
+    """A problem whose inner loss is head(features(x, batch), y)."""
+
+    def counted(*arguments):
+        TRACED["outer"] += 1
+        return outer(*arguments)
+
+    inner = lambda x, y, batch: head(features(x, batch), y)  # noqa: E731
+    return SimpleNamespace(outer=counted, inner=inner, features=features, head=head, **rest)
+
+
+def quadratic(clients=6, dim_x=5, dim_y=8, samples=(5, 10), seed=0, dtype=np.float32):
+    """The library's quadratic task, drawn at once for many clients: the inner Hessians differ, and so do their axes."""
+    rng = np.random.default_rng(seed)
+    most = samples[1]
+    axes = np.linalg.qr(rng.normal(size=(clients, dim_y, dim_y)))[0]
+    own = {
+        "A": np.einsum("cij,j,ckj->cik", axes, np.geomspace(0.1, 1, dim_y), axes),
+        "B": rng.normal(size=(clients, dim_y, dim_x)) / np.sqrt(dim_x * dim_y),
+        "c": rng.normal(size=(clients, dim_y)),
+        "D": np.einsum("ci,ij->cij", 1 + rng.uniform(size=(clients, dim_y)), np.eye(dim_y)),
+        "E": rng.normal(size=(clients, dim_x, dim_y)) / (2 * np.sqrt(dim_x * dim_y)),
+        "t": rng.normal(size=(clients, dim_y)),
+    }
+    rows = {name: np.repeat(a[:, None], most, axis=1) for name, a in own.items()}
+    for name in "ct":
+        rows[name] = rows[name] + 0.1 * rng.normal(size=rows[name].shape)
+    rows = {name: a.astype(dtype) for name, a in rows.items()}
+    sizes = [rng.integers(samples[0], most + 1, clients).astype(np.int32) for _ in range(2)]
+    weights = rng.uniform(0.5, 2.0, clients)
+
+    def outer(x, y, batch):
+        gap = y - batch["t"]
+        value = 0.5 * jnp.einsum("ni,nij,nj->n", gap, batch["D"], gap) + jnp.einsum("i,nij,j->n", x, batch["E"], y)
+        return jnp.mean(value) + 0.5 * jnp.vdot(x, x)
+
+    def features(x, batch):
+        return {"A": batch["A"], "b": jnp.einsum("nij,j->ni", batch["B"], x) + batch["c"]}
+
+    def head(rows, y):
+        return jnp.mean(0.5 * jnp.einsum("i,nij,j->n", y, rows["A"], y) - rows["b"] @ y)
+
+    return made(
+        outer, features, head,
+        data={"outer": {k: rows[k] for k in "DEt"}, "inner": {k: rows[k] for k in "ABc"},
+              "outer_size": sizes[0], "inner_size": sizes[1]},
+        weights=(weights / weights.sum()).astype(dtype), x=jnp.zeros(dim_x, dtype), y=jnp.zeros(dim_y, dtype),
+    )  # fmt: skip
+
+
+def images(clients=100, samples=300, pixels=784, hidden=200, classes=10, ridge=5e-4, seed=0, dtype=np.float32):
+    """MNIST's shapes: x the hidden layer, y the head with a ridge; random images, which cost what real ones do."""
+    rng = np.random.default_rng(seed)
+
+    def half():
+        drawn = rng.normal(size=(clients, samples, pixels)).astype(dtype)
+        return {"image": drawn, "label": rng.integers(0, classes, size=(clients, samples)).astype(np.int32)}
+
+    def layer(into, out):
+        bound = into**-0.5
+        return {"weight": jnp.asarray(rng.uniform(-bound, bound, (into, out)), dtype), "bias": jnp.zeros(out, dtype)}
+
+    def forward(x, batch):
+        return {
+            "hidden": jax.nn.relu(batch["image"] @ x[0]["weight"] + x[0]["bias"]),
+            "label": batch["label"],
+        }
+
+    def entropy(rows, y):
+        scores = jax.nn.log_softmax(rows["hidden"] @ y["weight"] + y["bias"])
+        return -jnp.mean(jnp.take_along_axis(scores, rows["label"][:, None], 1))
+
+    def head(rows, y):
+        return entropy(rows, y) + ridge * sum((leaf**2).sum() for leaf in jax.tree.leaves(y))
+
+    sizes = np.full(clients, samples, np.int32)
+    return made(
+        lambda x, y, batch: entropy(forward(x, batch), y), forward, head,
+        data={"outer": half(), "inner": half(), "outer_size": sizes, "inner_size": sizes},
+        weights=np.full(clients, 1 / clients, dtype), x=[layer(pixels, hidden)], y=layer(hidden, classes),
+    )  # fmt: skip
+
+
+def location(clients=8, targets=1000, dim=10, seed=0, dtype=np.float32):
+    """FISM's location problem: of all points nearest to balls on average, the one nearest to an anchor."""
+    rng = np.random.default_rng(seed)
+    anchor, start = rng.uniform(-10, 10, (2, dim)).astype(dtype)
+    most = -(-targets // clients)
+    data = {
+        "center": rng.uniform(-10, 10, (clients, most, dim)).astype(dtype),
+        "radius": rng.uniform(0, 1, (clients, most)).astype(dtype),
+    }
+    sizes = np.array([targets // clients + (i < targets % clients) for i in range(clients)], np.int32)
+
+    def distances(x, batch):
+        square = jnp.sum((x - batch["center"]) ** 2, axis=-1)
+        outside = square > batch["radius"] ** 2
+        return jnp.mean(jnp.where(outside, jnp.sqrt(jnp.where(outside, square, 1)) - batch["radius"], 0))
+
+    def counted(x, batch):
+        TRACED["outer"] += 1
+        return distances(x, batch)
+
+    return SimpleNamespace(
+        outer=lambda x: jnp.sum((x - anchor) ** 2) / 2, inner=counted, project=lambda x: jnp.clip(x, -10, 10),
+        data=data, sizes=sizes, mask=np.arange(most) < sizes[:, None], x=jnp.asarray(start),
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""RABO by hand on a network of one hidden layer: each class of capacity trains the neurons that weigh most."""
+
+import jax
+import jax.numpy as jnp
+
+from peers.common import mean, move
+from peers.lfednest import descent, hypergradient
+
+
+def cut(x, y, units):
+    """The submodel of these hidden units."""
+    small = [{"weight": x[0]["weight"][:, units], "bias": x[0]["bias"][units]}]
+    return small, {"weight": y["weight"][units], "bias": y["bias"]}
+
+
+def put(small, whole, units, part):
+    """`small` in the places of these units, zeros in all others; of x's or of y's shape."""
+    empty = jax.tree.map(jnp.zeros_like, whole)
+    if part == "x":
+        weight, bias = empty[0]["weight"], empty[0]["bias"]
+        return [{"weight": weight.at[:, units].set(small[0]["weight"]), "bias": bias.at[units].set(small[0]["bias"])}]
+    return {"weight": empty["weight"].at[units].set(small["weight"]), "bias": small["bias"]}
+
+
+def program(problem, *, kept, local_steps, batch_size, terms):
+    """run((x, y), data, weights, (β, Neumann step, α), key, rounds) -> (x, y); `kept`: of each class, how many units.
+
+    `data` and `weights` are lists, one entry for each class.
+    """
+
+    @jax.jit
+    def run(start, data, weights, steps, key, rounds):
+        lr, shrink, outer_lr = steps
+
+        def once(r, carry):
+            x, y = carry
+            importance = (x[0]["weight"] ** 2).sum(0) + x[0]["bias"] ** 2 + (y["weight"] ** 2).sum(1)
+            order = jnp.argsort(-importance, stable=True)
+            units = [jnp.sort(order[:count]) for count in kept]
+
+            def over(phase, part, whole, key):
+                """Entry by entry the mean over those who hold it."""
+                total, held = jax.tree.map(jnp.zeros_like, whole), jax.tree.map(jnp.zeros_like, whole)
+                for number, (own, w, mine) in enumerate(zip(data, weights, units, strict=True)):
+                    keys = jax.random.split(jax.random.fold_in(key, number), len(w))
+                    small = mean(lambda o, k, mine=mine: phase(*cut(x, y, mine), o, k), own, w, keys)
+                    ones = jax.tree.map(lambda a, w=w: jnp.full(a.shape, w.sum()), small)
+                    total = jax.tree.map(jnp.add, total, put(small, whole, mine, part))
+                    held = jax.tree.map(jnp.add, held, put(ones, whole, mine, part))
+                return jax.tree.map(lambda t, h: t / jnp.where(h > 0, h, 1), total, held)
+
+            first, second = jax.random.split(jax.random.fold_in(key, r))
+            y = move(y, -1, over(lambda *a: descent(problem, *a, local_steps, batch_size, lr), "y", y, first))
+            ask = lambda *a: hypergradient(problem, *a, batch_size, terms, shrink, False)  # noqa: E731
+            return move(x, outer_lr, over(ask, "x", x, second)), y
+
+        return jax.lax.fori_loop(0, rounds, once, start)
+
+    return run

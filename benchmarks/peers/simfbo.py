@@ -1,0 +1,50 @@
+"""SimFBO by hand: every client of a cohort steps on (x, y, v) at once, the server steps along the mean of the sums."""
+
+import jax
+import jax.numpy as jnp
+
+from peers.common import asked, batch, dot, mean, move
+
+
+def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
+    """run((x, y, v), data, weights, (client's steps, server's steps, radius), key, rounds) -> (x, y, v)."""
+
+    def directions(iterate, outer_batch, inner_batch):
+        x, y, v = iterate
+
+        def surrogate(x, y):
+            slope = jax.grad(problem.inner, 1)(x, y, inner_batch)
+            return problem.outer(x, y, outer_batch) - dot(slope, v), slope
+
+        (dx, minus_dv), dy = jax.grad(surrogate, (0, 1), has_aux=True)(x, y)
+        return dx, dy, jax.tree.map(jnp.negative, minus_dv)
+
+    @jax.jit
+    def run(iterate, data, weights, steps, key, rounds):
+        local, server, radius = steps
+
+        def once(r, iterate):
+            own, w, keys = asked(jax.random.fold_in(key, r), data, weights, cohort)
+
+            def client(own, key):
+                def step(here, key):
+                    first, second = jax.random.split(key)
+                    outer_batch = batch(own["outer"], own["outer_size"], first, batch_size)
+                    inner_batch = batch(own["inner"], own["inner_size"], second, batch_size)
+                    found = directions(here, outer_batch, inner_batch)
+                    return tuple(map(move, here, local, found)), None
+
+                end, _ = jax.lax.scan(step, iterate, jax.random.split(key, local_steps))
+                return tuple(
+                    jax.tree.map(lambda a, b, lr=lr: (a - b) / lr, a, b)
+                    for a, b, lr in zip(iterate, end, local, strict=True)
+                )
+
+            q = mean(client, own, w * (len(weights) / len(w)), keys, one_by_one)
+            x, y, v = map(move, iterate, server, q)
+            norm = jnp.sqrt(dot(v, v))
+            return x, y, jax.tree.map(lambda a: a * jnp.where(norm > radius, radius / norm, 1), v)
+
+        return jax.lax.fori_loop(0, rounds, once, iterate)
+
+    return run
