@@ -30,7 +30,7 @@ def batch(samples, size, key, count):
 def asked(key, data, weights, cohort):
     """The data, weights and keys of a cohort drawn without replacement; None: of everyone."""
     if cohort is not None:
-        ids = jax.random.choice(key, len(weights), (cohort,), replace=False)
+        ids = jax.lax.top_k(jax.random.uniform(key, (len(weights),)), cohort)[1]  # a twentieth of random.choice
         data, weights = jax.tree.map(lambda a: a[ids], (data, weights))
     return data, weights, jax.random.split(key, len(weights))
 

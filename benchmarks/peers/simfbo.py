@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from peers.common import asked, batch, dot, mean, move
+from peers.common import asked, dot, mean, move
 
 
 def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
@@ -24,14 +24,18 @@ def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
         local, server, radius = steps
 
         def once(r, iterate):
-            own, w, keys = asked(jax.random.fold_in(key, r), data, weights, cohort)
+            ids, w, keys = asked(jax.random.fold_in(key, r), jnp.arange(len(weights)), weights, cohort)
 
-            def client(own, key):
+            def batch(kind, i, key):
+                if batch_size is None:
+                    return jax.tree.map(lambda a: a[i], data[kind])
+                chosen = (jax.random.uniform(key, (batch_size,)) * data[f"{kind}_size"][i]).astype(jnp.int32)
+                return jax.tree.map(lambda a: a[i, chosen], data[kind])
+
+            def client(i, key):
                 def step(here, key):
                     first, second = jax.random.split(key)
-                    outer_batch = batch(own["outer"], own["outer_size"], first, batch_size)
-                    inner_batch = batch(own["inner"], own["inner_size"], second, batch_size)
-                    found = directions(here, outer_batch, inner_batch)
+                    found = directions(here, batch("outer", i, first), batch("inner", i, second))
                     return tuple(map(move, here, local, found)), None
 
                 end, _ = jax.lax.scan(step, iterate, jax.random.split(key, local_steps))
@@ -40,7 +44,7 @@ def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
                     for a, b, lr in zip(iterate, end, local, strict=True)
                 )
 
-            q = mean(client, own, w * (len(weights) / len(w)), keys, one_by_one)
+            q = mean(client, ids, w * (len(weights) / len(w)), keys, one_by_one)
             x, y, v = map(move, iterate, server, q)
             norm = jnp.sqrt(dot(v, v))
             return x, y, jax.tree.map(lambda a: a * jnp.where(norm > radius, radius / norm, 1), v)
