@@ -10,8 +10,9 @@ unknowns    10² to 10⁷ in each of x and y, 4 clients with one sample for each
 local steps 1 to 100 of 100 clients, 100 unknowns, 4 samples
 
 Measured are processor seconds of the first call, with its one round; milliseconds of a round after that, by the wall
-clock; the peak memory of the process, what importing takes included. Slopes are fitted to the three largest sizes. A
-size that takes over three minutes, or more memory than there may be, is left with a word, and so are larger ones.
+clock; the peak memory of the process, what importing takes included, or on a GPU of the device. Slopes are fitted to
+the three largest sizes. A size that takes over three minutes, or more memory than there may be, is left with a word,
+and so are larger ones.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from machine import describe
+from machine import describe, peak_mb
 
 SECONDS = 180
 DECADES = {"clients": range(1, 7), "cohorts": range(1, 7), "unknowns": range(2, 8)}
@@ -70,8 +71,7 @@ def measure(clients: int, dim: int, samples: int, local_steps: int, cohort: int 
     stretch = int(np.clip(0.2 / max(float(probe[-1] - probe[-2]) / 2, 1e-6), 1, 300))
     seconds = fb.solve(method, *given, rounds=5 * stretch, cohort=cohort, eval_every=stretch).history["seconds"]
     each = np.diff(np.asarray(seconds, float))[1:] / stretch  # the first stretch warms up
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"first": first, "round_ms": 1e3 * float(np.median(each)), "memory_mb": memory}
+    return {"first": first, "round_ms": 1e3 * float(np.median(each)), "memory_mb": peak_mb()}
 
 
 def processor_seconds() -> float:
@@ -111,12 +111,13 @@ def resident_gib(pid: int) -> float:
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30 if len(pages) > 1 else 0.0
 
 
-def slope(points: dict[int, dict[str, float]], measure: str) -> float:
-    """The power of the size that a measure grows with, over the three largest sizes."""
+def fitted(points: dict[int, dict[str, float]], measure: str) -> tuple[list[int], float, list[float]]:
+    """The three largest sizes, the power of the size that a measure grows with there, and the fitted measures."""
     last = sorted(points)[-3:]
     if len(last) < 2:
-        return float("nan")
-    return float(np.polyfit(np.log(last), np.log([points[size][measure] for size in last]), 1)[0])
+        return last, float("nan"), [points[size][measure] for size in last]
+    power, offset = np.polyfit(np.log(last), np.log([points[size][measure] for size in last]), 1)
+    return last, float(power), [float(np.exp(offset + power * np.log(size))) for size in last]
 
 
 def draw(found: dict[str, dict[int, dict[str, float]]], words: dict[str, str], path: Path) -> None:
@@ -134,12 +135,9 @@ def draw(found: dict[str, dict[int, dict[str, float]]], words: dict[str, str], p
         for row, (key, title) in enumerate(MEASURES.items()):
             panel = panels[row][column]
             panel.loglog(sizes, [points[size][key] for size in sizes], "o-", color="tab:blue", markersize=4)
-            last = sizes[-3:]
-            if len(last) > 1:
-                power, top = slope(points, key), points[last[-1]][key]
-                fitted = [top * (size / last[-1]) ** power for size in last]
-                panel.loglog(last, fitted, "--", color="tab:orange", label=f"slope {power:.2f}")
-                panel.legend(loc="upper left", frameon=False)
+            last, power, line = fitted(points, key)
+            panel.loglog(last, line, "--", color="tab:orange", label=f"slope {power:.2f}")
+            panel.legend(loc="upper left", frameon=False)
             panel.grid(alpha=0.3)
             if column == 0:
                 panel.set_ylabel(title)
@@ -147,6 +145,12 @@ def draw(found: dict[str, dict[int, dict[str, float]]], words: dict[str, str], p
         panels[-1][column].set_xlabel(axis if axis != "cohorts" else "clients")
         if axis in words:
             panels[-1][column].text(0.97, 0.03, words[axis], transform=panels[-1][column].transAxes, ha="right")
+    for key, row in zip(MEASURES, panels, strict=True):
+        every = [point[key] for points in found.values() for point in points.values()]
+        middle = np.sqrt(min(every) * max(every))
+        row[0].set_ylim(
+            min(min(every) / 1.5, middle / 10), max(max(every) * 3, middle * 10)
+        )  # two decades at the least
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -185,7 +189,7 @@ def main() -> None:
             points[size] = point
             say(f"| {axis} | {size:,} | {point['first']:.2f} | {point['round_ms']:.3f} | {point['memory_mb']:.0f} |")
         if points:
-            say(f"| {axis} | slope | " + " | ".join(f"{slope(points, key):.2f}" for key in MEASURES) + " |")
+            say(f"| {axis} | slope | " + " | ".join(f"{fitted(points, key)[1]:.2f}" for key in MEASURES) + " |")
     say(f"\nload {', '.join(f'{one:.1f}' for one in os.getloadavg())} at the end")
     draw({axis: points for axis, points in found.items() if points}, words, options.picture)
     if options.out:

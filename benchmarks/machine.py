@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import time
 
 import numpy as np
@@ -18,6 +19,16 @@ def describe() -> str:
         f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, jax {jax.__version__}, "
         f"{device.platform} ({device.device_kind})"
     )
+
+
+def peak_mb() -> float:
+    """The most memory so far: of JAX's device where it says so, as GPUs do, else of this process."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def gemm_rate(size: int = 1024, repeats: int = 10) -> float:
