@@ -47,6 +47,7 @@ from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 from fedbilevel.engines.virtual_time.clock import Clock, Pace
 from fedbilevel.engines.virtual_time.in_flight import nonfinite_answers, with_tables
 
+FEW = 64  # samples
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
 
 
@@ -111,9 +112,9 @@ class Local:
             population=len(clients),
             cohort=cohort,
             fresh=algorithm.extra_cohorts,
-            outer_longest=int(clients.outer.size.max()),
+            outer_longest=longest_in_steps(clients.outer.size),
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
-            inner_longest=int(clients.inner.size.max()),
+            inner_longest=longest_in_steps(clients.inner.size),
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
             has_client_steps=clients.local_steps is not None,
             chunk=chunk,
@@ -172,6 +173,16 @@ class Local:
         if len(own) > 1:
             return Mesh(chosen, (HOST, AXIS))
         return Mesh(chosen[0], (AXIS,)) if self.devices > 1 else None
+
+
+def longest_in_steps(sizes: np.ndarray) -> int:
+    """How many samples a client's whole batch is padded to: the most that a client has; where clients are small and
+    unequal, up to a quarter more, so that populations of like sizes share a program."""
+    longest = int(sizes.max())
+    if longest >= FEW or np.all(sizes == longest):
+        return longest
+    step = max(1, 2 ** (longest.bit_length() - 3))
+    return -(-longest // step) * step
 
 
 def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> int:
