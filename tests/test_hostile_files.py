@@ -28,8 +28,8 @@ from fedbilevel import Result, data, experiments
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.data import formats, omniglot, tables
 from fedbilevel.data.files import folders
-from fedbilevel.engines import checkpoint
-from fedbilevel.experiments import runner, toml
+from fedbilevel.engines import budget, checkpoint
+from fedbilevel.experiments import toml
 from fedbilevel.experiments.compare import comparison_table, load_groups
 from mutations import of_bytes, of_json, text, with_raw
 from run_folders import write_run
@@ -160,7 +160,7 @@ def results(place: Path, count: int) -> Format:
 def spent_budgets(place: Path, count: int) -> Format:
     file = place / "checkpoint.npz"
     checkpoint.save(file, TREE, {"history": [{"round": 3, "exchanges": 7}]})
-    return Format(file, npz_contents(file, count), lambda: runner.rounds_done(file, ("exchanges", 7)))
+    return Format(file, npz_contents(file, count), lambda: budget.rounds_done(file, ("exchanges", 7)))
 
 
 @a_format

@@ -94,3 +94,19 @@ def test_what_cannot_be_is_refused(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         experiments.configure(settings=settings)
     assert words in str(error.value)
+
+
+def test_bytes_are_a_budget_too(tmp_path) -> None:
+    """Down and up together: the run ends at the first row that has so many."""
+    spec = experiments.configure(task="quadratic", settings=[*SMALL[:2], "run.bytes=20000", "run.eval_every=1"])
+    assert (spec.run.rounds, spec.run.budget) == (None, ("bytes", 20000))
+    result = experiments.run(spec, tmp_path / "run", plot=False)
+    sent = result.history["bytes_down"] + result.history["bytes_up"]
+    assert sent[-2] < 20000 <= sent[-1]
+    assert experiments.load_run(tmp_path / "run").summary["stopped"] == "0.02 MB sent"
+
+
+@pytest.mark.parametrize("value", ["0", "-1.5", "inf"])
+def test_a_budget_of_bytes_is_positive(value) -> None:
+    with pytest.raises(ConfigurationError, match=r"run\.bytes = .* must be a positive number of bytes"):
+        experiments.configure(task="quadratic", settings=[f"run.bytes={value}"])

@@ -117,7 +117,7 @@ def _formats(options: argparse.Namespace) -> list[str]:
 def _runs(options: argparse.Namespace) -> int:
     from fedbilevel.core.errors import ConfigurationError, require
 
-    others = ("seeds", "rounds", "exchanges", "time", "cohort", "data", "set", "centralised")
+    others = ("seeds", "rounds", "exchanges", "bytes", "time", "cohort", "data", "set", "centralised")
     if given := [f"--{name}" for name in others if getattr(options, name)]:
         raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")

@@ -178,7 +178,20 @@ def _spec(options: argparse.Namespace) -> Spec:
 def _resume(options: argparse.Namespace) -> int:
     from fedbilevel.core.errors import ConfigurationError
 
-    alone = ("task", "algorithm", "data", "set", "spec", "exchanges", "time", "cohort", "seed", "seeds", "eval_every")
+    alone = (
+        "task",
+        "algorithm",
+        "data",
+        "set",
+        "spec",
+        "exchanges",
+        "bytes",
+        "time",
+        "cohort",
+        "seed",
+        "seeds",
+        "eval_every",
+    )
     if given := [name for name in alone if getattr(options, name) not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     prepare_jax()

@@ -35,7 +35,7 @@ fields for --set:
     task.local_steps='{low = 1, high = 10}'               drawn for each client and round
     capacities='[1, 0.5, 0.25]'                           the shares of the model that clients hold, dealt out in turn
     run.exchanges=500                                     a budget of messages, in place of run.rounds
-    run.time=200                                          a budget of virtual seconds, likewise
+    run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds, likewise
     clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
     clock.stragglers=5 clock.slowdown=5.0                 so many clients take so many times as long
     run.pooled=true                                       one client that holds every sample
@@ -78,10 +78,13 @@ class Add:
 
 
 def add_length(command: argparse.ArgumentParser) -> None:
-    """--rounds, --exchanges or --time."""
+    """--rounds, --exchanges, --bytes or --time."""
     length = command.add_mutually_exclusive_group()
     length.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
     length.add_argument("--exchanges", type=count, metavar="N", help="instead: end once N messages went down and up")
+    length.add_argument(
+        "--bytes", type=amount, metavar="N", help="instead: end once N bytes went down and up, e.g. 2e9"
+    )
     length.add_argument("--time", type=duration, metavar="SECONDS", help="instead: end once the clock says so much")
 
 
@@ -118,13 +121,22 @@ def count(text: str) -> int:
 
 def duration(text: str) -> float:
     """A positive number of seconds."""
+    return _positive(text, "seconds")
+
+
+def amount(text: str) -> float:
+    """A positive number of bytes."""
+    return _positive(text, "bytes")
+
+
+def _positive(text: str, unit: str) -> float:
     try:
-        seconds = float(text)
+        found = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of {unit}")
+    return found
 
 
 def seed(text: str) -> int:
@@ -158,7 +170,7 @@ def check_names(options: argparse.Namespace) -> None:
 
 def settings(options: argparse.Namespace) -> list[str]:
     """The settings of --set and of the options for single fields of [run], in the form FIELD=VALUE."""
-    names = ("rounds", "exchanges", "time", "cohort", "eval_every")
+    names = ("rounds", "exchanges", "bytes", "time", "cohort", "eval_every")
     flags = {name: getattr(options, name, None) for name in names}
     return [*options.set, *(f"run.{name}={value}" for name, value in flags.items() if value is not None)]
 

@@ -27,9 +27,10 @@ from fedbilevel import __version__
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, require
 from fedbilevel.core.metrics import best
 from fedbilevel.engines import checkpoint, lock
+from fedbilevel.engines.budget import cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
-from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import MEASURING, WRITING, Display, doing, showing
 from fedbilevel.engines.result import Callback, Result
@@ -145,8 +146,7 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
         raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
     spec = read_spec(place.spec)
     if rounds is not None and spec.run.rounds is None:
-        column, amount = spec.run.budget or ("", 0)
-        much = f"{amount:g} seconds of the clock" if column == "time" else f"{amount} {column}"
+        much = in_words(spec.run.budget) if spec.run.budget else ""
         raise ConfigurationError(f"the run in {place.path} ends after {much}, not after rounds")
     if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
         raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
@@ -296,38 +296,7 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
 
 
 ROWS = 50  # in a history, where the spec does not say how often to evaluate
-PROBE = 4  # rounds in which exchanges are counted, and their time
-ENDLESS = 2**31 - 1  # rounds, for runs that end otherwise
-
-Budget = tuple[str, float]
-"""A column of the history, and how much of it: ("exchanges", 500) or ("time", 200.0)."""
-
-
-def stop_after(budget: Budget) -> Callback:
-    """A callback that ends a run at the first row with so much."""
-
-    def check(result: Result, row: Row | None) -> str | None:
-        return reason(budget) if row is not None and spent(row, budget) else None
-
-    return check
-
-
-def spent(row: Row, budget: Budget) -> bool:
-    """Whether a row has reached the budget."""
-    column, amount = budget
-    return row[column] >= amount
-
-
-def reason(budget: Budget) -> str:
-    """Why a run with a budget ended."""
-    column, amount = budget
-    return f"{amount:g} seconds of the clock passed" if column == "time" else f"{amount} {column} done"
-
-
-def rounds_at_most(budget: Budget) -> int:
-    """After which the budget is spent for sure: a round makes at least one exchange, but may take no time at all."""
-    column, amount = budget
-    return int(amount) if column == "exchanges" else ENDLESS
+PROBE = 4  # rounds in which costs are counted
 
 
 def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
@@ -338,7 +307,7 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
     if plan.eval_every is not None:
         return plan.eval_every
     assert plan.budget is not None
-    task, (column, amount) = experiment.task, plan.budget
+    task, (name, amount) = experiment.task, plan.budget
     doing(MEASURING)
     with warnings.catch_warnings(action="ignore"):  # the run itself says it again
         first = solve(
@@ -353,19 +322,8 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
             engine=experiment.engine,
             progress=False,
         )
-    cost = first.history.rows[-1][column]
-    return max(1, int(amount * PROBE / (ROWS * cost))) if cost > 0 else 1
-
-
-def rounds_done(path: Path, budget: Budget) -> int | None:
-    """The number of rounds of the checkpoint at `path`, if it has spent the budget already; else None.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with checkpoint.as_checkpoint_error(path):
-        rows = History.of(checkpoint.load_meta(checkpoint.newest(path))["history"]).rows
-        return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None
+    probed = cost(first.history.rows[-1], name)
+    return max(1, int(amount * PROBE / (ROWS * probed))) if probed > 0 else 1
 
 
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")

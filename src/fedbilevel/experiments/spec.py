@@ -79,7 +79,7 @@ class SubmodelsPlan:
     min_coverage: int | None = None
 
 
-BUDGETS = ("exchanges", "time")
+BUDGETS = ("exchanges", "bytes", "time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,7 @@ class RunPlan:
     Args:
         rounds: in total; None with a budget.
         exchanges: a budget in place of rounds: the run ends at the first row of its history that has so many.
+        bytes: a budget likewise, of messages down and up together, to and from the whole cohort.
         time: a budget likewise, in seconds of the clock.
         cohort: clients per round; None takes everyone.
         pooled: give every sample to a single client: the same problem without a federation.
@@ -100,6 +101,7 @@ class RunPlan:
 
     rounds: int | None = 300
     exchanges: int | None = None
+    bytes: float | None = None
     time: float | None = None
     cohort: int | None = None
     pooled: bool = False
@@ -112,22 +114,28 @@ class RunPlan:
         for name in ("rounds", "exchanges", "cohort", "eval_every", "checkpoint_every"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"run.{name}", value, "a positive whole number")
-        fits = self.time is None or 0 < self.time < math.inf
-        require(fits, "run.time", self.time, "a positive number of seconds")
+        for name, unit in {"bytes": "bytes", "time": "seconds"}.items():
+            value = getattr(self, name)
+            require(value is None or 0 < value < math.inf, f"run.{name}", value, f"a positive number of {unit}")
         lengths = {name: getattr(self, name) for name in ("rounds", *BUDGETS)}
         given = [f"{name} = {value}" for name, value in lengths.items() if value is not None]
         if len(given) != 1:
             got = " and ".join(given) or "neither"
             raise ConfigurationError(
-                f"a run ends after some rounds, exchanges or seconds of the clock: give one, not {got}"
+                f"a run ends after some rounds, exchanges, bytes or seconds of the clock: give one, not {got}"
             )
         alone = self.budget is not None or self.eval_every is not None
-        require(alone, "run.eval_every", None, "a positive whole number, unless run.exchanges or run.time is given")
+        require(
+            alone,
+            "run.eval_every",
+            None,
+            "a positive whole number, unless run.exchanges, run.bytes or run.time is given",
+        )
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
 
     @property
     def budget(self) -> tuple[str, float] | None:
-        """A column of the history and the amount of it that ends the run; None where rounds do."""
+        """What is counted, and the amount of it that ends the run; None where rounds do."""
         return next(((name, value) for name in BUDGETS if (value := getattr(self, name)) is not None), None)
 
 
