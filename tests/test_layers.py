@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "fedbilevel"
 PUBLIC_MODULES = r"fedbilevel\.(authoring|errors|parts|tasks(\.\w+)?|data|flower(\.privacy)?|engines|experiments)"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BELOW_EXPERIMENTS = {"diagnostics", "engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
+BELOW_EXPERIMENTS = {"sweeps", "diagnostics", "engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
 ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py and public.py
     "extras": set(),
     "quoting": set(),
@@ -28,10 +28,11 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "engines": {"core", "extras", "quoting"},
     "diagnostics": {"core", "oracles", "engines", "algorithms"},
     "flower": {"root", "core", "engines", "extras", "quoting"},
+    "sweeps": {"core", "engines", "quoting"},
     "tasks": {"core", "data"},
     "experiments": {"root", "extras", "quoting", *BELOW_EXPERIMENTS},
     "cli": {"root", "extras", "quoting", "experiments", *BELOW_EXPERIMENTS},
-    "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "tasks", "data"},
+    "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
 }
 FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them
     "root": set(),

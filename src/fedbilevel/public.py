@@ -43,6 +43,7 @@ from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.result import Result, stop_when, stop_without_progress
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.virtual_time.clock import Clock
+from fedbilevel.sweeps.sweep import sweep
 
 __all__ = [
     "ADBO",
@@ -93,5 +94,6 @@ __all__ = [
     "solve",
     "stop_when",
     "stop_without_progress",
+    "sweep",
     "tune_cpu",
 ]

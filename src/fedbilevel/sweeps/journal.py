@@ -1,0 +1,120 @@
+"""The outcomes of a sweep on disk, one line each, as soon as they are known; and what the sweep was begun with.
+
+A line is written at once and flushed to the disk. Of a process that was killed while it wrote, the last line may be
+torn: it is cut off, and its job is played again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.engines import lock
+from fedbilevel.engines.checkpoint import write_atomically
+from fedbilevel.quoting import in_a_line
+from fedbilevel.sweeps.plan import Job, TrialOutcome
+
+DEFINITION, LINES, LOCK = "sweep.json", "trials.jsonl", ".lock"
+
+
+@dataclass
+class Journal:
+    """The outcomes that are known; without a path they are only kept in memory."""
+
+    path: Path | None = None
+    outcomes: dict[Job, TrialOutcome] = field(default_factory=dict)
+
+    def append(self, job: Job, outcome: TrialOutcome) -> None:
+        """Note an outcome."""
+        self.outcomes[job] = outcome
+        if self.path is None:
+            return
+        line = json.dumps(asdict(job) | asdict(outcome)) + "\n"
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def opened(folder: Path, definition: Mapping[str, Any], *, resume: bool) -> Iterator[Journal]:
+    """The journal of the sweep in a folder, which nobody else may write to meanwhile.
+
+    Args:
+        folder: new or empty; to resume, that of the same sweep.
+        definition: what the sweep was begun with, as JSON can hold it.
+        resume: go on with what the folder holds.
+
+    Raises:
+        ConfigurationError: the folder holds something else, or a sweep that was defined otherwise.
+        CheckpointError: another process is at it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"cannot write a sweep to {folder}: it is a file")
+    with lock.held(folder / LOCK, folder):
+        begun = (folder / DEFINITION).is_file()
+        if resume and begun:
+            require_same(folder, definition)
+        else:
+            require_new(folder, begun)
+            text = json.dumps(definition, indent=2) + "\n"
+            write_atomically(folder / DEFINITION, lambda file: file.write(text.encode()))
+        yield Journal(folder / LINES, read(folder / LINES))
+
+
+def require_new(folder: Path, begun: bool) -> None:
+    """Refuse a folder with anything in it."""
+    if begun:
+        raise ConfigurationError(f"there is a sweep in {folder} already: resume it, or choose another folder")
+    if any(path.name != LOCK for path in folder.iterdir()):
+        raise ConfigurationError(f"cannot write a sweep to {folder}: that folder is not empty")
+
+
+def require_same(folder: Path, definition: Mapping[str, Any]) -> None:
+    """Refuse to resume a sweep with another definition, and say what differs."""
+    there = definition_in(folder)
+    for name in {**there, **definition}:
+        was, now = there.get(name), json.loads(json.dumps(definition.get(name)))
+        if was != now:
+            raise ConfigurationError(
+                f"cannot resume the sweep in {folder}: {name} was {was!r} when it was begun, and is {now!r} now"
+            )
+
+
+def definition_in(folder: Path) -> dict[str, Any]:
+    """What the sweep in a folder was begun with."""
+    try:
+        found = json.loads((folder / DEFINITION).read_text(encoding="utf-8"))
+        return dict(found)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"{folder / DEFINITION} is damaged: {in_a_line(error)}") from error
+
+
+def read(path: Path) -> dict[Job, TrialOutcome]:
+    """The outcomes in a file, none where there is no file; a torn last line is cut off."""
+    if not path.is_file():
+        return {}
+    whole, _, torn = path.read_bytes().rpartition(b"\n")
+    if torn:
+        os.truncate(path, len(whole) + bool(whole))
+    found = {}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            job = Job(**{name: int(fields.pop(name)) for name in ("point", "seed", "rung")})
+            outcome = TrialOutcome(**fields)
+            if not isinstance(outcome.row, dict) or not isinstance(outcome.error, str):
+                raise TypeError("no outcome of a trial")
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise ConfigurationError(f"{path} is damaged in line {number}: {in_a_line(error)}") from error
+        found[job] = outcome
+    return found

@@ -1,0 +1,169 @@
+"""What a sweep tries, and how it chooses: points, seeds, the metric, and how much of the budget points get at first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, is_count, require, unknown
+from fedbilevel.engines.history import History, Row
+
+T = TypeVar("T")
+PointValues = Mapping[str, Any]
+"""The values of the swept fields, by their dotted paths, as JSON can hold them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is tried, and how the best is chosen.
+
+    Args:
+        points: each is played with every seed.
+        seeds: all different.
+        select: the column of the history whose last value decides, as a mean over the seeds.
+        on_test: whether `select` may be measured on test data.
+        halving: None plays every point to its end. A number k plays all points for a part of the budget, the best k-th
+            of them for k times as much, and so on; the last rung is the whole budget.
+    """
+
+    points: Sequence[PointValues]
+    seeds: Sequence[int]
+    select: str
+    on_test: bool = False
+    halving: int | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.points), "points", list(self.points), "one or more")
+        require_seeds(self.seeds)
+        if self.halving is not None:
+            fits = is_count(self.halving) and self.halving >= 2
+            require(fits, "halving", self.halving, "a whole number of at least 2: of so many points one goes on")
+            fewer = f"at most {len(self.points)}, the number of points"
+            require(self.halving <= len(self.points), "halving", self.halving, fewer)
+
+    @property
+    def rungs(self) -> list[float]:
+        """The shares of the budget at which points are compared; the last is 1."""
+        if self.halving is None:
+            return [1.0]
+        count = round_down_log(len(self.points), self.halving)
+        return [float(self.halving) ** (rung - count) for rung in range(count + 1)]
+
+    @property
+    def fields(self) -> list[str]:
+        """The swept fields."""
+        return list(dict.fromkeys(name for point in self.points for name in point))
+
+
+def require_seeds(seeds: Sequence[int]) -> None:
+    """Refuse no seeds, one that is given twice, and what is no seed."""
+    fits = not isinstance(seeds, str) and len(seeds) > 0
+    fits = fits and all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds) and len(set(seeds)) == len(seeds)
+    require(fits, "seeds", seeds, "one or more whole numbers, all different")
+
+
+def round_down_log(number: int, base: int) -> int:
+    """The largest k with base^k <= number, without the error of a floating logarithm."""
+    power = 0
+    while base ** (power + 1) <= number:
+        power += 1
+    return power
+
+
+def product(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of the values of some fields; the last field changes first.
+
+    Raises:
+        ConfigurationError: there are no fields, a field has no values, or one twice.
+    """
+    require(bool(axes), "grid", dict(axes), "one field or more, with their values")
+    for name, values in axes.items():
+        some = isinstance(values, Collection) and not isinstance(values, str | Mapping) and len(values) > 0
+        require(some, f"grid of {name}", values, "a list of one value or more")
+        for i, value in enumerate(values):
+            if any(value is other or (value == other) is True for other in values[:i]):
+                raise ConfigurationError(f"grid of {name}: {value!r} is there twice")
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> list[T | FedbilevelError]:
+    """What `make` gives for each point, or the error with which it refuses the point.
+
+    Raises:
+        ConfigurationError: a value is refused in every point that has it: a slip, rather than an unlucky combination.
+    """
+    out: list[T | FedbilevelError] = []
+    for point in points:
+        try:
+            out.append(make(point))
+        except ConfigurationError as error:
+            out.append(error)
+    for name, value in dict.fromkeys((name, repr(value)) for point in points for name, value in point.items()):
+        of_value = [one for one, point in zip(out, points, strict=True) if repr(point.get(name)) == value]
+        if all(isinstance(one, FedbilevelError) for one in of_value):
+            raise next(one for one in of_value if isinstance(one, FedbilevelError))
+    return out
+
+
+def measured_on_test(metric: str) -> bool:
+    """Whether a metric's name says that it is measured on test data: test_accuracy, balanced_test_accuracy.worst."""
+    return "test" in re.split(r"[^a-z0-9]+", metric.lower())
+
+
+def require_holdout(select: str, on_test: bool, advice: str) -> None:
+    """Refuse to choose by test data, unless that is said explicitly; `advice` says what to do."""
+    if measured_on_test(select) and not on_test:
+        raise ConfigurationError(
+            f"{select} is measured on test data: chosen by it, a setting looks better than it is. {advice}"
+        )
+
+
+def require_known(select: str, metrics: Collection[str]) -> None:
+    """Refuse a metric that is not measured."""
+    if select not in metrics:
+        raise unknown("metric to select on", select, metrics)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A point with a seed, to be played up to a rung."""
+
+    point: int
+    seed: int
+    rung: int
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """What came of a job.
+
+    Attributes:
+        row: the last row of its history; empty where it failed before its first.
+        larger_is_better: of the metric that is selected on.
+        error: why it failed; empty where it did not.
+    """
+
+    row: Mapping[str, float] = field(default_factory=dict)
+    larger_is_better: bool = False
+    error: str = ""
+
+    @classmethod
+    def of(cls, history: History, select: str) -> TrialOutcome:
+        """That of a run that came to its end, without the seconds of this machine, which differ each time.
+
+        Where the metric is NaN or infinite, that is a failure.
+        """
+        require_known(select, history.rows[-1])
+        row = {name: value for name, value in history.rows[-1].items() if name != "seconds"}
+        error = "" if math.isfinite(row[select]) else f"{select} is {row[select]}"
+        return cls(row, history.larger_is_better(select), error)
+
+    @classmethod
+    def failed(cls, error: Exception, rows: Sequence[Row] = ()) -> TrialOutcome:
+        """That of a run that failed after some rows of its history, whose last says what it had cost."""
+        row = {name: value for name, value in rows[-1].items() if name != "seconds"} if rows else {}
+        return cls(row, error=str(error))

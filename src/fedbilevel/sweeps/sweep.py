@@ -1,0 +1,186 @@
+"""`fedbilevel.sweep`: solve with other values of an algorithm's fields, and choose among them."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.client import Clients
+from fedbilevel.core.config import hyperparameters
+from fedbilevel.core.errors import (
+    ConfigurationError,
+    FedbilevelError,
+    NumericalError,
+    require,
+    require_count,
+    unknown_field,
+)
+from fedbilevel.core.metrics import MetricFunction
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import checkpoint
+from fedbilevel.engines.budget import rounds_done, stop_after
+from fedbilevel.engines.engine import Engine
+from fedbilevel.engines.evaluation import Measure, PerClient
+from fedbilevel.engines.history import Row
+from fedbilevel.engines.result import Result
+from fedbilevel.engines.solve import solve
+from fedbilevel.sweeps.journal import Journal, opened
+from fedbilevel.sweeps.outcome import Sweep
+from fedbilevel.sweeps.plan import Job, Plan, PointValues, TrialOutcome, made, product, require_holdout, require_known
+from fedbilevel.sweeps.play import play
+from fedbilevel.sweeps.values import plain, with_values
+
+ADVICE = "Measure held-out data and select on that metric, or say select_on_test=True"
+LOSSES = ("outer_loss", "inner_loss")
+
+
+def sweep(
+    algorithm: Algorithm | Callable[..., Algorithm],
+    problem: Problem,
+    clients: Clients,
+    x0: PyTree,
+    y0: PyTree = None,
+    *,
+    grid: Mapping[str, Sequence[Any]],
+    select: str,
+    rounds: int,
+    seeds: Sequence[int] = (0,),
+    metrics: Mapping[str, MetricFunction] | None = None,
+    metrics_per_client: Mapping[str, Measure | PerClient] | None = None,
+    cohort: int | None = None,
+    engine: Engine | None = None,
+    eval_every: int | None = None,
+    halving: int | None = None,
+    select_on_test: bool = False,
+    folder: str | Path | None = None,
+    resume: bool = False,
+) -> Sweep:
+    """Run an algorithm with every combination of some values of its fields, and find the best one.
+
+    Args:
+        algorithm: an algorithm, whose fields are replaced by their dotted paths, parts' fields too; or a function that
+            makes one from the values of a point, given as keyword arguments.
+        problem, clients, x0, y0, metrics, metrics_per_client, cohort, engine: see `fedbilevel.solve`.
+        grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}; every combination is a
+            point.
+        select: the metric whose last value decides, as a mean over the seeds; a loss, too ("outer_loss").
+        rounds: of every run.
+        seeds: every point is run with each, as `key` of `solve`.
+        eval_every: rounds between rows; None: the last round alone, and with `halving` the first rung's rounds.
+        halving: k plays all points for a part of the rounds, the best k-th of them for k times as many, and so on.
+        select_on_test: allow a metric with "test" in its name to decide.
+        folder: where checkpoints and outcomes are kept, so that an interrupted sweep can be resumed; None keeps none.
+        resume: go on with the sweep in `folder`, which must be the same; finished runs are not run again.
+
+    Returns:
+        The sweep: `rows`, `best`, `algorithm` (the best one), `trials`, `to_pandas()`, `plot()`. A run that diverged or
+        was refused is a row that says why.
+
+    Raises:
+        ConfigurationError: no such field, metric or value, or the folder holds something else; nothing was run.
+    """
+    require_count("rounds", rounds)
+    require_count("eval_every", eval_every, optional=True)
+    require(not resume or folder is not None, "resume", resume, "used together with folder")
+    require(isinstance(grid, Mapping), "grid", grid, "lists of values by the dotted paths of fields")
+    points = product(grid)
+    seeds = [int(seed) if type(seed) is not bool and hasattr(seed, "__index__") else seed for seed in seeds]
+    shown = [{name: plain(value) for name, value in point.items()} for point in points]
+    plan = Plan(points=shown, seeds=seeds, select=select, halving=halving)
+    require_holdout(select, select_on_test, ADVICE)
+    per_client = [f"{name}.{end}" for name in metrics_per_client or () for end in ("mean", "worst", "best", "p10")]
+    require_known(select, [*(metrics or ()), *per_client, *LOSSES])
+    first = max(1, round(rounds * plan.rungs[0]))
+    between = eval_every or (first if halving else rounds)
+    require(not halving or between <= first, "eval_every", eval_every, f"at most {first}, the rounds of the first rung")
+    make = _maker(algorithm, list(grid))
+    algorithms = made(points, make)
+    given = {
+        "grid": {name: [plain(value) for value in values] for name, values in grid.items()},
+        **{"select": select, "seeds": list(seeds), "rounds": rounds, "eval_every": between, "halving": halving},
+        "cohort": cohort,
+        "algorithms": [_in_words(one) for one in algorithms],
+    }
+
+    def run(jobs: Sequence[Job]) -> Iterable[tuple[Job, TrialOutcome]]:
+        for job in jobs:
+            yield job, one(job, algorithms[job.point])
+
+    def one(job: Job, algorithm: Algorithm | FedbilevelError) -> TrialOutcome:
+        if isinstance(algorithm, FedbilevelError):
+            return TrialOutcome(error=str(algorithm))
+        rows_seen: list[Row] = []
+        rung = "rounds", rounds * plan.rungs[job.rung]
+
+        def watch(result: Result, row: Row | None) -> None:
+            rows_seen.extend([row] if row else [])
+
+        place = store and store / place_of(job) / "checkpoint.npz"
+        done = rounds_done(place, rung) if place and checkpoint.exist(place) else None
+        try:
+            result = solve(
+                algorithm,
+                problem,
+                clients,
+                x0,
+                y0,
+                rounds=done or rounds,
+                cohort=cohort,
+                key=job.seed,
+                engine=engine,
+                eval_every=between,
+                metrics=metrics,
+                metrics_per_client=metrics_per_client,
+                callbacks=[watch, stop_after(rung)],
+                checkpoint=place,
+                resume="auto" if place else False,
+            )
+        except (ConfigurationError, NumericalError) as error:
+            return TrialOutcome.failed(error, rows_seen)
+        return TrialOutcome.of(result.history, select)
+
+    if folder is not None:
+        where: Any = opened(Path(folder), given, resume=resume)
+    else:
+        where = nullcontext(Journal())
+    with where as journal, tempfile.TemporaryDirectory() if halving and folder is None else nullcontext() as scratch:
+        store = Path(folder) if folder is not None else Path(scratch) if scratch else None
+        return replace(play(plan, run, journal), made=algorithms)
+
+
+def place_of(job: Job) -> Path:
+    """Where a point's run with a seed is kept, in the folder of its sweep."""
+    return Path(f"point-{job.point:03d}") / f"seed-{job.seed}"
+
+
+def _maker(algorithm: Any, fields: Sequence[str]) -> Callable[[PointValues], Algorithm]:
+    """Makes the algorithm of a point."""
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        algorithm = algorithm()
+    if isinstance(algorithm, Algorithm):
+        return lambda point: with_values(algorithm, point)
+    require(callable(algorithm), "algorithm", algorithm, "an algorithm, or a function that makes one from a point")
+    parameters = inspect.signature(algorithm).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for name in fields:
+            if name not in parameters:
+                raise unknown_field("argument of the function that makes the algorithm", name, parameters)
+
+    def make(point: PointValues) -> Algorithm:
+        found = algorithm(**point)
+        require(isinstance(found, Algorithm), "algorithm", found, "an algorithm, as its function has made it")
+        return found
+
+    return make
+
+
+def _in_words(algorithm: Algorithm | FedbilevelError) -> Any:
+    refused = isinstance(algorithm, FedbilevelError)
+    return str(algorithm) if refused else [type(algorithm).__name__, hyperparameters(algorithm)]

@@ -1,0 +1,311 @@
+"""`fedbilevel.sweep`: which runs are made, in which order, what is chosen, and what stays when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines.history import History
+from fedbilevel.errors import CheckpointError, ConfigurationError
+from fedbilevel.sweeps import journal
+from fedbilevel.sweeps.journal import Journal
+from fedbilevel.sweeps.outcome import Sweep
+from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, product
+from fedbilevel.sweeps.play import play
+from fedbilevel.sweeps.values import plain, with_values
+from fedbilevel.tasks import quadratic
+
+TASK = quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2))
+STEPS = {"server_lr.x": [0.05, 0.1]}
+
+
+def swept(algorithm=None, **given) -> Sweep:
+    """A sweep over two step sizes in six rounds, unless something else is given."""
+    given = {"grid": STEPS, "select": "relative_error", "rounds": 6, "metrics": TASK.metrics, **given}
+    return fb.sweep(algorithm or fb.SimFBO(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, **given)
+
+
+def solved(x: float, seed: int, **given) -> dict:
+    """The last row of the same run without a sweep, but for the seconds of this machine."""
+    algorithm = fb.SimFBO(server_lr=fb.XYV(x=x, y=fb.SimFBO().server_lr.y, v=fb.SimFBO().server_lr.v))
+    result = fb.solve(
+        algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=6, key=seed, metrics=TASK.metrics, **given
+    )
+    return {name: value for name, value in result.history.rows[-1].items() if name != "seconds"}
+
+
+@pytest.fixture(scope="module")
+def two_by_two() -> Sweep:
+    return swept(seeds=[0, 3])
+
+
+def test_its_runs_are_those_of_solve(two_by_two) -> None:
+    assert dict(two_by_two.outcomes[Job(1, 3, 0)].row) == solved(0.1, 3)
+
+
+def test_the_best_point_has_the_best_mean_over_the_seeds(two_by_two) -> None:
+    rows = {x: [two_by_two.outcomes[Job(i, seed, 0)].row for seed in (0, 3)] for i, x in enumerate((0.05, 0.1))}
+    errors = {x: [row["relative_error"] for row in both] for x, both in rows.items()}
+    best = min(errors, key=lambda x: sum(errors[x]))
+    assert two_by_two.best == {"server_lr.x": best}
+    assert two_by_two.algorithm.server_lr.x == best
+    first = two_by_two.rows[0]
+    assert first["relative_error"] == pytest.approx(np.mean(errors[best]), rel=1e-15)
+    assert first["sd"] == pytest.approx(np.std(errors[best], ddof=1), rel=1e-12)
+    assert (two_by_two.trials, two_by_two.failed, two_by_two.spent("rounds")) == (4, 0, 24)
+
+
+def test_it_says_of_itself_in_six_lines(two_by_two) -> None:
+    lines = repr(two_by_two).splitlines()
+    assert len(lines) == 6
+    assert lines[0] == "Sweep over server_lr.x"
+    assert "4 trials (2 points × 2 seeds); in all 24 rounds, 24 exchanges" in lines[4]
+    assert two_by_two._repr_html_().count("<tr>") == 5
+
+
+@pytest.fixture(scope="module")
+def halved() -> Sweep:
+    return swept(halving=2)
+
+
+def test_a_point_that_goes_on_ends_at_the_numbers_of_an_unbroken_run(halved) -> None:
+    assert halved.plan.rungs == [0.5, 1.0]
+    assert [one.cost("rounds") for one in halved.standings] == [6, 3]
+    assert dict(halved.standings[0].outcomes[0].row) == solved(halved.best["server_lr.x"], 0, eval_every=3)
+
+
+def test_an_interrupted_sweep_is_resumed_to_the_same_table(halved, tmp_path, monkeypatch) -> None:
+    """Here between two runs and within one, whose first rounds are in its checkpoint."""
+    calls = []
+
+    def sometimes(self, job, outcome, append=Journal.append) -> None:
+        calls.append(job)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        append(self, job, outcome)
+
+    monkeypatch.setattr(Journal, "append", sometimes)
+    with pytest.raises(KeyboardInterrupt):
+        swept(halving=2, folder=tmp_path)
+    resumed = swept(halving=2, folder=tmp_path, resume=True)
+    assert resumed.rows == halved.rows
+    assert [job.rung for job in calls] == [0, 0, 0, 1]  # the second again, since its outcome was not kept
+    with pytest.raises(ConfigurationError, match=r"there is a sweep in .* already: resume it"):
+        swept(halving=2, folder=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"cannot resume .*: seeds was \[0\] .*, and is \[1\] now"):
+        swept(halving=2, folder=tmp_path, resume=True, seeds=[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"grid": {}}, r"grid = {} is not allowed: it must be one field or more"),
+        ({"grid": {"server_lr.x": []}}, r"grid of server_lr\.x = \[\] is not allowed"),
+        ({"grid": {"server_lr.x": 0.1}}, r"grid of server_lr\.x = 0\.1 is not allowed"),
+        ({"grid": {"server_lr.x": "0.1"}}, r"grid of server_lr\.x = '0\.1' is not allowed"),
+        ({"grid": {"server_lr.x": [0.1, 0.10]}}, r"grid of server_lr\.x: 0\.1 is there twice"),
+        ({"grid": {"sever_lr.x": [0.1]}}, r"unknown field of SimFBO 'sever_lr'; did you mean 'server_lr'"),
+        ({"grid": {"server_lr.z": [0.1]}}, r"unknown field of XYV 'z'"),
+        ({"grid": {"local_steps.x": [1]}}, r"local_steps\.x is no field: local_steps is 5, which has none"),
+        ({"grid": {"server_lr.x": [0.1, "abc"]}}, r"SimFBO\.server_lr\.x = 'abc' is not allowed"),
+        ({"select": "relativ_error"}, r"unknown metric .* 'relativ_error'; did you mean 'relative_error'"),
+        ({"select": "test_accuracy"}, r"test_accuracy is measured on test data.*select_on_test=True"),
+        ({"rounds": -5}, r"rounds = -5 is not allowed"),
+        ({"seeds": []}, r"seeds = \[\] is not allowed"),
+        ({"seeds": [1, 1]}, r"seeds = \[1, 1\] is not allowed"),
+        ({"halving": 1}, r"halving = 1 is not allowed"),
+        ({"halving": 3}, r"halving = 3 is not allowed: it must be at most 2, the number of points"),
+        ({"halving": 2, "eval_every": 4}, r"eval_every = 4 is not allowed: it must be at most 3"),
+        ({"resume": True}, r"resume = True is not allowed: it must be used together with folder"),
+        ({"algorithm": 7}, r"algorithm = 7 is not allowed"),
+        ({"algorithm": lambda lr: fb.SimFBO()}, r"unknown argument of the function .* 'server_lr\.x'"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_runs(given, message, monkeypatch) -> None:
+    monkeypatch.setattr("fedbilevel.sweeps.sweep.solve", None)
+    with pytest.raises(ConfigurationError, match=message):
+        swept(**given)
+
+
+def test_a_test_metric_decides_only_where_that_is_said(monkeypatch) -> None:
+    monkeypatch.setattr("fedbilevel.sweeps.sweep.play", lambda plan, run, journal: made_up(plan, lambda *_: 0.5))
+    metrics = {"test_accuracy": TASK.metrics["relative_error"]}
+    found = swept(select="test_accuracy", metrics=metrics, select_on_test=True)
+    assert "SELECTED ON TEST DATA" in repr(found)
+
+
+def test_a_function_may_make_the_algorithm(monkeypatch) -> None:
+    monkeypatch.setattr("fedbilevel.sweeps.sweep.play", lambda plan, run, journal: made_up(plan, lambda *_: 0.5))
+    found = swept(lambda steps: fb.SimFBO(local_steps=steps), grid={"steps": [3, 4]})
+    assert found.algorithm == fb.SimFBO(local_steps=3)
+
+
+def made_up(plan: Plan, value, larger: bool = False) -> Sweep:
+    """A sweep whose runs nobody ran: `value` of a point's number and seed, or an error."""
+
+    def run(jobs):
+        for job in jobs:
+            found = value(job.point, job.seed)
+            row = {"round": round(100 * plan.rungs[job.rung]), "exchanges": 2.0, "bytes_down": 1.0, "bytes_up": 1.0}
+            history = History([{**row, plan.select: found}], {plan.select: larger})
+            yield job, TrialOutcome(error=found) if isinstance(found, str) else TrialOutcome.of(history, plan.select)
+
+    return play(plan, run, Journal())
+
+
+def plan_of(count: int, seeds=(0,), halving=None) -> Plan:
+    return Plan(points=[{"a": i} for i in range(count)], seeds=seeds, select="fit", halving=halving)
+
+
+@pytest.mark.parametrize(
+    ("points", "factor", "sizes"),
+    [(9, 3, [9, 3, 1]), (27, 3, [27, 9, 3, 1]), (8, 2, [8, 4, 2, 1]), (5, 3, [5, 1]), (10, 3, [10, 3, 1])],
+)
+def test_one_point_in_so_many_goes_on(points, factor, sizes) -> None:
+    """The budgets of the rungs are the powers of the factor, the last the whole."""
+    plan = plan_of(points, halving=factor)
+    found = made_up(plan, lambda point, seed: float(point))
+    assert [sum(job.rung == rung for job in found.outcomes) for rung in range(len(sizes))] == sizes
+    assert plan.rungs == pytest.approx([factor ** -(len(sizes) - 1 - rung) for rung in range(len(sizes))])
+    assert (found.best, found.trials) == ({"a": 0}, points)
+    assert [one.number for one in found.standings] == list(range(points))
+
+
+@pytest.mark.parametrize(("larger", "best"), [(False, 0), (True, 8)])
+def test_the_better_ones_go_on_as_the_metric_says(larger, best) -> None:
+    assert made_up(plan_of(9, halving=3), lambda point, seed: float(point), larger).best == {"a": best}
+
+
+def test_a_failed_point_is_a_row_that_says_why_and_stands_last() -> None:
+    def value(point: int, seed: int):
+        return {0: "it diverged" if seed == 1 else 0.0, 1: 5.0 + seed, 2: math.nan}[point]
+
+    found = made_up(plan_of(3, seeds=(0, 1)), value)
+    assert [row["a"] for row in found.rows] == [1, 0, 2]
+    assert [row["error"] for row in found.rows] == ["", "seed 1: it diverged", "seeds 0, 1: fit is nan"]
+    assert [row["fit"] for row in found.rows] == [5.5, None, None]
+    assert (found.trials, found.failed) == (6, 3)
+    assert "6 trials (3 points × 2 seeds), 3 failed" in repr(found)
+
+
+def test_where_all_fail_there_is_no_best() -> None:
+    found = made_up(plan_of(2), lambda point, seed: "no")
+    assert found.winner is None
+    with pytest.raises(ConfigurationError, match="none of 2 points is best, since all failed"):
+        _ = found.best
+    assert "every point failed" in repr(found)
+
+
+def test_an_unlucky_combination_is_a_row_and_a_value_that_never_fits_is_refused() -> None:
+    from fedbilevel.sweeps.plan import made
+
+    def make(point):
+        if point["a"] * point["b"] > limit:
+            raise ConfigurationError(f"{point['a']} and {point['b']} are too much")
+        return point
+
+    points, limit = product({"a": [1, 2], "b": [1, 2]}), 3
+    assert [isinstance(one, ConfigurationError) for one in made(points, make)] == [False, False, False, True]
+    limit = 1
+    with pytest.raises(ConfigurationError, match="1 and 2 are too much"):  # of the value 2 of b, the first such
+        made(points, make)
+
+
+def test_costs_are_counted_once_for_each_trial() -> None:
+    """9 trials of 11, 33 and 100 rounds; the last of each counts: 6·11 + 2·33 + 100."""
+    found = made_up(plan_of(9, halving=3), lambda point, seed: float(point))
+    assert found.spent("rounds") == 6 * 11 + 2 * 33 + 100
+    assert found.spent("bytes") == 9 * 2
+
+
+def test_a_torn_line_is_cut_off_and_a_damaged_one_is_refused(tmp_path) -> None:
+    file = tmp_path / "trials.jsonl"
+    kept = Journal(file)
+    kept.append(Job(0, 1, 0), TrialOutcome({"round": 3, "fit": 0.1}))
+    kept.append(Job(1, 1, 0), TrialOutcome(error="no"))
+    whole = file.read_bytes()
+    for end in range(whole.index(b"\n") + 1, len(whole)):
+        file.write_bytes(whole[:end])
+        assert journal.read(file) == {Job(0, 1, 0): kept.outcomes[Job(0, 1, 0)]}
+        assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
+    assert journal.read(tmp_path / "none") == {}
+    for damage in (b"[]\n", b"{}\n", b'{"point": 0, "seed": 0, "rung": 0, "row": 3}\n', b"\xff\n", b"\n"):
+        file.write_bytes(damage + whole)
+        with pytest.raises(ConfigurationError, match=r"trials\.jsonl is damaged in line 1"):
+            journal.read(file)
+
+
+def test_a_folder_in_use_or_with_other_things_is_refused(tmp_path) -> None:
+    with (
+        journal.opened(tmp_path / "a", {"n": 1}, resume=False),
+        pytest.raises(CheckpointError, match="is in use by process"),
+        journal.opened(tmp_path / "a", {}, resume=True),
+    ):
+        pass
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine.txt").write_text("mine")
+    (tmp_path / "c").write_text("a file")
+    for name, message in {"b": "that folder is not empty", "c": "it is a file"}.items():
+        with pytest.raises(ConfigurationError, match=message), journal.opened(tmp_path / name, {}, resume=True):
+            pass
+    (tmp_path / "a" / "sweep.json").write_text("{")
+    with (
+        pytest.raises(ConfigurationError, match=r"sweep\.json is damaged"),
+        journal.opened(tmp_path / "a", {}, resume=True),
+    ):
+        pass
+
+
+def test_fields_of_parts_are_replaced_by_their_paths() -> None:
+    whole = with_values(
+        fb.FedNest(), {"hypergradient.solver": fb.parts.CG(), "hypergradient.solver.max_steps": 7, "inner.lr": 0.2}
+    )
+    assert (whole.hypergradient.solver, whole.inner.lr) == (fb.parts.CG(max_steps=7), 0.2)
+    wrapped = with_values(fb.Asynchronous(fb.SimFBO(), wait_for=1), {"algorithm.server_lr.y": 0.3, "wait_for": 2})
+    assert (wrapped.algorithm.server_lr.y, wrapped.wait_for) == (0.3, 2)
+
+
+def test_values_have_a_form_that_json_holds() -> None:
+    import jax.numpy as jnp
+
+    values = [jnp.float32(0.5), np.int64(3), np.bool_(True), None, (1, 2), fb.XYV(1.0, 2, 3), fb.parts.CG(max_steps=7)]
+    shown = json.loads(json.dumps([plain(value) for value in values]))
+    assert shown[:6] == [0.5, 3, True, None, [1, 2], {"x": 1.0, "y": 2, "v": 3}]
+    assert shown[6].startswith("CG(")
+    assert "max_steps=7" in shown[6]
+    assert plain(print) == repr(print)
+
+
+def figure_of(points, value=lambda point, seed: float(point + 1), **given):
+    plan = Plan(points=points, seeds=given.pop("seeds", (0,)), select="fit", **given)
+    return made_up(plan, value).plot()
+
+
+def test_a_picture_of_one_field_has_a_line_and_the_spread_of_the_seeds() -> None:
+    points = [{"lr": lr} for lr in (0.01, 0.1, 1.0)]
+    axes = figure_of(points, lambda point, seed: 10.0**point + seed / 10, seeds=(0, 1)).axes[0]
+    assert (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel()) == ("log", "log", "lr")
+    means = [statistics.fmean((10.0**i, 10.0**i + 0.1)) for i in range(3)]
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), means)
+    assert len(axes.collections) == 1
+    narrow = figure_of([{"lr": 1}, {"lr": 2}]).axes[0]
+    assert (narrow.get_xscale(), narrow.get_yscale(), len(narrow.collections)) == ("linear", "linear", 0)
+
+
+def test_a_picture_of_two_fields_is_a_map_with_every_number() -> None:
+    points = product({"a": [0.1, 0.2, 0.4], "b": ["cg", "neumann"]})
+    figure = figure_of(points, lambda point, seed: "no" if point == 5 else float(point + 1))
+    shown = [text.get_text() for text in figure.axes[0].texts]
+    assert sorted(shown) == ["1", "2", "3", "4", "5", "failed"]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0.1", "0.2", "0.4"]
+
+
+def test_a_picture_of_more_fields_has_a_panel_for_each() -> None:
+    figure = figure_of(product({"a": [1, 2], "b": ["x", "y"], "c": [0.1, 10.0], "d": [1, 2]}), halving=4)
+    assert [axes.get_xlabel() for axes in figure.axes][:4] == ["a", "b", "c", "d"]
+    assert figure.legends
