@@ -253,9 +253,9 @@ def test_a_folder_in_use_or_with_other_things_is_refused(tmp_path) -> None:
     for name, message in {"b": "that folder is not empty", "c": "it is a file"}.items():
         with pytest.raises(ConfigurationError, match=message), journal.opened(tmp_path / name, {}, resume=True):
             pass
-    (tmp_path / "a" / "sweep.json").write_text("{")
+    (tmp_path / "a" / "definition.json").write_text("{")
     with (
-        pytest.raises(ConfigurationError, match=r"sweep\.json is damaged"),
+        pytest.raises(ConfigurationError, match=r"definition\.json is damaged"),
         journal.opened(tmp_path / "a", {}, resume=True),
     ):
         pass

@@ -59,12 +59,12 @@ def runs_csv(groups: Sequence[RunGroup]) -> str:
         for target in targets:
             row[f"exchanges_to_{target:g}"] = cost_to(run.history, run.metric, target)
         rows.append(row | {"folder": str(run.folder.path)})
-    return _csv(rows)
+    return csv_text(rows)
 
 
 def curves_csv(groups: Sequence[RunGroup]) -> str:
     """A line for each run and row of its history ("long" or "tidy"), with all its columns."""
-    return _csv([{**_identity(group, run), **row} for group, run in _runs(groups) for row in run.history.rows])
+    return csv_text([{**_identity(group, run), **row} for group, run in _runs(groups) for row in run.history.rows])
 
 
 def as_json(groups: Sequence[RunGroup]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _identity(group: RunGroup, run: LoadedRun) -> dict[str, Any]:
     }
 
 
-def _csv(rows: Sequence[Row | dict[str, Any]]) -> str:
+def csv_text(rows: Sequence[Row | dict[str, Any]]) -> str:
     """Lines with a header of all columns; an empty cell where a row lacks one."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()

@@ -33,7 +33,7 @@ from fedbilevel.experiments.loader import algorithm_class
 from fedbilevel.experiments.names import full_name, label
 from fedbilevel.experiments.objects import build, task_of
 from fedbilevel.experiments.runner import complete
-from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of, read_like
+from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Component, Spec, configure, fields_of, read_like
 from fedbilevel.tasks import Task
 
 Series = Mapping[Path, Spec]
@@ -155,7 +155,7 @@ def play_all(
         raise ConfigurationError(f"no panel {PER_CLIENT}: none of these runs {UNMEASURED}")
     series = _series(folder, specs, seeds)
     require_series(folder, series, besides=WRITTEN_BESIDE)
-    tasks = _Tasks()
+    tasks = TaskCache()
     missing = [place for place in series if not finished(place)]
     for place in missing[: len(specs)]:
         build(series[place], tasks(series[place]))  # all fit the task, or nothing begins
@@ -253,16 +253,16 @@ def _series(folder: Path, specs: Mapping[str, Spec], seeds: Sequence[int] | None
     return {folder / name / f"seed-{seed}": seeded(spec, seed) for seed in seeds for name, spec in specs.items()}
 
 
-class _Tasks:
-    """Makes tasks, and keeps those of the last seed."""
+class TaskCache:
+    """Makes tasks, and keeps the last, federated and pooled: of several runs in a row, those of one seed share it."""
 
     def __init__(self) -> None:
-        self.fields: Mapping[str, Any] = {}
+        self.task: Component | None = None
         self.made: dict[bool, Task] = {}
 
     def __call__(self, spec: Spec) -> Task:
-        if spec.task.fields != self.fields:
-            self.fields, self.made = spec.task.fields, {}
+        if spec.task != self.task:
+            self.task, self.made = spec.task, {}
         if spec.run.pooled not in self.made:
             self.made[spec.run.pooled] = task_of(spec)
         return self.made[spec.run.pooled]

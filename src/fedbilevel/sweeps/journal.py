@@ -20,7 +20,7 @@ from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.quoting import in_a_line
 from fedbilevel.sweeps.plan import Job, TrialOutcome
 
-DEFINITION, LINES, LOCK = "sweep.json", "trials.jsonl", ".lock"
+DEFINITION, LINES, LOCK = "definition.json", "trials.jsonl", ".lock"
 
 
 @dataclass

@@ -59,7 +59,7 @@ def sweep_figure(
 
 def _draw_field(axes: Any, plan: Plan, standings: Sequence[Standing], field: str) -> None:
     """The metric of every point against one field."""
-    found = [one for one in standings if field in one.values]
+    found = sorted(standings, key=lambda one: one.number)
     at = _places(axes, [one.values[field] for one in found])
     scale = 100 if in_percent(plan.select) else 1
     good = [(place, one) for place, one in zip(at, found, strict=True) if one.mean is not None]
@@ -86,6 +86,7 @@ def _draw_field(axes: Any, plan: Plan, standings: Sequence[Standing], field: str
         axes.plot(bad, [0.03] * len(bad), "x", color=FAILED, transform=where, clip_on=False, label="failed", ls="none")
     if _apart([one.mean for _, one in good if one.mean is not None]) and not in_percent(plan.select):
         axes.set_yscale("log")
+    axes.margins(x=0.1)
     axes.set_xlabel(field)
     axes.grid(alpha=0.3)
 

@@ -25,7 +25,7 @@ from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import checkpoint
-from fedbilevel.engines.budget import rounds_done, stop_after
+from fedbilevel.engines.budget import last_row, rounds_done, stop_after
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient
 from fedbilevel.engines.history import Row
@@ -116,14 +116,15 @@ def sweep(
     def one(job: Job, algorithm: Algorithm | FedbilevelError) -> TrialOutcome:
         if isinstance(algorithm, FedbilevelError):
             return TrialOutcome(error=str(algorithm))
-        rows_seen: list[Row] = []
         rung = "rounds", rounds * plan.rungs[job.rung]
 
         def watch(result: Result, row: Row | None) -> None:
             rows_seen.extend([row] if row else [])
 
         place = store and store / place_of(job) / "checkpoint.npz"
-        done = rounds_done(place, rung) if place and checkpoint.exist(place) else None
+        begun = place is not None and checkpoint.exist(place)
+        done = rounds_done(place, rung) if place and begun else None
+        rows_seen = [last_row(place)] if place and begun else []
         try:
             result = solve(
                 algorithm,

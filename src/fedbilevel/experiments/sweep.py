@@ -1,0 +1,337 @@
+"""A sweep over the fields of a spec: every point is a spec, and every trial a run with a folder of its own.
+
+What a sweep is made of, and how the best is chosen, is in the room sweeps; here points become specs and trials runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NumericalError, require
+from fedbilevel.core.metrics import directions, text
+from fedbilevel.data import DataError
+from fedbilevel.engines.budget import Budget, in_words, last_row, rounds_done, stop_after
+from fedbilevel.engines.history import History
+from fedbilevel.engines.progress import Display
+from fedbilevel.engines.result import Callback
+from fedbilevel.experiments import runner, toml
+from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.names import full_name, label
+from fedbilevel.experiments.objects import algorithm_of, build
+from fedbilevel.experiments.series import TaskCache, seeded
+from fedbilevel.experiments.spec import Spec, configure
+from fedbilevel.sweeps.journal import DEFINITION, definition_in, opened
+from fedbilevel.sweeps.outcome import Sweep
+from fedbilevel.sweeps.plan import (
+    Job,
+    Plan,
+    TrialOutcome,
+    made,
+    measured_on_test,
+    product,
+    require_holdout,
+    require_known,
+    require_seeds,
+)
+from fedbilevel.sweeps.play import play
+from fedbilevel.sweeps.sweep import LOSSES, place_of
+from fedbilevel.tasks import Task
+
+SHARE = "0.2"  # of the training data, as a message suggests to hold out
+Watching = tuple[Sequence[Callback], bool | Display]
+"""What is called back, and what is told of progress."""
+Show = Callable[[Spec, Path, Task], AbstractContextManager[Watching]]
+"""(spec, folder, task): what shows a run while it is played."""
+Said = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """What a sweep is, as its command says it.
+
+    Args:
+        spec: the tables of a spec file, which the other arguments change.
+        task, algorithm, data, settings: as `configure` takes them.
+        grid: the values of each field, as the texts that `--set` takes.
+        search: the range of each field, as a text "0.001:1:log", or "1:8", of whole numbers; or the values to choose
+            from, with commas between.
+        seeds: of every point; None takes the spec's own.
+        select: the metric that decides; None takes the task's first.
+        select_on_test: it may be measured on test data.
+        halving: see `Plan`.
+    """
+
+    spec: Mapping[str, Any] | None = None
+    task: str | None = None
+    algorithm: str | None = None
+    data: str | None = None
+    settings: Sequence[str] = ()
+    grid: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    search: Mapping[str, str] = field(default_factory=dict)
+    seeds: Sequence[int] | None = None
+    select: str | None = None
+    select_on_test: bool = False
+    halving: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seeds is not None:
+            require_seeds(self.seeds)
+        for name in [*self.grid, *self.search]:
+            if name.rpartition(".")[2] == "seed":
+                raise ConfigurationError(
+                    f"{name} cannot be swept: no seed is better than another; --seeds gives several"
+                )
+
+    @classmethod
+    def of(cls, **given: Any) -> Definition:
+        """A definition in which files are named by their absolute paths, so that it can be read anywhere."""
+        names = {name: full_name(given[name]) for name in ("task", "algorithm") if given.get(name)}
+        return cls(**{**given, **names})
+
+    @classmethod
+    def read(cls, folder: Path) -> Definition:
+        """That of the sweep in a folder.
+
+        Raises:
+            ConfigurationError: there is no sweep, or its definition is damaged.
+        """
+        require((folder / DEFINITION).is_file(), "--resume", str(folder), "given for the folder of a sweep")
+        found = definition_in(folder)
+        found.pop("points", None)
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise ConfigurationError(f"{folder / DEFINITION} is damaged: {error}") from error
+
+    def spec_of(self, values: Mapping[str, str]) -> Spec:
+        """The spec of a point, given by texts for its fields; its algorithm is known to be allowed."""
+        settings = [*self.settings, *(f"{name}={text}" for name, text in values.items())]
+        spec = configure(self.spec, task=self.task, algorithm=self.algorithm, data=self.data, settings=settings)
+        algorithm_of(spec)
+        return spec
+
+    def points(self) -> list[dict[str, Any]]:
+        """Every combination of the values of the grid."""
+        return product({name: [toml.parse_value(text) for text in texts] for name, texts in self.grid.items()})
+
+    def specs(self) -> list[Spec | FedbilevelError]:
+        """The spec of every point, or the error with which it is refused."""
+        self.points()  # no value twice
+        return made(product(self.grid), self.spec_of)
+
+    def recorded(self, points: Sequence[Spec | FedbilevelError] = ()) -> dict[str, Any]:
+        """The definition as JSON can hold it, with a fingerprint of the points' specs."""
+        tables = [str(one) if isinstance(one, FedbilevelError) else one.tables() for one in points]
+        content = json.dumps(tables, sort_keys=True, default=str)
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return {**found, "points": hashlib.sha256(content.encode()).hexdigest()}
+
+
+def parse_field(option: str, text: str) -> tuple[str, str]:
+    """The field and the rest of a text FIELD=REST, as `--grid` takes it."""
+    name, equals, rest = text.partition("=")
+    require(bool(equals and name.strip() and rest.strip()), option, text, "of the form FIELD=VALUE,VALUE,…")
+    return name.strip(), rest.strip()
+
+
+def parse_values(text: str) -> list[str]:
+    """The texts between commas, but for commas within lists, tables and quotes, each of which is a value in TOML.
+
+    Raises:
+        ConfigurationError: one of them is none.
+    """
+    found: list[str] = []
+    rest = ""
+    for part in text.split(","):
+        rest = f"{rest},{part}" if rest else part.strip()
+        try:
+            toml.parse_value(rest.strip())
+        except ConfigurationError:
+            if rest[:1] not in ("[", "{", '"', "'"):
+                raise
+            continue
+        found.append(rest.strip())
+        rest = ""
+    if rest:
+        toml.parse_value(rest.strip())
+    return found
+
+
+@dataclass
+class Swept:
+    """A sweep over specs that is about to be played, or has been.
+
+    Attributes:
+        specs: of the points, or the errors with which they are refused.
+        select: the metric that decides.
+        seeds: of every point.
+    """
+
+    definition: Definition
+    specs: Sequence[Spec | FedbilevelError]
+    folder: Path
+    show: Show
+    tasks: TaskCache
+    select: str = ""
+    seeds: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        spec = next(one for one in self.specs if isinstance(one, Spec))
+        self.seeds = [spec.run.seed] if self.definition.seeds is None else self.definition.seeds
+        first = seeded(spec, self.seeds[0]) if self.definition.seeds is not None else spec
+        self.select = chosen_metric(self.definition, first, self.tasks(first))
+
+    def plan(self, points: Sequence[Mapping[str, Any]]) -> Plan:
+        """What is tried, with these values of the points."""
+        given = self.definition
+        return Plan(
+            points=points,
+            seeds=self.seeds,
+            select=self.select,
+            on_test=given.select_on_test,
+            halving=given.halving,
+        )
+
+    def spec(self, job: Job) -> Spec:
+        """The spec of a trial.
+
+        Raises:
+            FedbilevelError: the point is refused.
+        """
+        spec = self.specs[job.point]
+        if isinstance(spec, FedbilevelError):
+            raise spec
+        return spec if self.definition.seeds is None else seeded(spec, job.seed)
+
+    def trial(self, job: Job, share: float, *, last: bool) -> TrialOutcome:
+        """Bring a trial to the rung with that share of the budget, the last of all or not."""
+        place = Folder(self.folder / place_of(job))
+        try:
+            spec = self.spec(job)
+            task = self.tasks(spec)
+            history = self._history(spec, task, place, share, last)
+        except (ConfigurationError, NumericalError, DataError) as error:
+            return TrialOutcome.failed(error, [last_row(place.checkpoint)] if place.begun else [])
+        return TrialOutcome.of(history, self.select)
+
+    def _history(self, spec: Spec, task: Task, place: Folder, share: float, last: bool) -> History:
+        """What the trial has measured at that rung, as far as it is of interest: the last row."""
+        name, whole = budget_of(spec)
+        rung = name, share * whole
+        reached = place.begun and rounds_done(place.checkpoint, rung) is not None
+        if reached and (not last or place.summary.is_file()):
+            better = directions({**task.metrics_per_client, **task.metrics})
+            return History([last_row(place.checkpoint)], better)
+        experiment = build(spec, task)
+        with self.show(spec, place.path, task) as (callbacks, progress):
+            callbacks = [*callbacks, *([] if last else [stop_after(rung)])]
+            shown: dict[str, Any] = {"callbacks": callbacks, "progress": progress, "plot": False}
+            if place.begun:
+                return runner.resume(place.path, experiment=experiment, **shown).history
+            return runner.run(spec, place.path, experiment=experiment, **shown).history
+
+
+def sweep_specs(
+    definition: Definition,
+    specs: Sequence[Spec | FedbilevelError],
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    show: Show | None = None,
+    said: Said | None = None,
+) -> Sweep:
+    """Play a sweep over a grid of a spec's fields, each trial in a folder of its own.
+
+    Args:
+        specs: those of the definition.
+        folder: new or empty; with `resume` that of the same sweep, whose finished trials are not played again.
+        show: see `Show`.
+        said: called with a line about each trial that has ended.
+
+    Raises:
+        ConfigurationError: wrong input, or the folder holds something else; nothing was run.
+        CheckpointError: something could not be written, or another process is at it.
+    """
+    points = definition.points()
+    swept = Swept(definition, specs, Path(folder), show or _silently, TaskCache())
+    plan = swept.plan(points)
+    require_rungs(plan, specs)
+
+    def run(jobs: Sequence[Job]) -> Iterable[tuple[Job, TrialOutcome]]:
+        for job in jobs:
+            outcome = swept.trial(job, plan.rungs[job.rung], last=job.rung == len(plan.rungs) - 1)
+            if said is not None:
+                said(in_a_line(job, outcome, swept.select))
+            yield job, outcome
+
+    with opened(Path(folder), definition.recorded(specs), resume=resume) as journal:
+        return dataclasses.replace(play(plan, run, journal), made=specs)
+
+
+def budget_of(spec: Spec) -> Budget:
+    """What a run may spend."""
+    return spec.run.budget or ("rounds", float(spec.run.rounds or 0))
+
+
+def require_rungs(plan: Plan, specs: Sequence[Spec | FedbilevelError]) -> None:
+    """Refuse to halve where points have different budgets, or no row where the first rung ends."""
+    if plan.halving is None:
+        return
+    runs = [one.run for one in specs if isinstance(one, Spec)]
+    budgets = dict.fromkeys(budget_of(one) for one in specs if isinstance(one, Spec))
+    if len(budgets) > 1:
+        raise ConfigurationError(
+            f"--halving needs one budget for all points, not {' and '.join(map(in_words, budgets))}"
+        )
+    (name, whole), first = next(iter(budgets)), plan.rungs[0]
+    largest = max(run.eval_every or 0 for run in runs)
+    if name == "rounds" and largest > first * whole:
+        most = max(1, int(first * whole))
+        raise ConfigurationError(
+            f"--halving: the first rung has {in_words((name, first * whole))}, and run.eval_every = {largest} gives it "
+            f"no row to compare points by; --set run.eval_every={most} does"
+        )
+
+
+def chosen_metric(definition: Definition, spec: Spec, task: Task) -> str:
+    """The metric that decides.
+
+    Raises:
+        ConfigurationError: it is not measured, or measured on test data.
+    """
+    own = task.metrics_per_client if spec.run.metrics_per_client else {}
+    known = [*task.metrics, *(f"{name}.{end}" for name in own for end in ("mean", "worst", "best", "p10")), *LOSSES]
+    select = definition.select or next(iter(task.metrics))
+    name, holdout = label(spec.task.name), spec.task.fields.get("holdout")
+    on_holdout = next((one.replace("test", "validation") for one in known if measured_on_test(one)), "")
+    if holdout == 0 and on_holdout:
+        advice = f"--set task.holdout={SHARE} holds training data out and measures {on_holdout} in its place"
+    else:
+        advice = f"Task {name} holds no data out; it can be chosen by {_listed(known)}"
+    if select not in known and "validation" in select and on_holdout:
+        raise ConfigurationError(f"task {name} does not measure {select}: {advice}")
+    require_known(select, known)
+    require_holdout(select, definition.select_on_test, f"{advice}; --select-on-test chooses by test data all the same")
+    return select
+
+
+def _listed(metrics: Sequence[str]) -> str:
+    return " or ".join(name for name in metrics if not measured_on_test(name))
+
+
+def _silently(spec: Spec, folder: Path, task: Task) -> AbstractContextManager[Watching]:
+    return nullcontext(((), False))
+
+
+def in_a_line(job: Job, outcome: TrialOutcome, select: str) -> str:
+    """The outcome of a trial, in a line."""
+    rounds = f"{outcome.row.get('round', 0):,.0f} rounds"
+    found = f"failed: {outcome.error}" if outcome.error else f"{select} {text(select, outcome.row[select])}"
+    return f"{place_of(job)}  {found}  ({rounds})"
