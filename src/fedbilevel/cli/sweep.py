@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from fedbilevel.cli.shared import (
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
     from fedbilevel.experiments.sweep import Definition, Watching
+    from fedbilevel.sweeps.outcome import Sweep
     from fedbilevel.tasks import Task
 
 EPILOG = """\
@@ -43,6 +44,15 @@ run with every seed, each run in a folder of its own; the best point has the bes
 --halving [3] plays all points for a part of the budget, the best third of them for three times as much, and so on;
 a run that goes on ends at the numbers of an unbroken one.
 
+--search draws --trials points from ranges by Optuna (extra [sweep]), numbers in four digits, whole ones where both ends
+are; the values of --grid are then choices.
+
+  fedbilevel sweep quadratic --search server_lr.x=0.001:1:log --search local_steps=1:8 --trials 40
+
+--storage shares the points, drawn or of a grid, with others who start the same command: each is a worker. It is a file,
+or the URL of a database (sqlite:///FILE on one host, postgresql://… on many). The points of a worker that was killed go
+to others after a minute; every worker waits for the last trial and leaves the files of the whole sweep.
+
 In the folder: sweep.csv and sweep.json (every run, and the number of trials), sweep.png, and chosen.toml, which
 `fedbilevel run --spec` takes.
 """
@@ -56,6 +66,9 @@ def add_to(add: Add) -> None:
     sweep.add_argument("--data", metavar="NAME", help="the task's data set")
     sweep.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of every run; repeatable")
     sweep.add_argument("--grid", action="append", default=[], metavar="FIELD=VALUE,VALUE,…", help="repeatable")
+    sweep.add_argument("--search", action="append", default=[], metavar="FIELD=LOW:HIGH[:log]", help="see below")
+    sweep.add_argument("--trials", type=count, metavar="N", help="with --search: how many points to draw")
+    sweep.add_argument("--storage", metavar="URL|FILE", help="shared by workers, see below")
     sweep.add_argument("--seeds", type=seeds, metavar="N,N,…", help="every point is run with each (the spec's own)")
     add_length(sweep)
     sweep.add_argument("--cohort", type=count, metavar="N", help="clients per round")
@@ -74,22 +87,42 @@ def _sweep(options: argparse.Namespace) -> int:
     prepare_jax()
     from fedbilevel.engines.curves import require_matplotlib
     from fedbilevel.experiments import sweep_export
-    from fedbilevel.experiments.sweep import sweep_specs
 
     require_matplotlib()
     folder = options.resume or options.out or _new_folder(definition)
-    specs, watch = definition.specs(), _Watch(options.quiet)
-    tune(next(one for one in specs if not isinstance(one, Exception)))
     try:
-        going_on = options.resume is not None
-        found = sweep_specs(definition, specs, folder, resume=going_on, show=watch.show, said=watch.said)
+        found = _played(options, definition, folder)
     except KeyboardInterrupt:
-        return fail(INTERRUPTED, f"interrupted; continue with: fedbilevel sweep --resume {folder}")
+        trials = f" --trials {options.trials}" if options.trials else ""
+        again = "the same command" if options.storage else f"fedbilevel sweep --resume {folder}{trials}"
+        return fail(INTERRUPTED, f"interrupted; continue with: {again}")
     written = sweep_export.write(found, folder)
     terminal.print(sweep_export.sweep_table(found, terminal.width))
     for name, path in {"runs": folder, **written}.items():
         terminal.print(f"{name:<6} {path}", markup=False, highlight=False, soft_wrap=True)
     return OK if found.winner is not None else fail(NUMBERS_FAIL, "every point failed: nothing is chosen")
+
+
+def _played(options: argparse.Namespace, definition: Definition, folder: Path) -> Sweep:
+    """The sweep, played by this process alone or with others."""
+    from fedbilevel.experiments.search import search_specs, specs_of
+    from fedbilevel.experiments.sweep import sweep_specs
+
+    watch, going_on = _Watch(options.quiet), options.resume is not None
+    specs = specs_of(definition)
+    tune(next(one for one in specs if not isinstance(one, Exception)))
+    if definition.search or options.storage or options.trials:
+        return search_specs(
+            definition,
+            specs,
+            folder,
+            trials=options.trials,
+            storage=options.storage,
+            resume=going_on,
+            show=watch.show,
+            said=watch.said,
+        )
+    return sweep_specs(definition, specs, folder, resume=going_on, show=watch.show, said=watch.said)
 
 
 def _definition(options: argparse.Namespace) -> Definition:
@@ -98,20 +131,23 @@ def _definition(options: argparse.Namespace) -> Definition:
     from fedbilevel.experiments.sweep import Definition, parse_field, parse_values
 
     given = settings(options)
-    alone = ("base", "algorithm", "data", "grid", "seeds", "select", "select_on_test", "halving")
+    alone = ("base", "algorithm", "data", "grid", "search", "seeds", "select", "select_on_test", "halving")
     if options.resume is not None:
         if also := [name for name in alone if getattr(options, name) not in (None, [], False)] + given:
             raise ConfigurationError(
                 f"--resume takes the sweep of its folder; {', '.join(also)} cannot be given with it"
             )
         return Definition.read(options.resume)
-    grid: dict[str, Sequence[str]] = {}
-    for text in options.grid:
-        name, values = parse_field("--grid", text)
-        if name in grid:
-            raise ConfigurationError(f"--grid {name} is given twice: name all its values at once, with commas between")
-        grid[name] = parse_values(values)
-    if not grid:
+    fields = [("--grid", text) for text in options.grid] + [("--search", text) for text in options.search]
+    swept: dict[str, dict[str, str]] = {"--grid": {}, "--search": {}}
+    for option, text in fields:
+        name, values = parse_field(option, text)
+        if name in {**swept["--grid"], **swept["--search"]}:
+            raise ConfigurationError(
+                f"{option} {name} is given twice: name all its values at once, with commas between"
+            )
+        swept[option][name] = values
+    if not fields:
         raise ConfigurationError("a sweep needs a field and its values: --grid FIELD=VALUE,VALUE,…")
     from_file = options.base is not None and options.base.endswith(".toml")
     spec = spec_tables(Path(options.base), None, options.algorithm) if from_file else None
@@ -121,7 +157,8 @@ def _definition(options: argparse.Namespace) -> Definition:
         algorithm=options.algorithm,
         data=options.data,
         settings=given,
-        grid=grid,
+        grid={name: parse_values(text) for name, text in swept["--grid"].items()},
+        search=swept["--search"],
         seeds=options.seeds,
         select=options.select,
         select_on_test=options.select_on_test,

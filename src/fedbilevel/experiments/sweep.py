@@ -124,7 +124,11 @@ class Definition:
     def specs(self) -> list[Spec | FedbilevelError]:
         """The spec of every point, or the error with which it is refused."""
         self.points()  # no value twice
-        return made(product(self.grid), self.spec_of)
+        return made(self.texts(), self.spec_of)
+
+    def texts(self) -> list[dict[str, str]]:
+        """The points as texts for `--set`."""
+        return product(self.grid)
 
     def recorded(self, points: Sequence[Spec | FedbilevelError] = ()) -> dict[str, Any]:
         """The definition as JSON can hold it, with a fingerprint of the points' specs."""
@@ -172,21 +176,30 @@ class Swept:
         specs: of the points, or the errors with which they are refused.
         select: the metric that decides.
         seeds: of every point.
+        larger_is_better: of that metric.
     """
 
     definition: Definition
-    specs: Sequence[Spec | FedbilevelError]
+    specs: Sequence[Spec | FedbilevelError] | Mapping[int, Spec | FedbilevelError]
     folder: Path
     show: Show
     tasks: TaskCache
-    select: str = ""
-    seeds: Sequence[int] = ()
+    select: str
+    seeds: Sequence[int]
+    larger_is_better: bool
 
-    def __post_init__(self) -> None:
-        spec = next(one for one in self.specs if isinstance(one, Spec))
-        self.seeds = [spec.run.seed] if self.definition.seeds is None else self.definition.seeds
-        first = seeded(spec, self.seeds[0]) if self.definition.seeds is not None else spec
-        self.select = chosen_metric(self.definition, first, self.tasks(first))
+    @classmethod
+    def of(
+        cls, definition: Definition, specs: Sequence[Spec | FedbilevelError], folder: Path, show: Show | None
+    ) -> Swept:
+        """A sweep whose metric and seeds are known: the first point's task is made for it."""
+        spec, tasks = next(one for one in specs if isinstance(one, Spec)), TaskCache()
+        seeds = [spec.run.seed] if definition.seeds is None else definition.seeds
+        first = spec if definition.seeds is None else seeded(spec, seeds[0])
+        task = tasks(first)
+        select = chosen_metric(definition, first, task)
+        larger = History(directions=_directions(task)).larger_is_better(select)
+        return cls(definition, specs, folder, show or silently, tasks, select, seeds, larger)
 
     def plan(self, points: Sequence[Mapping[str, Any]]) -> Plan:
         """What is tried, with these values of the points."""
@@ -227,8 +240,7 @@ class Swept:
         rung = name, share * whole
         reached = place.begun and rounds_done(place.checkpoint, rung) is not None
         if reached and (not last or place.summary.is_file()):
-            better = directions({**task.metrics_per_client, **task.metrics})
-            return History([last_row(place.checkpoint)], better)
+            return History([last_row(place.checkpoint)], _directions(task))
         experiment = build(spec, task)
         with self.show(spec, place.path, task) as (callbacks, progress):
             callbacks = [*callbacks, *([] if last else [stop_after(rung)])]
@@ -260,7 +272,7 @@ def sweep_specs(
         CheckpointError: something could not be written, or another process is at it.
     """
     points = definition.points()
-    swept = Swept(definition, specs, Path(folder), show or _silently, TaskCache())
+    swept = Swept.of(definition, specs, Path(folder), show)
     plan = swept.plan(points)
     require_rungs(plan, specs)
 
@@ -322,11 +334,16 @@ def chosen_metric(definition: Definition, spec: Spec, task: Task) -> str:
     return select
 
 
+def _directions(task: Task) -> dict[str, bool]:
+    return directions({**task.metrics_per_client, **task.metrics})
+
+
 def _listed(metrics: Sequence[str]) -> str:
     return " or ".join(name for name in metrics if not measured_on_test(name))
 
 
-def _silently(spec: Spec, folder: Path, task: Task) -> AbstractContextManager[Watching]:
+def silently(spec: Spec, folder: Path, task: Task) -> AbstractContextManager[Watching]:
+    """Show nothing."""
     return nullcontext(((), False))
 
 

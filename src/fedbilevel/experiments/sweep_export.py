@@ -47,14 +47,14 @@ def sweep_table(sweep: Sweep, width: int | None = None) -> Table:
     """One row for each point, best first; costs are means over the seeds."""
     found, select = sweep.standings, sweep.plan.select
     columns = {"rank": [str(rank) if one.mean is not None else "–" for rank, one in enumerate(found, 1)]}
-    columns |= {name: [toml.value(one.values[name]).strip('"') for one in found] for name in sweep.plan.fields}
+    columns |= {name: [_value(one, name) for one in found] for name in sweep.plan.fields}
     columns[select] = [_mean(select, one) for one in found]
     columns |= {
         "rounds": [f"{one.cost('rounds'):,.0f}" for one in found],
         "exchanges": [f"{one.cost('exchanges'):,.0f}" for one in found],
         "MB": [f"{one.cost('bytes') / 1e6:,.1f}" for one in found],
     }
-    texts = [name for name in sweep.plan.fields if any(isinstance(one.values[name], str) for one in found)]
+    texts = [name for name in sweep.plan.fields if any(isinstance(one.values.get(name), str) for one in found)]
     if any(one.error for one in found):
         columns["failed"] = [one.error for one in found]
     title = f"{title_of(sweep)}: {sweep.chosen_on}"
@@ -67,6 +67,10 @@ def title_of(sweep: Sweep) -> str:
     parts = [{label(spec.task.name) for spec in specs}, {label(spec.algorithm.name) for spec in specs}]
     parts.append({spec.data or "" for spec in specs})
     return " · ".join(name for names in parts for name in names if len(names) == 1 and name)
+
+
+def _value(one: Standing, name: str) -> str:
+    return toml.value(one.values[name]).strip('"') if name in one.values else "–"
 
 
 def _mean(select: str, one: Standing) -> str:

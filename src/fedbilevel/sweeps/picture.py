@@ -59,7 +59,7 @@ def sweep_figure(
 
 def _draw_field(axes: Any, plan: Plan, standings: Sequence[Standing], field: str) -> None:
     """The metric of every point against one field."""
-    found = sorted(standings, key=lambda one: one.number)
+    found = sorted((one for one in standings if field in one.values), key=lambda one: one.number)
     at = _places(axes, [one.values[field] for one in found])
     scale = 100 if in_percent(plan.select) else 1
     good = [(place, one) for place, one in zip(at, found, strict=True) if one.mean is not None]
