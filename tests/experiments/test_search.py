@@ -12,7 +12,8 @@ import pytest
 from fedbilevel import cli
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import search
-from fedbilevel.experiments.search import Range, search_specs, specs_of
+from fedbilevel.experiments.draws import Range
+from fedbilevel.experiments.search import search_specs, specs_of
 from fedbilevel.experiments.sweep import Definition, Swept
 from fedbilevel.sweeps.plan import TrialOutcome
 
@@ -192,8 +193,12 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["sqlite:///{}/shared.db", "{}/shared.journal"])
-def test_four_workers_play_all_trials_though_one_is_killed(storage, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("storage", "folders"),
+    [("sqlite:///{}/shared.db", "abcd"), ("{}/shared.journal", "aaaa")],
+    ids=["a database and folders of their own", "a file and one folder"],
+)
+def test_four_workers_play_all_trials_though_one_is_killed(storage, folders, tmp_path) -> None:
     place = storage.format(tmp_path)
     given = ["--search", "server_lr.x=0.01:0.1:log", "--trials", "12", "--seeds", "0,1", "--storage", place]
 
@@ -201,24 +206,25 @@ def test_four_workers_play_all_trials_though_one_is_killed(storage, tmp_path) ->
         command = [sys.executable, "-c", IMPATIENT, "sweep", *SMALL, *given, "--out", str(tmp_path / name)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    workers = [worker(name) for name in "abcd"]
+    workers = [worker(folders[0])]
     try:
         end = time.monotonic() + 300
-        while not list((tmp_path / "a").glob("point-*/seed-*")):  # a is at a trial
+        while not list((tmp_path / "a").glob("point-*/seed-*")):  # the first is at a trial
             assert workers[0].poll() is None, workers[0].stderr.read()
             assert time.monotonic() < end
             time.sleep(0.02)
         workers[0].kill()
+        (point,) = (tmp_path / "a").glob("point-*")
+        assert not (point / "seed-0" / "summary.json").exists()
+        workers += [worker(name) for name in folders[1:]]
         texts = [process.communicate(timeout=500) for process in workers[1:]]
     finally:
         for process in workers:
             process.kill()
             process.communicate()
     assert [process.returncode for process in workers[1:]] == [0, 0, 0], texts
-    tables = [json.loads((tmp_path / name / "sweep.json").read_text()) for name in "bcd"]
+    tables = [json.loads((tmp_path / name / "sweep.json").read_text()) for name in folders[1:]]
     assert tables[0] == tables[1] == tables[2]
     assert (tables[0]["trials"], tables[0]["failed"], len(tables[0]["points"])) == (24, 0, 12)
-    unfinished = [path for path in (tmp_path / "a").glob("point-*/seed-*") if not (path / "summary.json").exists()]
-    assert unfinished  # it was killed in the middle of a trial, which another has played
-    point = unfinished[0].parent.name
-    assert any((tmp_path / name / point / "seed-0" / "summary.json").exists() for name in "bcd")
+    runs = [path for name in set(folders[1:]) for path in (tmp_path / name).glob("point-*/seed-*/summary.json")]
+    assert len(runs) == 24  # each played once, the one that was broken off included

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,16 +102,21 @@ def spec_tables(path: Path, task: str | None = None, algorithm: str | None = Non
     """
     from fedbilevel.experiments import toml
 
+    names = {"task": task, "algorithm": algorithm}
     tables = toml.read(path)
-    for kind, given in {"task": task, "algorithm": algorithm}.items():
-        table = tables.get(kind)
+    say_whose_code(path, {kind: tables.get(kind) for kind, given in names.items() if given is None})
+    return tables
+
+
+def say_whose_code(path: Path, tables: Mapping[str, Any]) -> None:
+    """Say on standard error which code is about to be run, if the task or algorithm that a file names is a user's."""
+    for kind, table in tables.items():
         name = table.get("name") if isinstance(table, dict) else table
-        if isinstance(name, str) and given is None and (code := name.rpartition(":")[0]):
+        if isinstance(name, str) and (code := name.rpartition(":")[0]):
             article = "an" if kind == "algorithm" else "a"
             print(
                 f"fedbilevel: {path} names {article} {kind} of your own: this runs the code of {code}", file=sys.stderr
             )
-    return tables
 
 
 def count(text: str) -> int:

@@ -20,6 +20,7 @@ from fedbilevel.cli.shared import (
     count,
     fail,
     prepare_jax,
+    say_whose_code,
     seeds,
     settings,
     spec_tables,
@@ -137,7 +138,9 @@ def _definition(options: argparse.Namespace) -> Definition:
             raise ConfigurationError(
                 f"--resume takes the sweep of its folder; {', '.join(also)} cannot be given with it"
             )
-        return Definition.read(options.resume)
+        found = Definition.read(options.resume)
+        say_whose_code(options.resume, found.named)
+        return found
     fields = [("--grid", text) for text in options.grid] + [("--search", text) for text in options.search]
     swept: dict[str, dict[str, str]] = {"--grid": {}, "--search": {}}
     for option, text in fields:

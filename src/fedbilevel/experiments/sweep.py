@@ -110,6 +110,12 @@ class Definition:
         except TypeError as error:
             raise ConfigurationError(f"{folder / DEFINITION} is damaged: {error}") from error
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """The task and the algorithm, by their names or tables, as far as the definition says them."""
+        spec = self.spec or {}
+        return {"task": self.task or spec.get("task"), "algorithm": self.algorithm or spec.get("algorithm")}
+
     def spec_of(self, values: Mapping[str, str]) -> Spec:
         """The spec of a point, given by texts for its fields; its algorithm is known to be allowed."""
         settings = [*self.settings, *(f"{name}={text}" for name, text in values.items())]
