@@ -162,6 +162,11 @@ def test_wrong_input_is_a_sentence(arguments, message, run, tmp_path, monkeypatc
     assert message in error
 
 
+def test_no_password_is_shown() -> None:
+    shown = search.without_password("--storage postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
+    assert shown == "--storage postgresql+psycopg://me:***@host/db cannot be used: me@host"
+
+
 def test_without_optuna_the_command_that_installs_it_is_named(run, monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     code, _, error = run("sweep", "quadratic", "--search", "cohort=1:2", "--trials", "3", "--out", tmp_path / "out")

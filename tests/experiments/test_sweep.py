@@ -173,6 +173,31 @@ def test_a_folder_in_use_is_refused(run, tmp_path) -> None:
     assert (code, error.strip().endswith("that folder is not empty")) == (2, True)
 
 
+DAMAGED = [
+    "{",
+    "[]",
+    "null",
+    '{"grid": 5}',
+    '{"grid": {"cohort": 1}}',
+    '{"settings": "a"}',
+    '{"seeds": 3}',
+    '{"seeds": ["a"]}',
+    '{"search": {"cohort": 3}}',
+    '{"spec": "x"}',
+    '{"task": 3}',
+    '{"nothing": 3}',
+    '{"halving": "2"}',
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_definition_is_refused(text, run, tmp_path) -> None:
+    (tmp_path / "definition.json").write_text(text)
+    code, _, error = run("sweep", "--resume", tmp_path)
+    assert code == 2
+    assert "definition.json is damaged" in error
+
+
 TEXTS = {
     "0.01,0.1": ["0.01", "0.1"],
     "cg, neumann": ["cg", "neumann"],

@@ -234,7 +234,9 @@ def test_a_torn_line_is_cut_off_and_a_damaged_one_is_refused(tmp_path) -> None:
         assert journal.read(file) == {Job(0, 1, 0): kept.outcomes[Job(0, 1, 0)]}
         assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
     assert journal.read(tmp_path / "none") == {}
-    for damage in (b"[]\n", b"{}\n", b'{"point": 0, "seed": 0, "rung": 0, "row": 3}\n', b"\xff\n", b"\n"):
+    ends = (b'"row": 3}\n', b'"error": 3}\n', b'"error": ""}\n', b'"row": {"round": "a"}}\n')
+    damaged = [b"[]\n", b"{}\n", b"\xff\n", b"\n", *(b'{"point": 0, "seed": 0, "rung": 0, ' + end for end in ends)]
+    for damage in damaged:
         file.write_bytes(damage + whole)
         with pytest.raises(ConfigurationError, match=r"trials\.jsonl is damaged in line 1"):
             journal.read(file)

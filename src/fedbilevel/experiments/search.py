@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import statistics
 import threading
 import time
@@ -152,15 +153,21 @@ def open_study(storage: str, recorded: Mapping[str, Any], swept: Swept) -> optun
                 load_if_exists=True,
             )
     except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, ValueError) as error:
-        raise ConfigurationError(f"--storage {storage} cannot be used: {quoted(error)}") from error
+        raise ConfigurationError(without_password(f"--storage {storage} cannot be used: {quoted(error)}")) from None
     there = study.user_attrs.get("definition")
     if there is None:
         study.set_user_attr("definition", dict(recorded))
     elif there != dict(recorded):
         changed = next(name for name in {**there, **recorded} if there.get(name) != recorded.get(name))
         was, now = there.get(changed), recorded.get(changed)
-        raise ConfigurationError(f"--storage {storage} has another sweep: {changed} is {was!r} there, and {now!r} here")
+        text = f"--storage {storage} has another sweep: {changed} is {was!r} there, and {now!r} here"
+        raise ConfigurationError(without_password(text))
     return study
+
+
+def without_password(text: str) -> str:
+    """A text in which the password of a database's URL does not show."""
+    return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
 
 
 def _waits(storage: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.engines.progress import Display
 from fedbilevel.engines.result import Callback
 from fedbilevel.experiments import runner, toml
-from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.folder import Folder, as_damage
 from fedbilevel.experiments.names import full_name, label
 from fedbilevel.experiments.objects import algorithm_of, build
 from fedbilevel.experiments.series import TaskCache, seeded
@@ -50,6 +50,26 @@ Watching = tuple[Sequence[Callback], bool | Display]
 Show = Callable[[Spec, Path, Task], AbstractContextManager[Watching]]
 """(spec, folder, task): what shows a run while it is played."""
 Said = Callable[[str], None]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | None)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {  # of what a definition on disk says
+    **dict.fromkeys(("task", "algorithm", "data", "select"), _is_text),
+    "spec": lambda value: isinstance(value, dict | None),
+    "settings": _are_texts,
+    "grid": lambda value: isinstance(value, dict) and all(map(_are_texts, value.values())),
+    "search": lambda value: isinstance(value, dict) and _are_texts(list(value.values())),
+    "seeds": lambda value: isinstance(value, list | None),
+    "select_on_test": lambda value: isinstance(value, bool),
+    "halving": lambda value: isinstance(value, int | None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +125,11 @@ class Definition:
         require((folder / DEFINITION).is_file(), "--resume", str(folder), "given for the folder of a sweep")
         found = definition_in(folder)
         found.pop("points", None)
-        try:
+        with as_damage(folder / DEFINITION):
+            for name, value in found.items():
+                if name not in KINDS or not KINDS[name](value):
+                    raise ValueError(f"{name} is {value!r}")
             return cls(**found)
-        except TypeError as error:
-            raise ConfigurationError(f"{folder / DEFINITION} is damaged: {error}") from error
 
     @property
     def named(self) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
-from fedbilevel.quoting import in_a_line
+from fedbilevel.engines.history import History
+from fedbilevel.quoting import in_a_line, require_object
 from fedbilevel.sweeps.plan import Job, TrialOutcome
 
 DEFINITION, LINES, LOCK = "definition.json", "trials.jsonl", ".lock"
@@ -94,6 +95,7 @@ def definition_in(folder: Path) -> dict[str, Any]:
     """What the sweep in a folder was begun with."""
     try:
         found = json.loads((folder / DEFINITION).read_text(encoding="utf-8"))
+        require_object(found, "the definition of a sweep")
         return dict(found)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"{folder / DEFINITION} is damaged: {in_a_line(error)}") from error
@@ -112,7 +114,8 @@ def read(path: Path) -> dict[Job, TrialOutcome]:
             fields = json.loads(line)
             job = Job(**{name: int(fields.pop(name)) for name in ("point", "seed", "rung")})
             outcome = TrialOutcome(**fields)
-            if not isinstance(outcome.row, dict) or not isinstance(outcome.error, str):
+            History.of([outcome.row] if outcome.row else [], {"": outcome.larger_is_better})
+            if not isinstance(outcome.error, str) or not (outcome.row or outcome.error):
                 raise TypeError("no outcome of a trial")
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise ConfigurationError(f"{path} is damaged in line {number}: {in_a_line(error)}") from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedbilevel.engines.budget import cost
-from fedbilevel.sweeps.plan import Job, Plan, PointValues, TrialOutcome
+from fedbilevel.sweeps.plan import Job, Plan, PointValues, TrialOutcome, require_known
 
 COSTS = ("rounds", "exchanges", "bytes", "gradients", "hvps", "time")
 
@@ -49,6 +49,9 @@ def standing(plan: Plan, number: int, outcomes: Mapping[Job, TrialOutcome]) -> S
     rung, last = max((rung, row) for rung, row in enumerate(jobs) if all(job in outcomes for job in row))
     found = {job.seed: outcomes[job] for job in last}
     errors = {seed: one.error for seed, one in found.items() if one.error}
+    if not errors:
+        for one in found.values():
+            require_known(plan.select, one.row)
     values = [one.row[plan.select] for one in found.values()] if not errors else []
     mean = statistics.fmean(values) if values else None
     sd = statistics.stdev(values) if len(values) > 1 else None
