@@ -45,10 +45,10 @@ def searched(folder, trials=None, definition=DRAWN, **given):
 
 
 def test_values_are_drawn_from_their_ranges_and_always_the_same(played, tmp_path) -> None:
-    found = searched(tmp_path / "a", trials=16)
+    found = searched(tmp_path / "a", trials=12)
     points = found.plan.points
-    assert len(points) == found.trials == 16
-    assert played == list(range(16))
+    assert len(points) == found.trials == 12
+    assert played == list(range(12))
     for point in points:
         assert 0.001 <= point["server_lr.x"] <= 1
         assert point["server_lr.x"] == float(f"{point['server_lr.x']:.4g}")
@@ -57,7 +57,7 @@ def test_values_are_drawn_from_their_ranges_and_always_the_same(played, tmp_path
     assert min(point["server_lr.x"] for point in points) < 0.03  # in the lower half of the logarithm
     assert {point["batch_size"] for point in points} == {"none", 4}
     assert len({point["server_lr.x"] for point in points}) > 8
-    assert searched(tmp_path / "b", trials=16).rows == found.rows
+    assert searched(tmp_path / "b", trials=12).rows == found.rows
 
 
 def test_an_interrupted_search_goes_on_to_the_same_points_and_to_more(played, tmp_path, monkeypatch) -> None:
