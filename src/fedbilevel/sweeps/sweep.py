@@ -142,6 +142,7 @@ def sweep(
                 callbacks=[watch, stop_after(rung)],
                 checkpoint=place,
                 resume="auto" if place else False,
+                progress=False,
             )
         except (ConfigurationError, NumericalError) as error:
             return TrialOutcome.failed(error, rows_seen)
