@@ -74,20 +74,20 @@ def test_data_of_a_metric_are_arguments_of_its_program(kind, monkeypatch):
     data = kind(np.random.default_rng(0).normal(size=(50_000, 2)))
     programs, jit = [], jax.jit
 
-    def spy(function):
-        compiled = jit(function)
+    class Spy:
+        def __init__(self, function):
+            self.compiled = jit(function)
 
-        def call(*args):
-            programs.append(compiled.lower(*args).as_text())
-            return compiled(*args)
-
-        return call
+        def lower(self, *args):
+            lowered = self.compiled.lower(*args)
+            programs.append(lowered.as_text())
+            return lowered
 
     def metric(x, y):
         return jnp.mean(data @ x)
 
     with monkeypatch.context() as patch:
-        patch.setattr(jax, "jit", spy)
+        patch.setattr(jax, "jit", Spy)
         value = evaluate(metric)
     assert value == pytest.approx(float(np.mean(np.asarray(data) @ np.asarray(X))), abs=1e-12)
     assert len(programs) == 1
