@@ -22,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax
 
     if cache := getattr(config, "cache", None):  # there is none under `-p no:cacheprovider`
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("jax"))  # for processes of tests, too
+        jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

@@ -78,10 +78,10 @@ def test_data_of_a_metric_are_arguments_of_its_program(kind, monkeypatch):
         def __init__(self, function):
             self.compiled = jit(function)
 
-        def lower(self, *args):
-            lowered = self.compiled.lower(*args)
-            programs.append(lowered.as_text())
-            return lowered
+        def trace(self, *args):
+            traced = self.compiled.trace(*args)
+            programs.append(traced.lower().as_text())
+            return traced
 
     def metric(x, y):
         return jnp.mean(data @ x)

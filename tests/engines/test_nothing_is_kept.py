@@ -9,21 +9,13 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import freed
-from fedbilevel.engines.kept import forget
-from fedbilevel.engines.local.engine import LocalRun
+from fedbilevel.engines.kept import PROGRAMS
 
 
-def solved(engine, monkeypatch):
+def solved(engine):
     """Weak references to what one solve was given and to what it compiled, by name."""
     rng = np.random.default_rng(0)
     scale, samples = jnp.asarray(rng.normal(size=3)), rng.normal(size=(4, 5, 3))
-    programs = []
-    compile = LocalRun.compile
-
-    def noted(self, *arguments):
-        program = compile(self, *arguments)
-        programs.append(weakref.ref(program))
-        return program
 
     def outer(x, y, batch):
         return jnp.mean((batch @ (scale * y) - jnp.sum(x)) ** 2)
@@ -36,25 +28,24 @@ def solved(engine, monkeypatch):
 
     problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
     algorithm = fb.SimFBO(local_steps=1, batch_size=2)
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalRun, "compile", noted)
-        start = jnp.zeros(2), jnp.zeros(3)
-        result = fb.solve(algorithm, problem, clients, *start, rounds=1, engine=engine, metrics={"size": size})
+    fb.Local.forget()
+    start = jnp.zeros(2), jnp.zeros(3)
+    result = fb.solve(algorithm, problem, clients, *start, rounds=1, engine=engine, metrics={"size": size})
     given = {"problem": problem, "outer": outer, "inner": inner, "metric": size, "clients": clients, "result": result}
     given |= {"a constant": scale, "samples": clients.inner.values, "algorithm": algorithm}
-    return {name: weakref.ref(thing) for name, thing in given.items()} | {
-        f"program {number}": program for number, program in enumerate(programs)
-    }
+    given |= {f"program {number}": program for number, program in enumerate(PROGRAMS.values.values())}
+    return {name: weakref.ref(thing) for name, thing in given.items()}
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Local(stream=True)], ids=["resident", "streamed"])
-def test_nothing_is_kept(engine, monkeypatch):
-    kept = solved(engine, monkeypatch)
+def test_nothing_is_kept(engine):
+    kept = solved(engine)
     gc.collect()
-    assert [name for name, thing in kept.items() if thing() is not None] == ["program 0"]
-    forget()
+    programs = ["program 0", "program 1", "program 2"]  # what the server begins with, the metric, the rounds
+    assert [name for name, thing in kept.items() if thing() is not None] == programs
+    fb.Local.forget()
     gc.collect()
-    assert kept["program 0"]() is None
+    assert [name for name, thing in kept.items() if thing() is not None] == []
 
 
 @pytest.mark.parametrize("has_it", [True, False])
@@ -62,5 +53,5 @@ def test_what_compiling_freed_is_given_back_after_every_solve(has_it, monkeypatc
     """By the C library's malloc_trim(0), where it has one."""
     given_back = []
     monkeypatch.setattr(freed, "_trim", lambda: given_back.append if has_it else None)
-    solved(fb.Reference(), monkeypatch)
+    solved(fb.Reference())
     assert given_back == [0] * has_it

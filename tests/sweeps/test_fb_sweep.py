@@ -99,6 +99,22 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_table(halved, tmp_path, mon
         swept(halving=2, folder=tmp_path)
     with pytest.raises(ConfigurationError, match=r"cannot resume .*: seeds was \[0\] .*, and is \[1\] now"):
         swept(halving=2, folder=tmp_path, resume=True, seeds=[1])
+    other = quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2), seed=1)
+    with pytest.raises(ConfigurationError, match=r"cannot resume .*: population was"):
+        fb.sweep(
+            fb.SimFBO(),
+            TASK.problem,
+            other.clients,
+            TASK.x0,
+            TASK.y0,
+            grid=STEPS,
+            select="relative_error",
+            rounds=6,
+            metrics=TASK.metrics,
+            halving=2,
+            folder=tmp_path,
+            resume=True,
+        )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
-from fedbilevel.engines.kept import PROGRAMS, fact_key
+from fedbilevel.engines.kept import PROGRAMS, program_key
 from fedbilevel.engines.virtual_time.clock import Clock, ClockState
 from fedbilevel.engines.virtual_time.in_flight import InFlight, early_answers, nothing_in_flight
 
@@ -77,8 +77,11 @@ def first_carry(
     and exchange of each one's last answer that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
     given = algorithm, server_x(problem, x), y
-    key = fact_key("first state", algorithm, problem, given)
-    state = PROGRAMS.get(key, lambda: jax.jit(lambda *given: first_state(*given)).lower(*given).compile())(*given)
+    leaves, tree = jax.tree.flatten(given)
+    like = jax.eval_shape(lambda *given: first_state(*given), *given)
+    traced = jax.jit(lambda leaves: jax.tree.leaves(first_state(*jax.tree.unflatten(tree, leaves)))).trace(leaves)
+    made = PROGRAMS.get(program_key(traced.jaxpr, leaves), lambda: traced.lower().compile())(leaves)
+    state = jax.tree.unflatten(jax.tree.structure(like), made)
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
     else:

@@ -18,9 +18,8 @@ from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.functions import explained, require_function
 from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.tree import PyTree, all_finite, join
-from fedbilevel.engines.code_key import code_key
 from fedbilevel.engines.history import Row
-from fedbilevel.engines.kept import PROGRAMS, shape_key
+from fedbilevel.engines.kept import PROGRAMS, program_key
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 
 BLOCK = 256  # samples that are vectorised together
@@ -65,9 +64,8 @@ class Evaluation:
             return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves((x, y)))[0]
 
         given = jax.device_put(closed.consts), x, y
-        read = code_key(metric, x_fixed, y_fixed)
-        key = read and ("metric", read, shape_key(given))
-        program = PROGRAMS.get(key, lambda: jax.jit(run).lower(*given).compile())
+        traced = jax.jit(run).trace(*given)
+        program = PROGRAMS.get(program_key(traced.jaxpr, given), lambda: traced.lower().compile())
         return lambda x, y: program(given[0], x, y)
 
 
@@ -145,7 +143,7 @@ class PerClientEvaluation:
         group: ProcessGroup | None = None,
     ) -> None:
         self.metrics, self.clients, self.group = metrics, clients, group or current_group()
-        self.fixed = x_fixed, y_fixed
+        self.programs = {name: _over_samples(metric.function, x_fixed, y_fixed) for name, metric in metrics.items()}
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
         """The row of all metrics.
@@ -183,8 +181,7 @@ class PerClientEvaluation:
             sample = places - (ends - rows.size)[owner]
             whose = lambda i, of=sample, at=owner: f"in sample {of[i]} of client {first + at[i]}"  # noqa: E731
             what = f"Clients.{self.metrics[name].samples}"
-            block = _block(rows.values, index, what, whose)
-            values = _over_samples(self.metrics[name].function, self.fixed, x, y, block)(x, y, block)
+            values = self.programs[name](x, y, _block(rows.values, index, what, whose))
             np.add.at(sums, owner, np.asarray(values, np.float64)[: len(places)])
         return sums / rows.size
 
@@ -202,16 +199,12 @@ def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], 
     return jax.tree_util.tree_map_with_path(take, values)
 
 
-def _over_samples(
-    function: Measure, fixed: tuple[PyTree, PyTree], x: PyTree, y: PyTree, block: PyTree
-) -> Callable[[PyTree, PyTree, PyTree], Any]:
-    """(x, y, block) -> the metric on each sample by itself, (BLOCK,), for arguments of these shapes."""
+def _over_samples(function: Measure, x_fixed: PyTree, y_fixed: PyTree) -> Callable[[PyTree, PyTree, PyTree], Any]:
+    """(x, y, block) -> the metric on each sample by itself, (BLOCK,)."""
 
+    @jax.jit
     def run(x: PyTree, y: PyTree, block: PyTree) -> Any:
-        whole = join(x, fixed[0]), join(y, fixed[1])
+        whole = join(x, x_fixed), join(y, y_fixed)
         return jax.vmap(lambda sample: function(*whole, jax.tree.map(lambda a: a[None], sample)))(block)
 
-    read = code_key(function, *fixed)
-    key = read and ("per client", read, shape_key((x, y, block)))
-    made: Callable[[PyTree, PyTree, PyTree], Any] = PROGRAMS.get(key, lambda: jax.jit(run).lower(x, y, block).compile())
-    return made
+    return run

@@ -25,7 +25,6 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind, Sums, weigh
-from fedbilevel.engines.kept import FACTS, fact_key
 from fedbilevel.engines.recorder import Recorder, record
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]
@@ -67,20 +66,11 @@ def flops_of_calls(
             larger number.
     """
     examples = tuple(_longest(rows) for rows in (clients.outer, clients.inner))
+    costs: dict[ExchangeKind, int | None] = {}
+    recorder = partial(FlopsRecorder, population=clients, cut=cut, costs=costs)
     has_client_steps, over_batches = clients.local_steps is not None, problem.over_batches()
-
-    def find() -> dict[ExchangeKind, int | None]:
-        costs: dict[ExchangeKind, int | None] = {}
-        recorder = partial(FlopsRecorder, population=clients, cut=cut, costs=costs)
-        record(algorithm, over_batches, x, y, examples, has_client_steps, lambda *_: None, recorder)
-        return costs
-
-    steps = (
-        None if clients.local_steps is None else (int(np.min(clients.local_steps)), int(np.max(clients.local_steps)))
-    )
-    equal = [bool(np.all(rows.size == rows.size[0])) for rows in (clients.outer, clients.inner)]
-    traced = None if cut else fact_key("flops", algorithm, problem, x, y, examples)
-    return FACTS.get(traced and (traced, steps, *equal), find)
+    record(algorithm, over_batches, x, y, examples, has_client_steps, lambda *_: None, recorder)
+    return costs
 
 
 def known_flops(

@@ -1,24 +1,22 @@
-"""What a process keeps of earlier runs: facts found by tracing, and compiled programs.
+"""What a process keeps of earlier runs: compiled programs, by what tracing gives.
 
-A later run with the same losses, method and shapes finds them again, whatever its step sizes, seeds, weights and
-samples, which are arguments of the programs. Nothing of a run's data is kept.
+A later run whose tracing gives the same program finds it compiled, whatever its step sizes, seeds, weights and samples,
+which are arguments. Nothing of a run's data is kept, but for what a schedule or an optimizer closes over.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from fedbilevel.core.algorithm import Algorithm, Part
-from fedbilevel.core.config import Schedule
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.code_key import class_key, code_key
+from fedbilevel.engines.fingerprint import of_program
 
 T = TypeVar("T")
 
@@ -29,19 +27,24 @@ class BoundedCache:
     def __init__(self, limit: int) -> None:
         self.limit, self.lock = limit, threading.Lock()
         self.values: OrderedDict[Hashable, Any] = OrderedDict()
+        self.made = 0  # values so far, kept or not
 
     def get(self, key: Hashable | None, make: Callable[[], T]) -> T:
         """The value of a key, made if it is not there; without a key it is made and not kept."""
-        if key is None:
-            return make()
         with self.lock:
-            if key in self.values:
+            try:
+                known = key is not None and key in self.values
+            except (TypeError, ValueError):  # of static fields that cannot be compared, such as arrays
+                key, known = None, False
+            if known:
                 self.values.move_to_end(key)
                 found: T = self.values[key]
                 return found
         value = make()
         with self.lock:
-            self.values[key] = value
+            self.made += 1
+            if key is not None:
+                self.values[key] = value
             while len(self.values) > self.limit:
                 self.values.popitem(last=False)
         return value
@@ -51,62 +54,47 @@ class BoundedCache:
             self.values.clear()
 
 
-FACTS, PROGRAMS = BoundedCache(256), BoundedCache(32)
+PROGRAMS = BoundedCache(32)
 
 
-def forget() -> None:
-    """Free all that is kept: the next run of each kind is traced and compiled anew."""
-    FACTS.clear()
-    PROGRAMS.clear()
+def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable | None:
+    """A key of what tracing gave for the arguments `given`; None where it calls back into Python.
 
-
-def trace_key(algorithm: Algorithm, problem: Problem, *trees: PyTree) -> Hashable | None:
-    """A key that is equal where tracing rounds gives the same; None where that is not known.
-
-    It is made of what the losses and a method of one's own read, of the method's static fields, of the shapes of
-    `trees`, and of JAX's settings.
+    Constants count by content. `more`: what else the compiler is told.
     """
-    leaves, method = jax.tree.flatten(algorithm)
-    own = [class_key(type(part)) for part in _parts(algorithm)]
-    read = code_key(problem, _schedules(algorithm))
-    if read is None or None in own:
+    if _calls_back(traced.jaxpr):
         return None
-    try:
-        hash(method)
-    except TypeError:  # a static field that cannot be compared
-        return None
-    return type(problem), read, tuple(own), method, shape_key((leaves, *trees)), _settings()
-
-
-def fact_key(name: str, algorithm: Algorithm, problem: Problem, *trees: PyTree) -> Hashable | None:
-    """The key of a fact that tracing tells."""
-    traced = trace_key(algorithm, problem, *trees)
-    return traced and (name, traced)
-
-
-def shape_key(tree: PyTree) -> Hashable:
-    """Structure, shapes, dtypes and devices of a pytree."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(map(_of_leaf, leaves))
+    leaves, structure = jax.tree.flatten(given)
+    return of_program(traced), structure, tuple(map(_of_leaf, leaves)), _settings(), more
 
 
 def _of_leaf(leaf: Any) -> Hashable:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.shape, str(leaf.dtype)
     aval = jax.typeof(leaf)
     return aval.shape, str(aval.dtype), aval.weak_type, leaf.sharding if isinstance(leaf, jax.Array) else None
 
 
-def _parts(part: Part) -> list[Part]:
-    return [part, *(inner for one in part.parts.values() for inner in _parts(one))]
+def _calls_back(program: Jaxpr) -> bool:
+    return any(
+        "callback" in step.primitive.name or any(map(_calls_back, _inside(step.params))) for step in program.eqns
+    )
 
 
-def _schedules(algorithm: Algorithm) -> list[Schedule]:
-    leaves = jax.tree.leaves(algorithm, is_leaf=lambda node: isinstance(node, Schedule))
-    return [leaf for leaf in leaves if isinstance(leaf, Schedule)]
+def _inside(value: Any) -> Iterator[Jaxpr]:
+    """The programs among the parameters of an operation."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
+    elif isinstance(value, dict | tuple | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _inside(one)
 
 
 def _settings() -> Hashable:
-    """What of JAX's settings changes a program."""
-    named = ("jax_default_matmul_precision", "jax_debug_nans", "jax_disable_jit", "jax_threefry_partitionable")
+    """What of JAX's settings changes how a program is compiled."""
+    named = (
+        "jax_default_matmul_precision",
+        "jax_debug_nans",
+        "jax_debug_infs",
+        "jax_disable_jit",
+        "jax_default_device",
+    )
     return str(jnp.result_type(float)), jax.default_backend(), tuple(str(getattr(jax.config, name)) for name in named)

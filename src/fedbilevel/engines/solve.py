@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +39,7 @@ from fedbilevel.engines.evaluation import (
 )
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
-from fedbilevel.engines.kept import FACTS, trace_key
+from fedbilevel.engines.kept import PROGRAMS
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.multihost import current_group
@@ -138,10 +137,8 @@ def solve(
     problem = problem.with_fixed(x_fixed, y_fixed)
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
     examples = clients.examples()
-    losses = partial(check_losses, problem, x, y, *examples)
-    traced = trace_key(algorithm, problem, x, y, examples)
-    FACTS.get(traced and ("losses", traced), lambda: bool(losses()))
-    for doubt in FACTS.get(traced and ("doubts", traced), lambda: list(doubts(problem, x, y, *examples))):
+    losses, made = check_losses(problem, x, y, *examples), PROGRAMS.made
+    for doubt in doubts(problem, x, y, *examples):
         warnings.warn(InfluenceWarning(doubt), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
     own = as_per_client(metrics_per_client)
@@ -156,7 +153,7 @@ def solve(
     group = current_group()
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it
-        begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses())
+        begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
     plan = LoopPlan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
     group.saved = ""
     if group.processes > 1:
@@ -191,7 +188,7 @@ def solve(
             return loop.play(run, carry)
         finally:
             run.close()
-            if run.compile_seconds or not isinstance(chosen, Local):  # else a kept program was used
+            if PROGRAMS.made > made or not isinstance(chosen, Local):  # else kept programs were used
                 freed.give_back()
 
 

@@ -6,7 +6,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from fedbilevel.core.errors import (
     unknown_field,
 )
 from fedbilevel.core.metrics import MetricFunction
-from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.problem import Problem, check_losses
+from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.budget import last_row, rounds_done, stop_after
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient
+from fedbilevel.engines.fingerprint import of_program, of_samples, of_tree
 from fedbilevel.engines.history import Row
+from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.result import Result
 from fedbilevel.engines.solve import solve
 from fedbilevel.sweeps.journal import Journal, opened
@@ -149,12 +151,28 @@ def sweep(
         return TrialOutcome.of(result.history, select)
 
     if folder is not None:
+        given |= _of_problem(problem, clients, x0, y0) | {"metrics": sorted(metrics or ())}
+        given["engine"] = repr(engine) if is_dataclass(engine) else type(engine).__name__
         where: Any = opened(Path(folder), given, resume=resume)
     else:
         where = nullcontext(Journal())
     with where as journal, tempfile.TemporaryDirectory() if halving and folder is None else nullcontext() as scratch:
         store = Path(folder) if folder is not None else Path(scratch) if scratch else None
         return replace(play(plan, run, journal), made=algorithms)
+
+
+def _of_problem(problem: Problem, clients: Clients, x0: PyTree, y0: PyTree) -> dict[str, Any]:
+    """Hashes of losses, samples, weights and start: what a sweep must have in common with the one that it resumes."""
+    (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
+    losses = check_losses(problem.with_fixed(x_fixed, y_fixed), x, y, *clients.examples())
+    population = clients.weights, clients.local_steps, clients.capacity, clients.outer.size, clients.inner.size
+    return {
+        "problem": type(problem).__name__,
+        **{name: of_program(program) for name, program in losses.items()},
+        "start": of_tree((x, y)),
+        "population": of_tree(population),
+        "samples": of_samples(clients, current_group()),
+    }
 
 
 def place_of(job: Job) -> Path:

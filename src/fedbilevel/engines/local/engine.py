@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import diverged, require, require_count
+from fedbilevel.core.errors import ConfigurationError, diverged, require, require_count
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
@@ -27,7 +27,7 @@ from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_o
 from fedbilevel.engines.costs import RoundCosts, packed, unpacked
 from fedbilevel.engines.disk_cache import MEGABYTES, keep_on_disk
 from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
-from fedbilevel.engines.kept import PROGRAMS, forget, trace_key
+from fedbilevel.engines.kept import PROGRAMS, program_key
 from fedbilevel.engines.local.fed import (
     AXIS,
     HOST,
@@ -64,10 +64,18 @@ class ProgramInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Compiled rounds."""
+    """Compiled rounds. They take and give leaves alone, so that what is kept knows no class and no function."""
 
-    run: Any  # (carry, count, inputs) -> (carry, rounds done, packed rows of costs, what was finite in the last one)
+    compiled: Any
+    state_tree: Any  # the structure of the carry
     costs: RoundCosts  # of a round, as shapes
+
+    def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
+        """The next carry, the rounds done, a row of packed costs for each, and what was finite in the last one."""
+        state, done, rows, finite = self.compiled(jax.tree.leaves(carry), np.int32(count), jax.tree.leaves(inputs))
+        done = int(done)
+        packed_rows = {kind: np.asarray(row)[:done] for kind, row in rows.items()}
+        return jax.tree.unflatten(self.state_tree, state), done, packed_rows, np.asarray(finite)
 
 
 @dataclass(frozen=True)
@@ -139,8 +147,8 @@ class Local:
 
     @staticmethod
     def forget() -> None:
-        """Free the compiled programs that this process keeps for later runs of the same shapes, the latest 32."""
-        forget()
+        """Free the compiled programs that this process keeps for later runs, the latest 32."""
+        PROGRAMS.clear()
 
     @staticmethod
     def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:
@@ -225,49 +233,53 @@ class LocalRun:
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
-            self.program = self.find_program(carry, inputs)
+            self.program = self.compile(carry, inputs)
         count = min(rounds, self.source.rounds_per_call)
         with self.group.exchange():
-            carry, done, rows, finite = self.program.run(carry, np.int32(count), inputs)
-            done = int(done)
-        costs = unpacked({kind: np.asarray(row)[:done] for kind, row in rows.items()}, self.program.costs)
+            carry, done, rows, finite = self.program.run(carry, count, inputs)
+        costs = unpacked(rows, self.program.costs)
         if not np.all(finite):
-            self.explain(carry, np.asarray(finite), sorted(costs.metrics))
+            self.explain(carry, finite, sorted(costs.metrics))
         return Stretch(carry, done, costs)
-
-    def find_program(self, carry: Carry, inputs: ProgramInputs) -> Program:
-        """The compiled program, that of an earlier run where there is one that fits."""
-        return PROGRAMS.get(self.program_key(carry, inputs), lambda: self.compile(carry, inputs))
 
     def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:
         began = time.perf_counter()
         try:
             program = self.compiled(carry, inputs, quick_keys=True)
-        except NotImplementedError:  # jax.random.poisson knows JAX's own keys alone
+        except (ConfigurationError, NotImplementedError, TypeError):  # a method may need keys of JAX's own kind
             program = self.compiled(carry, inputs, quick_keys=False)
         self.compile_seconds = time.perf_counter() - began
         return program
 
     def compiled(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
-        """`quick_keys`: with keys of the same bits whose program compiles quickly, see `written_out`."""
+        """The compiled program, that of an earlier run where tracing gives the same.
+
+        `quick_keys`: with keys of the same bits whose program compiles quickly, see `written_out`.
+        """
 
         def play(carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
             return self.one_round(carry, inputs._replace(key=written_out(inputs.key)) if quick_keys else inputs)
 
         doing(TRACING)
         _, costs, finite = jax.eval_shape(play, carry, inputs)
-        everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and self.layout.shares else None
-        rounds = jax.jit(partial(self.rounds, play, costs, finite), donate_argnums=0, out_shardings=everywhere)
-        lowered = rounds.lower(carry, np.int32(1), inputs)
-        doing(COMPILING)
-        return Program(lowered.compile(), costs)
+        shares = self.layout.shares
+        everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and shares else None
+        into, state_tree = jax.tree.flatten(carry)
+        given, inputs_tree = jax.tree.flatten(inputs)
 
-    def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
-        """All that shapes the program; None: it is not kept."""
-        if self.layout.shares or self.layout.submodel_plan:
-            return None
-        traced = trace_key(self.algorithm, self.problem, carry, inputs)
-        return traced and (traced, self.layout.numbers, type(self.source), self.local_steps, self.mesh)
+        def rounds(into: list[Any], count: Array, given: list[Any]) -> tuple[list[Any], Array, dict[str, Array], Array]:
+            state, inputs = jax.tree.unflatten(state_tree, into), jax.tree.unflatten(inputs_tree, given)
+            state, done, rows, good = self.rounds(play, costs, finite, state, count, inputs)
+            return jax.tree.leaves(state), done, rows, good
+
+        traced = jax.jit(rounds, donate_argnums=0, out_shardings=everywhere).trace(into, np.int32(1), given)
+
+        def finish() -> Any:
+            doing(COMPILING)
+            return traced.lower().compile()
+
+        key = None if shares else program_key(traced.jaxpr, (into, given), self.mesh)
+        return Program(PROGRAMS.get(key, finish), state_tree, costs)
 
     def rounds(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -100,13 +100,6 @@ class ProgramLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ask", traced_once(self.problem))
-
-    @property
-    def numbers(self) -> Hashable:
-        """All that shapes the program but the losses and the plans of shares and submodels."""
-        lengths = self.outer_longest, self.outer_equal, self.inner_longest, self.inner_equal
-        who = self.population, self.cohort, self.fresh, self.has_client_steps, self.available_population
-        return lengths, who, self.chunk, self.axis, self.clock
 
 
 DrawMembers = Callable[[Array | int], tuple[Members, ...]]

@@ -20,7 +20,6 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, weigh
-from fedbilevel.engines.kept import FACTS, fact_key
 from fedbilevel.engines.recorder import record
 from fedbilevel.engines.virtual_time.clock import ClockState, Pace
 
@@ -79,21 +78,17 @@ def early_answers(
     Raises:
         ConfigurationError: a phase is asked so for answers of different shapes.
     """
+    found: dict[str, Sums] = {}
 
-    def find() -> dict[str, Sums]:
-        found: dict[str, Sums] = {}
+    def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
+        if early:
+            sums = weigh(reply, jnp.ones(()), jnp.ones(()))
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
+            if found.setdefault(phase, shapes) != shapes:
+                raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
 
-        def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
-            if early:
-                sums = weigh(reply, jnp.ones(()), jnp.ones(()))
-                shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
-                if found.setdefault(phase, shapes) != shapes:
-                    raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
-
-        record(algorithm, problem, x, y, examples, has_client_steps, note)
-        return found
-
-    return FACTS.get(fact_key("early answers", algorithm, problem, x, y, examples, has_client_steps), find)
+    record(algorithm, problem, x, y, examples, has_client_steps, note)
+    return found
 
 
 def nothing_in_flight(answers: dict[str, Sums], clients: int, remote: bool = False) -> InFlight:
