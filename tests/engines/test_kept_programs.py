@@ -215,6 +215,14 @@ def test_a_program_that_calls_back_is_not_kept():
     assert [is_fresh(solved(problem=problem)) for _ in range(2)] == [True, True]
 
 
+@pytest.mark.parametrize(("rows", "kept"), [(10, True), (100_000, False)])
+def test_a_program_that_holds_much_data_is_not_kept(rows, kept):
+    table = jnp.ones((rows, 3))
+    problem = fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) + jnp.mean(table @ y))
+    first, second = solved(problem=problem), solved(problem=problem)
+    assert [is_fresh(first), is_fresh(second)] == [True, not kept]
+
+
 class OwnState(NamedTuple):
     x: jax.Array
     y: jax.Array

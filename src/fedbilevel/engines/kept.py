@@ -55,14 +55,15 @@ class BoundedCache:
 
 
 PROGRAMS = BoundedCache(32)
+MUCH = 2**20  # bytes of constants, with which a program is not kept
 
 
 def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable | None:
-    """A key of what tracing gave for the arguments `given`; None where it calls back into Python.
+    """A key of what tracing gave for the arguments `given`; None where it calls back into Python, or holds much data.
 
     Constants count by content. `more`: what else the compiler is told.
     """
-    if _calls_back(traced.jaxpr):
+    if _calls_back(traced.jaxpr) or _held(traced) > MUCH:
         return None
     leaves, structure = jax.tree.flatten(given)
     return of_program(traced), structure, tuple(map(_of_leaf, leaves)), _settings(), more
@@ -79,13 +80,24 @@ def _calls_back(program: Jaxpr) -> bool:
     )
 
 
+def _held(program: ClosedJaxpr | Jaxpr) -> int:
+    """Bytes of the constants of a program, such as arrays that a loss closes over."""
+    steps = (program.jaxpr if isinstance(program, ClosedJaxpr) else program).eqns
+    own = sum(int(getattr(one, "nbytes", 0)) for one in program.consts) if isinstance(program, ClosedJaxpr) else 0
+    return own + sum(map(_held, (inner for step in steps for inner in _programs(step.params))))
+
+
 def _inside(value: Any) -> Iterator[Jaxpr]:
-    """The programs among the parameters of an operation."""
+    """The programs among the parameters of an operation, without their constants."""
+    return (one.jaxpr if isinstance(one, ClosedJaxpr) else one for one in _programs(value))
+
+
+def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
     if isinstance(value, ClosedJaxpr | Jaxpr):
-        yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        yield value
     elif isinstance(value, dict | tuple | list):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _inside(one)
+            yield from _programs(one)
 
 
 def _settings() -> Hashable:
