@@ -124,7 +124,7 @@ def test_a_point_that_no_worker_survives_fails(played, tmp_path, monkeypatch) ->
 
 def test_a_failed_point_is_a_row_here_too(played, tmp_path) -> None:
     failing = Definition(task="quadratic", grid={"server_lr.x": ["0.1", "0.95"], "cohort": ["1"]})
-    found = searched(tmp_path, definition=failing, storage=f"{tmp_path}/shared.journal".replace("shared", "../shared"))
+    found = searched(tmp_path, definition=failing, storage=f"{tmp_path.parent}/shared.journal")
     assert [row["error"] for row in found.rows] == ["", "it diverged"]
 
 

@@ -27,7 +27,7 @@ NAME = "threefry2x32"
 
 
 def written_out(key: Array) -> Array:
-    """The same key, whose streams have the same bits, for programs that a CPU runs; keys of other kinds as they are.
+    """A key whose streams have the same bits as those of `key`, for programs that a CPU runs; other kinds as they are.
 
     jax.random.poisson takes JAX's own keys alone, and raises NotImplementedError.
     """

@@ -60,13 +60,13 @@ class Evaluation:
         shapes = [aval.shape for aval in closed.out_avals]
         require(shapes == [()], f"the value of metrics[{name!r}]", shapes, "one number")
 
-        def run(constants: list[Any], x: PyTree, y: PyTree) -> Any:
-            return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves((x, y)))[0]
+        def run(constants: list[Any], leaves: list[Any]) -> Any:
+            return jax.core.eval_jaxpr(closed.jaxpr, constants, *leaves)[0]
 
-        given = jax.device_put(closed.consts), x, y
+        given = jax.device_put(closed.consts), jax.tree.leaves((x, y))
         traced = jax.jit(run).trace(*given)
         program = PROGRAMS.get(program_key(traced.jaxpr, given), lambda: traced.lower().compile())
-        return lambda x, y: program(given[0], x, y)
+        return lambda x, y: program(given[0], jax.tree.leaves((x, y)))
 
 
 @dataclass(frozen=True)

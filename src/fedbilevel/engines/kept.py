@@ -1,7 +1,7 @@
 """What a process keeps of earlier runs: compiled programs, by what tracing gives.
 
 A later run whose tracing gives the same program finds it compiled, whatever its step sizes, seeds, weights and samples,
-which are arguments. Nothing of a run's data is kept, but for what a schedule or an optimizer closes over.
+which are arguments. Nothing of a run's data is kept, but for small constants of its losses.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ class BoundedCache:
     def get(self, key: Hashable | None, make: Callable[[], T]) -> T:
         """The value of a key, made if it is not there; without a key it is made and not kept."""
         with self.lock:
-            try:
-                known = key is not None and key in self.values
-            except (TypeError, ValueError):  # of static fields that cannot be compared, such as arrays
-                key, known = None, False
-            if known:
+            if key is not None and key in self.values:
                 self.values.move_to_end(key)
                 found: T = self.values[key]
                 return found
@@ -61,9 +57,13 @@ MUCH = 2**20  # bytes of constants, with which a program is not kept
 def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable | None:
     """A key of what tracing gave for the arguments `given`; None where it calls back into Python, or holds much data.
 
-    Constants count by content. `more`: what else the compiler is told.
+    Constants count by content. `given` are lists of leaves: a structure would keep what its nodes hold. `more`: what
+    else the compiler is told.
     """
-    if _calls_back(traced.jaxpr) or _held(traced) > MUCH:
+    programs = list(_every(traced))
+    calls_back = any("callback" in step.primitive.name for program in programs for step in program.eqns)
+    held = [constant for program in programs if isinstance(program, ClosedJaxpr) for constant in program.consts]
+    if calls_back or sum(int(getattr(constant, "nbytes", 0)) for constant in held) > MUCH:
         return None
     leaves, structure = jax.tree.flatten(given)
     return of_program(traced), structure, tuple(map(_of_leaf, leaves)), _settings(), more
@@ -74,25 +74,16 @@ def _of_leaf(leaf: Any) -> Hashable:
     return aval.shape, str(aval.dtype), aval.weak_type, leaf.sharding if isinstance(leaf, jax.Array) else None
 
 
-def _calls_back(program: Jaxpr) -> bool:
-    return any(
-        "callback" in step.primitive.name or any(map(_calls_back, _inside(step.params))) for step in program.eqns
-    )
-
-
-def _held(program: ClosedJaxpr | Jaxpr) -> int:
-    """Bytes of the constants of a program, such as arrays that a loss closes over."""
-    steps = (program.jaxpr if isinstance(program, ClosedJaxpr) else program).eqns
-    own = sum(int(getattr(one, "nbytes", 0)) for one in program.consts) if isinstance(program, ClosedJaxpr) else 0
-    return own + sum(map(_held, (inner for step in steps for inner in _programs(step.params))))
-
-
-def _inside(value: Any) -> Iterator[Jaxpr]:
-    """The programs among the parameters of an operation, without their constants."""
-    return (one.jaxpr if isinstance(one, ClosedJaxpr) else one for one in _programs(value))
+def _every(program: ClosedJaxpr | Jaxpr) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """A program and all programs among the parameters of its operations, such as the bodies of loops."""
+    yield program
+    for step in program.eqns:
+        for inner in _programs(step.params):
+            yield from _every(inner)
 
 
 def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """The programs in a parameter of an operation."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         yield value
     elif isinstance(value, dict | tuple | list):
@@ -101,7 +92,7 @@ def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def _settings() -> Hashable:
-    """What of JAX's settings changes how a program is compiled."""
+    """Those settings of JAX by which the same traced program is compiled differently."""
     named = (
         "jax_default_matmul_precision",
         "jax_debug_nans",

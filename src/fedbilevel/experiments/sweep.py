@@ -117,7 +117,7 @@ class Definition:
 
     @classmethod
     def read(cls, folder: Path) -> Definition:
-        """That of the sweep in a folder.
+        """The definition of the sweep in a folder.
 
         Raises:
             ConfigurationError: there is no sweep, or its definition is damaged.

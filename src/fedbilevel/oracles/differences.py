@@ -48,7 +48,7 @@ class CentralDifferences:
         return given.pull(self.cross_of(given.of_y, given.features, y, v))
 
     def cross_of(self, loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-        """The same of a function of x and y."""
+        """∇²xy loss(x, y)·v, of the shape of x, by differences of the loss's gradient in x at y ± μv."""
         mu = self.step(y, v)
         return jax.grad(lambda x: (loss(x, move(y, mu, v)) - loss(x, move(y, -mu, v))) / (2 * mu))(x)
 

@@ -162,7 +162,7 @@ def _variables(atoms: Any) -> list[Var]:
 
 
 def _inlined(function: Callable[..., Array], *like: PyTree) -> Callable[..., Array]:
-    """The same function without inner `jit`s, which would each count as one operation."""
+    """`function` without inner `jit`s, which would each count as one operation."""
     closed = jax.make_jaxpr(function)(*like)
 
     def evaluate(jaxpr: Jaxpr, consts: Any, *arguments: Any) -> list[Any]:

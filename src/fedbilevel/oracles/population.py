@@ -166,7 +166,7 @@ def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndar
 
 
 def _chunked(rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None) -> tuple[PyTree, Array]:
-    """Those samples as (chunks, size, ...), padded with copies of the first of weight 0."""
+    """The samples at `index`, as (chunks, size, ...), padded with copies of the first; and weights, there 0."""
     length = length or len(index)
     chunks = -(-length // CHUNK)
     size = -(-length // chunks)  # even chunks: less padding

@@ -25,7 +25,7 @@ def hess_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> 
 
 
 def hess_of(loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
-    """The same of a function of y alone."""
+    """∇² loss(y)·v, of the shape of y: one forward-over-reverse pass."""
     return jax.jvp(jax.grad(loss), (y,), (v,))[1]
 
 
@@ -35,7 +35,7 @@ def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) ->
 
 
 def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """The same of a function of x and y."""
+    """∇²xy loss(x, y)·v, of the shape of x: the gradient in x of ⟨∇y loss(x, y), v⟩."""
     return jax.grad(lambda x: optax.tree.vdot(jax.grad(loss, 1)(x, y), v))(x)
 
 
@@ -79,7 +79,7 @@ def independent_directions(
     system_batches: tuple[PyTree, PyTree],
     outer_batches: tuple[PyTree, PyTree],
 ) -> Directions:
-    """The same directions with a draw of its own for each: ζ for y, ψ for v, ξ for x.
+    """The three descent directions at (x, y, v), with a draw of its own for each: ζ for y, ψ for v, ξ for x.
 
     `system_batches` and `outer_batches` are pairs (outer samples, inner samples), since both directions need ∇f
     and a product with ∇²g.

@@ -153,7 +153,7 @@ class TrialOutcome:
 
     @classmethod
     def of(cls, history: History, select: str) -> TrialOutcome:
-        """That of a run that came to its end, without the seconds of this machine, which differ each time.
+        """The outcome of a run that came to its end, without the seconds of this machine, which differ each time.
 
         Where the metric is NaN or infinite, that is a failure.
         """
