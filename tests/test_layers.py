@@ -31,7 +31,8 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "sweeps": {"core", "engines", "quoting"},
     "tasks": {"core", "data"},
     "experiments": {"root", "extras", "quoting", *BELOW_EXPERIMENTS},
-    "cli": {"root", "extras", "quoting", "experiments", *BELOW_EXPERIMENTS},
+    "reproduce": {"core", "data", "engines", "experiments", "quoting", "sweeps"},
+    "cli": {"root", "extras", "quoting", "experiments", "reproduce", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
 }
 FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fedbilevel.cli import comparison, diagnostics, federation, run, show, sweep
+from fedbilevel.cli import comparison, diagnostics, federation, reproduce, run, show, sweep
 from fedbilevel.cli.shared import INTERRUPTED, Add, check_names, exit_code, fail, sentence
 
 
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_to(add)
     comparison.add_to(add)
     sweep.add_to(add)
+    reproduce.add_to(add)
     diagnostics.add_to(add)
     show.add_to(add)
     federation.add_to(add)

@@ -1,0 +1,164 @@
+"""`fedbilevel reproduce`: the papers' figures and tables, each by its id."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbilevel.cli.shared import INTERRUPTED, NUMBERS_FAIL, OK, Add, console, fail, prepare_jax, seeds
+
+if TYPE_CHECKING:
+    from fedbilevel.reproduce.entry import Entry, Scale
+
+EPILOG = """\
+An entry is a figure or table of a paper: what the paper did and found, what is run here, and the claims that decide,
+written before the runs. Steps of every method are chosen by as many trials on held-out data; then every method is run
+with every seed. A claim holds if the 95 % confidence interval of the difference, paired by seed, says so.
+
+  fedbilevel reproduce --list
+  fedbilevel reproduce simfbo-3
+  fedbilevel reproduce all --out runs/reproduce
+  fedbilevel reproduce fednest-2a --full --rehearse     one round of each method in the paper's own setting
+
+An interrupted entry goes on where it was. Data sets are read from $FEDBILEVEL_DATA or downloaded.
+"""
+ALL = "all"
+
+
+def add_to(add: Add) -> None:
+    """The command."""
+    reproduce = add("reproduce", _reproduce, "run a figure or table of a paper, and say whether it holds", EPILOG)
+    reproduce.add_argument("ids", nargs="*", metavar="ID", help="see --list; a paper's name takes its entries; or all")
+    reproduce.add_argument("--list", action="store_true", help="all entries, with the state of their last run")
+    scale = reproduce.add_mutually_exclusive_group()
+    scale.add_argument("--quick", action="store_true", help="on two cores at most ten minutes an entry (the default)")
+    scale.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU")
+    reproduce.add_argument("--seeds", type=seeds, metavar="N,N,…", help="of the runs (0,1,2)")
+    reproduce.add_argument("--out", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="(runs/reproduce)")
+    reproduce.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
+    reproduce.add_argument("--quiet", action="store_true", help="print nothing but the outcome")
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from fedbilevel.core.errors import ConfigurationError, FedbilevelError
+    from fedbilevel.data import DataError
+
+    scale: Scale = "full" if options.full else "quick"
+    if options.list:
+        console().print(_listing(scale, options.out))
+        return OK
+    if not options.ids:
+        raise ConfigurationError("which entry? fedbilevel reproduce --list names them")
+    entries, terminal = _entries(options.ids), console()
+    prepare_jax()
+    failed = []
+    for entry in entries:
+        terminal.rule(f"{entry.id}: {entry.part}")
+        try:
+            _one(entry, scale, options, terminal)
+        except KeyboardInterrupt:
+            return fail(INTERRUPTED, "interrupted; the same command goes on where it was")
+        except (FedbilevelError, DataError) as error:
+            if len(entries) == 1:
+                raise
+            failed.append(entry.id)
+            terminal.print(f"failed: {error}", markup=False, highlight=False)
+    return fail(NUMBERS_FAIL, f"failed: {', '.join(failed)}") if failed else OK
+
+
+def _entries(asked: list[str]) -> list[Entry]:
+    """The entries that are asked for, each once, in the order of the list."""
+    from fedbilevel.core.errors import unknown
+    from fedbilevel.reproduce.entry import ids, load
+
+    every = [load(id) for id in ids()]
+    known = [ALL, *dict.fromkeys(entry.paper for entry in every), *(entry.id for entry in every)]
+    for name in asked:
+        if name not in known:
+            raise unknown("entry", name, known)
+    return [entry for entry in every if {ALL, entry.paper, entry.id} & set(asked)]
+
+
+def _one(entry: Entry, scale: Scale, options: argparse.Namespace, terminal: Any) -> None:
+    from fedbilevel.experiments import plots
+    from fedbilevel.reproduce import outcome, picture, protocol
+
+    def said(line: str) -> None:
+        if not options.quiet:
+            terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if options.rehearse:
+        return protocol.rehearse(entry, scale, options.out, said=said)
+    played = protocol.play(entry, scale, options.out, seeds=options.seeds or protocol.SEEDS, said=said)
+    found = outcome.outcome_of(played)
+    file = outcome.file_of(entry, scale, options.out)
+    outcome.keep(found, file.parent)
+    plots.save(picture.draw(entry, found), file.with_name("figure.png"))
+    for table in (_numbers(entry, found, terminal.width), _claims(found, terminal.width)):
+        terminal.print(table)
+    terminal.print(f"{found['verdict']}  ({found['minutes']:.1f} minutes)  {file}", highlight=False, soft_wrap=True)
+    return None
+
+
+def _listing(scale: Scale, out: Path) -> Any:
+    """All entries: what they show, how long they take, and the verdict of their last run."""
+    from fedbilevel.experiments.layout import fitted
+    from fedbilevel.reproduce.entry import ids, load
+    from fedbilevel.reproduce.outcome import file_of, read
+
+    every = [load(id) for id in ids()]
+    files = [file_of(entry, scale, out) for entry in every]
+    found = [read(file) if file.is_file() else {} for file in files]
+    columns = {
+        "id": [entry.id for entry in every],
+        "paper": [entry.part for entry in every],
+        "shows": [entry.title for entry in every],
+        "minutes": [f"{entry.size(scale).minutes:g}" for entry in every],
+        "state": [one.get("verdict", "not run") for one in found],
+        "on": [one.get("date", "") for one in found],
+    }
+    done = sum(bool(one) for one in found)
+    notes = [f"{done} of {len(every)} entries have been run in {out}, scale {scale}."]
+    return fitted("Figures and tables", columns, console().width, texts=list(columns), droppable=("on",), notes=notes)
+
+
+def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
+    """The metric of each method in each panel."""
+    from fedbilevel.core.metrics import text
+    from fedbilevel.experiments.layout import fitted
+
+    panels = found["panels"]
+    columns = {"method": list(entry.methods)}
+    for panel in entry.panels:
+        cells = []
+        for method in entry.methods:
+            one = panels[panel][method]
+            spread = f" ± {text(entry.metric, one['sd'])}" if one["sd"] is not None else ""
+            mean = text(entry.metric, one["mean"]).removesuffix(" %" if spread else "")
+            cells.append(f"{mean}{spread}" if one["mean"] is not None else "failed")
+        columns[panel] = cells
+    notes = [f"Mean ± standard deviation over seeds {', '.join(map(str, found['seeds']))} at the end of the runs."]
+    return fitted(f"{entry.title}: {entry.metric}", columns, width, texts=["method"], notes=notes)
+
+
+def _claims(found: dict[str, Any], width: int) -> Any:
+    """What came of each claim."""
+    from fedbilevel.experiments.layout import fitted
+
+    rows = found["findings"]
+    columns = {
+        "claim": [one["says"] for one in rows],
+        "panel": [one["panel"] for one in rows],
+        "beside": [one["than"] for one in rows],
+        "better by": [_by(one) for one in rows],
+        "": [one["state"] for one in rows],
+    }
+    notes = [one["note"] for one in rows if one["note"]]
+    return fitted("Claims", columns, width, texts=["claim", "panel", "beside", ""], notes=notes)
+
+
+def _by(one: dict[str, Any]) -> str:
+    if one["difference"] is None:
+        return "–"
+    return f"{one['difference']:.3g}" + (f" ± {one['half_width']:.2g}" if one["half_width"] is not None else "")

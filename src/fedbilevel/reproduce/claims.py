@@ -1,0 +1,206 @@
+"""What is read off runs, and which claims hold: differences paired by seed, with their confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fedbilevel.core.metrics import best
+from fedbilevel.engines.curves import PANELS, costs_of
+from fedbilevel.engines.history import History, Row
+from fedbilevel.reproduce.entry import Claim, Entry
+
+CONFIDENCE = 0.95
+State = Literal["holds", "contradicted", "open"]
+Verdict = Literal["reproduced", "partly reproduced", "not reproduced", "undecided"]
+Runs = Mapping[str, Mapping[str, Sequence[History | None]]]
+"""By panel, then by method: the history of each seed, None of a run that failed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of a claim in one panel, against one other method.
+
+    Attributes:
+        says: the claim.
+        panel: "" where it spans several.
+        better, than: the methods; no `than` for a slope.
+        better_mean, than_mean: of what was read off their runs; None where a run failed or never got there.
+        difference: the mean over the seeds of how much better it is, in the unit of what is read off; of a slope the
+            fitted one less the predicted one.
+        half_width: of its confidence interval; None where it has none.
+        state: what the interval says.
+        note: what a reader has to know besides.
+    """
+
+    says: str
+    panel: str
+    better: str
+    than: str
+    better_mean: float | None
+    than_mean: float | None
+    difference: float | None
+    half_width: float | None
+    state: State
+    note: str = ""
+
+
+def findings(entry: Entry, runs: Runs) -> list[Finding]:
+    """What came of every claim of an entry."""
+    return [found for claim in entry.claims for found in _of_claim(entry, claim, runs)]
+
+
+def _of_claim(entry: Entry, claim: Claim, runs: Runs) -> Iterator[Finding]:
+    if claim.slope is not None:
+        yield _slope(entry, claim, runs)
+        return
+    for panel in entry.panels_of(claim):
+        for than in claim.than:
+            yield _comparison(entry, claim, panel, than, runs)
+
+
+def verdict(found: Sequence[Finding]) -> Verdict:
+    """What the claims come to together."""
+    states = {one.state for one in found}
+    if states == {"holds"}:
+        return "reproduced"
+    if "holds" in states:
+        return "partly reproduced"
+    return "not reproduced" if "contradicted" in states else "undecided"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read off a run: its value, or of one that never got there the cost at which it ended."""
+
+    value: float
+    reached: bool = True
+
+
+def reading(entry: Entry, claim: Claim, history: History) -> Reading:
+    """What a claim reads off a run."""
+    metric, cost = claim.metric or entry.metric, claim.of or entry.against
+    rows = [row for row in history.rows if metric_in(row, metric) is not None]
+    values = [float(metric_in(row, metric) or 0.0) for row in rows]
+    larger = larger_is_better(history, metric)
+    if claim.by == "end":
+        return Reading(values[-1])
+    if claim.by == "best":
+        return Reading(best(values, larger))
+    costs = [float(metric_in(row, cost) or 0.0) for row in rows]
+    if claim.by == "mean":
+        return Reading(mean_over(costs, values))
+    assert claim.reach is not None
+    there = (at for at, value in zip(costs, values, strict=True) if _reaches(value, claim.reach, larger))
+    first = next(there, None)
+    return Reading(costs[-1], reached=False) if first is None else Reading(first)
+
+
+def metric_in(row: Row, name: str) -> float | None:
+    """What a row says of a cost, by the names of PANELS, or else of a column."""
+    return costs_of(row).get(name, row.get(name))
+
+
+def mean_over(costs: Sequence[float], values: Sequence[float]) -> float:
+    """The mean of a curve over its cost, by the trapezoidal rule; of a single point its value."""
+    length = costs[-1] - costs[0]
+    return float(np.trapezoid(values, costs)) / length if length > 0 else values[-1]
+
+
+def _reaches(value: float, reach: float, larger: bool) -> bool:
+    return value >= reach if larger else value <= reach
+
+
+def _sign(entry: Entry, claim: Claim, history: History) -> int:
+    """1 where a larger reading is better, else -1: costs are better the smaller they are."""
+    return 1 if claim.by != "first" and larger_is_better(history, claim.metric or entry.metric) else -1
+
+
+def larger_is_better(history: History, metric: str) -> bool:
+    """Which way a metric is better; of a cost the smaller value."""
+    return metric not in PANELS and history.larger_is_better(metric)
+
+
+def _comparison(entry: Entry, claim: Claim, panel: str, than: str, runs: Runs) -> Finding:
+    left, right = runs[panel][claim.better], runs[panel][than]
+    if any(one is None for one in [*left, *right]):
+        return _of_failed(claim, panel, than, left, right)
+    mine = [reading(entry, claim, one) for one in left if one is not None]
+    other = [reading(entry, claim, one) for one in right if one is not None]
+    sign = next(_sign(entry, claim, one) for one in left if one is not None)
+    apart = [sign * (a.value - claim.ratio * b.value) for a, b in zip(mine, other, strict=True)]
+    mean, half = interval(apart)
+    state, note = _state(mean, half, claim.level), ""
+    if not all(one.reached for one in mine):
+        note = f"{claim.better} does not get there in every run"
+        state = "open" if state == "holds" or not all(one.reached for one in other) else state
+    elif not all(one.reached for one in other):
+        note = f"{than} does not get there in every run: counted with the cost at which it ended"
+        state = "open" if state == "contradicted" else state
+    first, second = (float(np.mean([one.value for one in side])) for side in (mine, other))
+    return Finding(claim.says, panel, claim.better, than, first, second, mean, half, state, note)
+
+
+def _of_failed(claim: Claim, panel: str, than: str, left: Sequence[object], right: Sequence[object]) -> Finding:
+    """A method that fails with every seed is worse than one that does with none; else nothing can be said."""
+    lost = [sum(one is None for one in side) for side in (left, right)]
+    state: State = "open"
+    if lost == [0, len(right)] and claim.level is None:
+        state = "holds"
+    elif lost == [len(left), 0]:
+        state = "contradicted"
+    note = "; ".join(
+        f"{name} failed with {count} of {len(left)} seeds"
+        for name, count in zip((claim.better, than), lost, strict=True)
+        if count
+    )
+    return Finding(claim.says, panel, claim.better, than, None, None, None, None, state, note)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of some values and half the width of its confidence interval, by Student's t; infinite for one value."""
+    from scipy.stats import t
+
+    count, mean = len(values), float(np.mean(values))
+    if count < 2:
+        return mean, math.inf
+    return mean, float(t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
+
+
+def _state(mean: float, half: float, level: float | None) -> State:
+    """Whether the interval lies above 0, or with `level` within ±level; the contrary; or neither."""
+    low, high = mean - half, mean + half
+    if level is not None:
+        return (
+            "holds" if -level <= low and high <= level else "contradicted" if low > level or high < -level else "open"
+        )
+    return "holds" if low > 0 else "contradicted" if high < 0 else "open"
+
+
+def _slope(entry: Entry, claim: Claim, runs: Runs) -> Finding:
+    """The slope of readings against the panels' values, on logarithmic axes."""
+    assert claim.slope is not None
+    panels = entry.panels_of(claim)
+    sides = {panel: runs[panel][claim.better] for panel in panels}
+    if any(one is None for side in sides.values() for one in side):
+        return Finding(claim.says, "", claim.better, "", None, None, None, None, "open", "a run failed")
+    at = [entry.panels[panel].value for panel, side in sides.items() for _ in side]
+    read = [reading(entry, claim, one).value for side in sides.values() for one in side if one is not None]
+    slope, error = fitted_slope([float(value or 0.0) for value in at], read)
+    apart, half = slope - claim.slope, 2 * error
+    state: State = "contradicted" if abs(apart) > half + claim.within else "open" if half > claim.within else "holds"
+    return Finding(claim.says, "", claim.better, "", slope, claim.slope, apart, half, state)
+
+
+def fitted_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """The least-squares slope of log y over log x, and its standard error."""
+    u, v = np.log(x), np.log(y)
+    centred = u - u.mean()
+    slope = float(centred @ v / (centred @ centred))
+    left = v - v.mean() - slope * centred
+    free = max(len(u) - 2, 1)
+    return slope, float(math.sqrt(left @ left / free / (centred @ centred)))

@@ -1,0 +1,289 @@
+"""An entry: a figure or table of a paper, as a file that says what the paper did and found, and what is run here.
+
+An entry is written before its runs, with the claims that decide. Specs are merged from the tables [spec], [quick] or
+[full], [panels.NAME] and [methods.NAME], a later one before an earlier one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, Literal
+
+from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.engines.curves import PANELS
+from fedbilevel.experiments.presets.table import merged
+from fedbilevel.experiments.spec import SECTIONS
+from fedbilevel.sweeps.plan import measured_on_test, product
+
+Scale = Literal["quick", "full"]
+SCALES = ("quick", "full")
+Tables = Mapping[str, Mapping[str, Any]]
+"""As much of a spec as is given, by section."""
+SUFFIX = ".toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """A number or a finding that the paper reports.
+
+    Args:
+        what: it is about.
+        value: as the paper prints it.
+        source: "text", "table", or "read off the figure".
+    """
+
+    what: str
+    value: str
+    source: Literal["text", "table", "read off the figure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A statement of the paper that the runs decide.
+
+    Args:
+        says: the statement, in a sentence.
+        better: the method that it is about.
+        than: the methods that it is compared with, one after the other; none for a slope.
+        panels: in which it is made; none given: in all.
+        by: what is read off each run: the metric at the "end", its "best" value, its "mean" over the cost, or the cost
+            of the "first" row that has `reach`.
+        metric: the column; None takes the entry's.
+        reach: of "first": the value that is to be reached.
+        of: of "first" and "mean": the cost; None takes the entry's `against`.
+        ratio: what `better` has is compared with `ratio` times what the other has.
+        level: the claim is that both are level: their difference lies within ±level.
+        slope: the claim is that, on logarithmic axes, what is read off grows with the panels' values by this slope.
+        within: of a slope: the fitted one may differ by so much and twice its standard error, which may be no more.
+    """
+
+    says: str
+    better: str
+    than: Sequence[str] = ()
+    panels: Sequence[str] = ()
+    by: Literal["end", "best", "mean", "first"] = "end"
+    metric: str | None = None
+    reach: float | None = None
+    of: str | None = None
+    ratio: float = 1.0
+    level: float | None = None
+    slope: float | None = None
+    within: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A setting in which all methods are run: tables of a spec, and of a series of settings its value."""
+
+    spec: Tables = field(default_factory=dict)
+    value: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A curve or a row: tables of a spec, and the values of its fields that the holdout chooses among."""
+
+    spec: Tables
+    grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How step sizes are chosen, the same for every method.
+
+    Args:
+        select: the metric that decides; it is not measured on test data.
+        spec: what differs from the runs: the holdout, a shorter budget.
+        seeds: of every point; none of those of the runs.
+    """
+
+    select: str
+    spec: Tables = field(default_factory=dict)
+    seeds: Sequence[int] = (100,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What a scale changes: tables of the spec, of the tuning, of single panels and of single methods."""
+
+    spec: Tables = field(default_factory=dict)
+    tuning: Tables = field(default_factory=dict)
+    panels: Mapping[str, Tables] = field(default_factory=dict)
+    methods: Mapping[str, Tables] = field(default_factory=dict)
+    minutes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A figure, a table or a theorem of a paper.
+
+    Args:
+        id: by which it is asked for.
+        paper: "simfbo", "rabo", "fednest", "afbo", "fism".
+        part: of the paper, such as "Figure 2(a)".
+        title: in a line.
+        shows: what the paper says that it shows, in a sentence.
+        setting: the paper's, in sentences.
+        reported: what the paper prints.
+        differences: of our setting from the paper's, each in a sentence.
+        metric: what is drawn, and by which claims are decided that name no other.
+        against: the cost on the other axis: "rounds", "exchanges", "megabytes", "gflop", "seconds", "time".
+        series: what the panels' values are, where they have some: then readings are drawn against them.
+        spec: what all runs have in common.
+        panels, methods: every method is run in every panel.
+        tuning: None where nothing is chosen; `untuned` then says why.
+        claims: what decides.
+        runs: the id of the entry whose runs these are; its own by default.
+    """
+
+    id: str
+    paper: str
+    part: str
+    title: str
+    shows: str
+    setting: str
+    metric: str
+    against: str
+    spec: Tables
+    panels: Mapping[str, Panel]
+    methods: Mapping[str, Method]
+    claims: Sequence[Claim]
+    quick: Size
+    full: Size
+    reported: Sequence[Reported] = ()
+    differences: Sequence[str] = ()
+    tuning: Tuning | None = None
+    untuned: str = ""
+    series: str = ""
+    runs: str = ""
+
+    def __post_init__(self) -> None:
+        require(bool(self.panels), "panels", dict(self.panels), "one or more")
+        require(bool(self.methods), "methods", dict(self.methods), "one or more")
+        require(bool(self.claims), "claims", list(self.claims), "one or more, written before the runs")
+        for cost in (self.against, *(claim.of for claim in self.claims if claim.of is not None)):
+            if cost not in PANELS:
+                raise unknown("cost", cost, PANELS)
+        valued = all(panel.value is not None for panel in self.panels.values())
+        require(valued == bool(self.series), "series", self.series, "what the panels' values are, where all have one")
+        self._check_tuning()
+        for claim in self.claims:
+            self._check_claim(claim)
+        for size in (self.quick, self.full):
+            _require_known("panels of a scale", size.panels, self.panels)
+            _require_known("methods of a scale", size.methods, self.methods)
+
+    def _check_tuning(self) -> None:
+        """Every method is tuned by as many trials, on anything but test data."""
+        trials = {name: len(product(method.grid)) if method.grid else 1 for name, method in self.methods.items()}
+        if self.tuning is None:
+            require(bool(self.untuned), "untuned", self.untuned, "the reason, where there is no [tuning]")
+            require(set(trials.values()) == {1}, "grid", trials, "left out, where there is no [tuning]")
+            return
+        same = len(set(trials.values())) == 1
+        require(same, "grid", trials, "as many points for every method")
+        select = self.tuning.select
+        require(not measured_on_test(select), "tuning.select", select, "a metric that is not measured on test data")
+
+    def _check_claim(self, claim: Claim) -> None:
+        _require_known("claims.better", [claim.better], self.methods)
+        _require_known("claims.than", claim.than, self.methods)
+        _require_known("claims.panels", claim.panels, self.panels)
+        require((claim.reach is None) == (claim.by != "first"), "claims.reach", claim.reach, 'given with by = "first"')
+        if claim.slope is None:
+            require(bool(claim.than), "claims.than", claim.than, "one method or more, or a slope in its place")
+        else:
+            require(bool(self.series), "claims.slope", claim.slope, "left out where panels have no values")
+
+    def panels_of(self, claim: Claim) -> Sequence[str]:
+        """The panels in which a claim is made."""
+        return claim.panels or list(self.panels)
+
+    @property
+    def trials(self) -> int:
+        """How many points each method was tuned over, in each panel; 0 where nothing is chosen."""
+        return len(product(next(iter(self.methods.values())).grid)) if self.tuning else 0
+
+    def size(self, scale: Scale) -> Size:
+        return self.quick if scale == "quick" else self.full
+
+    def tables(self, panel: str, method: str, scale: Scale, *, tuning: bool = False) -> dict[str, Any]:
+        """The tables of the spec of a method in a panel; with `tuning` that of its trials."""
+        size = self.size(scale)
+        layers = [size.spec, self.panels[panel].spec, size.panels.get(panel, {})]
+        layers += [self.methods[method].spec, size.methods.get(method, {})]
+        if tuning and self.tuning is not None:
+            layers += [self.tuning.spec, size.tuning]
+        return merged(self.spec, *layers)
+
+
+def _require_known(what: str, names: Any, known: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in known:
+            raise unknown(what, name, known)
+
+
+def ids() -> list[str]:
+    """Of all entries, in their order: by paper, then by number."""
+    names = [file.name for file in _folder().iterdir() if file.name.endswith(SUFFIX)]
+    return sorted(name.removesuffix(SUFFIX) for name in names)
+
+
+def load(id: str) -> Entry:
+    """An entry by its id.
+
+    Raises:
+        ConfigurationError: there is none, or its file is wrong.
+    """
+    if id not in ids():
+        raise unknown("entry", id, ids())
+    content = tomllib.loads((_folder() / f"{id}{SUFFIX}").read_text(encoding="utf-8"))
+    if runs := content.get("runs"):
+        content = {**tomllib.loads((_folder() / f"{runs}{SUFFIX}").read_text(encoding="utf-8")), **content}
+    return read(id, content)
+
+
+def read(id: str, content: Mapping[str, Any]) -> Entry:
+    """An entry from the content of its file."""
+    try:
+        tuning = content.get("tuning")
+        made = {
+            **content,
+            "id": id,
+            "runs": content.get("runs", id),
+            "panels": {name: Panel(value=of.get("value"), spec=_spec(of)) for name, of in content["panels"].items()},
+            "methods": {
+                name: Method(grid=of.get("grid", {}), spec=_spec(of)) for name, of in content["methods"].items()
+            },
+            "claims": [Claim(**claim) for claim in content["claims"]],
+            "reported": [Reported(**one) for one in content.get("reported", ())],
+            "tuning": Tuning(**tuning) if tuning else None,
+            **{scale: Size(**content[scale]) for scale in SCALES},
+        }
+        return Entry(**made)
+    except KeyError as error:
+        raise ConfigurationError(f"entry {id} lacks {error}") from error
+    except (TypeError, ConfigurationError) as error:
+        raise ConfigurationError(f"entry {id}: {error}") from error
+
+
+def _spec(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a spec in that of a panel or a method; anything else is unknown."""
+    found = {name: table for name, table in content.items() if name not in ("grid", "value")}
+    for name in found:
+        if name not in SECTIONS:
+            raise unknown("section", name, SECTIONS)
+    return found
+
+
+def _folder() -> Any:
+    return resources.files("fedbilevel.reproduce") / "entries"
+
+
+def fields() -> list[str]:
+    """What the file of an entry may say."""
+    return [one.name for one in dataclasses.fields(Entry) if one.name != "id"]

@@ -1,0 +1,135 @@
+"""What is kept of an entry that was played: its verdict, the findings behind it, numbers and curves, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.curves import Curve, costs_of, curve
+from fedbilevel.engines.history import History
+from fedbilevel.experiments.folder import as_damage, write_json
+from fedbilevel.experiments.runner import describe_environment
+from fedbilevel.quoting import require_object
+from fedbilevel.reproduce.claims import findings, metric_in, verdict
+from fedbilevel.reproduce.entry import Entry, Scale
+from fedbilevel.reproduce.protocol import Played, place_of
+
+SCHEMA = 1
+FILE = "outcome.json"
+POINTS = 60  # of a curve that is kept
+DIGITS = 5  # of a number that is kept
+Record = dict[str, Any]
+"""The content of an outcome's file."""
+
+
+def outcome_of(played: Played) -> Record:
+    """What is kept of an entry that was played."""
+    entry, found = played.entry, findings(played.entry, played.runs)
+    return {
+        "schema": SCHEMA,
+        "id": entry.id,
+        "scale": played.scale,
+        "verdict": verdict(found),
+        "findings": [_plain(asdict(one)) for one in found],
+        "date": time.strftime("%Y-%m-%d"),
+        "seeds": list(played.seeds),
+        "trials": entry.trials,
+        "selected_on": entry.tuning.select if entry.tuning else "",
+        "minutes": round(played.seconds / 60, 2),
+        "processor_seconds": round(played.processor_seconds, 1),
+        "environment": describe_environment(),
+        "metric": entry.metric,
+        "against": entry.against,
+        "errors": played.errors,
+        "panels": {panel: _panel(played, panel) for panel in entry.panels},
+    }
+
+
+def _panel(played: Played, panel: str) -> dict[str, Any]:
+    """Of each method in a panel: what was chosen for it, and what its runs came to."""
+    entry, methods = played.entry, played.runs[panel]
+    return {
+        method: {
+            "chosen": played.chosen[panel][method].values,
+            "failed_trials": played.chosen[panel][method].failed,
+            **_numbers(entry, method, [one for one in runs if one is not None], len(runs)),
+        }
+        for method, runs in methods.items()
+    }
+
+
+def _numbers(entry: Entry, method: str, histories: Sequence[History], runs: int) -> dict[str, Any]:
+    """The last values of the metric, their mean and sample standard deviation, costs as means, and a curve."""
+    if not histories:
+        return {"failed_runs": runs, "values": [], "mean": None, "sd": None, "costs": {}, "curve": None}
+    values = [_last(history, entry.metric) for history in histories]
+    spent = [costs_of(history.rows[-1]) for history in histories]
+    return {
+        "failed_runs": runs - len(histories),
+        "values": [_rounded(value) for value in values],
+        "mean": _rounded(float(np.mean(values))),
+        "sd": _rounded(float(np.std(values, ddof=1))) if len(values) > 1 else None,
+        "costs": {name: _rounded(float(np.mean([one[name] for one in spent]))) for name in spent[0]},
+        "curve": _thinned(curve(method, histories, entry.metric), entry.against),
+    }
+
+
+def _last(history: History, metric: str) -> float:
+    return float(next(found for row in reversed(history.rows) if (found := metric_in(row, metric)) is not None))
+
+
+def _thinned(line: Curve, against: str) -> dict[str, list[float]] | None:
+    """At most POINTS points of a curve: its cost, the mean and the standard deviation over seeds."""
+    if against not in line.costs:
+        return None
+    count = len(line.value)
+    at = np.unique(np.linspace(0, count - 1, min(count, POINTS)).round().astype(int))
+    spread = np.zeros(count) if line.spread is None else line.spread
+    columns = {"cost": line.costs[against], "mean": line.value, "sd": spread}
+    return {name: [_rounded(float(value)) for value in column[at]] for name, column in columns.items()}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _plain(finding: Mapping[str, Any]) -> dict[str, Any]:
+    """A finding as JSON can hold it: no interval where it is infinite."""
+    kept = {name: _rounded(value) if isinstance(value, float) else value for name, value in finding.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in kept.items()
+    }
+
+
+def keep(outcome: Record, folder: Path) -> Path:
+    """Write an outcome into the folder of its entry; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FILE, outcome)
+    return folder / FILE
+
+
+def file_of(entry: Entry, scale: Scale, out: Path) -> Path:
+    """Where the outcome of an entry is kept."""
+    return place_of(entry, scale, out).parent.parent / entry.id / scale / FILE
+
+
+def read(path: Path) -> Record:
+    """An outcome that was kept.
+
+    Raises:
+        ConfigurationError: it is none, or another version wrote it.
+    """
+    with as_damage(path):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        require_object(found, "what came of an entry")
+        if found.get("schema") != SCHEMA:
+            raise ConfigurationError(f"{path} was written by another version: play the entry again")
+        return dict(found)

@@ -1,0 +1,85 @@
+"""The picture of an entry: a panel for each setting, with a curve for each method; of a series, one panel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.core.metrics import in_percent
+from fedbilevel.engines.curves import COLOURS, DASHES, PANELS, Curve, axis_label, draw_panel, new_figure, typography
+from fedbilevel.reproduce.entry import Entry
+from fedbilevel.reproduce.outcome import Record
+
+CELL = (3.6, 3.2)  # inches
+COLUMNS = 3  # of panels, at most
+
+
+def draw(entry: Entry, outcome: Record) -> Any:
+    """The Matplotlib figure of an outcome."""
+    return _series(entry, outcome) if entry.series else _curves(entry, outcome)
+
+
+def _curves(entry: Entry, outcome: Record) -> Any:
+    """Curves with a band of one standard deviation over the seeds."""
+    panels = list(entry.panels)
+    columns = min(len(panels), COLUMNS)
+    rows = -(-len(panels) // columns)
+    size = (CELL[0] * columns + 0.4, CELL[1] * rows + 0.6)
+    with typography(size):
+        figure = new_figure(size)
+        cells = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for panel, axes in zip(panels, cells, strict=False):
+            found = {name: of["curve"] for name, of in outcome["panels"][panel].items() if of["curve"]}
+            lines = [_line(name, of, entry.against) for name, of in found.items()]
+            places = [list(entry.methods).index(name) for name in found]
+            if lines:
+                draw_panel(axes, lines, entry.against, percent=in_percent(entry.metric), places=places)
+            axes.set_title(panel, fontsize=10)
+        for axes in cells[len(panels) :]:
+            axes.axis("off")
+        for axes in cells[::columns]:
+            axes.set_ylabel(axis_label([entry.metric]))
+        _legend(figure, cells, entry)
+    return figure
+
+
+def _line(name: str, of: dict[str, list[float]], against: str) -> Curve:
+    cost, mean, spread = (np.array(of[column]) for column in ("cost", "mean", "sd"))
+    rounds = np.arange(len(cost))
+    return Curve(name, {"rounds": rounds, against: cost}, mean, spread, mean - spread)
+
+
+def _series(entry: Entry, outcome: Record) -> Any:
+    """The metric at the end against the panels' values, on logarithmic axes."""
+    size = (6.0, 4.0)
+    with typography(size):
+        figure = new_figure(size)
+        axes = figure.subplots()
+        for place, method in enumerate(entry.methods):
+            found = [
+                (panel.value, of["mean"], of["sd"] or 0.0)
+                for name, panel in entry.panels.items()
+                if (of := outcome["panels"][name][method])["mean"] is not None
+            ]
+            if found:
+                at, mean, spread = (np.array(column) for column in zip(*found, strict=True))
+                style = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
+                axes.errorbar(at, mean, spread, marker="o", capsize=3, label=method, **style)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3, linewidth=0.6)
+        axes.set_ylabel(PANELS.get(entry.metric) or axis_label([entry.metric]))
+        axes.set_xlabel(entry.series)
+        _legend(figure, [axes], entry)
+    return figure
+
+
+def _legend(figure: Any, cells: Any, entry: Entry) -> None:
+    """One legend for all panels, in the order of the methods."""
+    named: dict[str, Any] = {}
+    for axes in cells:
+        named |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    order = [name for name in entry.methods if name in named]
+    if order:
+        figure.legend([named[name] for name in order], order, loc="outside lower center", ncols=4, frameon=False)

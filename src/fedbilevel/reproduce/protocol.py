@@ -1,0 +1,205 @@
+"""How an entry is played: for every panel and method, steps by a sweep on a holdout, then runs with every seed.
+
+Every trial and every run has a folder of its own below OUT/<id>/<scale>. What is there is not played again, so an
+interrupted entry goes on where it was.
+
+    tuning/<panel>/<method>/…     the sweep, with chosen.toml
+    runs/<panel>/<method>/seed-N  the runs
+    outcome.json                  what came of it (outcome.py)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import ConfigurationError, NumericalError
+from fedbilevel.engines.history import History
+from fedbilevel.experiments import toml
+from fedbilevel.experiments.folder import load_run, path_word, write_json, write_text
+from fedbilevel.experiments.objects import build
+from fedbilevel.experiments.runner import complete
+from fedbilevel.experiments.search import specs_of
+from fedbilevel.experiments.series import TaskCache, seeded
+from fedbilevel.experiments.spec import Spec, configure
+from fedbilevel.experiments.sweep import Definition, Said, sweep_specs
+from fedbilevel.reproduce.claims import Runs
+from fedbilevel.reproduce.entry import Entry, Scale
+from fedbilevel.sweeps.outcome import Sweep
+
+SEEDS = (0, 1, 2)
+SPENT = "spent.json"
+FAILED = "failed.txt"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the holdout chose for a method in a panel.
+
+    Attributes:
+        values: of the swept fields; None where every point failed, with the reason in `error`.
+        trials: points times seeds, failed ones included.
+        failed: how many of them failed.
+    """
+
+    values: dict[str, Any] | None
+    trials: int = 0
+    failed: int = 0
+    error: str = ""
+
+
+@dataclass
+class Played:
+    """The runs of an entry.
+
+    Attributes:
+        runs: the history of each seed, None of a run that failed.
+        errors: why, by panel, method and seed.
+        chosen: by panel and method.
+        seconds, processor_seconds: of all trials and runs, those of earlier starts included.
+    """
+
+    entry: Entry
+    scale: Scale
+    seeds: Sequence[int]
+    runs: Runs
+    errors: dict[str, str] = field(default_factory=dict)
+    chosen: dict[str, dict[str, Chosen]] = field(default_factory=dict)
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+
+
+def place_of(entry: Entry, scale: Scale, out: Path) -> Path:
+    """The folder of an entry's runs."""
+    return out / entry.runs / scale
+
+
+def play(
+    entry: Entry, scale: Scale, out: Path, *, seeds: Sequence[int] = SEEDS, said: Said = lambda line: None
+) -> Played:
+    """Bring all trials and runs of an entry to their end.
+
+    Args:
+        out: the folder that holds all entries' folders.
+        seeds: of the runs; none of those of the trials.
+        said: called with a line about what has ended.
+
+    Raises:
+        ConfigurationError, DataError: the entry cannot be run here, e.g. for want of data.
+    """
+    if entry.tuning and (both := set(seeds) & set(entry.tuning.seeds)):
+        raise ConfigurationError(f"seeds {sorted(both)} chose the steps of {entry.id}: its runs take others")
+    place, tasks = place_of(entry, scale, out), TaskCache()
+    runs: dict[str, dict[str, list[History | None]]] = {}
+    played = Played(entry, scale, seeds, runs)
+    for panel in entry.panels:
+        for method in entry.methods:
+            with _timed(place):
+                chosen = choose(entry, panel, method, scale, place, said)
+            played.chosen.setdefault(panel, {})[method] = chosen
+            found = runs.setdefault(panel, {}).setdefault(method, [])
+            for seed in seeds:
+                with _timed(place):
+                    history, error = _run(entry, panel, method, scale, place, chosen, seed, tasks)
+                found.append(history)
+                if error:
+                    played.errors[f"{panel} · {method} · seed {seed}"] = error
+                said(f"{panel} · {method} · seed {seed}: {error or _last(entry, history)}")
+    played.seconds, played.processor_seconds = _spent(place)
+    return played
+
+
+def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, said: Said) -> Chosen:
+    """The values of the swept fields with the best metric on the holdout."""
+    grid = entry.methods[method].grid
+    if entry.tuning is None or not grid:
+        return Chosen({})
+    definition = Definition(
+        spec=entry.tables(panel, method, scale, tuning=True),
+        grid={name: [toml.value(value) for value in values] for name, values in grid.items()},
+        seeds=list(entry.tuning.seeds),
+        select=entry.tuning.select,
+    )
+    folder = place / "tuning" / path_word(panel) / path_word(method)
+    begun = (folder / "definition.json").is_file()
+    prefix = f"{panel} · {method} · trial "
+    sweep = sweep_specs(definition, specs_of(definition), folder, resume=begun, said=lambda line: said(prefix + line))
+    return _chosen(sweep)
+
+
+def _chosen(sweep: Sweep) -> Chosen:
+    if sweep.winner is None:
+        return Chosen(None, sweep.trials, sweep.failed, f"every trial failed: {sweep.standings[0].error}")
+    return Chosen(sweep.best, sweep.trials, sweep.failed)
+
+
+def spec_of(entry: Entry, panel: str, method: str, scale: Scale, chosen: Chosen, seed: int) -> Spec:
+    """The spec of a run."""
+    settings = [f"{name}={toml.value(value)}" for name, value in (chosen.values or {}).items()]
+    return seeded(configure(entry.tables(panel, method, scale), settings=settings), seed)
+
+
+def _run(
+    entry: Entry, panel: str, method: str, scale: Scale, place: Path, chosen: Chosen, seed: int, tasks: TaskCache
+) -> tuple[History | None, str]:
+    """The history of a run, or why it has none."""
+    if chosen.values is None:
+        return None, chosen.error
+    folder = place / "runs" / path_word(panel) / path_word(method) / f"seed-{seed}"
+    if (folder / FAILED).is_file():
+        return None, (folder / FAILED).read_text(encoding="utf-8")
+    spec = spec_of(entry, panel, method, scale, chosen, seed)
+    try:
+        complete(spec, folder, experiment=build(spec, tasks(spec)), plot=False, progress=False)
+    except NumericalError as error:
+        write_text(folder / FAILED, str(error))
+        return None, str(error)
+    return load_run(folder).history, ""
+
+
+def _last(entry: Entry, history: History | None) -> str:
+    row = history.rows[-1] if history else {}
+    return f"{entry.metric} {row.get(entry.metric, float('nan')):.4g} ({row.get('exchanges', 0):,.0f} exchanges)"
+
+
+def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line: None) -> None:
+    """Play one round of every method in every panel, to see that the entry can be run.
+
+    Raises:
+        FedbilevelError: it cannot.
+    """
+    for panel in entry.panels:
+        for method, of in entry.methods.items():
+            chosen = Chosen({name: values[0] for name, values in of.grid.items()})
+            spec = spec_of(entry, panel, method, scale, chosen, seed=0)
+            once = {"rounds": 1, "exchanges": None, "bytes": None, "time": None, "eval_every": 1}
+            folder = place_of(entry, scale, out) / "rehearsal" / path_word(panel) / path_word(method)
+            began = time.perf_counter()
+            complete(spec.replace(run=once), folder, plot=False, progress=False)
+            said(f"{panel} · {method}: one round, {time.perf_counter() - began:.1f} s")
+
+
+@contextmanager
+def _timed(place: Path) -> Iterator[None]:
+    """Add the time that passes to what the entry has taken so far."""
+    wall, processor = time.perf_counter(), time.process_time()
+    try:
+        yield
+    finally:
+        before = _spent(place)
+        passed = time.perf_counter() - wall, time.process_time() - processor
+        write_json(place / SPENT, [old + new for old, new in zip(before, passed, strict=True)])
+
+
+def _spent(place: Path) -> tuple[float, float]:
+    """Seconds and processor seconds so far."""
+    import json
+
+    if not (place / SPENT).is_file():
+        return 0.0, 0.0
+    seconds, processor_seconds = json.loads((place / SPENT).read_text(encoding="utf-8"))
+    return seconds, processor_seconds

@@ -1,0 +1,91 @@
+"""Entries: what their files may say, and that all of them can be resolved into specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments.spec import configure
+from fedbilevel.reproduce.entry import SCALES, Entry, ids, load, read
+from fedbilevel.sweeps.plan import measured_on_test
+
+ENTRIES = [load(id) for id in ids()]
+CONTENT: dict[str, Any] = {
+    **dict.fromkeys(("paper", "part", "title", "shows", "setting"), "-"),
+    "metric": "test_accuracy",
+    "against": "exchanges",
+    "spec": {"task": {"name": "hyper_representation"}},
+    "panels": {"iid": {}},
+    "methods": {
+        "A": {"algorithm": {"name": "simfbo"}, "grid": {"radius": [1.0, 2.0]}},
+        "B": {"algorithm": {"name": "fednest"}, "grid": {"outer_lr": [1.0, 2.0]}},
+    },
+    "tuning": {"select": "validation_accuracy", "spec": {"task": {"holdout": 0.1}}},
+    "claims": [{"says": "-", "better": "A", "than": ["B"]}],
+    "quick": {"minutes": 1},
+    "full": {"minutes": 1},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda one: one.id)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_entry_gives_complete_specs(entry: Entry, scale: Any) -> None:
+    for panel in entry.panels:
+        for method, of in entry.methods.items():
+            spec = configure(entry.tables(panel, method, scale))
+            for name, values in of.grid.items():
+                configure(spec.tables(), settings=[f"{name}={values[-1]}"])
+            if entry.tuning and of.grid:
+                trial = configure(entry.tables(panel, method, scale, tuning=True))
+                assert "holdout" not in trial.task.fields or trial.task.fields["holdout"] > 0
+                assert spec.task.fields.get("holdout", 0) == 0  # the runs are measured on test data
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda one: one.id)
+def test_no_entry_chooses_by_test_data(entry: Entry) -> None:
+    if entry.tuning:
+        assert not measured_on_test(entry.tuning.select)
+        assert len({len(method.grid) > 0 for method in entry.methods.values()}) == 1
+    assert entry.quick.minutes <= 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tuning": {"select": "test_accuracy"}}, "test_accuracy"),
+        ({"tuning": None}, "untuned"),
+        ({"against": "exchange"}, "exchanges"),
+        ({"claims": []}, "claims"),
+        ({"claims": [{"says": "-", "better": "A", "than": ["C"]}]}, "C"),
+        ({"claims": [{"says": "-", "better": "A", "than": ["B"], "panels": ["idd"]}]}, "iid"),
+        ({"claims": [{"says": "-", "better": "A", "than": ["B"], "by": "first"}]}, "reach"),
+        ({"claims": [{"says": "-", "better": "A", "slope": 1.0}]}, "slope"),
+        ({"panels": {"iid": {"tsak": {}}}}, "task"),
+        ({"quick": {"minutes": 1, "panels": {"non": {}}}}, "iid"),
+        ({"methods": {**CONTENT["methods"], "B": {"algorithm": {"name": "fednest"}}}}, "as many points"),
+        ({"title": None, "shown": "-"}, "shown"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    content = {name: value for name, value in {**CONTENT, **change}.items() if value is not None}
+    with pytest.raises(ConfigurationError, match=message):
+        read("made-up", content)
+
+
+def test_tables_are_merged_in_their_order() -> None:
+    made = read(
+        "made-up",
+        {
+            **CONTENT,
+            "spec": {"task": {"name": "hyper_representation", "clients": 1}, "run": {"rounds": 1}},
+            "quick": {"minutes": 1, "spec": {"run": {"rounds": 2}}, "tuning": {"run": {"rounds": 3}}},
+            "panels": {"iid": {"task": {"clients": 5}}},
+        },
+    )
+    runs, trial = made.tables("iid", "A", "quick"), made.tables("iid", "A", "quick", tuning=True)
+    assert (runs["run"]["rounds"], trial["run"]["rounds"], runs["task"]["clients"]) == (2, 3, 5)
+    assert (runs["task"].get("holdout"), trial["task"]["holdout"]) == (None, 0.1)
+    assert made.tables("iid", "A", "full")["run"]["rounds"] == 1
+    assert made.trials == 2

@@ -1,0 +1,106 @@
+"""An entry played to its end: trials on a holdout, runs with every seed, an outcome that is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.reproduce import outcome, picture, protocol
+from fedbilevel.reproduce.entry import Entry, read
+
+ROUNDS = {"run": {"rounds": 4, "eval_every": 2}}
+CONTENT: dict[str, Any] = {
+    **dict.fromkeys(("paper", "part", "title", "shows", "setting"), "-"),
+    "metric": "relative_error",
+    "against": "exchanges",
+    "spec": {"task": {"name": "quadratic", "clients": 3}},
+    "panels": {"all": {}},
+    "methods": {
+        "FedBiO": {"algorithm": {"name": "fedbio"}, "grid": {"client_lr.x": [0.01, 1e9]}},
+        "SimFBO": {"algorithm": {"name": "simfbo"}, "grid": {"server_lr.x": [1e-9, 0.05]}},
+    },
+    "tuning": {"select": "outer_loss", "spec": {"run": {"rounds": 2, "eval_every": 1}}},
+    "claims": [{"says": "-", "better": "SimFBO", "than": ["FedBiO"]}],
+    "quick": {"minutes": 1, "spec": ROUNDS},
+    "full": {"minutes": 1, "spec": ROUNDS},
+}
+
+
+@pytest.fixture(scope="module")
+def entry() -> Entry:
+    return read("made-up", CONTENT)
+
+
+@pytest.fixture(scope="module")
+def place(entry: Entry, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reproduce")
+    played = protocol.play(entry, "quick", out, seeds=(0, 1))
+    outcome.keep(outcome.outcome_of(played), outcome.file_of(entry, "quick", out).parent)
+    return out
+
+
+def test_an_outcome_says_what_was_chosen_and_found(entry: Entry, place: Path) -> None:
+    found = outcome.read(outcome.file_of(entry, "quick", place))
+    methods = found["panels"]["all"]
+    assert methods["FedBiO"]["chosen"] == {"client_lr.x": 0.01}  # the other one diverges
+    assert methods["SimFBO"]["chosen"] == {"server_lr.x": 0.05}  # the other one stands still
+    assert (found["trials"], found["seeds"], found["selected_on"]) == (2, [0, 1], "outer_loss")
+    assert len(methods["SimFBO"]["values"]) == 2
+    assert methods["SimFBO"]["curve"]["cost"] == [0, 2, 4]
+    assert found["findings"][0]["state"] in ("holds", "contradicted", "open")
+    assert found["processor_seconds"] > 0
+
+
+def test_an_entry_that_was_played_is_not_played_again(entry: Entry, place: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")}
+    said: list[str] = []
+    again = outcome.outcome_of(protocol.play(entry, "quick", place, seeds=(0, 1), said=said.append))
+    kept = outcome.read(outcome.file_of(entry, "quick", place))
+    assert {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")} == before
+    assert again["panels"] == kept["panels"]
+    assert len(said) == 4  # runs; no trial
+
+
+def test_the_seeds_of_trials_are_refused_for_runs(entry: Entry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="100"):
+        protocol.play(entry, "quick", tmp_path, seeds=(0, 100))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"), [([1e30, 1e31], "every trial failed"), ([1e9, 2e9], "round 3")], ids=["trials", "runs"]
+)
+def test_a_method_that_fails_is_a_finding(tmp_path: Path, steps: list[float], error: str) -> None:
+    """At 1e30 the first two rounds, those of a trial, overflow; at 1e9 the third does."""
+    broken = {"algorithm": {"name": "fedbio"}, "grid": {"client_lr.x": steps}}
+    entry = read("made-up", {**CONTENT, "methods": {**CONTENT["methods"], "FedBiO": broken}})
+    found = outcome.outcome_of(protocol.play(entry, "quick", tmp_path, seeds=(0, 1)))
+    assert found["panels"]["all"]["FedBiO"]["failed_runs"] == 2
+    assert found["findings"][0]["state"] == "holds"
+    assert "FedBiO failed with 2 of 2 seeds" in found["findings"][0]["note"]
+    assert error in found["errors"]["all · FedBiO · seed 0"]
+
+
+def test_a_rehearsal_is_one_round(entry: Entry, tmp_path: Path) -> None:
+    said: list[str] = []
+    protocol.rehearse(entry, "full", tmp_path, said=said.append)
+    assert [line.partition(",")[0] for line in said] == ["all · FedBiO: one round", "all · SimFBO: one round"]
+    (summary, _) = tmp_path.rglob("summary.json")
+    assert json.loads(summary.read_text())["rounds"] == 1
+
+
+def test_a_picture_is_drawn(entry: Entry, place: Path) -> None:
+    figure = picture.draw(entry, outcome.read(outcome.file_of(entry, "quick", place)))
+    (axes,) = figure.axes
+    assert sorted(line.get_label() for line in axes.get_lines()) == ["FedBiO", "SimFBO"]
+    assert axes.get_title() == "all"
+
+
+def test_another_versions_outcome_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "outcome.json").write_text('{"schema": 0}')
+    with pytest.raises(ConfigurationError, match="another version"):
+        outcome.read(tmp_path / "outcome.json")
