@@ -56,7 +56,7 @@ from functools import partial
 from pathlib import Path
 
 from fedbilevel.experiments import federation, read_spec
-from fedbilevel.flower.server.app import server_app
+from fedbilevel.flower.server.engine import server_app
 
 from .misbehaviour import server
 

@@ -10,14 +10,12 @@ from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.tree import XY
 from fedbilevel.engines import reference
-from fedbilevel.flower.client.app import client_app
 from fedbilevel.flower.client.limits import Limits
-from fedbilevel.flower.client.site import Site
+from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.client.store import ContextStore
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
-from fedbilevel.flower.wire.records import decode, encode
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage, decode, encode
 from fedbilevel.tasks.quadratic import quadratic
 
 NAME = "0123456789abcdef"

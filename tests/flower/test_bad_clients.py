@@ -20,13 +20,11 @@ from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.tree import XY
-from fedbilevel.flower.client.app import client_app
-from fedbilevel.flower.client.site import Site
+from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
-from fedbilevel.flower.server.norm_bounds import NormBounds
-from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.layout import Refusal
+from fedbilevel.flower.server.terms import NormBounds, Terms
+from fedbilevel.flower.wire.messages import Refusal
 
 ROUNDS = 6
 BAD = 1  # the client

@@ -19,7 +19,7 @@ from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.wire.contract import difference, draw_up
-from fedbilevel.flower.wire.layout import layout
+from fedbilevel.flower.wire.messages import layout
 
 TASK = federations.TASK
 EXAMPLES = TASK.clients.examples()

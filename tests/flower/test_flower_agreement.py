@@ -13,12 +13,10 @@ from two_phase import TwoPhase
 
 import fedbilevel as fb
 from fedbilevel.core.tree import split
-from fedbilevel.flower.client.app import client_app
-from fedbilevel.flower.client.site import Site
+from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
-from fedbilevel.flower.wire.messages import RequestMessage
-from fedbilevel.flower.wire.records import decode
+from fedbilevel.flower.wire.messages import RequestMessage, decode
 from fedbilevel.tasks.quadratic import outer, quadratic
 
 ROUNDS, COHORT = 3, 3

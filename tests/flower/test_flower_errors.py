@@ -9,10 +9,9 @@ from flwr.app import Error, Message
 from google.protobuf.message import DecodeError
 
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.server import registry as registry
+from fedbilevel.flower.server import connections
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
-from fedbilevel.flower.wire.records import decode
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage, decode
 
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)
@@ -119,7 +118,7 @@ def test_a_greeting_that_cannot_be_read_refuses_one_node_only(monkeypatch, caplo
     def unlucky(mine, theirs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(registry, "difference", unlucky)
+    monkeypatch.setattr(connections, "difference", unlucky)
     result = federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6)
     missing = {(broken, round, exchange) for round in range(3) for exchange in range(2)}
     federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))

@@ -6,9 +6,9 @@ import federations
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.flower.client.app import client_app
+from fedbilevel.flower.client.site import client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy.mechanism import Privacy
+from fedbilevel.flower.privacy import Privacy
 from fedbilevel.tasks.quadratic import quadratic
 
 M, ROUNDS, COHORT, T, N, K = 4, 3, 3, 2, 2, 3

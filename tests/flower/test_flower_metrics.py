@@ -10,15 +10,13 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines.evaluation import spread
-from fedbilevel.flower.client.app import client_app
 from fedbilevel.flower.client.limits import Limits
-from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy.mechanism import Privacy
+from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.server.client_metrics import ClientMetrics
-from fedbilevel.flower.wire.layout import to_bytes
 from fedbilevel.flower.wire.messages import METRICS as METRICS_ASKED
-from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.messages import RequestMessage, to_bytes
 
 METRICS = {"fit": own.TASK.problem.outer, "inner_fit": fb.PerClient(own.TASK.problem.inner, "inner")}
 ONE = {"fit": METRICS["fit"]}

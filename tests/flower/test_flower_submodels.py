@@ -17,16 +17,13 @@ import fedbilevel as fb
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import nbytes
 from fedbilevel.experiments import configure, federation, load_run, run
-from fedbilevel.flower.client.app import client_app
-from fedbilevel.flower.client.site import ClientRuntime, Site
+from fedbilevel.flower.client.site import ClientRuntime, Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy.mechanism import Privacy
-from fedbilevel.flower.server import submodels
+from fedbilevel.flower.privacy import Privacy
+from fedbilevel.flower.server import fed
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.layout import layout
-from fedbilevel.flower.wire.messages import RequestMessage
-from fedbilevel.flower.wire.records import decode
+from fedbilevel.flower.wire.messages import RequestMessage, decode, layout
 
 INPUTS, HIDDEN, OUTPUTS = 3, 8, 2
 CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
@@ -221,9 +218,9 @@ def test_what_cuts_messages_goes_with_the_anatomy():
 
     phase.__parts__ = ("y", "y")
     unit_layout = UnitLayout.of(fb.Structure(y="hidden"), jnp.zeros(3), jnp.zeros(4))
-    small = submodels.cut_message(unit_layout, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
+    small = fed.cut_message(unit_layout, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
     assert small.tolist() == [1.0, 3.0]
-    kept = [weakref.ref(thing) for thing in (unit_layout, submodels.programs(unit_layout).cut)]
+    kept = [weakref.ref(thing) for thing in (unit_layout, fed.programs(unit_layout).cut)]
     del unit_layout
     gc.collect()
     assert [thing() for thing in kept] == [None, None]

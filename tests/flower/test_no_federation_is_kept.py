@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.flower.client.app import client_app
-from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower, FlowerRun
 

@@ -20,8 +20,7 @@ from scipy.special import ndtr
 
 from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
-from fedbilevel.flower.privacy.accounting import BudgetSpentError, PrivacyAccount
-from fedbilevel.flower.privacy.mechanism import Privacy, clipped, flat, gaussian, load_secret
+from fedbilevel.flower.privacy import BudgetSpentError, Privacy, PrivacyAccount, clipped, flat, gaussian, load_secret
 
 SECRET = bytes(range(32))
 ASKED = ("a run", 3, 1, "local")
@@ -312,7 +311,7 @@ def test_without_dp_accounting_the_error_says_what_to_install(monkeypatch):
 
 
 def test_dp_accounting_is_loaded_only_when_asked():
-    program = "import sys, fedbilevel.flower.privacy.mechanism; print('dp_accounting' in sys.modules)"
+    program = "import sys, fedbilevel.flower.privacy; print('dp_accounting' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"False\n"
 
 

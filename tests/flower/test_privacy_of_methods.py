@@ -13,14 +13,12 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.flower.client.app import client_app
-from fedbilevel.flower.client.site import ClientRuntime, Site
+from fedbilevel.flower.client.site import ClientRuntime, Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy.mechanism import NoiseError, Privacy, check_noise
+from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.layout import from_bytes, to_bytes
-from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.messages import RequestMessage, from_bytes, to_bytes
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 CLIENTS = 3

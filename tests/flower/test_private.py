@@ -29,12 +29,13 @@ from flwr.supercore.inflatable import inflatable_utils  # noqa: E402
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree  # noqa: E402
 from flwr.supercore.object_store import ObjectStoreFactory  # noqa: E402
 from flwr.supercore.run import Run, RunNotRunningException  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from flwr.supernode import start_client_internal as loop  # noqa: E402
 from flwr.supernode.nodestate import NodeStateFactory  # noqa: E402
 from flwr.supernode.servicer.runtime import runtime_handlers  # noqa: E402
 
+from fedbilevel.flower import versions  # noqa: E402
 from fedbilevel.flower.launch import private  # noqa: E402
-from fedbilevel.flower.wire import private as messages  # noqa: E402
 
 PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation"}
 ROOM = Path(fedbilevel.flower.__file__).parent
@@ -61,11 +62,11 @@ def test_two_files_import_what_flower_does_not_promise() -> None:
         for module, _ in imports(file)
         if module not in PUBLIC
     }
-    assert files == {"launch/private.py", "wire/private.py"}
+    assert files == {"launch/private.py", "versions.py"}
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), sorted(imports(ROOM / "launch/private.py") | imports(ROOM / "wire/private.py"))
+    ("module", "name"), sorted(imports(ROOM / "launch/private.py") | imports(ROOM / "versions.py"))
 )
 def test_a_name_is_there(module: str, name: str) -> None:
     there = importlib.import_module(module)
@@ -131,8 +132,8 @@ def test_fields_that_are_read_or_written_are_there() -> None:
     for name in ("lock_task_store", "task_token_store", "lock_msg_store", "msg_store"):
         assert hasattr(state, name), name
     assert {"max_time", "initial_backoff"} <= set(inflatable_utils.pull_objects.__kwdefaults__ or {})
-    messages.be_server()
-    identity = messages.TaskIdentity
+    versions.be_server()
+    identity = TaskIdentity
     assert (identity.task_id, identity.run_id, identity.node_id) == (1, 1, 0)
     token = importlib.import_module("flwr.supercore.corestate.in_memory_corestate").TokenRecord
     assert "active_until" in inspect.signature(token).parameters
@@ -147,7 +148,7 @@ class Link:
     """A SuperLink: messages of runs, some of which are over; of some it never has the objects."""
 
     def __init__(self) -> None:
-        messages.be_server()
+        versions.be_server()
         factory = ObjectStoreFactory()
         self.state = NodeStateFactory(objectstore_factory=factory).state()
         self.store = factory.store()
@@ -220,8 +221,8 @@ def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless() -
     try:
         assert met.pull(**link.parts()) is None
         assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == 0.05  # its time to live
-        messages.quick_pulls(1e9)
-        assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == messages.LONGEST_PULL
+        versions.quick_pulls(1e9)
+        assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == versions.LONGEST_PULL
     finally:
         inflatable_utils.pull_objects.__kwdefaults__ = before  # type: ignore[assignment]
     assert link.state.get_tasks(statuses=private.OPEN) == []

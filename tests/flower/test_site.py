@@ -22,15 +22,12 @@ from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client import site as sites
-from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.site import ClientRuntime
-from fedbilevel.flower.client.time_limit import TimeLimit
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy.accounting import PrivacyAccount
-from fedbilevel.flower.privacy.mechanism import Privacy
+from fedbilevel.flower.privacy import Privacy, PrivacyAccount
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.layout import Refusal, from_bytes
-from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire.messages import Refusal, RequestMessage, from_bytes
 
 STEPS = federations.Steps()
 

@@ -15,13 +15,26 @@ from hypothesis import strategies as st
 
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.server.registry import ClientRegistry
-from fedbilevel.flower.server.replies import check_response
-from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire import records
-from fedbilevel.flower.wire.layout import Refusal, from_bytes, layout, require_layout, shapes, to_bytes
-from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage, read
-from fedbilevel.flower.wire.records import FIELDS, LEAVES, MESSAGE_TYPE, RAW, decode, encode
+from fedbilevel.flower.server.connections import ClientRegistry
+from fedbilevel.flower.server.terms import Terms, check_response
+from fedbilevel.flower.wire import messages
+from fedbilevel.flower.wire.messages import (
+    FIELDS,
+    LEAVES,
+    MESSAGE_TYPE,
+    RAW,
+    Refusal,
+    RequestMessage,
+    ResponseMessage,
+    decode,
+    encode,
+    from_bytes,
+    layout,
+    read,
+    require_layout,
+    shapes,
+    to_bytes,
+)
 
 InProcess(None, 0)  # Flower's messages want to know of which task they are
 RNG = np.random.default_rng(0)
@@ -232,7 +245,7 @@ def test_a_server_admits_or_refuses_whoever_answers(runtime, data, client, refus
 def test_large_payloads_travel_as_an_array_and_small_ones_among_the_fields(monkeypatch):
     response = ResponseMessage(run="r", round=0, exchange=0, client=1, payload=b"0123456789")
     assert set(encode(response)) == {FIELDS}
-    monkeypatch.setattr(records, "INLINE", 9)
+    monkeypatch.setattr(messages, "INLINE", 9)
     assert set(encode(response)) == {FIELDS, LEAVES}
     assert encode(response)[LEAVES][RAW].data == b"0123456789"
     request = Message(encode(RequestMessage(run="r", contract="c", payload=b"0123456789")), 1, MESSAGE_TYPE)

@@ -206,14 +206,12 @@ def test_an_upload_that_is_never_complete_is_given_up_in_time(monkeypatch: pytes
     """What Flower's own call does by default is bounded."""
     from flwr.supercore.inflatable import inflatable_utils
 
-    from fedbilevel.flower.wire import private as wire_private
-
     def missing(object_id: str) -> bytes:
         raise inflatable_utils.ObjectUnavailableError(object_id)
 
     defaults = dict(inflatable_utils.pull_objects.__kwdefaults__)
     monkeypatch.setattr(inflatable_utils.pull_objects, "__kwdefaults__", defaults)
-    wire_private.quick_pulls(0.1)
+    versions.quick_pulls(0.1)
     began = time.monotonic()
     with pytest.raises(inflatable_utils.ObjectPullError):
         inflatable_utils.pull_objects(["0" * 64], missing)

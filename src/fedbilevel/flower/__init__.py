@@ -9,13 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedbilevel.flower.client.app import client_app
     from fedbilevel.flower.client.limits import Limits
-    from fedbilevel.flower.client.site import Site
+    from fedbilevel.flower.client.site import Site, client_app
     from fedbilevel.flower.launch.in_process import InProcess
-    from fedbilevel.flower.privacy.mechanism import Privacy
-    from fedbilevel.flower.server.app import server_app
-    from fedbilevel.flower.server.engine import Flower
+    from fedbilevel.flower.privacy import Privacy
+    from fedbilevel.flower.server.engine import Flower, server_app
     from fedbilevel.flower.server.terms import Terms
 
 __all__ = ["Flower", "InProcess", "Limits", "Privacy", "Site", "Terms", "client_app", "server_app"]
@@ -24,11 +22,11 @@ _MODULES = {
     "Flower": "server.engine",
     "InProcess": "launch.in_process",
     "Limits": "client.limits",
-    "Privacy": "privacy.mechanism",
+    "Privacy": "privacy",
     "Site": "client.site",
     "Terms": "server.terms",
-    "client_app": "client.app",
-    "server_app": "server.app",
+    "client_app": "client.site",
+    "server_app": "server.engine",
 }
 
 

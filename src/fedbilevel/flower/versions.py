@@ -1,4 +1,7 @@
-"""The version of Flower that is installed, and whether its private names were tried."""
+"""The version of Flower that is installed, whether its private names were tried, and those of messages.
+
+Private: used without Flower promising them. `launch.private` has those of its processes; no other module imports any.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.extras import missing
 
 TESTED = ("1.41", "1.42")
+BACKOFF = 0.02  # seconds before an object that is still being uploaded is asked for again, first time
+LONGEST_PULL = 7200.0  # seconds that one message's objects are waited for at most; Flower's own figure
 
 
 def installed() -> str | None:
@@ -33,3 +38,21 @@ def require_flower() -> str:
 def tested(version: str) -> bool:
     """Whether `version` belongs to a release whose private names were tried."""
     return ".".join(version.split(".")[:2]) in TESTED
+
+
+def be_server() -> None:
+    """Let this process make messages as a ServerApp does, which Flower tells who it is."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 0
+
+
+def quick_pulls(longest: float) -> None:
+    """Ask for an object that is still on its way again after 0.02 s, then twice that, … (Flower: 1 s), and give up the
+    message whose objects have not come within `longest` seconds (Flower: 2 h, which stays the most): it holds everyone
+    who waits. This is from now on, for all of this process."""
+    from flwr.supercore.inflatable import inflatable_utils
+
+    defaults = inflatable_utils.pull_objects.__kwdefaults__
+    assert defaults is not None
+    defaults |= {"initial_backoff": BACKOFF, "max_time": min(longest, LONGEST_PULL)}

@@ -1,11 +1,11 @@
-"""A client: its own problem, samples and state, and its responses to requests. It does not use Flower."""
+"""A client: its own problem, samples and state, its responses to requests, and the ClientApp that gives them."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary, ref
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
@@ -24,19 +26,37 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.engines.disk_cache import keep_on_disk
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
 from fedbilevel.engines.submodels import SubmodelPlan
-from fedbilevel.flower.client.limits import Limits
-from fedbilevel.flower.client.saved_state import SavedState, states_for
-from fedbilevel.flower.client.store import FolderStore, Store
-from fedbilevel.flower.client.time_limit import TimeLimit
-from fedbilevel.flower.privacy.accounting import BudgetSpentError
-from fedbilevel.flower.privacy.guard import PrivacyGuard
-from fedbilevel.flower.privacy.mechanism import NoiseError, Privacy, check_noise
-from fedbilevel.flower.privacy.released import released, without_answers
+from fedbilevel.flower.client.limits import Limits, TimeLimit
+from fedbilevel.flower.client.store import ContextStore, FolderStore, SavedState, Store, states_for
+from fedbilevel.flower.privacy import (
+    BudgetSpentError,
+    NoiseError,
+    Privacy,
+    PrivacyGuard,
+    check_noise,
+    released,
+    without_answers,
+)
 from fedbilevel.flower.wire.contract import CallSignature, Contract, difference, draw_up
-from fedbilevel.flower.wire.layout import Refusal, from_bytes, layout, shapes, to_bytes
-from fedbilevel.flower.wire.messages import FAILED, METRICS, NOT_FINITE, RequestMessage, ResponseMessage, is_run
+from fedbilevel.flower.wire.messages import (
+    ACTION,
+    FAILED,
+    METRICS,
+    NOT_FINITE,
+    Refusal,
+    RequestMessage,
+    ResponseMessage,
+    decode,
+    encode,
+    from_bytes,
+    is_run,
+    layout,
+    shapes,
+    to_bytes,
+)
 
 log = logging.getLogger("fedbilevel.client")
 
@@ -334,3 +354,38 @@ def _samples(rows: Ragged, floor: int = 1) -> Samples:
     """All of a client's samples, on its device; draws of fewer than `floor` are refused."""
     size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
     return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, floor=floor)
+
+
+def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> ClientApp:
+    """A ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
+
+    Args:
+        make: (run configuration, node configuration) -> what this client has and does. Called once per process and
+            run; a process that stays (see `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
+    """
+    keep_compiled_programs()
+    app = ClientApp()
+    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> the last one, and what it was made for
+
+    @app.query(ACTION)
+    def respond(message: Message, context: Context) -> Message:
+        try:
+            request: RequestMessage = decode(RequestMessage, message)
+            wanted = context.run_id, context.run_config, context.node_config
+            made, runtime = runtimes.get(context.node_id, (None, None))
+            if runtime is None or made != wanted:
+                runtime = ClientRuntime(make(context.run_config, context.node_config))
+                runtimes[context.node_id] = wanted, runtime
+            said = runtime.respond(request, ContextStore(context.state))
+        except Exception as error:
+            log.warning("no answer: %s", error, exc_info=not isinstance(error, FedbilevelError))
+            said = ResponseMessage(run="", round=0, exchange=0, client=-1, refused=in_words(error))
+        return Message(encode(said), reply_to=message)
+
+    return app
+
+
+def keep_compiled_programs() -> None:
+    """Keep compiled programs on disk: Flower's stock SuperNode starts a new process for every message."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        keep_on_disk()

@@ -13,7 +13,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fedbilevel.flower.wire import private
+from fedbilevel.flower.versions import be_server
 
 Delay = Callable[[int, Message], float]
 
@@ -65,7 +65,7 @@ class InProcess(Grid):
         self.nodes, self.numbers = itertools.count(1), itertools.count(1)
         for client in range(clients):
             self.join(client)
-        private.be_server()
+        be_server()
 
     def join(self, client: int) -> None:
         """Let a client come, as a new node that Flower knows nothing of yet."""

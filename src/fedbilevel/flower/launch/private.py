@@ -1,4 +1,4 @@
-"""The names of Flower's processes that are used without Flower promising them; `wire.private` has those of messages.
+"""The names of Flower's processes that are used without Flower promising them; `versions` has those of messages.
 
 No other module imports such a name.
 
@@ -53,7 +53,7 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from fedbilevel.flower.wire.private import quick_pulls
+from fedbilevel.flower.versions import quick_pulls
 
 if TYPE_CHECKING:
     from flwr.supercore.object_store import ObjectStore

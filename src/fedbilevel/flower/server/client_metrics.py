@@ -13,11 +13,9 @@ from fedbilevel.core.errors import AbsenceWarning, require
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
-from fedbilevel.flower.server.dispatcher import ClientReply
+from fedbilevel.flower.server.connections import ClientReply
 from fedbilevel.flower.server.session import Session
-from fedbilevel.flower.wire.layout import Refusal, to_bytes
-from fedbilevel.flower.wire.messages import METRICS, RequestMessage
-from fedbilevel.flower.wire.records import reading
+from fedbilevel.flower.wire.messages import METRICS, Refusal, RequestMessage, reading, to_bytes
 
 
 class ClientMetrics:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flwr.serverapp import Grid
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
@@ -29,20 +31,18 @@ from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 from fedbilevel.engines.virtual_time.clock import TICK
 from fedbilevel.engines.virtual_time.in_flight import InFlight, PhaseQueue
 from fedbilevel.flower.server.client_metrics import ClientMetrics
-from fedbilevel.flower.server.clock import ServerClock, WallClock
-from fedbilevel.flower.server.dispatcher import Dispatcher
-from fedbilevel.flower.server.exchange_log import ExchangeLog
-from fedbilevel.flower.server.fed import FlowerFed
-from fedbilevel.flower.server.keys import public_keys
-from fedbilevel.flower.server.norm_bounds import NormBounds
-from fedbilevel.flower.server.phase_queues import PhaseQueues
-from fedbilevel.flower.server.registry import ClientRegistry
-from fedbilevel.flower.server.rollback import CorruptedStateError, Rollback
-from fedbilevel.flower.server.session import Session
-from fedbilevel.flower.server.submodels import contracts
-from fedbilevel.flower.server.terms import Backoff, Terms
-from fedbilevel.flower.server.transport import Transport
-from fedbilevel.flower.versions import require_flower, tested
+from fedbilevel.flower.server.connections import (
+    ClientRegistry,
+    Dispatcher,
+    ServerClock,
+    Transport,
+    WallClock,
+    public_keys,
+)
+from fedbilevel.flower.server.fed import FlowerFed, contracts
+from fedbilevel.flower.server.session import CorruptedStateError, ExchangeLog, PhaseQueues, Rollback, Session
+from fedbilevel.flower.server.terms import Backoff, NormBounds, Terms
+from fedbilevel.flower.versions import quick_pulls, require_flower, tested
 from fedbilevel.flower.wire.contract import draw_up
 from fedbilevel.flower.wire.messages import is_run
 
@@ -168,8 +168,8 @@ def open_session(
     contract = draw_up(algorithm, problem, *start, clients.examples(), clients.local_steps is not None)
     plan = SubmodelPlan.of(algorithm, problem, clients, *start)
     clock: ServerClock = getattr(engine.grid, "clock", None) or WallClock()
-    if isinstance(clock, WallClock):
-        pull_quickly(terms.deadline)
+    if isinstance(clock, WallClock) and tested(require_flower()):
+        quick_pulls(terms.deadline)
     transport = Transport(engine.grid)
     own = {} if plan is None else contracts(contract, plan)
     keys = {} if engine.keys is None else public_keys(Path(engine.keys), len(clients))
@@ -217,9 +217,12 @@ def round_ticks(seconds: float) -> int:
     return round(seconds / TICK)
 
 
-def pull_quickly(deadline: float) -> None:
-    """Shorten Flower's wait for an answer that is announced before it is complete, where its version was tried."""
-    if tested(require_flower()):
-        from fedbilevel.flower.wire import private
+def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
+    """A ServerApp whose main is `main`(grid, run configuration), which ends in `solve(…, engine=Flower(grid=grid))`."""
+    app = ServerApp()
 
-        private.quick_pulls(deadline)
+    @app.main()
+    def run(grid: Grid, context: Context) -> None:
+        main(grid, context.run_config)
+
+    return app

@@ -11,16 +11,11 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.flower.server.dispatcher import ClientReply
-from fedbilevel.flower.server.exchange_log import ExchangeRecord
-from fedbilevel.flower.server.phase_queues import CountedReply
-from fedbilevel.flower.server.replies import CheckedReply, check_response, euclidean
-from fedbilevel.flower.server.rollback import CorruptedStateError
-from fedbilevel.flower.server.session import Session
+from fedbilevel.flower.server.connections import ClientReply
+from fedbilevel.flower.server.session import CorruptedStateError, CountedReply, ExchangeRecord, Session
+from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
 from fedbilevel.flower.wire.contract import CallSignature, Contract
-from fedbilevel.flower.wire.layout import Refusal, from_bytes
-from fedbilevel.flower.wire.messages import RequestMessage, tells_of_numbers
-from fedbilevel.flower.wire.records import reading
+from fedbilevel.flower.wire.messages import Refusal, RequestMessage, from_bytes, reading, tells_of_numbers
 
 
 class EncodedMessage(NamedTuple):

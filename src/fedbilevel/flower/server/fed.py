@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.submodel import Units
+from fedbilevel.core.submodel import UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
 from fedbilevel.engines.costs import (
@@ -29,13 +30,11 @@ from fedbilevel.engines.costs import (
     weigh,
 )
 from fedbilevel.engines.engine import loop
-from fedbilevel.engines.submodels import RoundSubmodels, covered
+from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
-from fedbilevel.flower.server.phase_queues import CountedReply
-from fedbilevel.flower.server.session import Session
-from fedbilevel.flower.server.submodels import cut_message, restored_sums
+from fedbilevel.flower.server.session import CountedReply, Session
 from fedbilevel.flower.wire.contract import CallSignature, Contract
-from fedbilevel.flower.wire.layout import layout, shapes, to_bytes
+from fedbilevel.flower.wire.messages import layout, shapes, to_bytes
 
 Metrics = dict[str, tuple[Any, Any]]
 """Metric name -> (Σ p_i m_i, Σ p_i) over the clients that sent it."""
@@ -279,3 +278,45 @@ def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, Ex
         size: ExchangeCount(*np.array([number == 0, asked[size], answered[size]], np.int32))
         for number, size in enumerate(dict.fromkeys(sizes))
     }
+
+
+def cut_message(unit_layout: UnitLayout, phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
+    """The part of a phase's message that a client with these units is sent."""
+    return programs(unit_layout).cut(phase, message, units)
+
+
+def restored_sums(unit_layout: UnitLayout, phase: Callable[..., Reply], sums: Sums, units: Units) -> Sums:
+    """The sums over clients that hold these units, with the shapes of the whole model."""
+    restored: Sums = programs(unit_layout).restore(phase, sums, units)
+    return restored
+
+
+class SubmodelPrograms(NamedTuple):
+    """`cut_message` and `restored_sums` for one unit layout, compiled."""
+
+    cut: Any
+    restore: Any
+
+
+PROGRAMS: WeakKeyDictionary[UnitLayout, SubmodelPrograms] = WeakKeyDictionary()
+
+
+def programs(unit_layout: UnitLayout) -> SubmodelPrograms:
+    """The compiled programs of a unit layout, which are freed with it."""
+    known: Any = ref(unit_layout)
+
+    def cut(phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
+        return known().cut(parts_of(phase)[0], message, units)
+
+    def restore(phase: Callable[..., Reply], sums: Sums, units: Units) -> Sums:
+        return put_back(known(), parts_of(phase)[1], sums, units)
+
+    if unit_layout not in PROGRAMS:
+        PROGRAMS[unit_layout] = SubmodelPrograms(jax.jit(cut, static_argnums=0), jax.jit(restore, static_argnums=0))
+    return PROGRAMS[unit_layout]
+
+
+def contracts(general: Contract, submodel_plan: SubmodelPlan) -> dict[int, Contract]:
+    """Client -> the contract with it, from `general`, that of the whole model."""
+    by_class = [general.cut(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
+    return {client: by_class[number] for client, number in enumerate(submodel_plan.number.tolist())}

@@ -1,24 +1,236 @@
-"""What the exchanges of one run share on the server."""
+"""What the exchanges of one run share on the server: the log, replies that wait, the way back after a spoiled round."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.errors import CheckpointError, ExchangeError, NonFiniteError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
+from fedbilevel.engines.costs import Sums
+from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.submodels import SubmodelPlan
-from fedbilevel.flower.server.clock import ServerClock
-from fedbilevel.flower.server.dispatcher import Dispatcher
-from fedbilevel.flower.server.exchange_log import ExchangeLog
-from fedbilevel.flower.server.norm_bounds import NormBounds
-from fedbilevel.flower.server.phase_queues import PhaseQueues
-from fedbilevel.flower.server.registry import ClientRegistry
-from fedbilevel.flower.server.rollback import Rollback
-from fedbilevel.flower.server.terms import Backoff, Terms
+from fedbilevel.engines.virtual_time.in_flight import InFlight
+from fedbilevel.flower.server.connections import ClientRegistry, Dispatcher, ServerClock
+from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms, ratios
 from fedbilevel.flower.wire.contract import Contract
+from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
+
+log = logging.getLogger("fedbilevel.server")
+
+
+class ExchangeRecord:
+    """The line of one attempt at an exchange."""
+
+    def __init__(self, clock: ServerClock, round: int, exchange: int, phase: str, attempt: int = 0) -> None:
+        self.clock, self.began = clock, clock.time()
+        self.line: dict[str, Any] = {"round": round, "exchange": exchange, "phase": phase, "attempt": attempt}
+
+    def done(
+        self, requests: Iterable[RequestMessage], answers: Sequence[ResponseMessage], refused: Mapping[int, str]
+    ) -> None:
+        """Complete the line with the requests sent, the responses that count, and client -> why another does not."""
+        down = [len(request.payload) for request in requests]
+        up = sum(len(response.payload) for response in answers)
+        answered = sorted(response.client for response in answers)
+        seconds = round(self.clock.time() - self.began, 4)
+        self.line |= {"asked": len(down), "answered": answered, "bytes_down": sum(down), "bytes_up": up}
+        self.line |= {"seconds": seconds}
+        if (epsilon := max((response.epsilon for response in answers), default=0.0)) > 0:
+            self.line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
+        if refused:
+            self.line["refused"] = {str(client): why for client, why in sorted(refused.items())}
+
+
+class ExchangeLog:
+    """Writes exchanges to the program's log and, where a file is given, there as JSON lines.
+
+    Raises:
+        CheckpointError: the file cannot be written. It is tried at once; a run without exchanges leaves none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        there = path is None or path.exists()
+        self.write("")
+        if path is not None and not there:
+            path.unlink()
+
+    def __call__(self, exchange: ExchangeRecord) -> None:
+        line = exchange.line
+        text = "round %d exchange %d %s: %d of %d answered, %d bytes down, %d up, %.3f s"
+        numbers = (line["bytes_down"], line["bytes_up"], line["seconds"])
+        head = (line["round"], line["exchange"], line["phase"])
+        log.info(text, *head, len(line["answered"]), line["asked"], *numbers)
+        for client, why in line.get("refused", {}).items():
+            log.warning("round %d exchange %d %s: client %s does not count: %s", *head, client, why)
+        self.note(line)
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Write a line of the file."""
+        self.write(json.dumps(line) + "\n")
+
+    def write(self, text: str) -> None:
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a") as file:
+                file.write(text)
+        except OSError as error:
+            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}") from error
+
+
+class CountedReply(NamedTuple):
+    """A reply that counts in an exchange."""
+
+    client: int
+    checked: CheckedReply
+    asked: int  # exchange of its kind in which the client was asked
+
+
+@dataclass
+class PhaseQueues:
+    """The exchanges so far of each phase that is asked by `Fed.first`, and replies that wait for its next exchange."""
+
+    exchanges: Counter[str] = field(default_factory=Counter)  # of each kind so far
+    since: defaultdict[str, defaultdict[int, int]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(int))
+    )
+    """Phase -> client -> exchange of the phase in which it was last asked or, if that is later, replied."""
+    kept: dict[str, list[CountedReply]] = field(default_factory=lambda: defaultdict(list))
+    """Phase -> replies that came in while another phase was waited for."""
+    resumed: dict[str, tuple[Sums, float]] = field(default_factory=dict)
+    """Phase -> the weighted sums of kept replies that a checkpoint has, and their Σ p_i·asked; metrics are not kept."""
+
+    @classmethod
+    def of(cls, queues: InFlight | None) -> PhaseQueues:
+        """The queues that a checkpoint has; empty ones for None."""
+        if queues is None:
+            return cls()
+        exchanges = Counter({phase: int(lane.exchanges) for phase, lane in queues.lanes.items()})
+        early = {phase: (lane.early, float(lane.early_asked)) for phase, lane in queues.lanes.items()}
+        resumed = {phase: (sums, asked) for phase, (sums, asked) in early.items() if sums.responders > 0}
+        lanes = cls(exchanges=exchanges, resumed=resumed)
+        for phase, lane in queues.lanes.items():
+            lanes.since[phase] |= dict(enumerate(lane.since.tolist()))
+        return lanes
+
+    def overdue(self, phase: str, clients: Iterable[int], working: Container[int], max_staleness: int) -> set[int]:
+        """The clients that an exchange must wait for (see `Fed.first`); `working`: those at work on this phase."""
+        ages = {client: self.exchanges[phase] - self.since[phase][client] for client in clients}
+        return {c for c, age in ages.items() if age > max_staleness or (c in working and age == max_staleness)}
+
+
+MOST = 3
+
+
+class CorruptedStateError(ExchangeError):
+    """Most clients of an exchange met numbers that are not finite, so that the state, not a client, must be at fault.
+
+    Args:
+        exchange: the number of the exchange within its round.
+        carry: the last state that nothing is known against, if another than that of the round.
+    """
+
+    def __init__(self, text: str, exchange: int, carry: Any = None) -> None:
+        super().__init__(text)
+        self.exchange, self.carry = exchange, carry
+
+
+class RoundSnapshot(NamedTuple):
+    """Where a round began, and what its replies were like."""
+
+    carry: Carry  # where it began
+    asked: set[int]  # its cohort
+    ratios: dict[int, float]  # of each client that counted: its longest update, in units of what was usual
+
+
+class Rollback:
+    """Repeats a round whose result is not finite, without the client whose update was the longest.
+
+    What shows it: after a round that counted, most of those who are asked next say that numbers are not finite, and too
+    few answer; or the sum of finite answers is not finite itself. The server then goes back to where that round began,
+    leaves out the client whose update was the longest in proportion to the others of its exchange, and plays it again,
+    MOST times at most before the run ends. The state that it went back to is then what is saved.
+
+    Not undone: rounds of asynchronous methods; the round before one of which clients have already changed what they
+    keep (they can go back by one round alone); one that was played before the server was restarted.
+
+    It remembers the current round and the one before it, and which clients are left out when these are repeated.
+
+    Args:
+        stateful: whether clients keep a state between rounds, which goes back by one round alone.
+        asynchronous: whether the algorithm is asynchronous; no round of it is repeated.
+    """
+
+    def __init__(
+        self, terms: Terms, backoff: Backoff, exchange_log: ExchangeLog, *, stateful: bool, asynchronous: bool
+    ) -> None:
+        self.terms, self.backoff, self.exchange_log = terms, backoff, exchange_log
+        self.stateful, self.asynchronous = stateful, asynchronous
+        self.last: RoundSnapshot | None = None
+        self.now: RoundSnapshot | None = None
+        self.without: dict[int, set[int]] = {}  # round -> clients
+        self.times = 0  # that a round was undone since the run last got on
+
+    def begin(self, carry: Carry, asked: Iterable[int]) -> None:
+        """Note that a round begins."""
+        self.now = RoundSnapshot(carry, set(asked), {})
+
+    def hear(self, norms: dict[int, float]) -> None:
+        """Note the answers of an exchange, by their norms."""
+        if self.now is not None:
+            for client, ratio in ratios(norms).items():
+                self.now.ratios[client] = max(ratio, self.now.ratios.get(client, 0.0))
+
+    def end(self) -> None:
+        """Note that the round counts."""
+        self.last = self.now
+
+    def back(self, error: CorruptedStateError | NonFiniteError) -> Carry:
+        """The carry to go on from.
+
+        Raises:
+            CorruptedStateError, NonFiniteError: no round can be repeated. It is `error`, or one with the last good
+                state.
+        """
+        spoiled = isinstance(error, CorruptedStateError)
+        played = self.last if spoiled else self.now
+        gone = self.stateful and isinstance(error, CorruptedStateError) and error.exchange > 0
+        if played is None or gone or self.asynchronous:
+            raise error
+        round = int(played.carry.round)
+        without = self.without.setdefault(round, set())
+        left = {client: ratio for client, ratio in played.ratios.items() if client not in without}
+        enough = len(played.asked - without) - 1 >= self.terms.needed(len(played.asked))
+        if not left or not enough or self.times == MOST:
+            tried = f" also without {named(sorted(without))}" if without else ""
+            text = f"{error}; round {round}{tried} leads there, and the state before it is the last good one"
+            raise CorruptedStateError(text, 0, played.carry) if spoiled else NonFiniteError(text)
+        out = max(left, key=lambda client: (left[client], -client))
+        self.times += 1
+        without.add(out)
+        self.backoff.failed(out, round + spoiled)
+        text = (
+            "round %d is undone (%s) and played again without client %d, whose update was %.3g times as long as usual"
+        )
+        log.warning(text, round, error, out, left[out])
+        self.exchange_log.note({"round": round, "undone": str(error), "without": sorted(without)})
+        return played.carry
+
+
+def named(clients: Sequence[int]) -> str:
+    return f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
 
 
 @dataclass

@@ -1,11 +1,30 @@
-"""The server's rules: when an exchange counts, and when a client that failed is asked again."""
+"""The server's rules: when a reply counts, when an exchange does, and when a client that failed is asked again."""
 
 from __future__ import annotations
 
+import logging
 import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
+from fedbilevel.flower.wire.contract import CallSignature
+from fedbilevel.flower.wire.messages import (
+    NOT_FINITE,
+    Refusal,
+    RequestMessage,
+    ResponseMessage,
+    from_bytes,
+    layout,
+    require_layout,
+)
 
 LONGEST_REST = 32  # rounds
 
@@ -19,7 +38,7 @@ class Terms:
         deadline: seconds that a client has for an answer, the way there and back included.
         attempts: how often those who have not answered are asked, before the run stops below its quorum.
         join: seconds to wait for clients that are not online, at the start and before another attempt.
-        norm_factor: how many times as long as usual an update may be (see norm_bounds.py); None sets no such bound.
+        norm_factor: how many times as long as usual an update may be (see `NormBounds`); None sets no such bound.
         message_factor: how many times as long as the message that was sent an update may be in any case but that of
             norm_bound: what norm_factor would refuse counts up to there.
         norm_bound: the largest Euclidean norm that an update may have, in any case; None sets no bound.
@@ -71,3 +90,156 @@ class Backoff:
 
     def answered(self, client: int) -> None:
         self.until.pop(client, None)
+
+
+LARGEST = 2**31 - 1  # that the costs of a round can hold for a round
+
+
+@dataclass(frozen=True)
+class CheckedReply:
+    """A response that has passed all checks, decoded."""
+
+    response: ResponseMessage
+    call: CallSignature
+    update: PyTree
+    norm: float  # Euclidean, of the whole update
+    metrics: dict[str, float]
+
+
+def check_response(
+    outcome: ResponseMessage | Refusal,
+    request: RequestMessage,
+    call: CallSignature,
+    client: int,
+    terms: Terms,
+    population: int,
+) -> CheckedReply:
+    """The response of a client to a request, decoded, if it is valid in every respect.
+
+    Raises:
+        Refusal: the response must not count.
+    """
+    if isinstance(outcome, Refusal):
+        raise outcome
+    if (outcome.run, outcome.round, outcome.exchange) != (request.run, request.round, request.exchange):
+        raise Refusal("it answers another question")
+    if outcome.client != client:
+        raise Refusal(f"client {client} answers as client {outcome.client}")
+    require_layout("its update", outcome.layout, layout(call.update))
+    update = from_bytes(outcome.payload, call.update)
+    if bad := nonfinite_leaves(update):
+        raise Refusal(f"its update is {NOT_FINITE} {', '.join(bad)}")
+    if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
+        raise Refusal(f"the square of its update is {NOT_FINITE} {jax.tree_util.keystr(huge[0]) or 'value'}")
+    norm = euclidean(update)
+    if terms.norm_bound is not None and norm > terms.norm_bound:
+        raise Refusal(f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}")
+    metrics = outcome.numbers()
+    if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
+        raise Refusal("its metrics are not those of the phase, or not finite")
+    most = LARGEST // population  # so that their sum is exact
+    if not (0 <= outcome.gradients <= most and 0 <= outcome.hvps <= most):
+        raise Refusal(f"its counts ({outcome.gradients}, {outcome.hvps}) are not between 0 and {most}")
+    if not 0 <= outcome.epsilon < math.inf:
+        raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
+    if not 0 <= outcome.delta < 1:
+        raise Refusal(f"it cannot have spent δ = {outcome.delta}")
+    return CheckedReply(outcome, call, update, norm, metrics)
+
+
+def too_large(leaf: np.ndarray) -> bool:
+    """Whether squares of its numbers are infinite, in their own dtype or, where that is a short one, in float32: no
+    loss, norm or product of such numbers would be a number."""
+    if not is_floating(leaf):
+        return False
+    largest = math.sqrt(max(float(jnp.finfo(leaf.dtype).max), float(np.finfo(np.float32).max)))
+    return bool(np.max(np.abs(leaf.astype(np.float64)), initial=0.0) > largest)
+
+
+def euclidean(tree: PyTree) -> float:
+    """The norm of all leaves together, in float64; infinite where a square overflows."""
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))
+
+
+FEWEST = 3
+"""Norms of which the median is that of an honest client if one of them is not."""
+WINDOW = 100  # exchanges of a phase
+
+log = logging.getLogger("fedbilevel.server")
+
+
+class NormBounds:
+    """A bound on the norm of updates, from the norms of other updates of the same phase: nobody has to give a number.
+
+    In each exchange, with ‖·‖ the Euclidean norm of a whole update, an answer u counts if
+
+        ‖u‖ ≤ max(norm_factor · median of the ‖u_j‖ here,  norm_factor · median over earlier exchanges of the phase,
+                  message_factor · ‖message‖)
+
+    Norms of 0 are left out of both medians: an update may rightly be 0 for most and not for one. The first median is of
+    what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges
+    of this process. Where neither is known nothing is refused. The message's norm is there for updates that are
+    rounding errors for most: what is no longer than some times the point itself cannot spoil it for good. Its factor is
+    a small one, or one lie, which makes the next message longer, would make room for a larger one.
+
+    norm_factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by
+    Dirichlet's 0.05, digits, a client's own hypergradients (LFedNest): the longest was 1,020 times the median.
+
+    Args:
+        terms: their norm_factor and message_factor are used here; norm_bound is not.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.factor, self.of_message = terms.norm_factor, terms.message_factor
+        self.past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self.warned = False  # that nothing is known of some update
+
+    def check(self, phase: str, norm: float, here: Sequence[float], message: Callable[[], float]) -> None:
+        """Refuse an update that is out of proportion.
+
+        Args:
+            norm: its own.
+            here: the norms of all that came in, this one among them.
+            message: the norm of what the client was sent; asked for only where it matters.
+
+        Raises:
+            Refusal: it is.
+        """
+        if self.factor is None or norm == 0:
+            return
+        usual = self.usual(phase, here)
+        if usual is None:
+            self.warn(phase, here)
+        elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, self.of_message * message())):
+            text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual and {bound:.3g} the bound"
+            raise Refusal(f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
+
+    def usual(self, phase: str, here: Sequence[float]) -> float | None:
+        """The larger one of the two medians, if any is known."""
+        some, past = [norm for norm in here if norm > 0], self.past[phase]
+        known = [statistics.median_low(some)] if len(some) >= FEWEST else []
+        return max([*known, *([statistics.median_low(past)] if past else [])], default=None)
+
+    def note(self, phase: str, accepted: Sequence[float]) -> None:
+        """Remember an exchange by the answers that counted."""
+        if some := [norm for norm in accepted if norm > 0]:
+            self.past[phase].append(statistics.median_low(some))
+
+    def warn(self, phase: str, here: Sequence[float]) -> None:
+        """Say, once, that an update counts whatever its norm."""
+        if not self.warned:
+            some = sum(norm > 0 for norm in here)
+            log.warning(
+                "phase %s: %d of %d answers %s not 0, where %d are needed to tell whether one is out of proportion, "
+                "and no earlier exchange tells it. Each counts; a number for norm_bound would be a bound here, too",
+                *(phase, some, len(here), "is" if some == 1 else "are", FEWEST),
+            )
+            self.warned = True
+
+
+def ratios(norms: dict[int, float]) -> dict[int, float]:
+    """How many times as long as usual each client's update is, among those of one exchange."""
+    some = [norm for norm in norms.values() if norm > 0]
+    usual = statistics.median_low(some) if some else math.inf
+    return {client: norm / usual for client, norm in norms.items()}

@@ -21,7 +21,7 @@ from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import record
-from fedbilevel.flower.wire.layout import digest, layout, shapes
+from fedbilevel.flower.wire.messages import digest, layout, shapes
 
 PROTOCOL = 2
 PROBES = (0, 1, 10, 100, 1000)

@@ -1,4 +1,5 @@
-"""Local differential privacy: each reply is clipped and noised at the client, whatever the server asks."""
+"""Local differential privacy at a client: each reply is clipped and noised, whatever the server asks, and the account
+of what has left the client is kept on its disk."""
 
 from __future__ import annotations
 
@@ -10,20 +11,102 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.answers import Public, Withheld
-from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
+from fedbilevel.core.answers import LastReply, Public, ReplyDelta, Withheld
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NonFiniteError, require, require_count
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
-from fedbilevel.flower.privacy.accounting import BudgetSpentError, PrivacyAccount
+from fedbilevel.engines import lock
+from fedbilevel.engines.checkpoint import write_atomically
+from fedbilevel.extras import missing
+from fedbilevel.quoting import in_a_line
+
+SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
+
+
+class BudgetSpentError(FedbilevelError):
+    """One more reply would cost a client more privacy than it allows; it does not answer."""
+
+
+@dataclass(frozen=True)
+class PrivacyAccount:
+    """A client's privacy account: how many replies have left it under each noise multiplier.
+
+    It depends on no data, so that it may be shown to anyone. Whoever keeps it stores it before the reply is sent, and
+    lets a client answer one message at a time: an account that was written over forgets replies.
+
+    Args:
+        releases: noise multiplier z -> replies, 1 or more.
+    """
+
+    releases: Mapping[float, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for noise_multiplier, count in self.releases.items():
+            fits = isinstance(noise_multiplier, float) and 0 < noise_multiplier < math.inf
+            require(fits, "Spent.releases: a noise multiplier", noise_multiplier, "a positive float")
+            require_count(f"Spent.releases[{noise_multiplier}]", count)
+
+    @property
+    def total(self) -> int:
+        """Replies so far."""
+        return sum(self.releases.values())
+
+    def plus(self, noise_multiplier: float) -> PrivacyAccount:
+        """The account after one more reply."""
+        z = float(noise_multiplier)
+        return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + 1})
+
+    def epsilon(self, delta: float) -> float:
+        """ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 before the first.
+
+        A reply is a Gaussian mechanism of noise zC and sensitivity 2C (see `Privacy`), that is of noise multiplier
+        z/2. The figure is an upper bound: the exact ε of such replies solves, with μ² = Σ (2/z)² over them,
+        δ = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2) (Dong, Roth and Su, "Gaussian differential privacy", arXiv:1905.02383).
+        No amplification by sampling is claimed: who draws the cohort knows who was asked.
+
+        Raises:
+            ConfigurationError: dp-accounting is not installed.
+        """
+        if not self.releases:
+            return 0.0
+        try:
+            import dp_accounting  # type: ignore[import-untyped]
+        except ImportError:
+            raise ConfigurationError(f"accounting for privacy needs {missing('dp-accounting', 'flower')}") from None
+        accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+        for noise_multiplier, count in self.releases.items():
+            accountant.compose(dp_accounting.GaussianDpEvent(noise_multiplier / SENSITIVITY), count)
+        return float(accountant.get_epsilon(delta))
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads back exactly."""
+        return json.dumps({repr(noise_multiplier): count for noise_multiplier, count in self.releases.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyAccount:
+        """The account that `to_json` wrote.
+
+        Raises:
+            ConfigurationError: the text is anything else; it is never taken for an empty account.
+        """
+        try:
+            return cls({float(noise_multiplier): count for noise_multiplier, count in json.loads(text).items()})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            said = f"{text[:200]!r} ({in_a_line(error)})"
+            raise ConfigurationError(f"this is not a stored privacy account: {said}") from None
+
 
 SECRET_BYTES = 32
 
@@ -227,3 +310,91 @@ def _create_secret(path: Path) -> None:
 def _require_number(field: str, got: object, low: float, high: float) -> None:
     fits = isinstance(got, int | float) and not isinstance(got, bool) and low < got < high
     require(fits, field, got, f"a number above {low:g} and below {high:g}")
+
+
+def is_kept(part: object) -> bool:
+    return isinstance(part, LastReply)
+
+
+def without_answers(state: PyTree) -> PyTree:
+    """The state as a phase has to see it, for its change to be the answer itself: the last ones are 0."""
+
+    def emptied(part: Any) -> Any:
+        return part._replace(update=jax.tree.map(np.zeros_like, part.update)) if is_kept(part) else part
+
+    return jax.tree.map(emptied, state, is_leaf=is_kept)
+
+
+def released(sent: PyTree, before: PyTree, after: PyTree) -> tuple[PyTree, PyTree]:
+    """The update to send and the state to keep, where a reply is sent as its difference from the last one.
+
+    The difference of two noised answers is sent, not the noised difference of two answers: what the server has added up
+    is then each client's last answer with the noise of one, however many there were. All that leaves the client, and
+    all that it keeps, is made of answers that were clipped and noised, so that nothing more is spent.
+
+    Args:
+        sent: the update, noised; a `ReplyDelta` has the reply itself.
+        before: what the client kept, or None.
+        after: what the phase, called with `without_answers(before)`, would keep.
+    """
+    if not isinstance(sent, ReplyDelta):
+        return sent, after
+    last: list[Any] = []
+
+    def renewed(old: Any, new: Any) -> Any:
+        if not is_kept(old):
+            return new
+        if int(new.exchange) == int(old.exchange):  # of another kind of answer
+            return old
+        last.append(old.update)
+        return new._replace(update=sent.update)
+
+    kept = jax.tree.map(renewed, before, after, is_leaf=is_kept)
+    (old,) = last
+    return sent._replace(update=optax.tree.sub(sent.update, jax.tree.map(np.asarray, old))), kept
+
+
+class PrivacyGuard:
+    """Clips and noises updates with the secret and the account of a folder, for one process at a time.
+
+    The account is written before an update leaves the client.
+
+    Raises:
+        ConfigurationError: the folder is another client's, or its account is missing or damaged.
+        CheckpointError: the folder cannot be locked.
+    """
+
+    def __init__(self, privacy: Privacy, folder: Path, client: int) -> None:
+        self.privacy, self.folder = privacy, folder
+        self.account, owner, secret = folder / "account.json", folder / "client", folder / "secret"
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.turn():
+            if not owner.exists():
+                write_atomically(owner, lambda file: file.write(str(client).encode()))
+            whose = owner.read_text(errors="replace")
+            require(whose == str(client), "Site.id", client, f"{whose[:20]}, whose {folder} is")
+            if not secret.exists() and not self.account.exists():  # never later: an account must not begin anew
+                self.write(PrivacyAccount())
+            self.read()
+            self.secret = load_secret(secret)
+
+    def protect(self, update: PyTree, context: Sequence[int | str]) -> tuple[PyTree, float]:
+        """The clipped and noised update, and ε so far, this reply included."""
+        with self.turn():
+            sent, spent = self.privacy.protect(update, self.secret, self.read(), context)
+            self.write(spent)
+        return sent, spent.epsilon(self.privacy.delta)
+
+    def read(self) -> PrivacyAccount:
+        if not self.account.exists():
+            raise ConfigurationError(f"{self.account} is missing: what has left this client is not known; restore it")
+        try:
+            return PrivacyAccount.from_json(self.account.read_text(errors="replace"))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self.account} is damaged, restore it: {error}") from error
+
+    def write(self, spent: PrivacyAccount) -> None:
+        write_atomically(self.account, lambda file: file.write(spent.to_json().encode()))
+
+    def turn(self) -> AbstractContextManager[None]:
+        return lock.turn(self.folder / "lock")

@@ -1,0 +1,315 @@
+"""The connections to clients: which of Flower's nodes are which clients, and requests that are pushed and pulled."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import httpx
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.contract import Contract, difference
+from fedbilevel.flower.wire.messages import Refusal, RequestMessage, ResponseMessage, decode, reading, request_message
+
+log = logging.getLogger("fedbilevel.server")
+
+
+class ServerClock(Protocol):
+    """Seconds since some moment, and waiting; `tick`: the shortest wait that makes sense."""
+
+    tick: float
+
+    def time(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class WallClock:
+    """The machine's. A SuperLink that is asked more often than every tick has less time for the messages."""
+
+    tick = 0.03
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Transport:
+    """A Grid whose errors end no run: a message that cannot be sent or fetched is logged and treated as lost."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.nodes: set[int] = set()  # that were online when Flower last said
+        self.singly = False  # since a pull has failed: one bad message must not take others with it again
+        self.bad: set[str] = set()  # messages whose answers could not be fetched, as was logged
+
+    def online(self) -> set[int]:
+        """The nodes that are online."""
+        try:
+            self.nodes = set(self.grid.get_node_ids())
+        except Exception:
+            log.warning("Flower does not say who is online", exc_info=True)
+        return self.nodes
+
+    def keys(self) -> dict[int, bytes]:
+        """The public key with which each online node has registered, as Flower has it; without a key, b""."""
+        try:
+            return {node.node_id: node.public_key for node in self.grid.get_nodes()}
+        except Exception:
+            log.warning("Flower does not say which keys nodes have", exc_info=True)
+            return {}
+
+    def push(self, messages: list[Message]) -> list[str]:
+        """Send messages; their ids, and "" for each that Flower did not take.
+
+        Of such a one grids return another id, or none: the whole list is empty where one message is too large.
+        """
+        try:
+            taken = set(self.grid.push_messages(messages))
+        except Exception:
+            log.warning("Flower did not take %d messages", len(messages), exc_info=True)
+            taken = set()
+        numbers = [message.metadata.message_id for message in messages]  # known as soon as they are pushed
+        return [number if number in taken else "" for number in numbers]
+
+    def pull(self, ids: Iterable[str]) -> dict[str, Message]:
+        """Message id -> its response, for those that have come; other messages are ignored."""
+        wanted = list(ids)
+        messages: list[Message] = []
+        for some in [[number] for number in wanted] if self.singly else [wanted] if wanted else []:
+            try:
+                messages += self.grid.pull_messages(some)
+            except httpx.TransportError as error:  # the connection's fault, no message's
+                log.warning("Flower cannot be asked for answers: %s", type(error).__name__)
+                break
+            except Exception:
+                if not self.singly:
+                    log.warning("answers could not be fetched together; from now on one by one", exc_info=True)
+                    self.singly = True
+                    return self.pull(wanted)
+                if not self.bad.issuperset(some):
+                    log.warning("the answer to message %s could not be fetched", some[0], exc_info=True)
+                    self.bad.update(some)
+        found = {message.metadata.reply_to_message_id: message for message in reversed(messages)}
+        return {number: found[number] for number in wanted if number in found}
+
+
+def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
+    """Every client's public key, as `one_form` gives it, from the files client-0.pub, client-1.pub, … of a folder.
+
+    Raises:
+        ConfigurationError: a client's file is missing or holds no public key, or two clients have the same key.
+    """
+    found: dict[int, bytes] = {}
+    for client in range(clients):
+        path = directory / f"client-{client}.pub"
+        try:
+            key = one_form(path.read_bytes())
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigurationError(f"client {client} of {clients} has no public key: {path}: {why}") from error
+        if key is None:
+            raise ConfigurationError(f"{path} holds no public key: it must be one that ssh-keygen or OpenSSL wrote")
+        if key in found.values():
+            other = next(one for one, theirs in found.items() if theirs == key)
+            raise ConfigurationError(f"{path}: client {client} has the same key as client {other}")
+        found[client] = key
+    return found
+
+
+def one_form(key: bytes) -> bytes | None:
+    """A public key, in OpenSSH's form or PEM, as DER, so that equal keys are equal bytes; None where it is none."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    load = serialization.load_pem_public_key if b"-----BEGIN" in key[:64] else serialization.load_ssh_public_key
+    try:
+        known = load(key)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    return known.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+class ClientRegistry:
+    """Greets nodes. A node counts if it agrees to the contract and names a client of the population that is free.
+
+    Where `keys` are given (client -> public key, as `credentials.one_form` writes it), it must have registered with
+    that client's key. One that does not count is greeted again after `terms.deadline` seconds, and when a client has
+    gone whom it may be now.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        contract: Contract,
+        run: str,
+        population: int,
+        terms: Terms,
+        clock: ServerClock,
+        own: Mapping[int, Contract] = MappingProxyType({}),
+        keys: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> None:
+        self.transport, self.contract, self.run, self.population = transport, contract, run, population
+        self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
+        self.nodes: dict[int, int] = {}  # client -> node, of those that count
+        self.greeted: dict[int, float] = {}  # node -> when
+        self.greetings: dict[str, int] = {}  # message -> node, not answered yet
+        self.refusals: dict[int, str] = {}  # node -> why it does not count
+
+    def contract_of(self, client: int) -> Contract:
+        """The contract with a client; a client that holds a submodel has one of its own."""
+        return self.own.get(client, self.contract)
+
+    def refresh(self) -> None:
+        """Take note of nodes that have come or gone, and greet new ones."""
+        online = self.transport.online()
+        for client, node in list(self.nodes.items()):
+            if node not in online:
+                log.warning("client %d has gone (node %d)", client, node)
+                del self.nodes[client]
+                self.greeted.clear()
+        self.greeted = {node: when for node, when in self.greeted.items() if node in online}
+        self.refusals = {node: why for node, why in self.refusals.items() if node in online}
+        self.listen()
+        self.greet(online - set(self.nodes.values()))
+        self.listen()
+
+    def listen(self) -> None:
+        """Admit or refuse the nodes whose responses to greetings have come."""
+        for number, message in self.transport.pull(self.greetings).items():
+            node = self.greetings.pop(number)
+            try:
+                with reading():
+                    self.admit(node, decode(ResponseMessage, message))
+            except Refusal as refusal:
+                if self.refusals.get(node) != str(refusal):
+                    log.warning("node %d does not take part: %s", node, refusal)
+                self.refusals[node] = str(refusal)
+
+    def greet(self, nodes: Collection[int]) -> None:
+        """Greet those of the nodes that were not greeted within the last `terms.deadline` seconds."""
+        now, deadline = self.clock.time(), self.terms.deadline
+        due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
+        request = RequestMessage(run=self.run, contract=self.contract.text)
+        sent = self.transport.push([request_message(node, request, deadline) for node in due]) if due else []
+        self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
+        self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
+        self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
+
+    def admit(self, node: int, response: ResponseMessage) -> None:
+        """Register a node as the client that it says it is.
+
+        Raises:
+            Refusal: the node cannot be that client.
+        """
+        if response.refused:
+            raise Refusal(response.refused)
+        client = response.client
+        if not 0 <= client < self.population:
+            raise Refusal(f"it calls itself client {client}, of a population of {self.population}")
+        if response.contract != (expected := self.contract_of(client).text):
+            raise Refusal(f"we do not agree: {difference(expected, response.contract)}")
+        if self.keys and one_form(self.transport.keys().get(node, b"")) != self.keys.get(client):
+            raise Refusal(f"it calls itself client {client}, who has another key")
+        if (holder := self.nodes.get(client, node)) != node:
+            raise Refusal(f"it calls itself client {client}, which node {holder} is already")
+        log.info("client %d is here (node %d)", client, node)
+        self.nodes[client] = node
+        self.refusals.pop(node, None)
+
+    def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
+        """Wait until `hoped` of these clients are registered, at most `terms.join` seconds; up to `terms.deadline` only
+        while fewer than `needed` are and greetings are unanswered (a first response may have to wait for imports)."""
+        began = self.clock.time()
+        while True:
+            self.refresh()
+            here = sum(client in self.nodes for client in clients)
+            waited = self.clock.time() - began
+            patient = self.greetings and here < needed
+            if here >= hoped or waited >= (max(self.terms.join, self.terms.deadline) if patient else self.terms.join):
+                return
+            self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * waited))
+
+
+Outcome = ResponseMessage | Refusal
+
+
+class ClientReply(NamedTuple):
+    """What became of one request: the client's response, or the reason why there is none."""
+
+    client: int
+    request: RequestMessage
+    outcome: Outcome
+
+
+class Dispatcher:
+    """Sends requests to clients and collects their responses."""
+
+    def __init__(self, transport: Transport, registry: ClientRegistry, terms: Terms, clock: ServerClock) -> None:
+        self.transport, self.registry, self.terms, self.clock = transport, registry, terms, clock
+        self.under_way: dict[
+            int, tuple[str, RequestMessage, float]
+        ] = {}  # client -> (message, question, when it is worthless)
+        self.ready: list[ClientReply] = []  # arrived, and not taken yet
+
+    def send(self, requests: dict[int, RequestMessage]) -> dict[int, str]:
+        """Send requests to clients that have none under way; client -> why its request could not be sent."""
+        if not requests:
+            return {}
+        nodes = self.registry.nodes
+        failed = {client: "it is not online" for client in requests if client not in nodes}
+        going = [client for client in requests if client in nodes]
+        end = self.clock.time() + self.terms.deadline
+        messages = [request_message(nodes[client], requests[client], self.terms.deadline) for client in going]
+        for client, sent in zip(going, self.transport.push(messages), strict=True):
+            if sent:
+                self.under_way[client] = (sent, requests[client], end)
+            else:
+                failed[client] = "Flower did not take the message (is it too large?)"
+        return failed
+
+    def requests(self) -> list[tuple[int, RequestMessage]]:
+        """(client, request) for each request under way."""
+        return [(client, request) for client, (_, request, _) in self.under_way.items()]
+
+    def unsettled(self) -> list[tuple[int, RequestMessage]]:
+        """(client, request) for each request under way, or whose reply was not taken yet."""
+        return self.requests() + [(reply.client, reply.request) for reply in self.ready]
+
+    def look(self, began: float) -> None:
+        """Collect replies; if there are none wait a little, for longer the more time has passed since `began`."""
+        if not self.collect():
+            self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * (self.clock.time() - began)))
+
+    def collect(self) -> bool:
+        """Move replies, and requests whose deadline has passed, to `ready`; True if there are any."""
+        senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
+        before = len(self.ready)
+        now = self.clock.time()  # before a pull that may take long: what came meanwhile is looked for once more
+        for number, message in self.transport.pull(senders).items():
+            client = senders[number]
+            self.ready.append(ClientReply(client, self.under_way.pop(client)[1], opened(message)))
+        for client in [c for c, (_, _, end) in self.under_way.items() if now >= end]:
+            request = self.under_way.pop(client)[1]
+            self.ready.append(ClientReply(client, request, Refusal(f"no answer within {self.terms.deadline:g} s")))
+        return len(self.ready) > before
+
+
+def opened(message: Message) -> Outcome:
+    """The response in a message, or a refusal that says why there is none."""
+    try:
+        with reading():
+            response: ResponseMessage = decode(ResponseMessage, message)
+    except Refusal as refusal:
+        return refusal
+    return Refusal(response.refused) if response.refused else response
