@@ -28,8 +28,8 @@ from matplotlib.ticker import LogLocator
 
 import fedbilevel as fb
 from fedbilevel.experiments import resolve
-from fedbilevel.experiments.objects import algorithm_of
 from fedbilevel.experiments.presets.table import merged
+from fedbilevel.experiments.runner import algorithm_of
 from fedbilevel.tasks import few_shot
 
 BY_SHOT = {5: {"outer_lr": 2.0}}  # of 0.5, 1 and 2 on seed 0, twice; of FIARSE's 1, 2 and 4 the best was 2

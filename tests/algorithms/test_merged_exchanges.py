@@ -11,7 +11,7 @@ from matrices import hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
 from fedbilevel.algorithms.parts import hypergradients
-from fedbilevel.diagnostics.probe import sample
+from fedbilevel.diagnostics.check import sample
 from fedbilevel.tasks.quadratic import quadratic, solution
 
 M, T, N, K = 3, 2, 4, 3

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from fedbilevel import data
-from fedbilevel.data import formats, omniglot, tables
+from fedbilevel.data import characters, loaders, reading
 
 BIG, LIMIT = 50_000_000, 300_000  # bytes
 ZEROS = bytes(BIG)
@@ -29,7 +29,7 @@ ZEROS = bytes(BIG)
 def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for owner, name in ((tables, "COVERTYPE_LIMIT"), (formats, "CIFAR_LIMIT"), (formats, "IDX_LIMIT")):
+    for owner, name in ((loaders, "COVERTYPE_LIMIT"), (reading, "CIFAR_LIMIT"), (reading, "IDX_LIMIT")):
         monkeypatch.setattr(owner, name, LIMIT)
 
 
@@ -56,18 +56,18 @@ def test_tables() -> None:
     refused(lambda: data.load_table("covtype"), r"covtype\.data\.gz expands to more than 300,000 bytes")
     path = put("libsvm", "a9a.bz2", content=bz2.compress(ZEROS, 1))
     # 4 lines of 3 pairs and a label, of 32 characters each
-    refused(lambda: tables.parse_libsvm(path, 3, 4, 2), r"a9a\.bz2 expands to more than 512 bytes")
+    refused(lambda: loaders.parse_libsvm(path, 3, 4, 2), r"a9a\.bz2 expands to more than 512 bytes")
 
 
 @pytest.mark.parametrize("line", [b"\n", b"1\n"])
 def test_lines_of_a_byte_are_counted_before_they_are_parted(line: bytes) -> None:
     rows = 20_000
-    limit = rows * 4 * tables.LIBSVM_PAIR
+    limit = rows * 4 * loaders.LIBSVM_PAIR
     path = put("libsvm", "a9a.bz2", content=bz2.compress(line * (limit // len(line)), 1))
     tracemalloc.start()
     try:
         with pytest.raises(data.DataError, match=r"a9a\.bz2 has [\d,]+ lines; expected 20,000"):
-            tables.parse_libsvm(path, 3, rows, 2)
+            loaders.parse_libsvm(path, 3, rows, 2)
         assert tracemalloc.get_traced_memory()[1] < 3 * limit  # the parts that are read, and the whole
     finally:
         tracemalloc.stop()
@@ -75,7 +75,7 @@ def test_lines_of_a_byte_are_counted_before_they_are_parted(line: bytes) -> None
 
 def test_idx() -> None:
     content = gzip.compress(bytes((0, 0, 8, 1)) + struct.pack(">i", BIG) + ZEROS, 1)
-    refused(lambda: formats.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
+    refused(lambda: reading.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, partial(lzma.compress, preset=0)])
@@ -84,7 +84,7 @@ def test_a_cifar_archive(packed: Callable[[bytes], bytes], kind: bytes) -> None:
     member = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
     member.size, member.type = BIG, kind
     content = packed(member.tobuf() + ZEROS)
-    refused(lambda: formats.parse_cifar(content, "file"), "file expands to more than 300,000 bytes")
+    refused(lambda: reading.parse_cifar(content, "file"), "file expands to more than 300,000 bytes")
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_cifar_archive(packed: Callable[[bytes], bytes], kind: bytes) -> None:
 )
 def test_an_omniglot_archive(monkeypatch: pytest.MonkeyPatch, packing: int, said: int, words: str) -> None:
     """The archive's own table may say the truth of an image's length, or not."""
-    monkeypatch.setattr(omniglot, "PUBLISHED", dict.fromkeys(omniglot.PUBLISHED, (1, 1)))
-    monkeypatch.setattr(omniglot, "DRAWINGS", 1)
+    monkeypatch.setattr(characters, "PUBLISHED", dict.fromkeys(characters.PUBLISHED, (1, 1)))
+    monkeypatch.setattr(characters, "DRAWINGS", 1)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", packing) as archive:
         archive.writestr("images_background/Aleph/character01/0709_01.png", ZEROS, compresslevel=1)

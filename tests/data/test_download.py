@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fedbilevel import data
-from fedbilevel.data import files, sources
+from fedbilevel.data import files
 
 CONTENT = np.random.default_rng(0).bytes(700_000)  # more than two chunks
-FILE = sources.File("thing.gz", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+FILE = files.File("thing.gz", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_load_downloads_once_into_the_cache(server, cifar_archive, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("FEDBILEVEL_DATA", raising=False)
     server.content = cifar_archive()
-    file = sources.File("cifar-10-binary.tar.gz", len(server.content), hashlib.sha256(server.content).hexdigest())
-    here = sources.DataSource(f"{server.url}good/", (file,), (0.5,) * 3, (0.5,) * 3)
-    monkeypatch.setitem(sources.SOURCES, "cifar-10", here)
+    file = files.File("cifar-10-binary.tar.gz", len(server.content), hashlib.sha256(server.content).hexdigest())
+    here = files.DataSource(f"{server.url}good/", (file,), (0.5,) * 3, (0.5,) * 3)
+    monkeypatch.setitem(files.SOURCES, "cifar-10", here)
     seen = []
     first = data.load("cifar-10", progress=lambda *args: seen.append(args))
     second = data.load("cifar-10")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from fedbilevel import data
-from fedbilevel.data import formats, loaders, sources
-from fedbilevel.data.files import folders
+from fedbilevel.data import loaders, reading
+from fedbilevel.data.files import SOURCES, folders
 
 real_files = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
 
@@ -38,13 +38,13 @@ def tiny(monkeypatch, tmp_path):
     folder = tmp_path / "own" / "mnist"
     folder.mkdir(parents=True)
     files, paths = [], []
-    for file, array in zip(sources.SOURCES["mnist"].files, arrays, strict=True):
+    for file, array in zip(SOURCES["mnist"].files, arrays, strict=True):
         content = idx_bytes(array)
         paths.append(folder / file.name)
         paths[-1].write_bytes(content)
         files.append(replace(file, size=len(content), sha256=hashlib.sha256(content).hexdigest()))
-    here = replace(sources.SOURCES["mnist"], home="http://127.0.0.1:9/", files=tuple(files))
-    monkeypatch.setitem(sources.SOURCES, "mnist", here)
+    here = replace(SOURCES["mnist"], home="http://127.0.0.1:9/", files=tuple(files))
+    monkeypatch.setitem(SOURCES, "mnist", here)
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return arrays, paths
@@ -112,7 +112,7 @@ GOOD = bytes((0, 0, 8, 1)) + struct.pack(">i", 3) + b"abc"
 )
 def test_a_file_that_is_not_idx_is_refused(content, words):
     with pytest.raises(data.DataError, match=words):
-        formats.parse_idx(content, 1, "file")
+        reading.parse_idx(content, 1, "file")
 
 
 def test_repacked_cifar_is_read_with_channels_last(cifar_archive, monkeypatch, tmp_path):
@@ -138,14 +138,14 @@ def test_repacked_cifar_is_read_with_channels_last(cifar_archive, monkeypatch, t
 )
 def test_a_cifar_archive_of_other_content_is_refused(cifar_archive, damage, words):
     with pytest.raises(data.DataError, match=words):
-        formats.parse_cifar(cifar_archive(**damage), "file")
+        reading.parse_cifar(cifar_archive(**damage), "file")
 
 
 def test_a_truncated_cifar_archive_is_refused(cifar_archive):
     whole = cifar_archive()
     for end in (0, 10, len(whole) // 2, len(whole) - 40):
         with pytest.raises(data.DataError, match=r"file is not a whole tar archive|file lacks"):
-            formats.parse_cifar(whole[:end], "file")
+            reading.parse_cifar(whole[:end], "file")
 
 
 @pytest.mark.parametrize("packed", ["xz", "gz", "bz2"])
@@ -155,7 +155,7 @@ def test_an_altered_cifar_archive_never_fails_otherwise(cifar_archive, packed):
         altered = bytes([*whole[:place], whole[place] ^ 0xFF, *whole[place + 1 :]])
         # A changed checksum at the very end may go unread; anything else is refused, and as a DataError.
         with contextlib.suppress(data.DataError):
-            formats.parse_cifar(altered, "file")
+            reading.parse_cifar(altered, "file")
 
 
 def test_digits_are_all_there_split_by_class_and_always_the_same():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedbilevel import data
-from fedbilevel.data import characters, omniglot
+from fedbilevel.data import characters
 from fedbilevel.data.files import folders
 
 real_files = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
@@ -26,8 +26,8 @@ def png(ink: np.ndarray) -> bytes:
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """Archives of 2 + 1 alphabets with 2 characters each, 2 drawings of a character; gives the ink of all."""
-    monkeypatch.setattr(omniglot, "PUBLISHED", {BACKGROUND: (2, 4), EVALUATION: (1, 2)})
-    monkeypatch.setattr(omniglot, "DRAWINGS", 2)
+    monkeypatch.setattr(characters, "PUBLISHED", {BACKGROUND: (2, 4), EVALUATION: (1, 2)})
+    monkeypatch.setattr(characters, "DRAWINGS", 2)
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "own" / "omniglot"
@@ -72,7 +72,7 @@ def test_what_was_decoded_is_kept_under_the_checksum_of_its_archive(tiny, monkey
     kept = sorted(path.name for path in folders("omniglot")[-1].iterdir())
     sums = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (BACKGROUND, EVALUATION)]
     assert kept == sorted(f"{checksum}-28.npy" for checksum in sums)
-    monkeypatch.delattr(omniglot, "_ink")  # nothing is decoded again
+    monkeypatch.delattr(characters, "_ink")  # nothing is decoded again
     again = data.load_characters("omniglot")
     np.testing.assert_array_equal(first.train.images, again.train.images)
     damaged = folders("omniglot")[-1] / kept[0]
@@ -83,7 +83,7 @@ def test_what_was_decoded_is_kept_under_the_checksum_of_its_archive(tiny, monkey
 
 def test_archives_with_other_content_are_refused(tiny, monkeypatch) -> None:
     folder, _ = tiny
-    monkeypatch.setattr(omniglot, "PUBLISHED", {BACKGROUND: (30, 964), EVALUATION: (1, 2)})
+    monkeypatch.setattr(characters, "PUBLISHED", {BACKGROUND: (30, 964), EVALUATION: (1, 2)})
     with pytest.raises(data.DataError, match=r"has 4 characters of 2 alphabets, .* expected 964 of 30"):
         data.load_characters("omniglot")
     (folder / BACKGROUND).write_bytes(b"no archive")
@@ -96,8 +96,8 @@ def test_archives_with_other_content_are_refused(tiny, monkeypatch) -> None:
 )
 def test_an_image_that_is_none_is_refused_by_name(tiny, monkeypatch, content, why) -> None:
     folder, _ = tiny
-    monkeypatch.setattr(omniglot, "PUBLISHED", {BACKGROUND: (1, 1), EVALUATION: (1, 2)})
-    monkeypatch.setattr(omniglot, "DRAWINGS", 1)
+    monkeypatch.setattr(characters, "PUBLISHED", {BACKGROUND: (1, 1), EVALUATION: (1, 2)})
+    monkeypatch.setattr(characters, "DRAWINGS", 1)
     with zipfile.ZipFile(folder / BACKGROUND, "w") as archive:
         archive.writestr("images_background/Aleph/character01/0709_01.png", content or png(np.zeros((105, 104), bool)))
     with pytest.raises(data.DataError, match=rf"Aleph/character01/0709_01\.png in .* {why}"):

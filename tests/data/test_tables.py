@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedbilevel import data
-from fedbilevel.data import tables
+from fedbilevel.data import loaders
 
 LINES = b"+1 1:0.5 3:-2\n-1.0 2:1e-3 \n-1\n+1 3:4\n"
 
@@ -21,7 +21,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("libsvm", "covtype"):
         (tmp_path / name).mkdir()
-    monkeypatch.setitem(tables.LIBSVM, "a9a", tables.Published(3, (4, 2), (4, 2)))
+    monkeypatch.setitem(loaders.LIBSVM, "a9a", loaders.Published(3, (4, 2), (4, 2)))
     return tmp_path
 
 

@@ -8,7 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.tasks import classification, hyper_cleaning, hyper_representation, loss_tuning, networks
-from fedbilevel.tasks.backbones import BACKBONES, normed, residual
+from fedbilevel.tasks.networks import BACKBONES, normed, residual
 
 SIDE = 8
 MODELS = {

@@ -15,7 +15,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.experiments import compare, configure, plots, read_spec, resolve
 from fedbilevel.experiments.compare import comparison_table, default_panels, load_groups
 from fedbilevel.experiments.federation import configured, write_app
-from fedbilevel.experiments.objects import build
+from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.series import comparison_specs, seeded
 
 SMALL = ["clients=4", "samples=[3, 3]", "algorithm.local_steps=1"]

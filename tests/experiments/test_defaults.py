@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from fedbilevel.experiments import Folder, configure
-from fedbilevel.experiments.compare import comparison_table, load_groups
-from fedbilevel.experiments.defaults import replaced, said_of_one, said_of_several
-from fedbilevel.experiments.outcomes import doubts
+from fedbilevel.experiments.compare import comparison_table, doubts, load_groups
+from fedbilevel.experiments.spec import replaced, said_of_one, said_of_several
 
 METHOD = """
 import fedbilevel as fb

@@ -12,7 +12,7 @@ from command_line import outcome
 
 from fedbilevel import experiments, solve
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
-from fedbilevel.experiments.objects import build, task_of
+from fedbilevel.experiments.runner import build, task_of
 from fedbilevel.experiments.series import comparison_specs
 
 TWO = ["simfbo", "shrofbo"]
@@ -98,7 +98,7 @@ def again(folder: Path) -> list[object]:
 
 
 def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatch) -> None:
-    from fedbilevel.experiments import watch
+    from fedbilevel.experiments import tables
 
     seen = []
 
@@ -108,7 +108,7 @@ def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatc
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(watch.Watch, "__call__", interrupted)
+        patched.setattr(tables.Watch, "__call__", interrupted)
         code, _, error = run(*again(incomplete))
     assert code == 130
     assert error == f"fedbilevel: interrupted; continue with the same command and --out {incomplete}\n"

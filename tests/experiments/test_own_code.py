@@ -14,7 +14,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import task_maker
-from fedbilevel.experiments.objects import task_of
+from fedbilevel.experiments.runner import task_of
 from run_folders import write_run
 
 SOURCE = """

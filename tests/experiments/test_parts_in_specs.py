@@ -13,8 +13,8 @@ from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.config import at, config, counts, positive, static, step_sizes
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import assign, configure, facts, presets, read_spec, resolve
-from fedbilevel.experiments.objects import algorithm_of
 from fedbilevel.experiments.presets.table import Preset, merged
+from fedbilevel.experiments.runner import algorithm_of
 
 
 @config

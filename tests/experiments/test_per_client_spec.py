@@ -10,8 +10,8 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.engines.curves import COLOURS
 from fedbilevel.experiments import compare, configure, federation, load_run, run, tables
-from fedbilevel.experiments.objects import task_of
 from fedbilevel.experiments.plots import run_figure
+from fedbilevel.experiments.runner import task_of
 from fedbilevel.experiments.series import play_all
 from fedbilevel.tasks import MEASURED_PER_CLIENT, TASKS
 

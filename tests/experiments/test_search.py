@@ -12,8 +12,7 @@ import pytest
 from fedbilevel import cli
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import search
-from fedbilevel.experiments.draws import Range
-from fedbilevel.experiments.search import search_specs, specs_of
+from fedbilevel.experiments.search import Range, search_specs, specs_of
 from fedbilevel.experiments.sweep import Definition, Swept
 from fedbilevel.sweeps.plan import TrialOutcome
 

@@ -17,8 +17,8 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import XYV
 from fedbilevel.experiments import Spec, assign, configure, read_spec, resolve, toml
 from fedbilevel.experiments.fields import OPTIMIZERS, SCHEDULES
-from fedbilevel.experiments.objects import algorithm_of
 from fedbilevel.experiments.presets import PRESETS
+from fedbilevel.experiments.runner import algorithm_of
 from fedbilevel.tasks import TASKS
 
 COSINE = '{x = {schedule = "cosine", start = 0.1, steps = 500, end = 0.01}, y = 0.2, v = 0.3}'

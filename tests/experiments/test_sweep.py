@@ -13,11 +13,9 @@ from test_printed_tables import WIDTHS, holds, shown
 from fedbilevel import cli, experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import sweep_export
-from fedbilevel.experiments.sweep import Definition, chosen_metric, parse_values
-from fedbilevel.sweeps.journal import Journal
+from fedbilevel.experiments.sweep import Definition, chosen_metric, parse_values, sweep_table
+from fedbilevel.sweeps.journal import Journal, play
 from fedbilevel.sweeps.plan import Plan, TrialOutcome, product
-from fedbilevel.sweeps.play import play
 
 SMALL = ["quadratic", "--set", "clients=3", "--set", "samples=[2, 2]", "--set", "dim_y=2", "--rounds", "4"]
 GRID = ["--grid", "server_lr.x=0.05,0.1", "--grid", "cohort=2,9"]
@@ -265,7 +263,7 @@ def test_no_number_of_the_table_is_cut(seeds) -> None:
     found = made_up(seeds)
     numbers = ["0.000123", "123,456", "1,234,567", "8,000,000.0"]
     for width in WIDTHS:
-        table = sweep_export.sweep_table(found, width)
+        table = sweep_table(found, width)
         lines = shown(table, width)
         assert max(map(len, lines)) <= width
         assert "…" not in "".join(lines)

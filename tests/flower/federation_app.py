@@ -19,7 +19,7 @@ from fedbilevel.engines import reference
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import federation, read_spec
-from fedbilevel.experiments.objects import build
+from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.spec import resolve
 from fedbilevel.flower.launch.console import Console
 from fedbilevel.flower.launch.processes import CONNECTION, Federation

@@ -13,11 +13,10 @@ import fedbilevel as fb
 from fedbilevel.engines.history import History
 from fedbilevel.errors import CheckpointError, ConfigurationError
 from fedbilevel.sweeps import journal
-from fedbilevel.sweeps.journal import Journal
+from fedbilevel.sweeps.journal import Journal, play
 from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, product
-from fedbilevel.sweeps.play import play
-from fedbilevel.sweeps.values import plain, with_values
+from fedbilevel.sweeps.sweep import plain, with_values
 from fedbilevel.tasks import quadratic
 
 TASK = quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2))

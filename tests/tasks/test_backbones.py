@@ -9,8 +9,18 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.tasks import hyper_representation
-from fedbilevel.tasks.backbones import BACKBONES, EPSILON, apply, conv4, normed, pool, residual, resnet12, resnet18
-from fedbilevel.tasks.networks import convolve
+from fedbilevel.tasks.networks import (
+    BACKBONES,
+    EPSILON,
+    apply,
+    conv4,
+    convolve,
+    normed,
+    pool,
+    residual,
+    resnet12,
+    resnet18,
+)
 
 
 def parameters(tree):

@@ -12,7 +12,8 @@ import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.data import DataError, load_characters
 from fedbilevel.data.characters import strokes
-from fedbilevel.tasks import episodes, few_shot
+from fedbilevel.tasks import few_shot
+from fedbilevel.tasks.few_shot import draw_episodes, fitted_head
 
 SMALL = {
     "network": "mlp",
@@ -247,7 +248,7 @@ def test_a_new_head_is_the_minimiser(tasks) -> None:
         off = off / off.sum(1, keepdims=True) - np.eye(5)
         return support[:, 0].T @ off / 5 + 2 * ridge * head["weight"], off.mean(0) + 2 * ridge * head["bias"]
 
-    head = jax.tree.map(np.asarray, episodes.fitted_head(jnp.asarray(support), ridge))
+    head = jax.tree.map(np.asarray, fitted_head(jnp.asarray(support), ridge))
     zero = jax.tree.map(np.zeros_like, head)
     norms = [np.sqrt(sum(np.sum(part**2) for part in gradient(at))) for at in (head, zero)]
     assert norms[0] < 1e-3 * norms[1]
@@ -255,7 +256,7 @@ def test_a_new_head_is_the_minimiser(tasks) -> None:
 
 def test_test_episodes_are_of_different_characters_and_drawings() -> None:
     images = np.arange(7 * 6, dtype=np.uint8).reshape(7, 6, 1, 1)  # which is which
-    drawn = episodes.draw_episodes(images, 50, way=4, shot=2, queries=3, seed=0)
+    drawn = draw_episodes(images, 50, way=4, shot=2, queries=3, seed=0)
     support, query = (drawn.images[part][..., 0, 0] for part in (drawn.support, drawn.query))
     assert support.shape == (50, 4, 2)
     assert query.shape == (50, 4, 3)
@@ -267,7 +268,7 @@ def test_test_episodes_are_of_different_characters_and_drawings() -> None:
 
 def test_accuracy_is_measured_on_prototypes_as_by_hand(tasks, characters) -> None:
     task = tasks["protonet"]
-    drawn = episodes.draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
+    drawn = draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
     found = features(task.x0, characters, drawn.images)
     right = []
     for support, query in zip(found[drawn.support], found[drawn.query], strict=True):
@@ -282,7 +283,7 @@ def test_accuracy_is_measured_on_prototypes_as_by_hand(tasks, characters) -> Non
 def test_an_adapted_accuracy_is_that_of_the_adapted_network(tasks, characters) -> None:
     task = tasks["maml"]
     x = (task.x0[0], head_of(4, 3))
-    drawn = episodes.draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
+    drawn = draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
     right = []
     for support, query in zip(drawn.images[drawn.support], drawn.images[drawn.query], strict=True):
         there = x

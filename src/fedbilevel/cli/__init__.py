@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fedbilevel.cli import comparison, diagnostics, federation, reproduce, run, show, sweep
-from fedbilevel.cli.shared import INTERRUPTED, Add, check_names, exit_code, fail, sentence
+from fedbilevel.cli import comparison, diagnostics, federation, reproduce, run, sweep
+from fedbilevel.cli.shared import INTERRUPTED, OK, Add, check_names, console, exit_code, fail, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     sweep.add_to(add)
     reproduce.add_to(add)
     diagnostics.add_to(add)
-    show.add_to(add)
+    _add_lists(add)
     federation.add_to(add)
     return whole
 
@@ -57,3 +57,29 @@ def _version() -> str:
     from fedbilevel import __version__
 
     return __version__
+
+
+def _add_lists(add: Add) -> None:
+    """`fedbilevel algorithms` and `fedbilevel tasks`."""
+    for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
+        command = add(f"{kind}s", function, f"list the {kind}s, their fields and defaults")
+        command.add_argument("name", nargs="?", metavar="NAME", help=f"of the one {kind} to show; default: all")
+
+
+def _algorithms(options: argparse.Namespace) -> int:
+    terminal = console()
+    from fedbilevel.experiments.listing import algorithm_fields_table, algorithms_table, parts_table
+
+    terminal.print(algorithms_table(terminal.width, options.name))
+    terminal.print(algorithm_fields_table(terminal.width, options.name))
+    if (parts := parts_table(terminal.width, options.name)) is not None:
+        terminal.print(parts)
+    return OK
+
+
+def _tasks(options: argparse.Namespace) -> int:
+    terminal = console()
+    from fedbilevel.experiments.listing import tasks_table
+
+    terminal.print(tasks_table(terminal.width, options.name))
+    return OK

@@ -157,8 +157,8 @@ def _algorithms(options: argparse.Namespace) -> int:
     from fedbilevel.cli import progress
     from fedbilevel.experiments import export, plots
     from fedbilevel.experiments.compare import comparison_table
-    from fedbilevel.experiments.defaults import said_of_several
     from fedbilevel.experiments.series import PICTURE, comparison_folder, comparison_specs, play_all
+    from fedbilevel.experiments.spec import said_of_several
 
     if options.out and Path(options.out).suffix.lower() in plots.SUFFIXES:
         advice = f"a picture of them: fedbilevel compare FOLDER --out {options.out}"

@@ -69,7 +69,7 @@ def _check(options: argparse.Namespace) -> int:
     from fedbilevel.diagnostics.check import check_hypergradient
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.loader import algorithm_class
-    from fedbilevel.experiments.objects import algorithm_of, task_of
+    from fedbilevel.experiments.runner import algorithm_of, task_of
     from fedbilevel.experiments.spec import DEFAULT_TASK
 
     names = options.algorithm or []
@@ -110,7 +110,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.names import code_of, label
-    from fedbilevel.experiments.objects import task_of
+    from fedbilevel.experiments.runner import task_of
 
     own = [name for name in options.algorithm or [] if code_of(name)]
     for name in options.algorithm or []:

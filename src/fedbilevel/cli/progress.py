@@ -13,7 +13,7 @@ from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import Display, showing
 from fedbilevel.experiments import Experiment, Folder, Spec, build, load_run, resume, run, tables
 from fedbilevel.experiments.runner import resumable
-from fedbilevel.experiments.watch import Watch
+from fedbilevel.experiments.tables import Watch
 from fedbilevel.tasks import Task
 
 Summary = dict[str, Any]

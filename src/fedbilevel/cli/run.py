@@ -122,7 +122,7 @@ def _play(options: argparse.Namespace) -> int:
     spec, folder = _chosen(options)
     from fedbilevel.cli.progress import start
     from fedbilevel.engines.multihost import current_group
-    from fedbilevel.experiments.defaults import said_of_one
+    from fedbilevel.experiments.spec import said_of_one
 
     if current_group().is_first and (sentence := said_of_one(spec)):
         console(options.quiet).print(sentence, markup=False, highlight=False, soft_wrap=True)

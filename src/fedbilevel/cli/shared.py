@@ -214,7 +214,7 @@ def tune(spec: Spec) -> None:
 def exit_code(error: Exception) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
     from fedbilevel.core.errors import CheckpointError, ExchangeError, FedbilevelError, NumericalError
-    from fedbilevel.data.errors import DataError
+    from fedbilevel.data.reading import DataError
 
     if isinstance(error, NumericalError):
         return NUMBERS_FAIL

@@ -87,7 +87,7 @@ def _sweep(options: argparse.Namespace) -> int:
     definition = _definition(options)
     prepare_jax()
     from fedbilevel.engines.curves import require_matplotlib
-    from fedbilevel.experiments import sweep_export
+    from fedbilevel.experiments.sweep import sweep_table, write_files
 
     require_matplotlib()
     folder = options.resume or options.out or _new_folder(definition)
@@ -97,8 +97,8 @@ def _sweep(options: argparse.Namespace) -> int:
         trials = f" --trials {options.trials}" if options.trials else ""
         again = "the same command" if options.storage else f"fedbilevel sweep --resume {folder}{trials}"
         return fail(INTERRUPTED, f"interrupted; continue with: {again}")
-    written = sweep_export.write(found, folder)
-    terminal.print(sweep_export.sweep_table(found, terminal.width))
+    written = write_files(found, folder)
+    terminal.print(sweep_table(found, terminal.width))
     for name, path in {"runs": folder, **written}.items():
         terminal.print(f"{name:<6} {path}", markup=False, highlight=False, soft_wrap=True)
     return OK if found.winner is not None else fail(NUMBERS_FAIL, "every point failed: nothing is chosen")
@@ -187,7 +187,7 @@ class _Watch:
     def show(self, spec: Spec, place: Path, task: Task) -> Iterator[Watching]:
         """On a terminal, a bar."""
         from fedbilevel.engines.progress import showing
-        from fedbilevel.experiments.watch import Watch
+        from fedbilevel.experiments.tables import Watch
 
         bar = self.console.is_terminal and not self.console.quiet
         watch = Watch(console(not bar), next(iter(task.metrics)), spec)

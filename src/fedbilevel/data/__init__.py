@@ -1,13 +1,9 @@
 """Data for federated experiments: loaders, partitions over clients, packing. NumPy only, no JAX."""
 
-from fedbilevel.data.characters import CHARACTERS, Characters, load_characters
-from fedbilevel.data.dataset import Dataset, standardise
-from fedbilevel.data.disk import open_clients, write_clients
-from fedbilevel.data.drawings import Drawings
-from fedbilevel.data.errors import DataError
+from fedbilevel.data.characters import CHARACTERS, Characters, Drawings, load_characters
 from fedbilevel.data.files import Progress
-from fedbilevel.data.loaders import LOADERS, load
-from fedbilevel.data.packing import Packed, pack, pack_arrays
+from fedbilevel.data.loaders import LOADERS, TABLES, Dataset, load, load_table, standardise
+from fedbilevel.data.packing import Packed, open_clients, pack, pack_arrays, write_clients
 from fedbilevel.data.partitions import (
     PARTITIONS,
     dirichlet,
@@ -18,7 +14,7 @@ from fedbilevel.data.partitions import (
     shards,
     split,
 )
-from fedbilevel.data.tables import TABLES, load_table
+from fedbilevel.data.reading import DataError
 
 __all__ = [
     "CHARACTERS",

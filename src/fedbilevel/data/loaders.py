@@ -1,17 +1,76 @@
-"""`load`: a data set by its name."""
+"""Labelled data sets by their names: `load` for images, `load_table` for rows of numbers; and the one way pixels become
+network input."""
+
+from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fedbilevel.data import files, formats
-from fedbilevel.data.dataset import Dataset
-from fedbilevel.data.errors import DataError, unknown_name
-from fedbilevel.data.sources import SOURCES
-from fedbilevel.data.tables import TABLES
+from fedbilevel.data import files
+from fedbilevel.data.files import SOURCES
+from fedbilevel.data.reading import DataError, Expanded, as_data_error, parse_cifar, parse_idx, unknown_name
 from fedbilevel.extras import missing
+
+Images = NDArray[Any]
+Labels = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images and labels, in the order and the split their makers published.
+
+    train_images, test_images: (n, height, width) or (n, height, width, channel); uint8 in 0..255, or float in
+    [0, 1]. train_labels, test_labels: (n,) int32 in 0..classes - 1. mean, std: per channel (one number if the
+    images have none), of the training pixels scaled to [0, 1].
+    """
+
+    name: str
+    train_images: Images
+    train_labels: Labels
+    test_images: Images
+    test_labels: Labels
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def standardised(self) -> Dataset:
+        """This data set with both image arrays as `standardise(images, self.mean, self.std)`, float32."""
+        return replace(
+            self,
+            train_images=standardise(self.train_images, self.mean, self.std),
+            test_images=standardise(self.test_images, self.mean, self.std),
+        )
+
+
+def standardise(images: Images, mean: float | Sequence[float], std: float | Sequence[float]) -> NDArray[np.float32]:
+    """(pixel - mean) / std, per channel, with the pixels of uint8 images first divided by 255.
+
+    images: (n, height, width[, channel]), uint8 in 0..255 or float in [0, 1]. mean, std: one number, or one
+    per channel (the last axis), in units of the [0, 1] scale. Returns float32 of the same shape. DataError if
+    the shapes do not fit or an std is not positive.
+    """
+    centre, scale = np.atleast_1d(np.asarray(mean, np.float32)), np.atleast_1d(np.asarray(std, np.float32))
+    if centre.shape != scale.shape or centre.ndim != 1 or centre.size not in (1, images.shape[-1]):
+        raise DataError(
+            f"mean and std have shapes {centre.shape} and {scale.shape}; allowed: one number, or one per "
+            f"channel of images of shape {images.shape}."
+        )
+    if not np.all(scale > 0):
+        raise DataError(f"std is {std}; every entry must be above zero.")
+    full = 255 if images.dtype == np.uint8 else 1
+    out: NDArray[np.float32] = np.divide(images, full, dtype=np.float32, casting="same_kind")
+    out -= centre
+    out /= scale
+    return out
+
 
 # Mean and standard deviation of the training images of `digits()` (all pixels together), as for MNIST; the
 # tests derive them again.
@@ -80,7 +139,7 @@ def idx(name: str, progress: files.Progress | None) -> Dataset:
     """
     source = SOURCES[name]
     arrays = [
-        formats.parse_idx(files.read(name, file, progress), ndim, f"{name}/{file.name}")
+        parse_idx(files.read(name, file, progress), ndim, f"{name}/{file.name}")
         for file, ndim in zip(source.files, (3, 1, 3, 1), strict=True)
     ]
     return Dataset(
@@ -106,7 +165,7 @@ def cifar(name: str, progress: files.Progress | None) -> Dataset:
     (official,) = source.files
     repacked = None if files.local(name, official.name) else files.local(name, CIFAR_REPACKED)
     content = files.read_bytes(repacked) if repacked else files.read(name, official, progress)
-    train, test = formats.parse_cifar(content, repacked or f"{name}/{official.name}")
+    train, test = parse_cifar(content, repacked or f"{name}/{official.name}")
     return Dataset(name, *train, *test, 10, source.mean, source.std)
 
 
@@ -116,3 +175,141 @@ LOADERS: dict[str, Callable[[str, files.Progress | None], Dataset]] = {
     "fashion-mnist": idx,
     "mnist": idx,
 }
+
+
+COVERTYPE_COLUMNS = 55  # 54 features and the label
+COVERTYPE_LIMIT = 100_000_000  # bytes; expanded, all of its rows have 75 MB
+LIBSVM_PAIR = 32  # characters of a pair index:value, at most; the published files have up to 12
+LINE = re.compile(rb"\s*[+-]?1(\.0*)?(\s+\d+:[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?)*\s*")
+LARGEST = float(np.finfo(np.float32).max)
+Rows = tuple[NDArray[np.float32], NDArray[np.int32]]
+
+
+class Published(NamedTuple):
+    """The sizes that a set of libsvm's collection must have; these sets have no published checksums."""
+
+    features: int
+    train: tuple[int, int]  # rows, and those of them that are positive
+    test: tuple[int, int]
+
+
+LIBSVM = {
+    "a9a": Published(123, (32_561, 7_841), (16_281, 3_846)),
+    "ijcnn1": Published(22, (49_990, 4_853), (91_701, 8_712)),
+}
+
+
+def load_table(name: str) -> Dataset:
+    """The table called `name`: "covtype" (7 classes), "a9a" or "ijcnn1" (2 classes each).
+
+    Its rows stand in the place of images: `train_images` is (n, features) float32, as published; `mean` and `std` have
+    one entry per feature, of the training rows (std 1 for a feature that never varies), so that `standardised()` works
+    as for images. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in the cache.
+
+    DataError if the name is unknown, or a file is missing or has other content than it should.
+    """
+    if name not in TABLES:
+        raise unknown_name("table", name, TABLES)
+    train, test, classes = TABLES[name](name)
+    rows = train[0].astype(np.float64)
+    std = rows.std(0)
+    spread = np.where(std > 0, std, 1)
+    return Dataset(
+        name=name,
+        train_images=train[0],
+        train_labels=train[1],
+        test_images=test[0],
+        test_labels=test[1],
+        classes=classes,
+        mean=tuple(rows.mean(0).tolist()),
+        std=tuple(spread.tolist()),
+    )
+
+
+def covtype(name: str) -> tuple[Rows, Rows, int]:
+    """Covertype (Blackard, Dean 1998): 54 features of a patch of forest, and which of 7 trees grows on it.
+
+    From `covtype.data.gz`, 581,012 rows, or from `covtype.subset.data.gz`, some of these rows in any order. There is no
+    published split into halves that are alike: every fifth row is a test row.
+    """
+    path = _found(name, "covtype.data.gz", "covtype.subset.data.gz")
+    with as_data_error(path, "is not a gzipped table of integers, separated by commas"):
+        text = Expanded(files.read_bytes(path), "gzip", COVERTYPE_LIMIT, path).read()
+        table = np.loadtxt(io.BytesIO(text), np.int32, delimiter=",", ndmin=2, comments=None)
+    label = table[:, -1] - 1
+    if table.shape[1] != COVERTYPE_COLUMNS or set(np.unique(label)) != set(range(7)):
+        raise DataError(f"{path} has {table.shape[1]} columns; expected {COVERTYPE_COLUMNS}, the last a class, 1 to 7.")
+    rows = table[:, :-1].astype(np.float32)
+    test = np.arange(len(label)) % 5 == 4
+    return (rows[~test], label[~test]), (rows[test], label[test]), 7
+
+
+def libsvm(name: str) -> tuple[Rows, Rows, int]:
+    """a9a (the census data Adult, in Platt's encoding) or ijcnn1 (Prokhorov 2001), with their published split.
+
+    From `libsvm/<name>.bz2` and `libsvm/<name>.t.bz2`. The positive class is 1.
+    """
+    known = LIBSVM[name]
+    train, test = (
+        parse_libsvm(_found("libsvm", f"{name}{end}.bz2"), known.features, *counts)
+        for end, counts in (("", known.train), (".t", known.test))
+    )
+    return train, test, 2
+
+
+def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
+    """Rows (count, features) and labels 0 or 1 of a bz2 file with lines «±1 index:value index:value …».
+
+    Indices count from 1; what a line does not name is 0. DataError, with the number of the line, where a label is not
+    1 or -1, an index is not a whole number up to `features` or comes twice, or a value is not finite in float32; and if
+    rows, or positive ones, are fewer or more than expected.
+    """
+    limit = count * (features + 1) * LIBSVM_PAIR
+    with as_data_error(path, "is not a bz2 file in libsvm's format"):
+        whole = Expanded(files.read_bytes(path), "bz2", limit, path).read()
+    ends = whole.count(b"\n")
+    many = ends > 2 * count  # split, lines of a byte would take a hundred times their size
+    lines = [] if many else [(number, line) for number, line in enumerate(whole.split(b"\n"), 1) if line.strip()]
+    if len(lines) != count:
+        found = ends if many else len(lines)
+        raise DataError(f"{path} has {found:,} lines; expected {count:,}, each a label and pairs index:value.")
+    for number, line in lines:
+        if not LINE.fullmatch(line) or line.count(b":") > features:
+            raise DataError(
+                f"{path}, line {number}: expected a label, 1 or -1, and up to {features} pairs index:value."
+            )
+    entries = np.array([line.count(b":") for _, line in lines], np.int64)
+    numbers = np.array(b" ".join(line for _, line in lines).replace(b":", b" ").split(), np.float64)
+    starts = np.cumsum(2 * entries + 1) - (2 * entries + 1)
+    label = (numbers[starts] > 0).astype(np.int32)
+    index, value = np.delete(numbers, starts).reshape(-1, 2).T
+    row = np.repeat(np.arange(count), entries)
+    _, first = np.unique(row * (features + 1) + np.clip(index, 0, features), return_index=True)
+    wrong = {
+        f"an index that is not one of 1 to {features}": (index < 1) | (index > features),
+        "an index that comes twice": ~np.isin(np.arange(len(index)), first),
+        "a value that is not finite in float32": ~(np.abs(value) <= LARGEST),
+    }
+    for what, where in wrong.items():
+        if where.any():
+            raise DataError(f"{path}, line {lines[row[np.argmax(where)]][0]} has {what}.")
+    if label.sum() != positive:
+        raise DataError(f"{path} has {label.sum():,} positive rows; expected {positive:,}.")
+    rows = np.zeros((count, features), np.float32)
+    rows[row, index.astype(np.int64) - 1] = value
+    return rows, label
+
+
+def _found(folder: str, *names: str) -> Path:
+    """The first of these files that is there."""
+    paths = [path for name in names if (path := files.local(folder, name))]
+    if not paths:
+        places = " or ".join(str(place) for place in files.folders(folder))
+        raise DataError(
+            f"{' or '.join(names)} is not in {places}. Nothing is downloaded: put it there, or at "
+            f"FOLDER/{folder}/{names[0]}, and set FEDBILEVEL_DATA=FOLDER."
+        )
+    return paths[0]
+
+
+TABLES: dict[str, Callable[[str], Any]] = {"a9a": libsvm, "covtype": covtype, "ijcnn1": libsvm}

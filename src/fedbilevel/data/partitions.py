@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedbilevel.data.errors import DataError, unknown_name
+from fedbilevel.data.reading import DataError, unknown_name
 
 Indices = NDArray[np.int64]
 Seed = int | np.random.Generator

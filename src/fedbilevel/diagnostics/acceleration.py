@@ -1,13 +1,13 @@
 """Steps for ill-conditioned quadratics, where those of plain descent would take millions of rounds.
 
 SimFBO. With full batches and one local step, z = (x, y, v) moves by z ← z − Γ J z about the solution, Γ being the step
-sizes and J as in affine.py. Heavy ball with decay β (Polyak, "Some methods of speeding up the convergence of iteration
+sizes and J as in measure.py. Heavy ball with decay β (Polyak, "Some methods of speeding up the convergence of iteration
 methods", 1964) turns every eigenvalue λ of ΓJ into the roots of
 
     ζ² − (1 + β − λ) ζ + β = 0
 
 Where x is slow enough all λ are real and positive, and β = (1 − √λ_min)² needs the root of the rounds. In one dimension
-they are real up to γ_x φ = 4γλ/27, where 2γλ is the limit of plain descent (see response.py). Complex ones bound β.
+they are real up to γ_x φ = 4γλ/27, where 2γλ is the limit of plain descent (see measure.py). Complex ones bound β.
 
 FedNest. With y solved so well that x moves by exact hypergradients, a step 1/λ takes the error in the eigenvector of
 ∇²Φ with eigenvalue λ away altogether (Richardson's iteration, 1911), and a cycle through the spectrum all of it. A long
@@ -26,7 +26,7 @@ import optax
 from jax import Array
 
 from fedbilevel.core.tree import XYV
-from fedbilevel.diagnostics.affine import Affine
+from fedbilevel.diagnostics.measure import Affine
 
 SLOWER = 2.0 ** -np.arange(5)  # what x may be slowed down by
 LOSSES = np.geomspace(1, 1e-6, 241)  # 1 − β

@@ -1,4 +1,29 @@
-"""The numbers that step sizes depend on."""
+"""The numbers that step sizes depend on: what curvature and clients are like, how Φ bends, and how a single-loop method
+feels it late.
+
+Linearise the fields of the three variables of single-loop methods about a point where y and v are in equilibrium:
+
+    h(x, y, v) = ∇x F − ∇²xy G·v        ∇y G(x, y)        s(x, y, v) = ∇²yy G·v − ∇y F
+
+Eliminating y and v, with H = ∇²yy G + δI, gives the Hessian of Φ (at δ = 0):
+
+    ∇²Φ d = h_x d + h_y a + h_v b,        a = −H⁻¹ ∇²yx G d,        b = −H⁻¹ (s_x d + s_y a)
+
+When y and v follow by gradient steps of size γ, they are late by H⁻¹/γ: to first order in the speed of x, a becomes
+a − H⁻¹ȧ/γ and b likewise, so that
+
+    ẋ = −γ_x (∇²Φ x − T ẋ/γ),        T d = h_y a' + h_v b',        a' = H⁻¹a,        b' = H⁻¹(b − s_y a')
+
+T is symmetric, as ∇²Φ is. Motion of x against itself through the lag is kept small by γ_x ‖T‖ < γ. For one dimension
+with ∇²Φ = φ = D B²/λ² this is T = 2φ/λ, and x, y, v are stable up to γ_x φ = 2γλ (Routh): the bound ½γλ is a quarter.
+
+Of small quadratic problems the three fields are affine, with one Jacobian everywhere. In blocks for x and w = (y, v):
+
+    J = [J_xx  J_xw]        ∇²Φ = J_xx − J_xw J_ww⁻¹ J_wx        T = −J_xw J_ww⁻² J_wx
+        [J_wx  J_ww]
+
+T being the lag: w late by J_ww⁻¹/γ is w + J_ww⁻² J_wx ẋ/γ, and moves h by J_xw of that, which is −Tẋ/γ.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +34,159 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.tree import XYV, PyTree
-from fedbilevel.diagnostics.affine import Affine, affine
-from fedbilevel.diagnostics.response import Response, response
 from fedbilevel.engines.progress import doing
+from fedbilevel.oracles.finite_differences import solve_inner
+from fedbilevel.oracles.inverse import conjugate_gradient
 from fedbilevel.oracles.lanczos import Extremes, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total
+
+PRODUCTS = 500  # of one linear system at the most
+
+
+class Response(NamedTuple):
+    """The equilibrium and the two operators' spectra."""
+
+    y: PyTree  # argmin G + ½δ‖· − start‖²
+    v: PyTree  # (∇²yy G + δ)⁻¹ ∇y F
+    curvature: Extremes  # of ∇²Φ
+    lag: Extremes  # of T
+    negative_curvature: bool  # H was not positive definite: no claim is made
+
+
+def response(
+    population: Population, x: PyTree, start: PyTree, delta: float, seed: int, *, iterations: int = 12
+) -> Response:
+    """Both spectra at x, by Lanczos with `iterations` products each; every product costs 2 (T: 4) linear systems."""
+    inner = solve_inner(population, x, start, pull=delta)
+    y = inner.y
+    v, negative = _solve(population, x, y, delta, population.outer.gradients(x, y)[1])
+    still_x, still_y = optax.tree.zeros_like(x), optax.tree.zeros_like(y)
+
+    def minus_inverse(b: PyTree) -> PyTree:
+        return optax.tree.scale(-1, _solve(population, x, y, delta, b)[0])
+
+    def follow(d: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        """a, b and h_x d + h_y a."""
+        a = minus_inverse(_moved(population, x, y, v, d, still_y).y)
+        along = _moved(population, x, y, v, d, a)
+        return a, minus_inverse(along.v), along.x
+
+    def through_v(dv: PyTree) -> PyTree:
+        """h_v dv."""
+        return optax.tree.scale(-1, population.inner.products(x, y, dv)[0])
+
+    def hessian(d: PyTree) -> PyTree:
+        _, b, h = follow(d)
+        return optax.tree.add(h, through_v(b))
+
+    def lag(d: PyTree) -> PyTree:
+        a, b, _ = follow(d)
+        late_a = optax.tree.scale(-1, minus_inverse(a))
+        along = _moved(population, x, y, v, still_x, late_a)
+        late_b = minus_inverse(optax.tree.sub(along.v, b))
+        return optax.tree.add(along.x, through_v(late_b))
+
+    curvature = extreme_eigenvalues(hessian, x, seed, iterations=iterations)
+    late = extreme_eigenvalues(lag, x, seed, iterations=iterations)
+    return Response(y, v, curvature, late, bool(inner.negative_curvature | negative))
+
+
+@jax.jit
+def _solve(population: Population, x: PyTree, y: PyTree, delta: Array, b: PyTree) -> tuple[PyTree, Array]:
+    """H⁻¹b, and whether H turned out not to be positive definite."""
+
+    def shifted(v: PyTree) -> PyTree:
+        return optax.tree.add_scale(population.inner.hess_v(x, y, v), delta, v)
+
+    found = conjugate_gradient(shifted, b, tolerance=1e-6, iterations=PRODUCTS)
+    return found.v, found.negative_curvature >= 0
+
+
+def fields(population: Population, at: XYV) -> XYV:
+    """h, ∇y G and s."""
+    h, s = population.hypergradient(*at)
+    return XYV(h, population.inner.gradients(at.x, at.y)[1], s)
+
+
+@jax.jit
+def _moved(population: Population, x: PyTree, y: PyTree, v: PyTree, dx: PyTree, dy: PyTree) -> XYV:
+    """The derivatives of h, ∇y G and s along (dx, dy, 0)."""
+    return jax.jvp(lambda x, y: fields(population, XYV(x, y, v)), (x, y), (dx, dy))[1]
+
+
+SMALL = 300  # dim x + 2 dim y up to which eigenvalues are cheap
+SAME = 1e-6  # relative change of the Jacobian that is rounding
+
+
+class Affine(NamedTuple):
+    """The Jacobian of (h, ∇y G, s) in (x, y, v)."""
+
+    jacobian: np.ndarray
+    dim_x: int
+    dim_y: int
+    v: float  # the larger ‖v‖ of two equilibria: of y and v at the given x, and of all three
+
+    @property
+    def inner(self) -> np.ndarray:
+        """Eigenvalues of ∇²yy G, ascending, as those below."""
+        y = slice(self.dim_x, self.dim_x + self.dim_y)
+        return np.linalg.eigvalsh(self.jacobian[y, y])
+
+    @property
+    def phi(self) -> np.ndarray:
+        """Eigenvalues of ∇²Φ."""
+        own, across, follow = self._parts()
+        return np.linalg.eigvalsh(own - across @ follow)
+
+    @property
+    def lag(self) -> np.ndarray:
+        """Eigenvalues of T."""
+        _, across, follow = self._parts()
+        return np.linalg.eigvalsh(-across @ np.linalg.solve(self.jacobian[self.dim_x :, self.dim_x :], follow))
+
+    def _parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """J_xx, J_xw and J_ww⁻¹J_wx."""
+        d = self.dim_x
+        up, down = self.jacobian[:d], self.jacobian[d:]
+        return up[:, :d], up[:, d:], np.linalg.solve(down[:, d:], down[:, :d])
+
+
+def affine(population: Population, at: XYV) -> Affine | None:
+    """The Jacobian of (h, ∇y G, s) in (x, y, v) over all the population's samples.
+
+    None where it is too large or not affine, or where ∇²yy G is not positive definite.
+    """
+    dim_x, dim_y, dim_v = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in at)
+    if dim_x + dim_y + dim_v > SMALL:
+        return None
+    jacobian, here = (np.asarray(a) for a in _linearised(population, at))
+    flat, unravel = ravel_pytree(at)
+    if not np.all(np.isfinite(jacobian)):
+        return None
+    (rest, *_), (all_rest, *_) = (np.linalg.lstsq(jacobian[i:, i:], here[i:]) for i in (dim_x, 0))
+    moves = [np.concatenate([np.zeros(dim_x), rest]), all_rest]
+    found = Affine(jacobian, dim_x, dim_y, max(float(np.linalg.norm((flat - move)[-dim_y:])) for move in moves))
+    # were the fields affine, all three would be at rest there
+    there = np.asarray(_linearised(population, unravel(flat - all_rest))[0])
+    same = np.linalg.norm(there - jacobian) <= SAME * np.linalg.norm(jacobian)
+    return found if same and found.inner[0] > 0 else None
+
+
+@jax.jit
+def _linearised(population: Population, at: XYV) -> tuple[PyTree, PyTree]:
+    """The Jacobian, and the fields themselves."""
+    flat, unravel = ravel_pytree(at)
+
+    def flat_fields(z: jax.Array) -> jax.Array:
+        return ravel_pytree(fields(population, unravel(z)))[0]
+
+    columns = jax.lax.map(lambda e: jax.jvp(flat_fields, (flat,), (e,))[1], jnp.eye(flat.size), batch_size=32)
+    return columns.T, flat_fields(flat)
+
 
 CLIENTS = 20  # whose own losses are looked at
 SAMPLES = 20  # whose own curvature is looked at

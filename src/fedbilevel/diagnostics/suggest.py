@@ -14,8 +14,7 @@ from fedbilevel.algorithms.parts.inner import SVRG, InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.acceleration import Cycle, ServerMomentum, best_momentum, cycle, heavy_ball
-from fedbilevel.diagnostics.affine import Affine
-from fedbilevel.diagnostics.measure import Measurements
+from fedbilevel.diagnostics.measure import Affine, Measurements
 
 LOCAL_STEPS = 5  # with mini-batches: averages the noise of as many draws for one exchange
 INNER_ROUNDS = 20  # of FedNest's epoch at the most
@@ -33,7 +32,7 @@ class Scales:
     Attributes:
         mu, smoothness: μ and L that y has to be stepped by: L grows with the noise of batches and cohorts.
         phi_mu, phi_smoothness: the least and the largest curvature of Φ.
-        lag: ‖T‖, see response.py.
+        lag: ‖T‖, see measure.py.
         outer_gradient: the largest ‖∇y F‖ seen.
     """
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
-    from fedbilevel.experiments.objects import Experiment, build
-    from fedbilevel.experiments.runner import resume, run
+    from fedbilevel.experiments.runner import Experiment, build, resume, run
     from fedbilevel.experiments.series import compare_algorithms
     from fedbilevel.experiments.spec import Component, EnginePlan, RunPlan, Spec, assign, configure, read_spec, resolve
 
@@ -43,10 +42,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Experiment": "objects",
+    "Experiment": "runner",
     "Folder": "folder",
     "LoadedRun": "folder",
-    "build": "objects",
+    "build": "runner",
     "compare_algorithms": "series",
     "comparison_table": "compare",
     "load_groups": "compare",

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.layout import fitted
 from fedbilevel.experiments.names import label
-from fedbilevel.experiments.outcomes import doubts
 from fedbilevel.experiments.tables import gflop, mean_and_spread
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
@@ -386,3 +385,24 @@ def cost_to(history: History, metric: str, level: float, cost: str = "exchanges"
         if metric in row and (row[metric] >= level if larger else row[metric] <= level):
             return time_of(row) if cost == "time" else row[cost]
     return None
+
+
+FAR = 1e3
+"""An error that is more than so many times the least one is far from it."""
+
+
+def doubts(metric: str, ends: Mapping[str, tuple[float, float]], larger_is_better: bool) -> list[str]:
+    """A sentence for each row that ends worse than it began, or, where small is good, far above the best.
+
+    Args:
+        ends: the metric at the start and at the end, by the name of the row.
+    """
+    found, best = [], min((end for _, end in ends.values()), default=0.0)
+    for name, (start, end) in ends.items():
+        if (end < start) if larger_is_better else (end > start):
+            worse = f"{text(metric, end)} after {text(metric, start)}"
+            found.append(f"{name} ends worse than it began, {worse}: it diverges, or its steps are too large")
+        elif not larger_is_better and end > FAR * best > 0:
+            far = f"{text(metric, end)}, more than {FAR:,.0f} times the best"
+            found.append(f"{name} ends at {far}: other steps may help, or the method is biased on this problem")
+    return found

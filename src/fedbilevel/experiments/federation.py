@@ -37,8 +37,7 @@ from fedbilevel.experiments.folder import (
 )
 from fedbilevel.experiments.loader import algorithm_class, registry_kept, task_maker
 from fedbilevel.experiments.names import own_file
-from fedbilevel.experiments.objects import Experiment, algorithm_of
-from fedbilevel.experiments.runner import complete
+from fedbilevel.experiments.runner import Experiment, algorithm_of, complete
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like
 from fedbilevel.quoting import in_a_line, require_object
 from fedbilevel.tasks import Task
@@ -84,7 +83,7 @@ def client_app(spec: Spec) -> Any:
 
 def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     """Play the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
-    from fedbilevel.experiments.watch import Watch
+    from fedbilevel.experiments.tables import Watch
     from fedbilevel.flower import Flower
 
     spec = configured(spec, config)

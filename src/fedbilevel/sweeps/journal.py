@@ -1,4 +1,5 @@
-"""The outcomes of a sweep on disk, one line each, as soon as they are known; and what the sweep was begun with.
+"""The outcomes of a sweep on disk, one line each, as soon as they are known; what the sweep was begun with; and the
+order of play: rung by rung, and in a rung one seed after the other.
 
 A line is written at once and flushed to the disk. Of a process that was killed while it wrote, the last line may be
 torn: it is cut off, and its job is played again.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.history import History
 from fedbilevel.quoting import in_a_line, require_object
-from fedbilevel.sweeps.plan import Job, TrialOutcome
+from fedbilevel.sweeps.outcome import Sweep
+from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, standing
 
 DEFINITION, LINES, LOCK = "definition.json", "trials.jsonl", ".lock"
 
@@ -121,3 +123,28 @@ def read(path: Path) -> dict[Job, TrialOutcome]:
             raise ConfigurationError(f"{path} is damaged in line {number}: {in_a_line(error)}") from error
         found[job] = outcome
     return found
+
+
+PlayJobs = Callable[[Sequence[Job]], Iterable[tuple[Job, TrialOutcome]]]
+"""Plays jobs of one rung, in any order, and hands out each outcome as soon as it is known: one job after the other, or
+several in one program."""
+
+
+def play(plan: Plan, run: PlayJobs, journal: Journal) -> Sweep:
+    """Bring every job of a sweep to its end; those whose outcome is in the journal are not played again."""
+    going = list(range(len(plan.points)))
+    for rung in range(len(plan.rungs)):
+        jobs = [Job(point, seed, rung) for seed in plan.seeds for point in going]
+        for job, outcome in run([job for job in jobs if job not in journal.outcomes]):
+            journal.append(job, outcome)
+        going = best(plan, going, journal)
+    return Sweep(plan, journal.outcomes)
+
+
+def best(plan: Plan, points: Sequence[int], journal: Journal) -> list[int]:
+    """The points that go on: one in `plan.halving` of them, the best; one at least, none where all failed."""
+    found = [standing(plan, point, journal.outcomes) for point in points]
+    scores = {one.number: one.mean for one in found if one.mean is not None}
+    larger = Sweep(plan, journal.outcomes).larger_is_better
+    ordered = sorted(scores, key=lambda point: scores[point], reverse=larger)
+    return ordered[: max(1, len(points) // (plan.halving or 1))]

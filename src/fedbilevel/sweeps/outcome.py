@@ -10,8 +10,7 @@ from fedbilevel.core.card import Card, Shown, counted, shortened
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
 from fedbilevel.sweeps.picture import sweep_figure
-from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, measured_on_test
-from fedbilevel.sweeps.standing import Standing, spent, standing
+from fedbilevel.sweeps.plan import Job, Plan, Standing, TrialOutcome, measured_on_test, spent, standing
 
 
 @dataclass(repr=False)

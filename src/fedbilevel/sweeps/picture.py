@@ -13,8 +13,7 @@ import numpy as np
 
 from fedbilevel.core.metrics import in_percent, text
 from fedbilevel.engines.curves import COLOURS, axis_label, new_figure, typography
-from fedbilevel.sweeps.plan import Plan
-from fedbilevel.sweeps.standing import Standing
+from fedbilevel.sweeps.plan import Plan, Standing
 
 APART = 10  # largest over smallest value from which an axis is logarithmic
 TICKS = 7  # at most, where each value of a field has one

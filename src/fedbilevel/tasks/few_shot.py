@@ -8,7 +8,11 @@ each task: the paper prints one y for all of them, whose columns mean other char
 fit. As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold the whole
 model and invert exactly, clients' own hypergradients have the federation's as their mean. φ = z/√(1 + mean z²), z being
 what the backbone gives: that would grow as x learns, and with it the curvature of g in y, until no step size holds.
+
+Images of B tasks are (B, way, n, 28, 28) uint8; `Features` takes them so.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.errors import is_number, require, require_count, unknown
@@ -27,14 +31,179 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Characters, Drawings, iid, load_characters, pack_arrays
 from fedbilevel.data.characters import by_alphabet
-from fedbilevel.tasks import episodes as losses
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.backbones import BACKBONES
 from fedbilevel.tasks.images import NETWORKS
+from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy
 from fedbilevel.tasks.task import Task, in_turn
 
+HEAD_STEPS = 300  # when a head is fitted to the support of a test episode
+EPISODES_AT_A_TIME = 10  # that are adapted together when measuring accuracy: bounds the memory of activations
+
+Features = Callable[[PyTree, Array], Array]
+"""(backbone, images (..., 28, 28) uint8) -> (..., width)."""
+Adapt = Callable[[PyTree, Array], PyTree]
+"""(x, support images (way, shot, 28, 28)) -> x."""
+
+
+def bounded(features: Features) -> Features:
+    """z/√(1 + mean z²), of each image: of mean square below 1; one that is alone still says how large it is."""
+
+    def divided(x: PyTree, images: Array) -> Array:
+        found = features(x, images)
+        return found * lax.rsqrt(1 + jnp.mean(jnp.square(found), axis=-1, keepdims=True))
+
+    return divided
+
+
+class Episodes(NamedTuple):
+    """Test episodes: places in `images`, (used, 28, 28) uint8."""
+
+    images: np.ndarray
+    support: np.ndarray  # (episodes, way, shot)
+    query: np.ndarray  # (episodes, way, queries)
+
+
+def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: int, seed: int) -> Episodes:
+    """Episodes of different characters, drawn from (characters, drawings, 28, 28), and for each its drawings."""
+    rng = np.random.default_rng([seed, 3])
+    characters, drawings = images.shape[:2]
+    chosen = np.stack([rng.permutation(characters)[:way] for _ in range(count)])
+    order = rng.permuted(np.broadcast_to(np.arange(drawings), (count, way, drawings)), axis=-1)[..., : shot + queries]
+    used, place = np.unique(chosen[..., None] * drawings + order, return_inverse=True)
+    place = place.reshape(order.shape)
+    return Episodes(images.reshape(-1, *images.shape[2:])[used], place[..., :shot], place[..., shot:])
+
+
+def labels_of(way: int, each: int) -> Array:
+    """(way·each,): that many images of each of the characters 0..way − 1, one character after the other."""
+    return jnp.repeat(jnp.arange(way), each)
+
+
+def heads_loss(features: Features, x: PyTree, heads: PyTree, images: Array) -> Array:
+    """Mean cross entropy of B tasks, each under its own head: {"weight": (B, width, way), "bias": (B, way)}."""
+    tasks, way, each = images.shape[:3]
+    found = features(x, images).reshape(tasks, way * each, -1)
+    logits = found @ heads["weight"] + heads["bias"][:, None]
+    return cross_entropy(logits.reshape(-1, way), jnp.tile(labels_of(way, each), tasks))
+
+
+def prototype_logits(support: Array, query: Array) -> Array:
+    """(way·queries, way): −‖query − prototype‖², a prototype being the mean of a character's support.
+
+    support: (way, shot, width), query: (way, queries, width). Snell, Swersky, Zemel, NeurIPS 2017, equations 1 and 2.
+    """
+    gap = query.reshape(-1, 1, query.shape[-1]) - support.mean(axis=1)
+    return -jnp.sum(jnp.square(gap), axis=-1)
+
+
+def prototype_loss(features: Features, x: PyTree, batch: dict[str, Array]) -> Array:
+    """Mean cross entropy of `prototype_logits`."""
+    support, query = (features(x, batch[part]) for part in ("support", "query"))
+    tasks, way, each, _ = query.shape
+    logits = jax.vmap(prototype_logits)(support, query).reshape(-1, way)
+    return cross_entropy(logits, jnp.tile(labels_of(way, each), tasks))
+
+
+def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
+    """Mean cross entropy of one episode, (way, n, 28, 28), under the head of `way` columns that x has."""
+    return cross_entropy(plain_logits(features, x, images), labels_of(*images.shape[:2]))
+
+
+def plain_logits(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
+    """(way·n, way)."""
+    backbone, head = x
+    found = features(backbone, images.reshape(-1, *images.shape[2:]))
+    return found @ head["weight"] + head["bias"]
+
+
+def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Adapt:
+    """`steps` gradient steps of x on an episode's support; of first order, the gradients count as constants.
+
+    Finn, Abbeel, Levine, ICML 2017, algorithm 2 and section 5.2.
+    """
+
+    def adapt(x: PyTree, support: Array) -> PyTree:
+        def step(x: PyTree, _: None) -> tuple[PyTree, None]:
+            gradient = jax.grad(lambda x: plain_loss(features, x, support))(x)
+            if first_order:
+                gradient = lax.stop_gradient(gradient)
+            return optax.tree.add_scale(x, -lr, gradient), None
+
+        return lax.scan(step, x, None, length=steps)[0]
+
+    return adapt
+
+
+def adapted_loss(features: Features, adapt: Adapt, x: PyTree, batch: dict[str, Array]) -> Array:
+    """Mean over tasks of the loss on the query images after adaptation to the support."""
+
+    def one(support: Array, query: Array) -> Array:
+        return plain_loss(features, adapt(x, support), query)
+
+    return jnp.mean(jax.vmap(one)(batch["support"], batch["query"]))
+
+
+def fitted_head(support: Array, ridge: float) -> dict[str, Array]:
+    """The head on (way, shot, width) features that minimises mean cross entropy + ridge·‖head‖².
+
+    By accelerated gradient steps from 0 (Nesterov's for strong convexity μ = 2·ridge and smoothness L, of which
+    ½‖[φ 1][φ 1]ᵀ‖/n + 2·ridge is a bound: softmax's Hessian is at most ½).
+    """
+    way, shot, width = support.shape
+    flat, labels = support.reshape(-1, width), labels_of(way, shot)
+    smoothness = 0.5 * jnp.linalg.norm(flat @ flat.T + 1) / len(flat) + 2 * ridge
+    root = jnp.sqrt(2 * ridge / smoothness)
+    momentum = (1 - root) / (1 + root)
+
+    def loss(head: dict[str, Array]) -> Array:
+        return cross_entropy(flat @ head["weight"] + head["bias"], labels) + ridge * optax.tree.vdot(head, head)
+
+    def step(_: int, pair: Any) -> Any:
+        head, ahead = pair
+        new = optax.tree.add_scale(ahead, -1 / smoothness, jax.grad(loss)(ahead))
+        return new, optax.tree.add_scale(new, momentum, optax.tree.sub(new, head))
+
+    zero = {"weight": jnp.zeros((width, way), flat.dtype), "bias": jnp.zeros(way, flat.dtype)}
+    return lax.fori_loop(0, HEAD_STEPS, step, (zero, zero))[0]
+
+
+def accuracy_of_features(
+    features: Features, episodes: Episodes, logits: Callable[[Array, Array], Array]
+) -> Callable[[PyTree], Array]:
+    """backbone -> share of the query images whose logits, (support, query features) -> (way·queries, way), are right.
+
+    Every image goes through the backbone once, however many episodes it is in.
+    """
+    images, support, query = (jnp.asarray(leaf) for leaf in episodes)
+    labels = labels_of(*query.shape[1:])
+
+    def measure(x: PyTree) -> Array:
+        found = lax.map(lambda image: features(x, image[None])[0], images, batch_size=EVALUATION_BATCH)
+
+        def one(places: tuple[Array, Array]) -> Array:
+            return jnp.argmax(logits(found[places[0]], found[places[1]]), axis=-1) == labels
+
+        return jnp.mean(lax.map(one, (support, query), batch_size=EVALUATION_BATCH).astype(float))
+
+    return measure
+
+
+def accuracy_after_adaptation(features: Features, episodes: Episodes, adapt: Adapt) -> Callable[[PyTree], Array]:
+    """(backbone, head) -> share of the query images that are right after adaptation to each episode's support."""
+    images, support, query = (jnp.asarray(leaf) for leaf in episodes)
+    labels = labels_of(*query.shape[1:])
+
+    def measure(x: PyTree) -> Array:
+        def one(places: tuple[Array, Array]) -> Array:
+            own = adapt(x, images[places[0]])
+            return jnp.argmax(plain_logits(features, own, images[places[1]]), axis=-1) == labels
+
+        return jnp.mean(lax.map(one, (support, query), batch_size=EPISODES_AT_A_TIME).astype(float))
+
+    return measure
+
+
 Objective = Literal["bilevel", "joint", "protonet", "maml", "fomaml"]
-KNOWN = {**NETWORKS, **BACKBONES}
 
 
 def few_shot(
@@ -88,7 +257,7 @@ def few_shot(
     for field, value in (("adaptation_lr", adaptation_lr), ("ridge", ridge)):
         require(is_number(value) and value > 0, field, value, "a positive number")
     require(isinstance(hidden, Sequence), "hidden", hidden, "a list of widths, e.g. [16]")
-    for field, got, allowed in (("network", network, KNOWN), ("objective", objective, OBJECTIVES)):
+    for field, got, allowed in (("network", network, NETWORKS), ("objective", objective, OBJECTIVES)):
         if got not in allowed:
             raise unknown(field, got, allowed)
     require_count("clients", clients)
@@ -101,18 +270,18 @@ def few_shot(
     require(asked <= left, "queries", queries, f"at most {left}: a character has {left + shot} drawings")
     require(way <= len(found.test.images), "way", way, f"at most {len(found.test.images)}, the test characters")
 
-    net = KNOWN[network](found.train.images.shape[2:], tuple(hidden), way)
+    net = NETWORKS[network](found.train.images.shape[2:], tuple(hidden), way)
     backbone, head = net.init(jax.random.key(seed))
     features = _standardising(net, found)
     setting = Setting(
         features=features,
         ridge=ridge,
         tasks=clients * tasks,
-        adapt=losses.adapted(features, adaptation_lr, adaptation_steps, objective == "fomaml"),
+        adapt=adapted(features, adaptation_lr, adaptation_steps, objective == "fomaml"),
         structure=net.structure,
         backbone=backbone,
         head=jax.tree.map(jnp.zeros_like, head),
-        test=losses.draw_episodes(found.test.images, test_episodes, way, shot, asked, seed),
+        test=draw_episodes(found.test.images, test_episodes, way, shot, asked, seed),
     )
     problem, x0, y0, accuracy = OBJECTIVES[objective](setting)
     drawn = _draw_tasks(found.train.images, held, tasks, way, shot, asked, seed)
@@ -135,14 +304,14 @@ def few_shot(
 class Setting(NamedTuple):
     """The network, the start values, the constants and the test episodes from which losses and metrics are made."""
 
-    features: losses.Features
+    features: Features
     ridge: float
     tasks: int  # of all clients
-    adapt: losses.Adapt
+    adapt: Adapt
     structure: Structure  # of the backbone and one head
     backbone: PyTree
     head: PyTree  # of zeros
-    test: losses.Episodes
+    test: Episodes
 
     @property
     def heads(self) -> PyTree:
@@ -159,14 +328,14 @@ Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
 
 
 def _bilevel(setting: Setting) -> Made:
-    setting = setting._replace(features=losses.bounded(setting.features))
+    setting = setting._replace(features=bounded(setting.features))
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return losses.heads_loss(setting.features, x, _of_tasks(y, batch), batch["image"])
+        return heads_loss(setting.features, x, _of_tasks(y, batch), batch["image"])
 
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         heads = _of_tasks(y, batch)
-        return losses.heads_loss(setting.features, x, heads, batch["image"]) + _penalty(setting, heads)
+        return heads_loss(setting.features, x, heads, batch["image"]) + _penalty(setting, heads)
 
     problem = Bilevel(outer, inner, structure=Structure(setting.structure.x, setting.structure_of_heads))
     accuracy = _accuracy_of_new_heads(setting)
@@ -176,7 +345,7 @@ def _bilevel(setting: Setting) -> Made:
 def _joint(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
         heads = _of_tasks(x[1], batch)
-        outer, inner = (losses.heads_loss(setting.features, x[0], heads, batch[part]) for part in ("query", "support"))
+        outer, inner = (heads_loss(setting.features, x[0], heads, batch[part]) for part in ("query", "support"))
         return (outer + inner + _penalty(setting, heads)) / 2
 
     problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure_of_heads)))
@@ -196,27 +365,27 @@ def _penalty(setting: Setting, heads: PyTree) -> Array:
 
 def _accuracy_of_new_heads(setting: Setting) -> Callable[[PyTree], Array]:
     def logits(support: Array, query: Array) -> Array:
-        head = losses.fitted_head(support, setting.ridge)
+        head = fitted_head(support, setting.ridge)
         return query.reshape(-1, query.shape[-1]) @ head["weight"] + head["bias"]
 
-    return losses.accuracy_of_features(setting.features, setting.test, logits)
+    return accuracy_of_features(setting.features, setting.test, logits)
 
 
 def _protonet(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        return losses.prototype_loss(setting.features, x, batch)
+        return prototype_loss(setting.features, x, batch)
 
     problem = SingleLevel(loss, structure=Structure(x=setting.structure.x))
-    accuracy = losses.accuracy_of_features(setting.features, setting.test, losses.prototype_logits)
+    accuracy = accuracy_of_features(setting.features, setting.test, prototype_logits)
     return problem, setting.backbone, None, lambda x, y: accuracy(x)
 
 
 def _maml(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        return losses.adapted_loss(setting.features, setting.adapt, x, batch)
+        return adapted_loss(setting.features, setting.adapt, x, batch)
 
     problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure.y)))
-    accuracy = losses.accuracy_after_adaptation(setting.features, setting.test, setting.adapt)
+    accuracy = accuracy_after_adaptation(setting.features, setting.test, setting.adapt)
     return problem, (setting.backbone, setting.head), None, lambda x, y: accuracy(x)
 
 
@@ -229,7 +398,7 @@ OBJECTIVES: dict[str, Callable[[Setting], Made]] = {
 }
 
 
-def _standardising(net: networks.Network, found: Characters) -> losses.Features:
+def _standardising(net: networks.Network, found: Characters) -> Features:
     def features(x: PyTree, images: Array) -> Array:
         flat = images.reshape(-1, *images.shape[-2:])
         pixels = (flat.astype(float) / 255 - found.mean) / found.std

@@ -14,7 +14,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Dataset, load, pack, partition
 from fedbilevel.data.partitions import Indices
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.backbones import BACKBONES
+from fedbilevel.tasks.networks import BACKBONES
 
 NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn, **BACKBONES}
 WITH_LINEAR = {"linear": networks.linear, **NETWORKS}

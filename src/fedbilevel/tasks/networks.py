@@ -1,4 +1,14 @@
-"""Small networks cut in two: x, everything up to the last layer, and y, the linear head."""
+"""Networks cut in two: x, everything up to the last layer, and y, the linear head.
+
+Small ones first; then the convolutional networks of few-shot and image papers: Conv-4, ResNet-12 and ResNet-18. In
+these every convolution is followed by a normalisation without running state: layer norm over height, width and all
+channels of one image (Ba et al. 2016), with a gain and a bias per channel. Batch norm would make clients depend on each
+other's samples, and its averages are no parameters that a federation could optimise. Statistics over all channels do
+not change when channels change places, as they would with groups of channels: units are interchangeable, which a
+submodel needs.
+"""
+
+from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -193,3 +203,165 @@ def _right(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable
         return lax.map(correct, (prepared, truth), batch_size=EVALUATION_BATCH).astype(float)
 
     return measure
+
+
+EPSILON = 1e-5  # added to the variance of a normalisation
+
+
+def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """Four blocks of 3×3 convolution, normalisation, ReLU and 2×2 max-pooling (Vinyals et al. 2016).
+
+    `hidden` is the number of channels, once or for each block, e.g. (64,). The features are the last maps, flattened,
+    of 28×28 images (channels,).
+    """
+    require(
+        len(hidden) in (1, 4) and all(map(is_count, hidden)), "hidden", hidden, "one positive width or four, e.g. 64"
+    )
+    height, width, channels = (*image_shape, 1)[:3]
+    widths = [channels, *(hidden if len(hidden) == 4 else 4 * tuple(hidden))]
+    for _ in range(4):
+        height, width = pooled_side(height), pooled_side(width)
+    positions = height * width
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        *keys, last = jax.random.split(key, 5)
+        sides = zip(keys, itertools.pairwise(widths), strict=True)
+        return [normed(k, 3, into, out) for k, (into, out) in sides], dense(last, positions * widths[-1], classes)
+
+    def features(x: PyTree, images: Array) -> Array:
+        maps = images.reshape(len(images), *image_shape[:2], channels)
+        for layer in x:
+            maps = jax.nn.relu(pool(apply(layer, maps)))  # the same as ReLU first, on a quarter of the entries
+        return maps.reshape(len(maps), -1)
+
+    groups = ["_", "block1", "block2", "block3", "block4"]
+    body = [normed_axes(into, out) for into, out in itertools.pairwise(groups)]
+    return with_head(init, features, maps_of(image_shape), Structure(body, head(f"{positions}*block4")))
+
+
+def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """Four residual blocks of three 3×3 convolutions, each block ending in 2×2 max-pooling; then the mean of each map.
+
+    As few-shot papers have it (Lee et al. 2019: 64, 160, 320, 640 channels), but with ReLU and without dropped blocks.
+    `hidden` is the channels of each block.
+    """
+    channels, widths = four_widths("resnet12", image_shape, hidden)
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        *keys, last = jax.random.split(key, 5)
+        sides = zip(keys, itertools.pairwise((channels, *widths)), strict=True)
+        return [block(k, 3, into, out, shortcut=True) for k, (into, out) in sides], dense(last, widths[-1], classes)
+
+    def features(x: PyTree, images: Array) -> Array:
+        maps = images.reshape(len(images), *image_shape[:2], channels)
+        for each in x:
+            maps = pool(residual(each, maps))
+        return jnp.mean(maps, axis=(1, 2))
+
+    names = ["_", "block1", "block2", "block3", "block4"]
+    body = [block_axes(out, 3, into, out, shortcut=True) for into, out in itertools.pairwise(names)]
+    return with_head(init, features, maps_of(image_shape), Structure(body, head("block4")))
+
+
+def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
+    """A 3×3 convolution and four stages of two residual blocks of two, then the mean of each map (He et al. 2016).
+
+    In the form for CIFAR: the first convolution has stride 1 and no pooling, and the stages 2 to 4 halve the sides.
+    `hidden` is the channels of each stage, in the paper 64, 128, 256, 512.
+    """
+    channels, widths = four_widths("resnet18", image_shape, hidden)
+    plan = [(stage, place) for stage in range(4) for place in range(2)]
+    changes = [stage > 0 and place == 0 for stage, place in plan]  # of channels and sides: the shortcut needs weights
+
+    def init(key: Array) -> tuple[PyTree, PyTree]:
+        first, *keys, last = jax.random.split(key, 10)
+        inputs = [widths[stage - change] for (stage, _), change in zip(plan, changes, strict=True)]
+        parts = zip(keys, inputs, plan, changes, strict=True)
+        blocks = [block(k, 2, into, widths[stage], shortcut=change) for k, into, (stage, _), change in parts]
+        return {"stem": normed(first, 3, channels, widths[0]), "blocks": blocks}, dense(last, widths[-1], classes)
+
+    def features(x: PyTree, images: Array) -> Array:
+        maps = images.reshape(len(images), *image_shape[:2], channels)
+        maps = jax.nn.relu(apply(x["stem"], maps))
+        for each, change in zip(x["blocks"], changes, strict=True):
+            maps = residual(each, maps, stride=2 if change else 1)
+        return jnp.mean(maps, axis=(1, 2))
+
+    blocks = [
+        block_axes(f"stage{stage + 1}_{place + 1}", 2, f"stage{stage + 1 - change}", f"stage{stage + 1}", change)
+        for (stage, place), change in zip(plan, changes, strict=True)
+    ]
+    body = {"stem": normed_axes("_", "stage1"), "blocks": blocks}
+    return with_head(init, features, maps_of(image_shape), Structure(body, head("stage4")))
+
+
+def four_widths(network: str, image_shape: Sequence[int], hidden: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The channels of an image, and `hidden`."""
+    fits = len(hidden) == 4 and all(map(is_count, hidden))
+    require(fits, "hidden", hidden, f"four positive widths for {network}, e.g. 16, 32, 64, 128")
+    return (*image_shape, 1)[2], tuple(hidden)
+
+
+def block(key: Array, depth: int, inputs: int, outputs: int, shortcut: bool) -> dict[str, PyTree]:
+    """`depth` 3×3 convolutions; and, where what is added to them has other channels, a 1×1 convolution on that."""
+    *keys, last = jax.random.split(key, depth + 1)
+    layers = [normed(k, 3, inputs if i == 0 else outputs, outputs) for i, k in enumerate(keys)]
+    return {"layers": layers, **({"shortcut": normed(last, 1, inputs, outputs)} if shortcut else {})}
+
+
+def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool) -> dict[str, PyTree]:
+    """The structure of `block`: units that are added to each other, the shortcut's and the last layer's, are the same.
+
+    Without a shortcut of its own a block adds its inputs, and `inputs` and `outputs` are one group.
+    """
+    groups = [inputs, *(f"{name}_inner{i + 1}" for i in range(depth - 1)), outputs]
+    layers = [normed_axes(into, out) for into, out in itertools.pairwise(groups)]
+    return {"layers": layers, **({"shortcut": normed_axes(inputs, outputs)} if shortcut else {})}
+
+
+def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
+    """ReLU of the block's last layer plus its shortcut; the first layer and the shortcut have the stride."""
+    added = apply(parts["shortcut"], maps, stride) if "shortcut" in parts else maps
+    first, *middle, last = parts["layers"]
+    maps = jax.nn.relu(apply(first, maps, stride))
+    for layer in middle:
+        maps = jax.nn.relu(apply(layer, maps))
+    return jax.nn.relu(apply(last, maps) + added)
+
+
+def maps_of(image_shape: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
+    """Images as (n, height, width, channels), whether or not they have an axis of channels."""
+    return lambda images: images.reshape(len(images), *(*image_shape, 1)[:3])
+
+
+def normed(key: Array, size: int, inputs: int, outputs: int) -> dict[str, Array]:
+    """A convolution with its normalisation: weights normal with variance 2/(size²·inputs), gain 1, bias 0."""
+    weight = jax.random.normal(key, (size, size, inputs, outputs)) * (2 / (size * size * inputs)) ** 0.5
+    return {"weight": weight, "gain": jnp.ones(outputs), "bias": jnp.zeros(outputs)}
+
+
+def normed_axes(inputs: str, outputs: str) -> dict[str, str]:
+    """The structure of `normed`, by the groups of its inputs and outputs."""
+    return {"weight": f"_ _ {inputs} {outputs}", "gain": outputs, "bias": outputs}
+
+
+def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
+    """The convolution, then (maps − mean)/√(variance + ε)·gain + bias, mean and variance being those of an image."""
+    maps = convolve(maps, layer["weight"], stride)
+    centred = maps - jnp.mean(maps, axis=(1, 2, 3), keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=(1, 2, 3), keepdims=True)
+    return centred * jax.lax.rsqrt(variance + EPSILON) * layer["gain"] + layer["bias"]
+
+
+def pool(maps: Array) -> Array:
+    """2×2 max-pooling, stride 2; an odd last row or column is dropped, as in the papers, and a single one is kept."""
+    _, height, width, _ = maps.shape
+    return max_pool(maps[:, : max(1, height - height % 2), : max(1, width - width % 2)])
+
+
+def pooled_side(side: int) -> int:
+    """The side of `pool`'s maps."""
+    return max(1, side // 2)
+
+
+BACKBONES = {"conv4": conv4, "resnet12": resnet12, "resnet18": resnet18}
