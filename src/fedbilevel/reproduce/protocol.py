@@ -21,8 +21,7 @@ from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import load_run, path_word, write_json, write_text
-from fedbilevel.experiments.objects import build
-from fedbilevel.experiments.runner import complete
+from fedbilevel.experiments.runner import build, complete
 from fedbilevel.experiments.search import specs_of
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec, configure
