@@ -33,8 +33,8 @@ format: setup  ## put the format right, and what lint can mend
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-catalogue: setup  ## what `fedbilevel algorithms` and `fedbilevel tasks` print, from docstrings and fields
-	$(BIN)/python -m fedbilevel.experiments.facts
+catalogue: setup  ## lists and tables of methods and tasks, from their classes, docstrings and fields
+	$(BIN)/python scripts/catalogue.py
 
 lock:  ## rewrite uv.lock after a change of dependencies, and install it
 	@$(PYTHON) scripts/bootstrap.py --lock

@@ -23,13 +23,6 @@ def test_the_page_on_exchanges_names_the_fields_of_a_reply() -> None:
     assert set(re.findall(r"`(\w+)`", said.partition("a `Reply`")[2])) == set(authoring.Reply._fields)
 
 
-def test_the_page_on_diagnostics_names_every_method_with_an_estimate() -> None:
-    able = {cls.__name__ for cls in authoring.ALGORITHMS.values() if cls.estimates_hypergradient()}
-    said = re.search(r"\(The classes ([^)]*)have such an estimate", page("how-to/diagnostics.md"))
-    assert said is not None
-    assert set(re.findall(r"`(\w+)`", said[1])) == able
-
-
 def helpers() -> dict[str, str]:
     """The first cells of the table of helpers: name -> arguments that the page prints, empty where it prints none."""
     table = page("how-to/own-method.md").partition("\n## Helpers\n")[2].partition("\n## ")[0]
@@ -50,6 +43,6 @@ def test_the_table_of_helpers_prints_their_arguments(name: str) -> None:
 def test_the_page_on_choosing_names_parts_that_exist() -> None:
     """Whatever is written as a call, such as `CG()`."""
     called = set(re.findall(r"\b([A-Z]\w+)\(", page("how-to/choosing.md")))
-    assert called >= {"CG", "Implicit", "SystemSteps"}
+    assert called >= {"CG", "Implicit"}
     assert {name for name in called if not hasattr(fb.parts, name) and name not in fb.__all__} == set()
     assert "`cg`" not in page("how-to/choosing.md")

@@ -1,29 +1,7 @@
 """The public names of the library, which `fedbilevel` hands out; import them from there."""
 
-from fedbilevel import errors, parts
-from fedbilevel.algorithms import (
-    ADBO,
-    AFBO,
-    FISM,
-    IRG,
-    IRIG,
-    RABO,
-    RAFBO,
-    SDBO,
-    AggITD,
-    BiFISTA,
-    FedAvg,
-    FedAvgS,
-    FedBiO,
-    FedBiOAcc,
-    FedLin,
-    FedMBO,
-    FedNest,
-    FedNestSGD,
-    LFedNest,
-    ShroFBO,
-    SimFBO,
-)
+from fedbilevel import algorithms, errors, parts
+from fedbilevel.algorithms import *  # noqa: F403
 from fedbilevel.algorithms.parts.asynchronous import Asynchronous
 from fedbilevel.algorithms.parts.submodels import Submodels
 from fedbilevel.core import projections
@@ -46,31 +24,12 @@ from fedbilevel.engines.virtual_time.clock import Clock
 from fedbilevel.sweeps.sweep import sweep
 
 __all__ = [
-    "ADBO",
-    "AFBO",
-    "FISM",
-    "IRG",
-    "IRIG",
-    "RABO",
-    "RAFBO",
-    "SDBO",
     "XYV",
-    "AggITD",
     "Asynchronous",
-    "BiFISTA",
     "Bilevel",
     "Clients",
     "Clock",
     "Compositional",
-    "FedAvg",
-    "FedAvgS",
-    "FedBiO",
-    "FedBiOAcc",
-    "FedLin",
-    "FedMBO",
-    "FedNest",
-    "FedNestSGD",
-    "LFedNest",
     "Local",
     "Metric",
     "Minimax",
@@ -79,8 +38,6 @@ __all__ = [
     "Reference",
     "RemoteClients",
     "Result",
-    "ShroFBO",
-    "SimFBO",
     "SimpleBilevel",
     "SingleLevel",
     "Structure",
@@ -97,3 +54,4 @@ __all__ = [
     "sweep",
     "tune_cpu",
 ]
+__all__ += algorithms.__all__

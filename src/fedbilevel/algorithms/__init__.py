@@ -1,4 +1,4 @@
-"""Published methods, one file per paper, under one contract."""
+"""Published methods, one file per paper, under one contract: a list that `make catalogue` writes."""
 
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.algorithms.afbo import AFBO
@@ -12,12 +12,11 @@ from fedbilevel.algorithms.rabo import RABO, RAFBO
 from fedbilevel.algorithms.regularized_gradient import IRG, BiFISTA
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
 from fedbilevel.algorithms.single_level import FedAvg, FedLin
-from fedbilevel.core.algorithm import ALGORITHMS
+from fedbilevel.core.algorithm import ALGORITHMS as ALGORITHMS
 
 __all__ = [
     "ADBO",
     "AFBO",
-    "ALGORITHMS",
     "FISM",
     "IRG",
     "IRIG",

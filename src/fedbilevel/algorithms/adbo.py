@@ -297,6 +297,8 @@ class SDBO(CuttingPlanes):
 
     Needs: a bilevel problem; everyone in every round.
     Good for: comparison with ADBO, whose numbers these are where nobody is late.
+    Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.
+    Bias: φ in place of y*, unless K is large; what few planes leave open.
     """
 
     name = "sdbo"
@@ -322,6 +324,8 @@ class ADBO(CuttingPlanes):
 
     Needs: a bilevel problem.
     Good for: clients of unequal pace; between planes, for which all are waited for, nobody waits for the slowest.
+    Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.
+    Bias: φ in place of y*, unless K is large; what few planes leave open.
     """
 
     name = "adbo"

@@ -107,6 +107,8 @@ class AFBO(fednest.Nested):
 
     Needs: a bilevel problem; g strongly convex in y, with `LocalImplicit` g_i for every client.
     Good for: clients of very different speed, whom nobody should wait for.
+    Vectors up per client: 1 like x, K like y. Hvps per client: N; 2 with `SystemSteps`.
+    Bias: clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1.
     """
 
     name = "afbo"

@@ -67,6 +67,7 @@ class AggITD(Algorithm):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: an inner loop that is long anyway: the hypergradient costs one exchange more.
+    Vectors up per client: 1 like x, 2N like y. Hvps per client: N. Bias: truncation (1 − λμ)^N; drift of y where τ > 1.
 
     Args:
         inner: the rounds on y, N = `rounds`, λ = `lr`, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.

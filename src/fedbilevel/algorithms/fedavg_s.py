@@ -42,6 +42,7 @@ class FedAvgS(Algorithm):
     Exchanges per round: one.
     Needs: a minimax problem.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
+    Vectors up per client: 1 like x, 1 like y. Hvps per client: none. Bias: drift where τ > 1.
     Client state: none.
 
     Args:

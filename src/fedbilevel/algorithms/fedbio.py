@@ -57,6 +57,8 @@ class FedBiO(LocalDirections):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: one set of step sizes, where clients are alike or τ = 1.
+    Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ.
+    Bias: drift of clients, whose steps are the only ones; unequal work.
     Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
     """
 
@@ -99,6 +101,7 @@ class FedBiOAcc(LocalDirections):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: small batches, whose noise the momenta average out without lagging behind.
+    Vectors up per client: 2 like x, 4 like y. Hvps per client: 4τ. Bias: drift of clients; unequal work.
     Cost per local step: two gradients of g and two joint passes, each f's gradient and both products with ∇²g.
 
     Args:

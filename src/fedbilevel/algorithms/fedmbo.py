@@ -52,6 +52,7 @@ class FedMBO(Nested):
 
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
+    Vectors up per client: 1 like x, T + N like y. Hvps per client: N. Bias: truncation; drift of y where τ > 1.
     """
 
     name = "fedmbo"

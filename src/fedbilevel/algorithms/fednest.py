@@ -185,6 +185,7 @@ class FedNest(Epochs):
     with inner.local_steps = 1 for everyone.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that differ much and an exact hypergradient, where exchanges are cheap.
+    Vectors up per client: 2 like x, 2T + N like y. Hvps per client: N. Bias: truncation (1 − sμ)^N; none with `CG`.
     Cost per local step: two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP.
     Client state: none.
     """
@@ -201,6 +202,7 @@ class FedNestSGD(Epochs):
     Exchanges per round: T + N + 2; merged: T + N + 1, by conjugate gradient with K products T + K + 1.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: clients that are alike, with a global hypergradient.
+    Vectors up per client: 2 like x, T + N like y. Hvps per client: N. Bias: truncation; drift of y where τ > 1.
     Cost per local step: a gradient of g (on x: two of f); a product with ∇²g per exchange of FedIHGP.
     Client state: none.
     """
@@ -224,6 +226,8 @@ class LFedNest(Nested):
     Exchanges per round: T + 1.
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ.
+    Vectors up per client: 1 like x, T like y. Hvps per client: N for each of its steps on x.
+    Bias: clients' own hypergradients, which no step size mends; drift of y.
     Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.
     Client state: none.
     """

@@ -67,6 +67,7 @@ class FISM(IterativeRegularization):
 
     Needs: a simple bilevel problem.
     Good for: losses with kinks, and a preference among many solutions.
+    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift of clients, which goes with γ_k; λ_k.
     """
 
     name = "fism"
@@ -149,6 +150,7 @@ class IRIG(FISM):
 
     Needs: a simple bilevel problem, all of whose samples are with one client.
     Good for: a yardstick for FISM.
+    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift of clients, which goes with γ_k; λ_k.
     """
 
     name = "irig"

@@ -84,6 +84,8 @@ class RABO(Adaptive):
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client; for capacities a
         structure.
     Good for: clients too small for the whole model; biased where clients differ, less so with `Implicit`.
+    Vectors up per client: 1 like x, T like y; `Implicit`: T + N like y. Hvps per client: N.
+    Bias: clients' own hypergradients (not with `Implicit`); truncation; drift of y where τ > 1; submodels.
     Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.
     Client state: none.
     """
@@ -100,6 +102,8 @@ class RAFBO(Adaptive):
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client; for capacities a
         structure.
     Good for: clients too small for the whole model whose losses have no cheap second derivatives.
+    Vectors up per client: 1 like x, T like y; `Implicit`: T + N like y. Hvps per client: none.
+    Bias: clients' own hypergradients (not with `Implicit`); truncation; drift of y where τ > 1; submodels.
     Cost per local step: a gradient of g; on x: one of f, and of g 2N by differences, N(|P| + 1) by `Coordinates`,
         |P| + 1 by `PrintedSlopes`.
     Client state: none.

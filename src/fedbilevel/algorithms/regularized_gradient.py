@@ -85,6 +85,7 @@ class IRG(WholeSubgradient):
 
     Needs: a simple bilevel problem.
     Good for: few samples; a yardstick for incremental methods.
+    Vectors up per client: 1 like x. Hvps per client: none. Bias: λ_k.
     """
 
     name = "irg"
@@ -109,6 +110,7 @@ class BiFISTA(WholeSubgradient):
 
     Needs: a simple bilevel problem with smooth losses.
     Good for: smooth losses, many exchanges.
+    Vectors up per client: 1 like x. Hvps per client: none. Bias: λ_k.
     """
 
     name = "bi-fista"

@@ -119,6 +119,8 @@ class SimFBO(SingleLoop):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: fewest exchanges, and the cheapest ones; the first method to try. Clients should do equal work.
+    Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ.
+    Bias: drift of clients, proportional to their step size; unequal work re-weights them.
     """
 
     name = "simfbo"
@@ -166,6 +168,7 @@ class ShroFBO(SingleLoop):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
+    Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Bias: drift of clients.
     """
 
     name = "shrofbo"

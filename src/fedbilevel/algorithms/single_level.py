@@ -78,6 +78,7 @@ class FedLin(LocalDescent):
     Exchanges per round: two.
     Needs: a single-level problem.
     Good for: clients that differ: with full batches it ends at x* itself.
+    Vectors up per client: 2 like x. Hvps per client: none. Bias: nothing.
     Client state: none.
     Cost per local step: two gradients of f.
     """
@@ -115,6 +116,7 @@ class FedAvg(LocalDescent):
     Exchanges per round: one.
     Needs: a single-level problem.
     Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
+    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift where τ > 1.
     Client state: none.
     Cost per local step: a gradient of f.
     """

@@ -20,10 +20,10 @@ from fedbilevel.diagnostics.measure import Measurements, measure
 from fedbilevel.diagnostics.point import point
 from fedbilevel.diagnostics.suggest import (
     DIGITS,
-    NOT_SUGGESTED,
     SUGGESTED,
     Scales,
     momentum,
+    not_suggested,
     radius,
     rounds_needed,
     scales,
@@ -150,7 +150,7 @@ class Diagnosis(Shown):
             alike.setdefault(f"{text}{self._needs(name)}", []).append(name)
         lines += [f"  {', '.join(names)}: {text}" for text, names in alike.items()]
         reasons: dict[str, list[str]] = {}
-        for name, reason in NOT_SUGGESTED.items():
+        for name, reason in not_suggested().items():
             reasons.setdefault(reason, []).append(name)
         return [*lines, *(f"  {', '.join(names)}: none; {reason}" for reason, names in reasons.items())]
 
@@ -234,10 +234,11 @@ class Diagnosis(Shown):
 
 def require_suggested(algorithm: str) -> None:
     """Refuse a method that no fields are suggested for, with the reason."""
-    if algorithm not in {**SUGGESTED, **NOT_SUGGESTED}:
-        raise unknown("algorithm", algorithm, {**SUGGESTED, **NOT_SUGGESTED})
-    if algorithm in NOT_SUGGESTED:
-        raise ConfigurationError(f"no fields are suggested for {algorithm}: {NOT_SUGGESTED[algorithm]}")
+    reasons = not_suggested()
+    if algorithm in reasons:
+        raise ConfigurationError(f"no fields are suggested for {algorithm}: {reasons[algorithm]}")
+    if algorithm not in SUGGESTED:
+        raise unknown("algorithm", algorithm, {**SUGGESTED, **reasons})
 
 
 def _short(value: Any) -> str:

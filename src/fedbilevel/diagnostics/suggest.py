@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit
 from fedbilevel.algorithms.parts.inner import SVRG, InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
+from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.acceleration import Cycle, ServerMomentum, best_momentum, cycle, heavy_ball
 from fedbilevel.diagnostics.measure import Affine, Measurements
@@ -223,22 +225,24 @@ SUGGESTED: dict[str, Callable[[Scales, int | None, int | None], dict[str, Any]]]
 """(scales, batch size, work) -> fields, by the method's command-line name."""
 
 _OWN = "they average clients' own hypergradients, while the curvature of Φ is what is measured"
-_SINGLE = "they solve single-level problems, and what is measured begins with an inner loss"
-_SIMPLE = "they solve simple bilevel problems, which have no y, and steps follow from the size of X"
 _PLANES = "nothing that is measured bounds the steps of the cutting planes' multipliers"
-NOT_SUGGESTED = {
+_REASONS = {
     "adbo": _PLANES,
     "afbo": "steps depend on how late answers are, which a run alone shows",
-    "bi-fista": _SIMPLE,
-    "fedavg": _SINGLE,
     "fedavg-s": "both players move at once, and what that bears depends on how ∇²xy F turns them, too",
-    "fedlin": _SINGLE,
-    "fism": _SIMPLE,
-    "irg": _SIMPLE,
-    "irig": _SIMPLE,
     "lfednest": _OWN,
     "rabo": _OWN,
     "rafbo": _OWN,
     "sdbo": _PLANES,
 }
-"""Why no fields are suggested for the other methods."""
+_REASONS_BY_PROBLEM: dict[type[Problem], str] = {
+    SingleLevel: "they solve single-level problems, and what is measured begins with an inner loss",
+    SimpleBilevel: "they solve simple bilevel problems, which have no y, and steps follow from the size of X",
+}
+
+
+def not_suggested() -> dict[str, str]:
+    """Why no fields are suggested for the other methods, by name."""
+    unknown = "nobody has written down how their steps follow from what is measured"
+    others = {name: cls.solves[0] for name, cls in sorted(ALGORITHMS.items()) if name not in SUGGESTED}
+    return {name: _REASONS.get(name) or _REASONS_BY_PROBLEM.get(kind, unknown) for name, kind in others.items()}

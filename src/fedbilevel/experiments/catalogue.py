@@ -38,6 +38,9 @@ class AlgorithmFacts:
     good_for: str
     client_state: str
     cost: str
+    up: str
+    hvps: str
+    bias: str
     submodels: str
     fields: dict[str, str]
     parts: dict[str, Kinds]

@@ -1,6 +1,6 @@
 """Facts about algorithms and tasks, found in their docstrings and signatures; the library's own are kept in a file.
 
-`python -m fedbilevel.experiments.facts` writes that file, from which `catalogue` reads.
+`make catalogue` writes that file, from which `catalogue` reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.catalogue import FILE, MISSING, AlgorithmFacts, Kinds, TaskFacts
+from fedbilevel.experiments.catalogue import MISSING, AlgorithmFacts, Kinds, TaskFacts
 from fedbilevel.experiments.fields import of_class, of_function
 from fedbilevel.experiments.loader import algorithm_class
 from fedbilevel.experiments.names import label
@@ -51,6 +51,9 @@ def algorithm(name: str) -> AlgorithmFacts:
         good_for=fact(lambda text: _entry(text, "Good for")),
         client_state=fact(lambda text: _entry(text, "Client state")),
         cost=fact(lambda text: _entry(text, "Cost per local step")),
+        up=fact(lambda text: _entry(text, "Vectors up per client")),
+        hvps=fact(lambda text: _entry(text, "Hvps per client")),
+        bias=fact(lambda text: _entry(text, "Bias")),
         submodels=_trains_submodels(cls),
         fields=_defaults(cls, "algorithm"),
         parts=_parts(cls, ""),
@@ -130,7 +133,3 @@ def _sentence(text: str) -> str:
 
 def _joined(text: str) -> str:
     return " ".join(text.split())
-
-
-if __name__ == "__main__":
-    FILE.write_text(library(), "utf-8")

@@ -20,8 +20,12 @@ HEADINGS = {
     "good_for": "good for",
     "client_state": "client state",
     "cost": "cost per local step",
+    "up": "vectors up per client",
+    "hvps": "hvps per client",
+    "bias": "bias",
     "submodels": "submodels",
 }
+IN_COLUMNS = ("paper", "exchanges", "needs", "good_for")
 SHARES = {"exchanges": 3, "needs": 4, "good_for": 4, "client_state": 2, "cost": 4}  # of the width that is left
 WIDTHS = {"paper": 20, "submodels": 9}  # "Author et al. 2023," and the number of the paper below it; the heading
 NARROW_BELOW, STACKED_BELOW, ALL_FROM = 72, 110, 150  # columns of the terminal
@@ -49,7 +53,7 @@ def _facts_in_columns(algorithms: Sequence[AlgorithmFacts], everything: bool) ->
     table = titled("algorithms", frame=box.SIMPLE)
     table.show_lines = True
     table.add_column("name", no_wrap=True, style="bold")
-    shown = [name for name in HEADINGS if everything or name not in ("client_state", "cost", "submodels")]
+    shown = [*IN_COLUMNS, *(("client_state", "cost", "submodels") if everything else ())]
     for name in shown:
         table.add_column(HEADINGS[name], ratio=SHARES.get(name), width=WIDTHS.get(name), overflow="fold")
     for one in algorithms:

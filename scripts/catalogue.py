@@ -1,0 +1,124 @@
+"""Write what is generated from the registered methods: `make catalogue` runs this, and a test compares.
+
+That is the list of classes in algorithms/__init__.py, the facts that `fedbilevel algorithms` prints, and the tables
+between markers in pages of docs/.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ROOT / "src" / "fedbilevel" / "algorithms"
+PAGES = ROOT / "docs" / "reference" / "algorithms"
+KINDS = {
+    "bilevel": ("x is judged by what training under x gives", "Bilevel(f, g)"),
+    "minimax": ("min over x of max over y, one loss", "Minimax(f)"),
+    "compositional": ("a non-linear function of a mean over all clients", "Compositional(f, r)"),
+    "simple bilevel": ("a preference H among the many minimisers of one loss F", "SimpleBilevel(H, f, project)"),
+    "single-level": ("one loss, one variable", "SingleLevel(f)"),
+}
+"""The kinds of problem by the words of the heading "Needs:"; what each is for, and how it is stated."""
+
+
+def written() -> Iterator[tuple[Path, str]]:
+    """(file, its text) of everything that is generated; the list of classes first, since the rest imports it."""
+    yield METHODS / "__init__.py", listed()
+    from fedbilevel.experiments import catalogue, facts
+
+    yield catalogue.FILE, facts.library()
+    kinds, costs, index = tables()
+    choosing = ROOT / "docs" / "how-to" / "choosing.md"
+    yield choosing, between(between(choosing.read_text("utf-8"), "kinds", kinds), "costs", costs)
+    yield PAGES / "README.md", between((PAGES / "README.md").read_text("utf-8"), "methods", index)
+
+
+def listed() -> str:
+    """algorithms/__init__.py: every class of the package that sets `name`. The files are read, not run."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(METHODS.glob("[!_]*.py")):
+        classes = [node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+        found[file.stem] = sorted((one.name for one in classes if _sets_name(one)), key=_place)
+    names = sorted((name for names in found.values() for name in names), key=_place)
+    return "\n".join(
+        [
+            '"""Published methods, one file per paper, under one contract: a list that `make catalogue` writes."""\n',
+            *(f"from fedbilevel.algorithms.{file} import {', '.join(names)}" for file, names in found.items() if names),
+            "from fedbilevel.core.algorithm import ALGORITHMS as ALGORITHMS\n",
+            "__all__ = [",
+            *(f'    "{name}",' for name in names),
+            "]\n",
+        ]
+    )
+
+
+def _sets_name(cls: ast.ClassDef) -> bool:
+    targets = (target for node in cls.body if isinstance(node, ast.Assign) for target in node.targets)
+    return any(isinstance(target, ast.Name) and target.id == "name" for target in targets)
+
+
+def _place(name: str) -> tuple[bool, str]:
+    """Capitals first, as ruff sorts imports."""
+    return not name.isupper(), name
+
+
+def tables() -> tuple[str, str, str]:
+    """Which methods solve which kind of problem; what a round costs; the index of pages."""
+    from fedbilevel.algorithms import ALGORITHMS
+    from fedbilevel.experiments import facts
+
+    heads = {page: page.read_text("utf-8").partition("\n")[0] for page in sorted(PAGES.glob("[a-z]*.md"))}
+    solvers: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    costs, index = [], []
+    for cls in sorted((one for one in ALGORITHMS.values() if one.__module__.startswith("fedbilevel.")), key=_by_page):
+        one, kinds = facts.algorithm(cls.name), []
+        page, label = _page(cls.__name__, heads)
+        for kind in re.split(", | or ", re.match(r"an? (.+?) problem", one.needs)[1]):
+            solvers[kind].append(label)
+            kinds.append(kind)
+        costs.append((f"[{label}](../reference/algorithms/{page})", one.exchanges, one.up, one.hvps, one.bias))
+        able = [cls().asynchronous_phases, cls.trains_submodels, cls.estimates_hypergradient()]
+        marks = ("yes" if has else "–" for has in able)
+        index.append((f"[{label}]({page})", f"`{cls.name}`", ", ".join(kinds), *marks, one.title))
+    by_kind = [(text, f"`{call}`", ", ".join(solvers[kind])) for kind, (text, call) in KINDS.items()]
+    wrappers = ("`Asynchronous`", "`Submodels`")
+    return (
+        table(("problem", "state it as", "methods"), by_kind),
+        table(("method", "exchanges per round", "vectors up, per client", "hvps, per client", "bias"), costs),
+        table(("method", "`--algorithm`", "problems", *wrappers, "estimates ∇Φ", "in one line"), index),
+    )
+
+
+def _by_page(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__name__
+
+
+def _page(name: str, heads: dict[Path, str]) -> tuple[str, str]:
+    """The page whose heading names a class, and how it writes that name: FedNest-SGD is FedNestSGD."""
+    for page, head in heads.items():
+        for word in re.findall(r"[\w-]+", head):
+            if word.replace("-", "") == name:
+                return page.name, word
+    raise SystemExit(f"no page of {PAGES} has a heading that names {name}")
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table of Markdown."""
+    lines = [heads, ("---",) * len(heads), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def between(page: str, name: str, text: str) -> str:
+    """The page with `text` between the markers of that name."""
+    begin, end = f"<!-- {name}: `make catalogue` writes this table -->\n\n", f"\n\n<!-- end of {name} -->"
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"a page lacks the markers {begin.strip()} and {end.strip()}")
+    return before + begin + text + end + after
+
+
+if __name__ == "__main__":
+    for file, text in written():
+        file.write_text(text, "utf-8")
