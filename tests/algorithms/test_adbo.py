@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import Case
 from matrices import inner_gradient, members, outer_gradient
 
 import fedbilevel as fb
@@ -17,6 +18,15 @@ from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
+
+AGREEMENT = {
+    "ADBO": Case(
+        fb.ADBO(batch_size=4, consensus_steps=2, iterations=4, planes=2, wait_for=2, max_staleness=3),
+        clock=fb.Clock(compute=0.3, spread=0.7, stragglers=1, drift=0.5, period=7.0, availability=0.8),
+        slow=True,
+    ),
+    "SDBO": Case(fb.SDBO(batch_size=4, consensus_steps=2, iterations=4, planes=2), slow=True),
+}
 
 ROUNDS = 24
 FIELDS = {

@@ -5,6 +5,7 @@ On the quadratic task: heterogeneous, weighted, full batches unless said otherwi
 
 import warnings
 
+import agreement
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,43 @@ from matrices import hypergradient, mean_matrices, members, outer_gradient
 import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.tasks.quadratic import quadratic, solution
+
+AGREEMENT = {
+    "AFBO, local": agreement.Case(
+        fb.Asynchronous(
+            fb.AFBO(
+                batch_size=4,
+                inner=fb.parts.MeanGradient(rounds=2),
+                hypergradient=fb.parts.LocalImplicit(
+                    solver=fb.parts.Neumann(terms=[2, 3, 1, 4, 2, 1, 3, 5], sampling="random")
+                ),
+            ),
+            wait_for=2,
+            delay_penalty=0.1,
+        ),
+        work=(1, 2),
+        clock=fb.Clock(spread=0.7, stragglers=2),
+        slow=True,
+    ),
+    "AFBO, global": agreement.Case(
+        fb.Asynchronous(
+            fb.AFBO(batch_size=4, inner=fb.parts.MeanGradient(rounds=2), hypergradient=fb.parts.SystemSteps()),
+            wait_for=3,
+            max_staleness=2,
+        ),
+        work=agreement.WORK,
+        clock=fb.Clock(network=[1.0, 2.0, 0.5, 0.7, 3.0, 1.0, 1.0, 9.0], drift=0.5, period=4.0, availability=0.6),
+        slow=True,
+    ),
+    "AFBO, waiting for all": agreement.Case(
+        fb.AFBO(
+            batch_size=4,
+            inner=fb.parts.MeanGradient(local_steps=2),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)),
+        ),
+        slow=True,
+    ),
+}
 
 WORK = np.array([1, 2, 3, 1, 2])
 TIMES = (1.0137, 1.7291, 0.6113, 7.3471, 2.1193)  # seconds from question to answer

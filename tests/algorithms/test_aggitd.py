@@ -3,6 +3,7 @@
 The problem is the quadratic task: heterogeneous, weighted, with cross terms of no symmetry.
 """
 
+import agreement
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,14 @@ from matrices import (
 import fedbilevel as fb
 from fedbilevel.algorithms import aggitd
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
+
+AGREEMENT = {
+    "AggITD, Q = 2, 3, 5": agreement.Case(
+        fb.AggITD(sampling="random", inner=fb.parts.LocalSGD(rounds=7), batch_size=4, outer_lr=0.01),
+        work=agreement.WORK,
+        slow=True,
+    ),
+}
 
 WORK = np.array([1, 3, 2])
 N, LAMBDA, ALPHA = 3, 0.6, 0.2

@@ -4,32 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import cases
 
 import fedbilevel as fb
 from fedbilevel import authoring
-from fedbilevel.tasks.quadratic import inner, outer, quadratic
+from fedbilevel.tasks.quadratic import quadratic
 
 WORK = np.array([1, 2, 3, 1])
-SHORT = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2))
-METHODS = {  # and the problem, where it is not the task's own
-    "SimFBO": (fb.SimFBO(batch_size=2), None),
-    "AFBO": (fb.AFBO(batch_size=2, inner=fb.parts.MeanGradient(rounds=2), hypergradient=SHORT), None),
-    "FedBiO": (fb.FedBiO(batch_size=2), None),
-    "LFedNest": (fb.LFedNest(batch_size=2, hypergradient=SHORT, outer_lr=0.01), None),
-    "FedAvg": (fb.FedAvg(batch_size=2), fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:3], batch))),
-    "FedAvgS": (
-        fb.FedAvgS(batch_size=2),
-        fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y)),
-    ),
-    "IRG": (
-        fb.IRG(batch_size=2, lr=0.1),
-        fb.SimpleBilevel(
-            lambda x: jnp.vdot(x, x) / 2,
-            lambda x, batch: inner(jnp.zeros(2), jnp.tile(x, 2)[:3], batch),
-            fb.projections.box(-0.3, 0.5),
-        ),
-    ),
-}
+METHODS = {type(case.algorithm): case for case in reversed(cases().values()) if case.algorithm.asynchronous_phases}
+"""The first case of each method that can be late."""
 
 
 def outcome(algorithm, problem, rounds=4):
@@ -43,10 +26,16 @@ def outcome(algorithm, problem, rounds=4):
     return jax.tree.leaves((result.x, result.y)), result
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_waiting_for_everyone_is_the_method_itself(name):
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=cls.__name__, marks=[pytest.mark.slow] if cls in (fb.FISM, fb.ShroFBO) else [])
+        for cls, case in METHODS.items()  # tests of these two make them late
+    ],
+)
+def test_waiting_for_everyone_is_the_method_itself(case):
     """All have replied to this very message: sums of differences to the last replies give the mean of the replies."""
-    algorithm, problem = METHODS[name]
+    algorithm, problem = case.algorithm, case.problem
     plain, _ = outcome(algorithm, problem)
     wrapped, result = outcome(fb.Asynchronous(algorithm, wait_for=4), problem)
     for one, other in zip(plain, wrapped, strict=True):
@@ -58,8 +47,7 @@ def test_waiting_for_everyone_is_the_method_itself(name):
 
 def test_every_method_that_can_be_late_is_here():
     able = {cls for cls in authoring.ALGORITHMS.values() if cls().asynchronous_phases}
-    tested = {type(algorithm) for algorithm, _ in METHODS.values()}
-    assert able - tested == {fb.ShroFBO, fb.FISM}  # test_simfbo_async.py, test_fism.py
+    assert able == METHODS.keys()
 
 
 def test_the_penalty_divides_the_step_by_one_and_the_delay():

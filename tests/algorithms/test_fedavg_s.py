@@ -7,9 +7,14 @@ step is affine, and τ steps z ← z − S(M_i z + m_i) are z_i + (I − S M_i)^
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import MINIMAX, Case
 
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic
+
+AGREEMENT = {
+    "FedAvg-S, minimax": Case(fb.FedAvgS(batch_size=None), work=(1, 4), problem=MINIMAX, slow=True),
+}
 
 DX, DY = 2, 3
 ALPHA, BETA, ROUNDS = 0.1, 0.3, 600

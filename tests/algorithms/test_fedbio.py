@@ -3,11 +3,17 @@
 import jax
 import numpy as np
 import pytest
+from agreement import Case
 from matrices import directions, members
 
 import fedbilevel as fb
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import quadratic, solution
+
+AGREEMENT = {
+    "FedBiO": Case(fb.FedBiO(batch_size=None), work=(1, 4), slow=True),
+    "FedBiOAcc": Case(fb.FedBiOAcc(local_steps=3, batch_size=4, horizon=5.0), slow=True),
+}
 
 WORK = np.array([1, 2, 3, 2])
 LR = fb.XYV(x=0.05, y=0.3, v=0.2)

@@ -5,11 +5,23 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import Case
 from matrices import end_with_series, fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
 from fedbilevel.algorithms.parts import hypergradients, linear_solvers
 from fedbilevel.tasks.quadratic import quadratic
+
+AGREEMENT = {
+    "FedMBO, fresh cohorts": Case(
+        fb.FedMBO(
+            inner=fb.parts.LocalSGD(local_steps=2, rounds=2),
+            hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, sampling="random_per_client")),
+            batch_size=4,
+        ),
+        slow=True,
+    ),
+}
 
 WORK = np.array([1, 3, 2])
 BETA, ALPHA, S = 0.6, 0.2, 0.7

@@ -6,6 +6,7 @@ The quadratic task is heterogeneous, weighted and has cross terms of no symmetry
 import re
 from typing import NamedTuple
 
+import agreement
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,39 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic, solution
+
+AGREEMENT = {
+    "FedNest, random lengths, fresh cohorts": agreement.Case(
+        fb.FedNest(
+            hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, sampling="random")),
+            batch_size=4,
+            outer_steps=2,
+        ),
+        work=agreement.WORK,
+    ),
+    "FedNest, merged exchanges": agreement.Case(
+        fb.FedNest(
+            inner=fb.parts.SVRG(rounds=2),
+            hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=3)),
+            merged=True,
+            batch_size=4,
+        ),
+        work=(1, 2),
+        slow=True,
+    ),
+    "FedNest-SGD, conjugate gradient": agreement.Case(
+        fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=4)), batch_size=None), slow=True
+    ),
+    "LFedNest, random lengths": agreement.Case(
+        fb.LFedNest(
+            inner=fb.parts.LocalSGD(lr=0.1),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(sampling="random")),
+            batch_size=4,
+        ),
+        work=(1, 4),
+        slow=True,
+    ),
+}
 
 WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
 STEPS = {"outer_lr": 0.2, "batch_size": None}

@@ -5,10 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import simple_bilevel as flat
+from agreement import SIMPLE_BILEVEL, Case
 from scipy import optimize
 
 import fedbilevel as fb
 from fedbilevel.tasks.location import location
+
+AGREEMENT = {
+    "FISM, walks of unequal length in random order": Case(
+        fb.FISM(order="random", lr=0.1), problem=SIMPLE_BILEVEL, slow=True
+    ),
+    "asynchronous FISM, drawn samples": Case(
+        fb.Asynchronous(fb.FISM(lr=0.1), wait_for=2),
+        work=(1, 4),
+        problem=SIMPLE_BILEVEL,
+        clock=fb.Clock(compute=0.1, spread=0.5, stragglers=2),
+        slow=True,
+    ),
+}
 
 SIZES, WEIGHTS, ROUNDS, DIM = (2, 4, 3), np.array([1.0, 2.0, 0.5]), 4, 3
 LR, A, REGULARIZATION, B = 0.3, 0.7, 0.2, 0.25

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import WORK, Case
 from matrices import fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
@@ -16,6 +17,31 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.engines.flops import count
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
+
+AGREEMENT = {
+    "RABO": Case(
+        fb.RABO(
+            batch_size=4,
+            inner=fb.parts.LocalSGD(rounds=2),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, sampling="random")),
+        ),
+        work=(1, 4),
+    ),
+    "RAFBO, global": Case(
+        fb.RAFBO(
+            batch_size=4,
+            hypergradient=fb.parts.Implicit(
+                solver=fb.parts.Neumann(terms=2, sampling="random"), second_order=fb.parts.Differences(perturbation=1e5)
+            ),
+        ),
+        slow=True,
+    ),
+    "RAFBO, drawn coordinates": Case(
+        fb.RAFBO(batch_size=4, hypergradient=fb.parts.Coordinates(count=2, terms=2, perturbation=1e8)),
+        work=WORK,
+        slow=True,
+    ),
+}
 
 CONDITION, TERMS = 5, 60  # with s = 1/ℓ = 1 the series is off by (1 − 1/κ)^60 < 2e-6
 STEPS = {"inner": fb.parts.LocalSGD(local_steps=1, lr=1.0), "batch_size": None, "outer_lr": 0.2}

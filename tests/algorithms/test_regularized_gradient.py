@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 import simple_bilevel as flat
+from agreement import SIMPLE_BILEVEL, Case
 
 import fedbilevel as fb
+
+AGREEMENT = {
+    "BiFISTA, mini-batches": Case(fb.BiFISTA(batch_size=4, lr=0.1), problem=SIMPLE_BILEVEL, slow=True),
+    "IRG, mini-batches": Case(fb.IRG(batch_size=4, lr=0.1), problem=SIMPLE_BILEVEL, slow=True),
+}
 
 ROUNDS = 4
 FIELDS = {"lr": 0.4, "lr_decay": 0.7, "regularization": 0.3, "regularization_decay": 0.25}

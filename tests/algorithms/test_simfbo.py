@@ -6,6 +6,7 @@ every weighting mistake). Float64 throughout (tests/conftest.py).
 
 import itertools
 
+import agreement
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,25 @@ from fedbilevel.engines import reference
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.virtual_time.clock import ClockState
 from fedbilevel.tasks.quadratic import quadratic, solution
+
+AGREEMENT = {
+    "SimFBO, mini-batches": agreement.Case(fb.SimFBO(local_steps=3, batch_size=4), slow=True),
+    "SimFBO, work of each client": agreement.Case(
+        fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Momentum(decay=0.5), radius=0.5),
+        work=agreement.WORK,
+        slow=True,
+    ),
+    "ShroFBO, ragged full batches, random work": agreement.Case(
+        fb.ShroFBO(
+            batch_size=None,
+            local_optimizer=fb.parts.Proximal(pull=0.2),
+            server_optimizer=optax.adam(1.0),
+            independent_batches=True,
+            server_lr=optax.exponential_decay(0.02, 2, 0.5),
+        ),
+        work=(1, 4),
+    ),
+}
 
 WORK = np.array([1, 2, 3, 4, 5, 1, 2, 3])
 SERVER = fb.XYV(x=0.02, y=1.0, v=1.0)

@@ -4,10 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import Case
 from events import simfbo
 
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic, solution
+
+AGREEMENT = {
+    "asynchronous SimFBO": Case(
+        fb.Asynchronous(fb.SimFBO(batch_size=4, local_steps=2), wait_for=1),
+        clock=fb.Clock(spread=0.3, stragglers=3, slowdown=20.0),
+    ),
+    "asynchronous ShroFBO, one never there": Case(
+        fb.Asynchronous(fb.ShroFBO(batch_size=4), wait_for=3),
+        work=(1, 2),
+        clock=fb.Clock(compute=0.1, drift=1.0, period=2.0, availability=[1.0, 1.0, 0.0, 1.0, 0.5, 1.0, 1.0, 1.0]),
+        slow=True,
+    ),
+}
 
 WORK = np.array([1, 2, 3, 1, 2])
 CLOCK = fb.Clock(network=(1.0137, 1.7291, 0.6113, 7.3471, 2.1193))

@@ -4,11 +4,21 @@ f_i(x) = ½ mean_n (a_n·x − b_n)², so ∇f_i = P_i x − q_i, and τ steps o
 with x_i the client's own minimiser.
 """
 
+import agreement
 import numpy as np
 import pytest
 
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic
+
+AGREEMENT = {
+    "FedLin, single level": agreement.Case(
+        fb.FedLin(batch_size=4), work=agreement.WORK, problem=agreement.SINGLE_LEVEL
+    ),
+    "FedAvg, single level": agreement.Case(
+        fb.FedAvg(batch_size=None), work=(1, 4), problem=agreement.SINGLE_LEVEL, slow=True
+    ),
+}
 
 DIM, LR, ROUNDS = 3, 0.4, 2_000
 WORK = np.array([1, 2, 3, 5])

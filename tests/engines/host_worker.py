@@ -20,8 +20,9 @@ seen = []
 
 
 def agreement(case, engine):
-    """State, clients' states and costs after three rounds of a case of test_agreement.py."""
-    from test_agreement import three_rounds
+    """State, clients' states and costs after three rounds of a case of tests/algorithms/agreement.py."""
+    sys.path.append(str(Path(__file__).parents[1] / "algorithms"))
+    from agreement import three_rounds
 
     return three_rounds(case, fb.Local(**engine))
 

@@ -1,0 +1,83 @@
+"""What every engine is compared on: the cases that the tests of each method list as `AGREEMENT`, by name."""
+
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from two_phase import TwoPhase
+
+import fedbilevel as fb
+from fedbilevel.authoring import Algorithm
+from fedbilevel.engines.engine import first_carry
+from fedbilevel.tasks.quadratic import inner, outer, quadratic
+
+
+class Case(NamedTuple):
+    """A method on eight clients of the quadratic task.
+
+    Attributes:
+        algorithm: the method; on each engine it makes three rounds.
+        work: local steps of each client, or the bounds of random ones; None: the method's own.
+        problem: where it is not the task's, one on the task's samples, whatever their dimensions.
+        clock: of asynchronous methods.
+        slow: compiling takes more than some seconds.
+    """
+
+    algorithm: Algorithm
+    work: Any = None
+    problem: fb.Bilevel | fb.SingleLevel | fb.SimpleBilevel | None = None
+    clock: fb.Clock = fb.Clock()
+    slow: bool = False
+
+
+TWO_PHASES = "two phases, a loop, client state"
+"""A case that is compared on every engine; the others are on one, which has it all."""
+COHORT = 5
+"""Of 8: divided by neither the chunks nor the number of devices of test_agreement.py."""
+WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
+SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.resize(x, batch["t"].shape[-1]), batch))
+MINIMAX = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y))
+SIMPLE_BILEVEL = fb.SimpleBilevel(
+    lambda x: jnp.vdot(x, x) / 2 + jnp.sum(jnp.abs(x - 0.1)),
+    lambda x, batch: inner(jnp.zeros(batch["B"].shape[-1]), jnp.resize(x, batch["c"].shape[-1]), batch),
+    fb.projections.box(-0.3, 0.5),
+)
+
+
+def unwrapped(algorithm: Algorithm) -> Algorithm:
+    """The method inside of `Asynchronous`."""
+    return algorithm.algorithm if isinstance(algorithm, fb.Asynchronous) else algorithm
+
+
+@cache
+def cases(name: str = "") -> dict[str, Case]:
+    """All cases; with a name those of the files that mention it, without loading the others."""
+    found = {TWO_PHASES: Case(TwoPhase())}
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        text = file.read_text("utf-8")
+        if "\nAGREEMENT = {" in text and name in text:
+            found |= import_module(file.stem).AGREEMENT
+    return found
+
+
+def three_rounds(case: str, engine: Any) -> tuple[Any, Any]:
+    """What the next round begins with after three rounds, and their costs."""
+    algorithm, work, problem, clock, _ = cases(case)[case]
+    task = quadratic(clients=8, samples=(3, 9), local_steps=work)
+    problem = problem or task.problem
+    y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
+    carry = first_carry(algorithm, problem, task.clients, task.x0, y0)
+    cohort = len(task.clients) if algorithm.needs_everyone else COHORT
+    engine = replace(engine, clock=clock)
+    run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
+    costs = []
+    while int(carry.round) < 3:
+        carry, _, round_costs = run.advance(carry, 3 - int(carry.round))
+        costs.append(round_costs)
+    run.close()
+    return carry, jax.tree.map(lambda *leaves: np.concatenate(leaves), *costs)
