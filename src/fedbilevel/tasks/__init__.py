@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from fedbilevel.tasks.classification import classification, fair_classification
+from fedbilevel.tasks.classification import classification
 from fedbilevel.tasks.compositional import compositional
+from fedbilevel.tasks.fair_classification import fair_classification
 from fedbilevel.tasks.few_shot import few_shot
 from fedbilevel.tasks.hyper_cleaning import hyper_cleaning
 from fedbilevel.tasks.hyper_representation import hyper_representation

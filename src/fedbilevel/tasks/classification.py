@@ -1,28 +1,18 @@
-"""Image classification: one network trained by all clients on all their samples, ordinarily or fairly over classes.
+"""Image classification: the ordinary federated problem, one network trained by all clients on all their samples.
 
 f(x) = CE(z(x), c) + ridge·‖x‖²,   z(x) the logits of an image of class c; nothing is inside, y is empty
-
-Fair: y raises the weight of the classes that make up most of the loss.
-
-    min over x, max over y of   E[(1 + y_c) CE(z(x), c)] − ½ρ‖y‖²,   y ∈ R^C, start 0
-
-over images of class c with logits z(x). The maximum is at y_c = E[1{class is c} CE]/ρ ≥ 0, so that x minimises the mean
-loss plus Σ_c (E[1{class is c} CE])²/(2ρ), the least of which, for a given mean loss, has it even over classes.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
-from fedbilevel.core.problem import Minimax, SingleLevel
+from fedbilevel.core.problem import SingleLevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
@@ -70,49 +60,4 @@ def classification(
         y0=None,
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*x)},
         metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(x[0], x[1], batch)},
-    )
-
-
-def fair_classification(
-    *,
-    data: str = "digits",
-    ratio: float = 1.0,
-    network: str = "mlp",
-    hidden: Sequence[int] = (64,),
-    clients: int = 20,
-    partition_by: str = "iid",
-    partition_options: Mapping[str, Any] | None = None,
-    holdout: float = 0.0,
-    concavity: float = 0.1,
-    local_steps: Any = None,
-    seed: int = 0,
-) -> Task:
-    """Split a labelled image set over clients; x is the whole network, as (body, head).
-
-    Args:
-        ratio: below 1, the training images are thinned to a long tail, see loss_tuning.
-        concavity: ρ; the smaller, the more a class's weight follows its loss.
-        data, network, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see
-            hyper_representation.
-    """
-    require(concavity > 0, "concavity", concavity, "positive")
-    images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
-
-    def loss(x: PyTree, y: Array, batch: dict[str, Array]) -> Array:
-        label = batch["label"]
-        weighted = networks.cross_entropy(images.model.logits(x[0], x[1], batch["image"]), label, 1 + y[label])
-        return weighted - concavity / 2 * jnp.vdot(y, y)
-
-    measured, each_class = images.accuracy(), images.class_accuracies()
-    samples = images.rows(images.dealt(clients, partition_by, partition_options, seed))
-    return Task(
-        name="fair_classification",
-        problem=Minimax(loss),
-        clients=Clients(outer=samples, local_steps=local_steps),
-        x0=images.model.init(jax.random.key(seed)),
-        y0=jnp.zeros(images.data.classes),
-        metrics={
-            f"{images.part}_accuracy": lambda x, y: measured(*x),
-            f"worst_class_{images.part}_accuracy": lambda x, y: jnp.min(each_class(*x)),
-        },
     )
