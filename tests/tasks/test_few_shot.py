@@ -13,7 +13,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.data import DataError, load_characters
 from fedbilevel.data.characters import strokes
 from fedbilevel.tasks import few_shot
-from fedbilevel.tasks.few_shot import draw_episodes, fitted_head
+from fedbilevel.tasks.few_shot import draw_episodes, fitted_head, held_out_characters
 
 SMALL = {
     "network": "mlp",
@@ -264,6 +264,28 @@ def test_test_episodes_are_of_different_characters_and_drawings() -> None:
     assert all(len(np.unique(episode)) == 20 for episode in both)
     assert np.all(both // 6 == both[..., :1] // 6)  # an image's character
     assert len(np.unique(both)) == 42  # all are used
+
+
+def test_held_out_characters_are_measured_and_not_trained_on(characters) -> None:
+    """Of the training characters a quarter is measured, and no image of theirs is any client's, nor any test image."""
+    plain = characters
+    task = few_shot(**SMALL, holdout=0.25)
+    assert list(task.metrics) == ["validation_accuracy"]
+    assert list(few_shot(**SMALL).metrics) == ["test_accuracy"]
+    found = held_out_characters(plain, 0.25, seed=0)
+    total = len(plain.train.images)
+    assert (len(found.test.images), len(found.train.images)) == (round(total / 4), total - round(total / 4))
+    parts = [{image.tobytes() for image in part.images} for part in (found.train, found.test, plain.test)]
+    assert not parts[0] & parts[1]
+    assert not parts[1] & parts[2]
+    assert parts[0] | parts[1] == {image.tobytes() for image in plain.train.images}
+    held = {drawing.tobytes() for part in (task.clients.outer, task.clients.inner) for drawing in drawings(part)}
+    assert held <= {drawing.tobytes() for drawing in found.train.images.reshape(-1, 28, 28)}
+
+
+def drawings(part) -> np.ndarray:
+    """All images of a half."""
+    return np.asarray(part.values["image"]).reshape(-1, 28, 28)
 
 
 def test_accuracy_is_measured_on_prototypes_as_by_hand(tasks, characters) -> None:

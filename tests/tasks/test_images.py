@@ -10,7 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.problem import Padded
 from fedbilevel.data import Dataset, load
-from fedbilevel.tasks import TASKS, classification, fair_classification, loss_tuning, networks
+from fedbilevel.tasks import TASKS, classification, fair_classification, hyper_representation, loss_tuning, networks
 from fedbilevel.tasks.images import LabelledImages, long_tailed
 from fedbilevel.tasks.loss_tuning import balancing_weights
 
@@ -91,6 +91,35 @@ def test_the_training_loss_is_the_vector_scaling_loss():
     size = sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(task.y0))
     ridged = loss_tuning(ridge=0.25).problem.inner(task.x0, task.y0, batch) - start
     assert float(ridged) == pytest.approx(0.25 * size, rel=1e-10)
+
+
+def test_weights_of_classes_are_a_softmax_over_the_training_loss():
+    """w = C·softmax(x): 1 at the start; else each sample's cross-entropy times its class's weight, as a mean."""
+    task, plain = loss_tuning(ridge=0.0, class_weights=True), loss_tuning(ridge=0.0)
+    batch = task.clients.inner.row(0)
+    start = float(task.problem.inner(task.x0, task.y0, batch))
+    assert start == pytest.approx(float(plain.problem.inner(plain.x0, plain.y0, batch)), rel=1e-12)
+    raw = np.linspace(-1, 2, 10)
+    weights = 10 * np.exp(raw) / np.exp(raw).sum()
+    assert weights.mean() == pytest.approx(1)
+    logits = np.asarray(networks.mlp((64,), (64,), 10).logits(*task.y0, batch["image"])) / 2
+    by_hand = np.mean(weights[batch["label"]] * cross_entropies(logits, batch["label"]))
+    moved = task.problem.inner({**task.x0, "weight": jnp.asarray(raw)}, task.y0, batch)
+    assert float(moved) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_training_accuracy_is_measured_on_drawn_training_images():
+    """All training digits: the count of NumPy; fewer: the same ones at every call; held-out ones are none of it."""
+    digits = load("digits").standardised()
+    task, network = hyper_representation(train_samples=1437), networks.mlp((64,), (64,), 10)
+    logits = network.logits(task.x0, task.y0, network.prepare(digits.train_images))
+    share = np.mean(np.argmax(logits, axis=1) == digits.train_labels)
+    assert float(task.metrics["train_accuracy"](task.x0, task.y0)) == pytest.approx(share, abs=1e-12)
+    assert "train_accuracy" not in hyper_representation().metrics
+    few = [hyper_representation(train_samples=50) for _ in range(2)]
+    assert len({float(one.metrics["train_accuracy"](one.x0, one.y0)) for one in few}) == 1
+    with pytest.raises(fb.errors.ConfigurationError, match="train_samples = 1437 is not allowed: at most 1150"):
+        hyper_representation(train_samples=1437, holdout=0.2)
 
 
 def test_both_halves_have_every_class():

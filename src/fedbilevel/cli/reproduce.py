@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +43,7 @@ def add_to(add: Add) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from fedbilevel.core.errors import ConfigurationError, FedbilevelError
-    from fedbilevel.data import DataError
+    from fedbilevel.core.errors import ConfigurationError
 
     scale: Scale = "full" if options.full else "quick"
     if options.list:
@@ -50,20 +51,30 @@ def _reproduce(options: argparse.Namespace) -> int:
         return OK
     if not options.ids:
         raise ConfigurationError("which entry? fedbilevel reproduce --list names them")
-    entries, terminal = _entries(options.ids), console()
-    prepare_jax()
+    entries = _entries(options.ids)
+    if len(entries) > 1:
+        return _each(entries, options)
+    try:
+        _one(entries[0], scale, options)
+    except KeyboardInterrupt:
+        return fail(INTERRUPTED, "interrupted; the same command goes on where it was")
+    return OK
+
+
+def _each(entries: list[Entry], options: argparse.Namespace) -> int:
+    """Every entry in a process of its own, whose devices and memory are its own."""
+    flags = ["--full"] * options.full + ["--rehearse"] * options.rehearse + ["--quiet"] * options.quiet
+    flags += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
     failed = []
     for entry in entries:
-        terminal.rule(f"{entry.id}: {entry.part}")
+        command = [sys.executable, "-m", "fedbilevel.cli", "reproduce", entry.id, *flags, "--out", str(options.out)]
         try:
-            _one(entry, scale, options, terminal)
+            code = subprocess.run(command, check=False).returncode
         except KeyboardInterrupt:
+            code = INTERRUPTED
+        if code == INTERRUPTED:
             return fail(INTERRUPTED, "interrupted; the same command goes on where it was")
-        except (FedbilevelError, DataError) as error:
-            if len(entries) == 1:
-                raise
-            failed.append(entry.id)
-            terminal.print(f"failed: {error}", markup=False, highlight=False)
+        failed += [entry.id] if code else []
     return fail(NUMBERS_FAIL, f"failed: {', '.join(failed)}") if failed else OK
 
 
@@ -80,7 +91,10 @@ def _entries(asked: list[str]) -> list[Entry]:
     return [entry for entry in every if {ALL, entry.paper, entry.id} & set(asked)]
 
 
-def _one(entry: Entry, scale: Scale, options: argparse.Namespace, terminal: Any) -> None:
+def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
+    terminal = console()
+    prepare_jax()
+    from fedbilevel.engines.local.cpu import tune_cpu
     from fedbilevel.experiments import plots
     from fedbilevel.reproduce import outcome, picture, protocol
 
@@ -88,6 +102,8 @@ def _one(entry: Entry, scale: Scale, options: argparse.Namespace, terminal: Any)
         if not options.quiet:
             terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    terminal.rule(f"{entry.id}: {entry.part}")
+    tune_cpu(protocol.devices_of(entry, scale))
     if options.rehearse:
         return protocol.rehearse(entry, scale, options.out, said=said)
     played = protocol.play(entry, scale, options.out, seeds=options.seeds or protocol.SEEDS, said=said)
@@ -133,7 +149,10 @@ def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
     for panel in entry.panels:
         cells = []
         for method in entry.methods:
-            one = panels[panel][method]
+            one = panels[panel].get(method)
+            if one is None:
+                cells.append("–")
+                continue
             spread = f" ± {text(entry.metric, one['sd'])}" if one["sd"] is not None else ""
             mean = text(entry.metric, one["mean"]).removesuffix(" %" if spread else "")
             cells.append(f"{mean}{spread}" if one["mean"] is not None else "failed")
@@ -152,10 +171,10 @@ def _claims(found: dict[str, Any], width: int) -> Any:
         "panel": [one["panel"] for one in rows],
         "beside": [one["than"] for one in rows],
         "better by": [_by(one) for one in rows],
-        "": [one["state"] for one in rows],
+        "state": [one["state"] for one in rows],
     }
-    notes = [one["note"] for one in rows if one["note"]]
-    return fitted("Claims", columns, width, texts=["claim", "panel", "beside", ""], notes=notes)
+    notes = dict.fromkeys(f"{one['note']}." for one in rows if one["note"])
+    return fitted("Claims", columns, width, texts=["claim", "panel", "beside", "state"], notes=notes)
 
 
 def _by(one: dict[str, Any]) -> str:

@@ -77,9 +77,16 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A setting in which all methods are run: tables of a spec, and of a series of settings its value."""
+    """A setting in which methods are run.
+
+    Args:
+        spec: tables of a spec.
+        methods: those that are run in it; none given: all.
+        value: of a series of settings, its place on the axis.
+    """
 
     spec: Tables = field(default_factory=dict)
+    methods: Sequence[str] = ()
     value: float | None = None
 
 
@@ -134,7 +141,7 @@ class Entry:
         against: the cost on the other axis: "rounds", "exchanges", "megabytes", "gflop", "seconds", "time".
         series: what the panels' values are, where they have some: then readings are drawn against them.
         spec: what all runs have in common.
-        panels, methods: every method is run in every panel.
+        panels, methods: every method is run in every panel that names no others.
         tuning: None where nothing is chosen; `untuned` then says why.
         claims: what decides.
         runs: the id of the entry whose runs these are; its own by default.
@@ -173,6 +180,8 @@ class Entry:
         self._check_tuning()
         for claim in self.claims:
             self._check_claim(claim)
+        for panel in self.panels.values():
+            _require_known("methods of a panel", panel.methods, self.methods)
         for size in (self.quick, self.full):
             _require_known("panels of a scale", size.panels, self.panels)
             _require_known("methods of a scale", size.methods, self.methods)
@@ -194,6 +203,8 @@ class Entry:
         _require_known("claims.than", claim.than, self.methods)
         _require_known("claims.panels", claim.panels, self.panels)
         require((claim.reach is None) == (claim.by != "first"), "claims.reach", claim.reach, 'given with by = "first"')
+        for panel in self.panels_of(claim):
+            _require_known(f"claims in panel {panel}", [claim.better, *claim.than], self.methods_of(panel))
         if claim.slope is None:
             require(bool(claim.than), "claims.than", claim.than, "one method or more, or a slope in its place")
         else:
@@ -202,6 +213,11 @@ class Entry:
     def panels_of(self, claim: Claim) -> Sequence[str]:
         """The panels in which a claim is made."""
         return claim.panels or list(self.panels)
+
+    def methods_of(self, panel: str) -> Mapping[str, Method]:
+        """The methods that are run in a panel."""
+        names = self.panels[panel].methods or self.methods
+        return {name: self.methods[name] for name in names}
 
     @property
     def trials(self) -> int:
@@ -255,7 +271,10 @@ def read(id: str, content: Mapping[str, Any]) -> Entry:
             **content,
             "id": id,
             "runs": content.get("runs", id),
-            "panels": {name: Panel(value=of.get("value"), spec=_spec(of)) for name, of in content["panels"].items()},
+            "panels": {
+                name: Panel(value=of.get("value"), methods=of.get("methods", ()), spec=_spec(of))
+                for name, of in content["panels"].items()
+            },
             "methods": {
                 name: Method(grid=of.get("grid", {}), spec=_spec(of)) for name, of in content["methods"].items()
             },
@@ -273,7 +292,7 @@ def read(id: str, content: Mapping[str, Any]) -> Entry:
 
 def _spec(content: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of a spec in that of a panel or a method; anything else is unknown."""
-    found = {name: table for name, table in content.items() if name not in ("grid", "value")}
+    found = {name: table for name, table in content.items() if name not in ("grid", "methods", "value")}
     for name in found:
         if name not in SECTIONS:
             raise unknown("section", name, SECTIONS)

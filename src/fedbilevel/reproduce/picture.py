@@ -60,7 +60,7 @@ def _series(entry: Entry, outcome: Record) -> Any:
             found = [
                 (panel.value, of["mean"], of["sd"] or 0.0)
                 for name, panel in entry.panels.items()
-                if (of := outcome["panels"][name][method])["mean"] is not None
+                if (of := outcome["panels"][name].get(method)) and of["mean"] is not None
             ]
             if found:
                 at, mean, spread = (np.array(column) for column in zip(*found, strict=True))

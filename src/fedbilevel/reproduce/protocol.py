@@ -96,7 +96,7 @@ def play(
     runs: dict[str, dict[str, list[History | None]]] = {}
     played = Played(entry, scale, seeds, runs)
     for panel in entry.panels:
-        for method in entry.methods:
+        for method in entry.methods_of(panel):
             with _timed(place):
                 chosen = choose(entry, panel, method, scale, place, said)
             played.chosen.setdefault(panel, {})[method] = chosen
@@ -136,6 +136,12 @@ def _chosen(sweep: Sweep) -> Chosen:
     return Chosen(sweep.best, sweep.trials, sweep.failed)
 
 
+def devices_of(entry: Entry, scale: Scale) -> int:
+    """The most devices that a run of the entry plays on."""
+    tables = [entry.tables(panel, method, scale) for panel in entry.panels for method in entry.methods_of(panel)]
+    return max(int(one.get("engine", {}).get("devices", 1)) for one in tables)
+
+
 def spec_of(entry: Entry, panel: str, method: str, scale: Scale, chosen: Chosen, seed: int) -> Spec:
     """The spec of a run."""
     settings = [f"{name}={toml.value(value)}" for name, value in (chosen.values or {}).items()]
@@ -172,7 +178,7 @@ def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line:
         FedbilevelError: it cannot.
     """
     for panel in entry.panels:
-        for method, of in entry.methods.items():
+        for method, of in entry.methods_of(panel).items():
             chosen = Chosen({name: values[0] for name, values in of.grid.items()})
             spec = spec_of(entry, panel, method, scale, chosen, seed=0)
             once = {"rounds": 1, "exchanges": None, "bytes": None, "time": None, "eval_every": 1}

@@ -217,6 +217,7 @@ def few_shot(
     way: int = 5,
     shot: int = 1,
     queries: int | None = 5,
+    holdout: float = 0.0,
     objective: Objective = "bilevel",
     ridge: float = 0.01,
     adaptation_steps: int = 1,
@@ -237,6 +238,8 @@ def few_shot(
         way: N, the characters of a task.
         shot: K, the support images of each, drawn for each task.
         queries: query images of each, other drawings; None takes all that are left.
+        holdout: the share of the training characters taken away before; "validation_accuracy", on tasks of theirs, is
+            then measured in place of "test_accuracy".
         objective: "bilevel"; or single-level ones: "joint", (f + g)/2 in x = (backbone, head); "protonet", whose x is
             the backbone (Snell et al. 2017); "maml" and "fomaml", of which x is the backbone and a head of `way`
             columns, adapted to a task's support before its queries count (Finn et al. 2017).
@@ -261,14 +264,16 @@ def few_shot(
         if got not in allowed:
             raise unknown(field, got, allowed)
     require_count("clients", clients)
-    found = load_characters(data)
+    require(is_number(holdout) and 0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
+    found = held_out_characters(load_characters(data), holdout, seed) if holdout else load_characters(data)
+    part = "validation" if holdout else "test"
     held = _dealt(found.train, clients, partition_by, way, seed)
     left = found.train.images.shape[1] - shot
     require(left >= 1, "shot", shot, f"at most {left + shot - 1}: of {left + shot} drawings")
     require_count("queries", queries, optional=True)
     asked = left if queries is None else queries
     require(asked <= left, "queries", queries, f"at most {left}: a character has {left + shot} drawings")
-    require(way <= len(found.test.images), "way", way, f"at most {len(found.test.images)}, the test characters")
+    require(way <= len(found.test.images), "way", way, f"at most {len(found.test.images)}, the {part} characters")
 
     net = NETWORKS[network](found.train.images.shape[2:], tuple(hidden), way)
     backbone, head = net.init(jax.random.key(seed))
@@ -297,7 +302,7 @@ def few_shot(
         ),
         x0=x0,
         y0=y0,
-        metrics={"test_accuracy": accuracy},
+        metrics={f"{part}_accuracy": accuracy},
     )
 
 
@@ -405,6 +410,14 @@ def _standardising(net: networks.Network, found: Characters) -> Features:
         return net.features(x, net.prepare(pixels)).reshape(*images.shape[:-2], -1)  # type: ignore[arg-type]
 
     return features
+
+
+def held_out_characters(found: Characters, share: float, seed: int) -> Characters:
+    """That share of the training characters in place of the test characters."""
+    train, total = found.train, len(found.train.images)
+    aside, rest = np.split(np.random.default_rng([seed, 5]).permutation(total), [max(1, round(share * total))])
+    taken, left = (replace(train, images=train.images[part], alphabet=train.alphabet[part]) for part in (aside, rest))
+    return replace(found, train=left, test=taken)
 
 
 def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[np.ndarray]:

@@ -32,6 +32,7 @@ def hyper_representation(
     validation: float = 0.5,
     holdout: float = 0.0,
     ridge: float = 5e-4,
+    train_samples: int | None = None,
     capacities: Sequence[float] = (),
     local_steps: Any = None,
     seed: int = 0,
@@ -51,6 +52,7 @@ def hyper_representation(
         holdout: the share of the training images taken away before, and measured in place of the test images: for
             choosing hyperparameters without looking at the test set.
         ridge: the inner loss has ridge·‖y‖² added.
+        train_samples: how many training images, drawn once, "train_accuracy" is measured on; None does not measure it.
         capacities: the shares of the network that clients can hold, dealt out to them in turn; empty: all hold all.
         local_steps: see Clients.
         seed: of the partition, the splits and the starting point.
@@ -60,6 +62,8 @@ def hyper_representation(
     images = load_images(data, network, hidden, holdout=holdout, seed=seed)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     x0, y0 = images.model.init(jax.random.key(seed))
+
+    trained = {"train_accuracy": images.training_accuracy(train_samples, seed)} if train_samples is not None else {}
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(images.model.logits(x, y, batch["image"]), batch["label"])
@@ -78,6 +82,6 @@ def hyper_representation(
         ),
         x0=x0,
         y0=y0,
-        metrics={f"{images.part}_accuracy": images.accuracy()},
+        metrics={f"{images.part}_accuracy": images.accuracy(), **trained},
         metrics_per_client={"client_accuracy": images.own_accuracy},
     )

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.client import Ragged
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Dataset, load, pack, partition
 from fedbilevel.data.partitions import Indices
@@ -47,6 +47,14 @@ class LabelledImages:
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
         """(body, head) -> share of the images of `part` that the network gets right."""
         return networks.accuracy(self.model, self.data.test_images, self.data.test_labels)
+
+    def training_accuracy(self, count: int, seed: int) -> Callable[[PyTree, PyTree], Array]:
+        """(body, head) -> share of `count` training images, drawn once, that the network gets right."""
+        require_count("train_samples", count)
+        total = len(self.data.train_labels)
+        require(count <= total, "train_samples", count, f"at most {total}, the training images")
+        drawn = np.random.default_rng([seed, 3]).choice(total, count, replace=False)
+        return networks.accuracy(self.model, self.data.train_images[drawn], self.data.train_labels[drawn])
 
     def own_accuracy(self, body: PyTree, head: PyTree, batch: PyTree) -> Array:
         """The share of a client's own images, {"image", "label"}, that the network gets right."""

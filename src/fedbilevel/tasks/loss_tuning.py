@@ -7,8 +7,9 @@ an image of class c, the clients' training and validation samples see
 
 The first is the vector-scaling loss (Kini et al., NeurIPS 2021): Δ scales logits by factors in (0, 1), ℓ moves them. It
 starts as plain cross-entropy of halved logits, sigmoid(0) being ½, which is the loss "without tuning": to train with
-that alone, give x a vanishing step size. f does not depend on x directly; its weights make it the mean over classes of
-their validation losses.
+that alone, give x a vanishing step size. RABO's loss (Li et al., section V-B) has a weight of each class besides; here
+the weights are a softmax, since any loss could be made small by small weights. f does not depend on x directly; its
+weights make it the mean over classes of their validation losses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ def loss_tuning(
     validation: float = 0.2,
     holdout: float = 0.0,
     ridge: float = 5e-4,
+    class_weights: bool = False,
     capacities: Sequence[float] = (),
     local_steps: Any = None,
     seed: int = 0,
@@ -57,6 +59,7 @@ def loss_tuning(
             has 0.01. Test images, and images held out, are not thinned.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
+        class_weights: x has a weight of each class, too: C·softmax(x["weight"]), which start at 1 and have mean 1.
         data, network, hidden, clients, partition_by, partition_options, holdout, capacities, local_steps, seed: see
             hyper_representation.
 
@@ -82,15 +85,17 @@ def loss_tuning(
 
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         logits = images.model.logits(y[0], y[1], batch["image"]) * jax.nn.sigmoid(x["scale"]) + x["shift"]
-        return networks.cross_entropy(logits, batch["label"]) + ridge * optax.tree.vdot(y, y)
+        weight = classes * jax.nn.softmax(x["weight"])[batch["label"]] if class_weights else 1.0
+        return networks.cross_entropy(logits, batch["label"], weight) + ridge * optax.tree.vdot(y, y)
 
     each_class = images.class_accuracies()
-    none = jnp.zeros(images.data.classes)
+    classes = images.data.classes
+    none = jnp.zeros(classes)
     return Task(
         name="loss_tuning",
         problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure())),
         clients=population,
-        x0={"scale": none, "shift": none},
+        x0={"scale": none, "shift": none, **({"weight": none} if class_weights else {})},
         y0=images.model.init(jax.random.key(seed)),
         metrics={f"balanced_{images.part}_accuracy": lambda x, y: jnp.mean(each_class(*y))},
         metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
