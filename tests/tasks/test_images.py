@@ -112,7 +112,7 @@ def test_training_accuracy_is_measured_on_drawn_training_images():
     """All training digits: the count of NumPy; fewer: the same ones at every call; held-out ones are none of it."""
     digits = load("digits").standardised()
     task, network = hyper_representation(train_samples=1437), networks.mlp((64,), (64,), 10)
-    logits = network.logits(task.x0, task.y0, network.prepare(digits.train_images))
+    logits = np.asarray(network.logits(task.x0, task.y0, network.prepare(digits.train_images)))
     share = np.mean(np.argmax(logits, axis=1) == digits.train_labels)
     assert float(task.metrics["train_accuracy"](task.x0, task.y0)) == pytest.approx(share, abs=1e-12)
     assert "train_accuracy" not in hyper_representation().metrics
