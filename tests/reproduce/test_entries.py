@@ -8,6 +8,7 @@ import pytest
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments.spec import configure
+from fedbilevel.reproduce.claims import findings
 from fedbilevel.reproduce.entry import SCALES, Entry, ids, load, read
 from fedbilevel.sweeps.plan import measured_on_test
 
@@ -33,7 +34,7 @@ CONTENT: dict[str, Any] = {
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_entry_gives_complete_specs(entry: Entry, scale: Any) -> None:
     for panel in entry.panels:
-        for method, of in entry.methods.items():
+        for method, of in entry.methods_of(panel).items():
             spec = configure(entry.tables(panel, method, scale))
             for name, values in of.grid.items():
                 configure(spec.tables(), settings=[f"{name}={values[-1]}"])
@@ -48,7 +49,32 @@ def test_no_entry_chooses_by_test_data(entry: Entry) -> None:
     if entry.tuning:
         assert not measured_on_test(entry.tuning.select)
         assert len({len(method.grid) > 0 for method in entry.methods.values()}) == 1
+    assert entry.quick.minutes
     assert entry.quick.minutes <= 10
+
+
+def test_every_figure_and_table_has_an_entry() -> None:
+    papers = {
+        "afbo": ["1", "2", "3", "4"],
+        "fednest": ["2a", "2b", "2c", "3", "4"],
+        "fism": ["2", "3", "table-1"],
+        "rabo": ["2", "3", "4", "5", "6", "table-2", "table-3"],
+        "simfbo": ["2", "3", "4", "5"],
+    }
+    assert [entry.id for entry in ENTRIES] == [f"{paper}-{part}" for paper, parts in papers.items() for part in parts]
+    assert all(entry.id.startswith(entry.paper) for entry in ENTRIES)
+
+
+def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
+    change: dict[str, Any] = {"panels": {"iid": {}, "other": {"methods": ["A"]}}}
+    claims = [{"says": "-", "better": "A", "than": ["B"], "panels": ["iid"]}]
+    made = read("made-up", {**CONTENT, **change, "claims": claims, "quick": {"minutes": 1, "only": ["other"]}})
+    assert list(made.methods_of("other")) == ["A"]
+    assert (list(made.panels_at("quick")), list(made.panels_at("full"))) == (["other"], ["iid", "other"])
+    (found,) = findings(made, {"other": {"A": []}})
+    assert (found.state, found.note) == ("open", "iid is not played at this scale")
+    with pytest.raises(ConfigurationError, match="claims in panel other"):
+        read("made-up", {**CONTENT, **change})
 
 
 @pytest.mark.parametrize(

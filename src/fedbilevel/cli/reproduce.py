@@ -128,9 +128,9 @@ def _listing(scale: Scale, out: Path) -> Any:
     found = [read(file) if file.is_file() else {} for file in files]
     columns = {
         "id": [entry.id for entry in every],
-        "paper": [entry.part for entry in every],
+        "part": [entry.part for entry in every],
         "shows": [entry.title for entry in every],
-        "minutes": [f"{entry.size(scale).minutes:g}" for entry in every],
+        "minutes": [f"{minutes:g}" if (minutes := entry.size(scale).minutes) else "?" for entry in every],
         "state": [one.get("verdict", "not run") for one in found],
         "on": [one.get("date", "") for one in found],
     }
@@ -146,7 +146,7 @@ def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
 
     panels = found["panels"]
     columns = {"method": list(entry.methods)}
-    for panel in entry.panels:
+    for panel in panels:
         cells = []
         for method in entry.methods:
             one = panels[panel].get(method)

@@ -60,7 +60,12 @@ def _of_claim(entry: Entry, claim: Claim, runs: Runs) -> Iterator[Finding]:
         return
     for panel in entry.panels_of(claim):
         for than in claim.than:
-            yield _comparison(entry, claim, panel, than, runs)
+            yield (_comparison if panel in runs else _not_played)(entry, claim, panel, than, runs)
+
+
+def _not_played(entry: Entry, claim: Claim, panel: str, than: str, runs: Runs) -> Finding:
+    note = f"{panel} is not played at this scale"
+    return Finding(claim.says, panel, claim.better, than, None, None, None, None, "open", note)
 
 
 def verdict(found: Sequence[Finding]) -> Verdict:
@@ -184,7 +189,7 @@ def _state(mean: float, half: float, level: float | None) -> State:
 def _slope(entry: Entry, claim: Claim, runs: Runs) -> Finding:
     """The slope of readings against the panels' values, on logarithmic axes."""
     assert claim.slope is not None
-    panels = entry.panels_of(claim)
+    panels = [panel for panel in entry.panels_of(claim) if panel in runs]
     sides = {panel: runs[panel][claim.better] for panel in panels}
     if any(one is None for side in sides.values() for one in side):
         return Finding(claim.says, "", claim.better, "", None, None, None, None, "open", "a run failed")

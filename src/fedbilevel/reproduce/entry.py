@@ -115,13 +115,19 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a scale changes: tables of the spec, of the tuning, of single panels and of single methods."""
+    """What a scale changes: tables of the spec, of the tuning, of single panels and of single methods.
+
+    Args:
+        minutes: that it takes on two cores; None where that is not known.
+        only: the panels that are played; none given: all. Claims of others stay open.
+    """
 
     spec: Tables = field(default_factory=dict)
     tuning: Tables = field(default_factory=dict)
     panels: Mapping[str, Tables] = field(default_factory=dict)
     methods: Mapping[str, Tables] = field(default_factory=dict)
-    minutes: float
+    only: Sequence[str] = ()
+    minutes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +189,7 @@ class Entry:
         for panel in self.panels.values():
             _require_known("methods of a panel", panel.methods, self.methods)
         for size in (self.quick, self.full):
-            _require_known("panels of a scale", size.panels, self.panels)
+            _require_known("panels of a scale", [*size.panels, *size.only], self.panels)
             _require_known("methods of a scale", size.methods, self.methods)
 
     def _check_tuning(self) -> None:
@@ -213,6 +219,10 @@ class Entry:
     def panels_of(self, claim: Claim) -> Sequence[str]:
         """The panels in which a claim is made."""
         return claim.panels or list(self.panels)
+
+    def panels_at(self, scale: Scale) -> Sequence[str]:
+        """The panels that are played at a scale."""
+        return self.size(scale).only or list(self.panels)
 
     def methods_of(self, panel: str) -> Mapping[str, Method]:
         """The methods that are run in a panel."""

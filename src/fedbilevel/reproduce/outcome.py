@@ -49,7 +49,7 @@ def outcome_of(played: Played) -> Record:
         "metric": entry.metric,
         "against": entry.against,
         "errors": played.errors,
-        "panels": {panel: _panel(played, panel) for panel in entry.panels},
+        "panels": {panel: _panel(played, panel) for panel in played.runs},
     }
 
 

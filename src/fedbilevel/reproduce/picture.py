@@ -22,7 +22,7 @@ def draw(entry: Entry, outcome: Record) -> Any:
 
 def _curves(entry: Entry, outcome: Record) -> Any:
     """Curves with a band of one standard deviation over the seeds."""
-    panels = list(entry.panels)
+    panels = list(outcome["panels"])
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
     size = (CELL[0] * columns + 0.4, CELL[1] * rows + 0.6)
@@ -60,7 +60,7 @@ def _series(entry: Entry, outcome: Record) -> Any:
             found = [
                 (panel.value, of["mean"], of["sd"] or 0.0)
                 for name, panel in entry.panels.items()
-                if (of := outcome["panels"][name].get(method)) and of["mean"] is not None
+                if (of := outcome["panels"].get(name, {}).get(method)) and of["mean"] is not None
             ]
             if found:
                 at, mean, spread = (np.array(column) for column in zip(*found, strict=True))

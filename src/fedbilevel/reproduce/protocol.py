@@ -95,7 +95,7 @@ def play(
     place, tasks = place_of(entry, scale, out), TaskCache()
     runs: dict[str, dict[str, list[History | None]]] = {}
     played = Played(entry, scale, seeds, runs)
-    for panel in entry.panels:
+    for panel in entry.panels_at(scale):
         for method in entry.methods_of(panel):
             with _timed(place):
                 chosen = choose(entry, panel, method, scale, place, said)
@@ -138,7 +138,9 @@ def _chosen(sweep: Sweep) -> Chosen:
 
 def devices_of(entry: Entry, scale: Scale) -> int:
     """The most devices that a run of the entry plays on."""
-    tables = [entry.tables(panel, method, scale) for panel in entry.panels for method in entry.methods_of(panel)]
+    tables = [
+        entry.tables(panel, method, scale) for panel in entry.panels_at(scale) for method in entry.methods_of(panel)
+    ]
     return max(int(one.get("engine", {}).get("devices", 1)) for one in tables)
 
 
@@ -177,7 +179,7 @@ def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line:
     Raises:
         FedbilevelError: it cannot.
     """
-    for panel in entry.panels:
+    for panel in entry.panels_at(scale):
         for method, of in entry.methods_of(panel).items():
             chosen = Chosen({name: values[0] for name, values in of.grid.items()})
             spec = spec_of(entry, panel, method, scale, chosen, seed=0)
