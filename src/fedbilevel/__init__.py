@@ -1,5 +1,6 @@
 """Federated bilevel optimization: choose x so that the model y trained on it, by many clients, is best."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,21 @@ def _elsewhere(name: str) -> str:
         if name in import_module(module).__all__:
             return f"{module}.{name}"
     return import_module("fedbilevel.core.renames").PUBLIC.get(name, "")
+
+
+class _Moved:
+    """Asked last for a module: refuses one of an earlier version, or such a name in `from fedbilevel import …`."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, rest = name.partition(".")
+        if package == __name__:
+            moved = import_module("fedbilevel.core.renames").MODULES
+            if found := moved.get(rest) or _elsewhere(rest.removeprefix("experiments.")):
+                raise ModuleNotFoundError(f"no {name}: it is now {found}")
+
+
+sys.meta_path.append(_Moved)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,8 @@ A method is a subclass of `Algorithm`, its fields are made by `static`, `positiv
 marked with `phase`: see docs/how-to/own-method.md. Whoever runs published methods needs `fedbilevel` alone.
 """
 
+from typing import TYPE_CHECKING
+
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
@@ -13,6 +15,7 @@ from fedbilevel.core.answers import Public, Withheld
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, static, step_sizes
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.renames import PUBLIC
 from fedbilevel.core.tree import XY, XYV
 from fedbilevel.diagnostics.check import HypergradientReport
 from fedbilevel.diagnostics.diagnose import Diagnosis
@@ -54,3 +57,10 @@ __all__ = [
     "static",
     "step_sizes",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Refuse a name of an earlier version; an ImportError says so in `from fedbilevel.authoring import …`, too."""
+        said = f"cannot import name {name!r} from {__name__!r}: it is now {PUBLIC.get(name)}"
+        raise ImportError(said) if name in PUBLIC else AttributeError(f"module {__name__!r} has no attribute {name!r}")

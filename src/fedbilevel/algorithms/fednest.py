@@ -54,10 +54,12 @@ from fedbilevel.core.config import positive, static
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.renames import NESTED_STATE, renamed
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move
 
 
+@renamed(NESTED_STATE)
 class State(NamedTuple):
     """What the server keeps."""
 

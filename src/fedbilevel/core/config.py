@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from fedbilevel.core.errors import ConfigurationError, is_count, require, unknow
 from fedbilevel.core.tree import XYV
 
 T = TypeVar("T", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 Step = Any
 """A step size: a positive number or an optax schedule (round -> number)."""
 
@@ -36,6 +38,21 @@ class Schedule:
     function: Callable[[Any], Any]
 
 
+def _by_name(make: F) -> F:
+    """Refuse a default that is given without its name, as in earlier versions: type checkers would take it for none."""
+
+    @functools.wraps(make)
+    def made(*given: Any, **fields: Any) -> Any:
+        if given:
+            said = ", ".join(map(repr, given))
+            one = f"default={given[0]!r}" if len(given) == 1 else "default=XYV(x=…, y=…, v=…)"
+            raise ConfigurationError(f"{make.__name__}({said}): write {make.__name__}({one})")
+        return make(**fields)
+
+    return cast(F, made)
+
+
+@_by_name
 def static(default: Any = dataclasses.MISSING) -> Any:
     """A field that shapes the compiled program (a count, a flag, a choice); without a default it has to be given."""
     return dataclasses.field(default=default, metadata={"static": True})
@@ -46,21 +63,25 @@ def wrapped(kw_only: bool) -> Any:
     return dataclasses.field(kw_only=kw_only)
 
 
+@_by_name
 def counts(default: int) -> Any:
     """A static field that must be a positive integer, or several of them, one for each client; kept as a tuple then."""
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
+@_by_name
 def step_sizes(default: XYV) -> Any:
     """A field of three step sizes; a single number or schedule given for it serves all three."""
     return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes})
 
 
+@_by_name
 def positive(default: float) -> Any:
     """A field that must be a positive number or a schedule; infinity is allowed."""
     return dataclasses.field(default=default, metadata={"prepare": _prepare_number})
 
 
+@_by_name
 def fraction(default: float) -> Any:
     """A field that must be a number strictly between 0 and 1, or a schedule."""
 

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple, Protocol
 from jax import Array
 
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.renames import REPLY, renamed
 from fedbilevel.core.tree import PyTree
 
 
+@renamed(REPLY)
 class Reply(NamedTuple):
     """What a phase hands back.
 

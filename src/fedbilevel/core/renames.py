@@ -1,14 +1,83 @@
 """Names of earlier versions and what stands in their place; for error messages, and for reading what they saved."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 PUBLIC = {
     "algorithm": "a method is a subclass of fedbilevel.authoring.Algorithm, without a decorator",
     "load_result": "fedbilevel.Result.load",
     "steps": "fedbilevel.authoring.step_sizes",
+    "Named": "fedbilevel.experiments.Component",
+    "Parts": "fedbilevel.experiments.Experiment",
 }
-"""Names that `fedbilevel` once handed out, and that no public module has now."""
+"""Names that public modules once handed out, and that none has now."""
+
+MODULES = {
+    "algorithms.hypergradient": "fedbilevel.parts, with Implicit and LocalImplicit",
+    "algorithms.submodels": "fedbilevel.Submodels",
+    "engines.clock": "fedbilevel.Clock",
+    "engines.cpu": "fedbilevel.tune_cpu",
+    "engines.hosts": "fedbilevel.engines.multihost",
+    "engines.ledger": "fedbilevel.authoring.Ledger",
+    "engines.per_client": "fedbilevel.PerClient",
+    "experiments.methods": "fedbilevel.experiments.compare_algorithms",
+    "experiments.parts": "fedbilevel.experiments.build",
+    "flower.accounting": "fedbilevel.flower.privacy, with PrivacyAccount for Spent",
+    "flower.supernode": "fedbilevel.flower.launch.supernode",
+    "flower.worker": "fedbilevel.flower.launch.worker",
+    **dict.fromkeys(
+        ("flower.apps", "flower.engine", "flower.in_process", "flower.limits", "flower.site", "flower.terms"),
+        "fedbilevel.flower, which has its public names",
+    ),
+}
+"""Modules of `fedbilevel` that users imported, and where what they had is now."""
+
+REPLY = {"products": "hvps"}
+LEDGER = {**REPLY, "products_per_client": "hvps_per_client"}
+COLUMNS_OF_DELAYS = {
+    "inner_delay": "delay.inner_gradients",
+    "outer_delay": "delay.outer_hypergradient or delay.outer_directions",
+}
+TASK = {"split_x": "local of the problem, Bilevel(outer, inner, local='x')"}
+NESTED_STATE = {"quality": "info"}
+LATE_STATE = {"iterate": "inside.iterate"}
+RUN = {"parts": "experiment"}
+HOOKS = {"fresh": "the hook extra_cohorts", "everyone": "the hook needs_everyone"}
+"""Arguments and attributes of classes, arguments of functions, and hooks of methods."""
+
+
+def renamed(now: Mapping[str, str]) -> Callable[[F], F]:
+    """Let a class or a function refuse what it was called with in earlier versions; a class its attributes, too."""
+
+    def mark(made: F) -> F:
+        def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(call)
+            def checked(*given: Any, **fields: Any) -> Any:
+                for name in fields.keys() & now.keys():
+                    raise TypeError(f"{made.__name__}({name}=…): {name} is now {now[name]}")
+                return call(*given, **fields)
+
+            return checked
+
+        def refused(self: object, name: str) -> Any:
+            said = f": it is now {now[name]}" if name in now else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{said}")
+
+        cls: Any = made
+        if not isinstance(made, type):
+            return cast(F, refusing(made))
+        if issubclass(made, tuple):
+            cls.__new__ = staticmethod(refusing(cls.__new__))
+        else:
+            cls.__init__ = refusing(cls.__init__)
+        cls.__getattr__ = refused
+        return made
+
+    return mark
+
 
 _INNER = "a field of the part inner"
 _SOLVER = "a field of the part hypergradient.solver"
@@ -17,7 +86,7 @@ FIELDS = {
     "inner_rounds": f"rounds, {_INNER}",
     "inner_server_lr": f"server_lr, {_INNER}",
     "system_lr": "lr, a field of the part hypergradient = SystemSteps(…)",
-    "inverse": "the part hypergradient.solver, Neumann(…) or CG(…)",
+    "inverse": "the part hypergradient.solver, Neumann(…) or CG(…), and of AggITD sampling",
     "neumann_terms": f"terms, {_SOLVER}",
     "neumann_step": f"step, {_SOLVER}",
     "cg_iterations": f"max_steps, {_SOLVER} = CG(…)",
@@ -46,12 +115,22 @@ FIELDS_OF_PARTS = {
 """The same for methods with a part `inner`; other methods have fields of these names today."""
 
 
+KINDS = {
+    "global": "implicit, and of AFBO steps",
+    "series": "neumann",
+    "random": "neumann, with sampling = 'random'",
+    "parallel": "neumann, with sampling = 'random_per_client'",
+    "coordinate": "coordinates",
+}
+"""Values of fields that are parts now."""
+
+
 def name_of_today(field: str, allowed: Iterable[str]) -> str:
     """What a field of earlier versions is now, for a class that has the fields `allowed`; empty if there was none."""
     return FIELDS.get(field) or (FIELDS_OF_PARTS.get(field, "") if "inner" in set(allowed) else "")
 
 
-COLUMNS = {"products": "hvps"}
+COLUMNS = REPLY
 """Columns of histories and totals of ledgers that earlier versions saved under another name; they are read as ever."""
 
 

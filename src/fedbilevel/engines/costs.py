@@ -17,7 +17,7 @@ from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.renames import with_names_of_today
+from fedbilevel.core.renames import LEDGER, renamed, with_names_of_today
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.virtual_time.clock import TICK
 from fedbilevel.quoting import printable, require_object
@@ -180,6 +180,7 @@ _KINDS = {
 }
 
 
+@renamed(LEDGER)
 @dataclass(repr=False)
 class Ledger(Shown):
     """Totals since round 0; resuming continues them.

@@ -13,7 +13,7 @@ import numpy as np
 from fedbilevel.core.card import Card, Shown, counted, listed, span
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
-from fedbilevel.core.renames import with_names_of_today
+from fedbilevel.core.renames import COLUMNS, COLUMNS_OF_DELAYS, with_names_of_today
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.curves import draw_history
@@ -39,6 +39,8 @@ class History(Shown):
     def __getitem__(self, column: str) -> np.ndarray:
         """A column, NaN where a row lacks it (there are no losses yet in row 0)."""
         if column not in self.columns:
+            if now := (COLUMNS | COLUMNS_OF_DELAYS).get(column):
+                raise ConfigurationError(f"unknown column of the history {column!r}: it is now {now}")
             raise unknown("column of the history", column, self.columns)
         return np.array([row.get(column, np.nan) for row in self.rows])
 

@@ -58,5 +58,6 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        now = import_module("fedbilevel.core.renames").PUBLIC.get(name, "")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": it is now {now}" if now else ""))
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'spec')}"), name)

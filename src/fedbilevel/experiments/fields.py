@@ -33,7 +33,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Momentum, Plain, Proximal
 from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.renames import name_of_today
+from fedbilevel.core.renames import KINDS, name_of_today
 from fedbilevel.core.tree import XYV
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): '"none"'}
@@ -331,6 +331,8 @@ def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str,
     if "name" in table:
         kind, current = table["name"], {}
         if kind not in options:
+            if now := KINDS.get(kind):
+                raise ConfigurationError(f"unknown part for {place} {kind!r}: it is now {now}")
             raise unknown(f"part for {place}", kind, options)
     else:
         current = (_accept_part(place, field, *below) if below else None) or {}

@@ -29,6 +29,7 @@ from fedbilevel.algorithms.parts.submodels import Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, FedbilevelError, require
 from fedbilevel.core.metrics import best
+from fedbilevel.core.renames import RUN, renamed
 from fedbilevel.data import DataError
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.budget import cost, in_words, reason, rounds_at_most, rounds_done, stop_after
@@ -117,6 +118,7 @@ def _made(kind: str, make: Callable[..., Any], named: Component, fields: Any) ->
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
 
 
+@renamed(RUN)
 def run(
     spec: Spec,
     folder: str | Path | None = None,
@@ -150,6 +152,7 @@ def run(
             return _play(spec, place, experiment, callbacks, plot, display, resume=False)
 
 
+@renamed(RUN)
 def resume(
     folder: str | Path,
     *,

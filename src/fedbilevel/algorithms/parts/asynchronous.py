@@ -39,6 +39,7 @@ from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.renames import LATE_STATE, renamed
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 
@@ -82,6 +83,7 @@ class LastReplies(NamedTuple):
         return self.age + missing * self.exchanges
 
 
+@renamed(LATE_STATE)
 class State(NamedTuple):
     """What the server keeps."""
 

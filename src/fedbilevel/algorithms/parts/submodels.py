@@ -24,10 +24,10 @@ class Submodels(Wrapper):
             first to all others; None deals them out evenly.
     """
 
-    policy: Policy = static("importance")
-    pruned: Pruned = static("both")
-    fixed: bool = static(False)
-    min_coverage: int | None = static(None)
+    policy: Policy = static(default="importance")
+    pruned: Pruned = static(default="both")
+    fixed: bool = static(default=False)
+    min_coverage: int | None = static(default=None)
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)

@@ -1,0 +1,133 @@
+"""Is what version 0.1 called by another name refused with the name of today?
+
+The lists are those of version 0.1: what its public modules handed out, the fields of its methods, its attributes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+import fedbilevel as fb
+from fedbilevel import authoring, experiments
+from fedbilevel.core import renames
+from fedbilevel.engines.history import History
+from fedbilevel.experiments import configure
+from fedbilevel.tasks import Task
+
+NAMES = """ALGORITHMS AbsenceWarning CapacityWarning CheckpointError CheckpointWarning Client ConfigurationError
+Diagnosis ExchangeError Fed FedbilevelError History HypergradientReport InfluenceWarning Ledger Momentum NonFiniteError
+NumericalError NumericalWarning Plain Proximal Public Reply Withheld algorithm fraction load_result phase positive
+static steps"""
+SOLVER = "cg_iterations cg_tolerance inverse neumann_step neumann_terms"
+NESTED = f"{SOLVER} fresh_cohorts inner_lr inner_rounds inner_server_lr local_steps paired"
+UNITS = "fixed min_coverage policy pruned"
+FIELDS = {
+    "adbo": "first",
+    "afbo": f"{NESTED} client_lr delay_penalty first max_staleness own_x system_lr",
+    "aggitd": "inner_lr inner_rounds inverse local_steps",
+    "fedavg": UNITS,
+    "fedlin": UNITS,
+    **dict.fromkeys(("fedmbo", "fednest", "fednest-sgd", "lfednest"), NESTED),
+    **dict.fromkeys(("fism", "irig"), "first max_staleness"),
+    "rabo": f"{NESTED} {UNITS}",
+    "rafbo": f"{NESTED} {UNITS} coordinates estimator perturbation",
+    **dict.fromkeys(("simfbo", "shrofbo"), f"{UNITS} coefficients first max_staleness own_x"),
+}
+SAME = {*UNITS.split(), "delay_penalty", "max_staleness"}
+"""Fields that settings without a section still name, in [submodels] or [asynchronous]."""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_a_public_name(name: str) -> None:
+    for statement in (f"import fedbilevel; fedbilevel.{name}", f"from fedbilevel import {name}"):
+        with pytest.raises((AttributeError, ImportError), match=r": (it is now )?(a method is .*)?fedbilevel\.\w+\."):
+            exec(statement)
+
+
+@pytest.mark.parametrize(
+    ("statement", "now"),
+    [
+        ("from fedbilevel.authoring import steps", r"fedbilevel\.authoring\.step_sizes"),
+        ("from fedbilevel.experiments import Parts", r"fedbilevel\.experiments\.Experiment"),
+        ("from fedbilevel.engines import hosts", r"fedbilevel\.engines\.multihost"),
+        ("import fedbilevel.engines.ledger", r"fedbilevel\.authoring\.Ledger"),
+        ("from fedbilevel.flower.accounting import Spent", "PrivacyAccount for Spent"),
+    ],
+)
+def test_an_import(statement: str, now: str) -> None:
+    with pytest.raises(ImportError, match=f"it is now .*{now}"):
+        exec(statement)
+
+
+def test_a_module_that_is_run() -> None:
+    command = [sys.executable, "-m", "fedbilevel.flower.supernode"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.returncode == 1
+    assert "it is now fedbilevel.flower.launch.supernode" in shown.stderr
+
+
+def test_what_stands_for_a_module_is_there() -> None:
+    for said in renames.MODULES.values():
+        place, _, name = said.partition(",")[0].rpartition(".")
+        assert hasattr(importlib.import_module(place), name) or importlib.util.find_spec(f"{place}.{name}")
+
+
+@pytest.mark.parametrize("method", FIELDS)
+def test_a_field_of_a_method(method: str) -> None:
+    cls = authoring.ALGORITHMS[method]
+    for field in FIELDS[method].split():
+        with pytest.raises(fb.errors.ConfigurationError, match=f"'{field}': it is now .+"):
+            cls(**{field: 1})
+        for name in (f"algorithm.{field}", *({field} - SAME)):
+            with pytest.raises(
+                fb.errors.ConfigurationError, match=rf"'{field}'(: it is now| is no field of {method} now)"
+            ):
+                configure(task="quadratic", algorithm=method, settings=[f"{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "now"),
+    [("fednest", "global", "implicit"), ("afbo", "global", "steps"), ("rafbo", "coordinate", "coordinates")],
+)
+def test_the_value_of_a_field(method: str, value: str, now: str) -> None:
+    with pytest.raises(fb.errors.ConfigurationError, match=f"'{value}': it is now .*{now}"):
+        configure(task="quadratic", algorithm=method, settings=[f"hypergradient={value}"])
+    with pytest.raises(fb.errors.ConfigurationError, match=r"\(…\) or "):
+        authoring.ALGORITHMS[method](hypergradient=value)
+
+
+def test_arguments_and_attributes() -> None:
+    for call, fields in (
+        (authoring.Reply, {"update": 0, "products": 1}),
+        (Task, {"split_x": True}),
+        (experiments.run, {"spec": None, "parts": None}),
+    ):
+        with pytest.raises(TypeError, match=r"\w+ is now .+"):
+            call(**fields)
+    history = History([{"round": 0, "hvps": 1}])
+    for column, now in (("products", "hvps"), ("inner_delay", r"delay\.inner_gradients")):
+        with pytest.raises(fb.errors.ConfigurationError, match=f"'{column}': it is now {now}"):
+            _ = history[column]
+    for thing, name in ((authoring.Reply(0), "products"), (authoring.Ledger(), "products_per_client")):
+        with pytest.raises(AttributeError, match="it is now hvps"):
+            getattr(thing, name)
+    assert authoring.Reply(0)._replace(hvps=2) == authoring.Reply(update=0, hvps=2)
+
+
+def test_a_default_without_its_name() -> None:
+    for make, given in itertools.product((authoring.positive, authoring.fraction, authoring.static), (0.1,)):
+        with pytest.raises(fb.errors.ConfigurationError, match=rf"write {make.__name__}\(default=0\.1\)"):
+            make(given)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"step_sizes\(default=XYV"):
+        authoring.step_sizes(0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize(("hook", "now"), renames.HOOKS.items())
+def test_a_hook(hook: str, now: str) -> None:
+    with pytest.raises(fb.errors.ConfigurationError, match=f"Mine.{hook}: it is now {now}"):
+        type("Mine", (fb.SimFBO,), {hook: property(lambda self: 1)})
