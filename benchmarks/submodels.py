@@ -69,16 +69,16 @@ def one_coordinate(solver: fb.parts.Neumann) -> fb.parts.Coordinates:
 METHODS: Methods = {
     "RABO, local": lambda s: s.make(fb.RABO, fb.parts.LocalImplicit(solver=s.solver)),
     "RABO, global": lambda s: s.make(fb.RABO, fb.parts.Implicit(solver=s.solver)),
-    "RAFBO, local": lambda s: s.make(fb.RAFBO, fb.parts.LocalImplicit(solver=s.solver, second_order=DIFFERENCES)),
-    "RAFBO, global": lambda s: s.make(fb.RAFBO, fb.parts.Implicit(solver=s.solver, second_order=DIFFERENCES)),
+    "RAFBO, local": lambda s: s.make(fb.RAFBO, fb.parts.LocalDifferences(solver=s.solver)),
+    "RABO, global, by differences": lambda s: s.make(
+        fb.RABO, fb.parts.Implicit(solver=s.solver, second_order=DIFFERENCES)
+    ),
     "RAFBO, one coordinate": lambda s: s.make(fb.RAFBO, one_coordinate(s.solver)),
 }
 LOCAL: Methods = {name: METHODS[name] for name in ("RABO, local", "RAFBO, local")}
 PAIRED: Methods = {
     "RABO, local": lambda s: s.make(fb.RABO, fb.parts.LocalImplicit(solver=s.solver, paired=True)),
-    "RAFBO, local": lambda s: s.make(
-        fb.RAFBO, fb.parts.LocalImplicit(solver=s.solver, second_order=DIFFERENCES, paired=True)
-    ),
+    "RAFBO, local": lambda s: s.make(fb.RAFBO, fb.parts.LocalDifferences(solver=s.solver, paired=True)),
 }
 
 

@@ -13,7 +13,7 @@ from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Plain
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public, Withheld
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, counts, fraction, positive, static, step_sizes
+from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.renames import PUBLIC
 from fedbilevel.core.tree import XY, XYV
@@ -54,6 +54,7 @@ __all__ = [
     "hypergradient",
     "phase",
     "positive",
+    "positive_integer",
     "static",
     "step_sizes",
 ]

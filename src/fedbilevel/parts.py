@@ -5,7 +5,7 @@ FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG
 
 from fedbilevel.algorithms.afbo import SystemSteps
 from fedbilevel.algorithms.parts.coordinates import Coordinates, PrintedSlopes
-from fedbilevel.algorithms.parts.hypergradients import Differences, Exact, Implicit, LocalImplicit
+from fedbilevel.algorithms.parts.hypergradients import Differences, Exact, Implicit, LocalDifferences, LocalImplicit
 from fedbilevel.algorithms.parts.inner import SVRG, LocalSGD, MeanGradient
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.algorithms.parts.local_optimizers import Momentum, Plain, Proximal
@@ -17,6 +17,7 @@ __all__ = [
     "Differences",
     "Exact",
     "Implicit",
+    "LocalDifferences",
     "LocalImplicit",
     "LocalSGD",
     "MeanGradient",

@@ -246,7 +246,7 @@ def test_planes_are_of_those_who_are_there(task):
     with pytest.warns(AbsenceWarning):
         run = Played(task, algorithm, clocked(**clock), rounds=2)
     planes, own, p = run.carry.state.planes, run.carry.clients, task.clients.weights[there]
-    slots = np.flatnonzero(planes.there)
+    slots = np.flatnonzero(planes.active)
     wanted = np.einsum("i,ilk,ik->l", p / p.sum(), np.asarray(own.b)[there][:, slots], np.asarray(own.y)[there])
     assert len(slots) == 2
     assert np.all(np.abs(planes.changes[slots]) > 1e-3)

@@ -106,3 +106,15 @@ def test_what_is_said_of_it_is_said_of_the_method():
     wrapped = fb.Asynchronous(inside, wait_for=2)
     assert (wrapped.label, wrapped.phases) == ("AFBO", inside.phases)
     assert (wrapped.asynchronous, wrapped.needs_everyone, wrapped.waits_for) == (True, True, 2)
+
+
+def test_a_wrapper_below_another_keeps_its_hooks():
+    """What `Asynchronous` says itself is not asked of the method inside, in a subclass either."""
+
+    class Slower(fb.Asynchronous):
+        """The same under another name."""
+
+    inside = fb.SimFBO(batch_size=7)
+    assert Slower(inside, wait_for=2).waits_for == 2
+    assert Slower(inside, wait_for=2).asynchronous
+    assert (Slower(inside, wait_for=2).label, Slower(inside, wait_for=2).batch_size) == ("SimFBO", 7)

@@ -66,8 +66,8 @@ def test_which_planes_stay(multipliers, stay):
     newest = jnp.argmax(planes.serial)
     left = without_idle(planes, newest)
     assert kept(left) == stay
-    assert not bool(left.there[left.free_slot()])
-    assert bool(jnp.all((left.multiplier == 0) | left.there))
+    assert not bool(left.active[left.free_slot()])
+    assert bool(jnp.all((left.multiplier == 0) | left.active))
 
 
 def test_tables_of_trees():

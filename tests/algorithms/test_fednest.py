@@ -413,7 +413,7 @@ def test_the_servers_step_on_y_multiplies_the_mean_change(method, inner):
     [
         (lambda: fb.FedNest(inner_lr=0.1), "it is now lr, a field of the part inner"),
         (lambda: fb.AFBO(client_lr=0.1), "it is now a field of the part inner = MeanGradient"),
-        (lambda: fb.RAFBO(perturbation=0.1), "a field of the part hypergradient.second_order"),
+        (lambda: fb.RAFBO(perturbation=0.1), "it is now a field of the part hypergradient (RAFBO)"),
         (lambda: fb.LFedNest(neumann_terms=3), "it is now terms, a field of the part hypergradient.solver"),
     ],
 )

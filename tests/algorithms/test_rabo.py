@@ -13,6 +13,7 @@ from agreement import WORK, Case
 from matrices import fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
+from fedbilevel.algorithms.parts.coordinates import CoordinateSlopes
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.engines.flops import count
 from fedbilevel.tasks.compositional import compositional
@@ -27,8 +28,8 @@ AGREEMENT = {
         ),
         work=(1, 4),
     ),
-    "RAFBO, global": Case(
-        fb.RAFBO(
+    "RABO, global, by differences": Case(
+        fb.RABO(
             batch_size=4,
             hypergradient=fb.parts.Implicit(
                 solver=fb.parts.Neumann(terms=2, sampling="random"), second_order=fb.parts.Differences(perturbation=1e5)
@@ -54,8 +55,8 @@ def rabo(solver, kind=fb.parts.LocalImplicit):
     return fb.RABO(hypergradient=kind(solver=solver), **STEPS)
 
 
-def rafbo(solver, kind=fb.parts.LocalImplicit):
-    return fb.RAFBO(hypergradient=kind(solver=solver, second_order=fb.parts.Differences()), **STEPS)
+def rafbo(solver):
+    return fb.RAFBO(hypergradient=fb.parts.LocalDifferences(solver=solver), **STEPS)
 
 
 LOCAL = {
@@ -70,7 +71,9 @@ LOCAL = {
 }
 GLOBAL = {
     "RABO, global": rabo(SERIES, fb.parts.Implicit),
-    "adjoint, global": rafbo(SERIES, fb.parts.Implicit),
+    "adjoint, global": fb.RABO(
+        hypergradient=fb.parts.Implicit(solver=SERIES, second_order=fb.parts.Differences()), **STEPS
+    ),
 }
 
 
@@ -97,7 +100,7 @@ def one_client(task):
 
 def ask_alone(method, client, at, key):
     """The reply of a client who finds a hypergradient by itself, its update that hypergradient alone."""
-    if not isinstance(method.hypergradient, fb.parts.LocalImplicit):
+    if isinstance(method.hypergradient, CoordinateSlopes):
         return method.hypergradient.slopes(client, at, key)
     reply = method.hypergradient.local_hypergradient(client, at, key)
     return reply._replace(update=reply.update[0])
@@ -254,7 +257,11 @@ def test_problems_that_need_no_inverse():
         (lambda: fb.RABO(inner=fb.parts.LocalSGD(rounds=0)), "LocalSGD.rounds = 0"),
         (lambda: fb.RABO(hypergradient=fb.parts.Coordinates()), "RABO.hypergradient = Coordinates("),
         (lambda: fb.RAFBO(coordinates=3), "unknown field of RAFBO 'coordinates'"),
-        (lambda: fb.RAFBO(hypergradient=fb.parts.LocalImplicit()), "RAFBO.hypergradient.second_order = Exact()"),
+        (lambda: fb.RAFBO(hypergradient=fb.parts.LocalImplicit()), "it must be LocalDifferences(…) or Coordinates(…)"),
+        (
+            lambda: fb.parts.LocalDifferences(second_order=fb.parts.Exact()),
+            "it is now perturbation, of the differences of gradients that this part always takes",
+        ),
         (lambda: fb.parts.Coordinates(count=0), "Coordinates.count = 0"),
         (lambda: fb.parts.PrintedSlopes(count=0), "PrintedSlopes.count = 0"),
         (lambda: fb.parts.PrintedSlopes(solver=fb.parts.CG()), "unknown field of PrintedSlopes 'solver'"),
@@ -303,7 +310,7 @@ def test_draws_of_a_hypergradient(paired):
 
 PIXELS = 23
 PAIRED = fb.parts.LocalImplicit(paired=True)
-PAIRED_BY_DIFFERENCES = fb.parts.LocalImplicit(second_order=fb.parts.Differences(), paired=True)
+PAIRED_BY_DIFFERENCES = fb.parts.LocalDifferences(paired=True)
 NINE = fb.parts.Neumann(terms=9)
 
 
@@ -393,3 +400,17 @@ def test_a_pair_sees_its_samples_once(part):
     program = jax.make_jaxpr(lambda key: part.own(client, x, y, key).estimate.h)(jax.random.key(0))
     passes = count(program.jaxpr) / (2 * 2 * pixels * 4)
     assert 2 * 2 <= passes < 5  # the rest: ∇x f − ∇²xy g v and the like
+
+
+def test_each_hypergradient_is_asked_for_by_itself(task):
+    """At y*(x) that of `Coordinates` is the mean of clients' own, which RABO's is too; AFBO's v belongs to a run."""
+    alone = {
+        "slopes": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), batch_size=None),
+        "own": fb.RABO(hypergradient=fb.parts.LocalImplicit(solver=SERIES), batch_size=None),
+    }
+    given = task.problem, task.clients, task.x0, task.y0
+    report = fb.check_hypergradient(*given, estimators=alone, draws=1)
+    assert report["slopes"].relative_error == pytest.approx(report["own"].relative_error, rel=1e-5)
+    steps = fb.AFBO(hypergradient=fb.parts.SystemSteps())
+    with pytest.raises(fb.errors.ConfigurationError, match="SystemSteps estimates no hypergradient at a given point"):
+        fb.check_hypergradient(*given, estimators={"steps": steps}, draws=1)

@@ -13,7 +13,7 @@ AGREEMENT = {
 }
 
 ROUNDS = 4
-FIELDS = {"lr": 0.4, "lr_decay": 0.7, "regularization": 0.3, "regularization_decay": 0.25}
+FIELDS = {"lr": 0.4, "regularization": 0.3, "regularization_decay": 0.25}
 
 
 def slope(x):
@@ -47,7 +47,7 @@ def bifista(momentum=5.0):
 
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
-    [(fb.IRG(**FIELDS), irg), (fb.BiFISTA(momentum=5.0, **FIELDS), bifista)],
+    [(fb.IRG(lr_decay=0.7, **FIELDS), irg), (fb.BiFISTA(momentum=5.0, **FIELDS), bifista)],
 )
 def test_as_written(algorithm, expected):
     """A box that is met, clients of unequal size and weight."""

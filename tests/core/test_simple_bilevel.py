@@ -54,7 +54,8 @@ MADE = {
     ),
     "half a step": (lambda: fb.FISM(local_steps=0.5), r"FISM\.local_steps = 0\.5 .*positive integer"),
     "refresh": (lambda: fb.FISM(refresh=1), r"FISM\.refresh = 1 .*True or False"),
-    "IR-IG with an old 𝓗": (lambda: fb.IRIG(refresh=False), r"IRIG\.refresh = False .*FISM takes 𝓗 once"),
+    "IR-IG with an old 𝓗": (lambda: fb.IRIG(refresh=False), r"IRIG 'refresh': .*IRIG takes 𝓗 anew .*leave it out"),
+    "steps of constant size that decay": (lambda: fb.BiFISTA(lr_decay=0.6), r"BiFISTA 'lr_decay': .*leave it out"),
     "small momentum": (lambda: fb.BiFISTA(momentum=3.0), r"BiFISTA\.momentum = 3\.0 .*above 3"),
     "half a batch": (lambda: fb.IRG(batch_size=0), r"IRG\.batch_size = 0 .*positive integer"),
     "H that is none": (lambda: problem(outer=3), r"SimpleBilevel\.outer = 3 .*a function"),
@@ -96,7 +97,7 @@ SOLVED = {
     ),
     "H unknown": (lambda: solved(outer=None), r"SimpleBilevel\.outer = None .*a function \(x\) where the server is"),
     "y0": (lambda: solved(y0=jnp.zeros(2)), r"y0 = .*None, as SimpleBilevel problems have no inner variable"),
-    "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1, who holds everything: clients\.pooled\(\)"),
+    "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1, which holds all samples: clients\.pooled\(\)"),
     "another method": (
         lambda: solved(fb.SimFBO()),
         "SimFBO solves Bilevel problems, not SimpleBilevel; methods that do: BiFISTA, FISM, IRG, IRIG",

@@ -35,7 +35,7 @@ STEP, TERMS = fb.parts.LocalSGD(local_steps=1), fb.parts.Neumann(terms=2)
 GLOBAL, GLOBAL_CG = fb.parts.Implicit(solver=TERMS), fb.parts.Implicit(solver=fb.parts.CG())
 LOCAL, LOCAL_CG = fb.parts.LocalImplicit(solver=TERMS), fb.parts.LocalImplicit(solver=fb.parts.CG())
 MEAN_GRADIENT = fb.parts.MeanGradient(local_steps=1)
-DIFFERENCES = fb.parts.LocalImplicit(solver=TERMS, second_order=fb.parts.Differences(perturbation=1e5))
+DIFFERENCES = fb.parts.LocalDifferences(solver=TERMS, perturbation=1e5)
 CASES = {  # one for each method at least
     "AFBO": (fb.Asynchronous(fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL_CG), wait_for=2), None),
     "AFBO, own x": (fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL), SPLIT),
@@ -65,12 +65,15 @@ REFUSED = {
     "IRIG": (fb.IRIG(), "divides by the mean of 1/n_i"),
     "IRG, tolerance": (fb.IRG(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
     "BiFISTA, tolerance": (fb.BiFISTA(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
-    "FedNest, cg": (fb.FedNest(hypergradient=GLOBAL_CG), "negative curvature that is none; a Neumann series bears it"),
+    "FedNest, cg": (
+        fb.FedNest(hypergradient=GLOBAL_CG),
+        "looks like negative curvature to conjugate gradient; use a Neumann series",
+    ),
     "FedNestSGD, cg, merged": (
         fb.FedNestSGD(hypergradient=GLOBAL_CG, merged=True),
-        "conjugate gradient by noised products",
+        "noise on products looks like negative curvature",
     ),
-    "FedMBO, cg": (fb.FedMBO(hypergradient=GLOBAL_CG), "conjugate gradient by noised products"),
+    "FedMBO, cg": (fb.FedMBO(hypergradient=GLOBAL_CG), "noise on products looks like negative curvature"),
 }
 TESTED = {type(unwrapped(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
 CASES |= {

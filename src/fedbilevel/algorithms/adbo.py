@@ -22,8 +22,8 @@ for h ≤ ε. The server sends (x, λ). Client i
     θ_i ← θ_i + η_θ (x_i − x − c_θ θ_i)
     (x_i, y_i) ← (x_i − η_x [∇x f_i(x_i, y_i) + θ_i],  y_i − η_y [∇y f_i(x_i, y_i) + Σ_l λ_l b_il])
 
-and replies with θ_i and its b_il·y_i. The server, which waits for all (SDBO), or for the first S and for whoever was
-asked τ steps ago or earlier (ADBO),
+and replies with θ_i and its b_il·y_i. The server, which waits for all clients (SDBO), or for the first S and for those
+that were asked τ steps ago or earlier (ADBO),
 
     x ← x − γ_x [Σ_l λ_l a_l − Σ p_i θ_i]       z ← z − γ_z Σ_l λ_l c_l
     λ_l ← max(0, λ_l + γ_λ [(a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l)/n_l − c_λ λ_l]),    n_l = 4 max(h, ε) at its making
@@ -35,17 +35,18 @@ Cost per local step: a gradient of f. Per plane: K gradients of g, and K passes 
 
 Departures from the paper:
 1. What the paper sums over clients are means with weights p_i. With equal ones that is the paper's Lagrangian over M,
-   but for ‖z − φ_z‖², which here weighs as much as the mean of the others and there as much as one.
+   but for ‖z − φ_z‖², which weighs as much as the mean of the others here, and as much as one of them in the paper.
 2. Steps on z' and ψ_i are those of ADMM, exact for z' and μ for ψ_i; the paper has a step size for each.
 3. ∂h/∂x goes through all K steps exactly, backwards in K exchanges. The published code differentiates each step with
    the points of all steps held fixed (which agrees for K = 1), at points one step beyond those that its h and b are of.
 4. No values of single clients reach the server. θ_i is kept and stepped by the client, when it is sent the next x, so
-   that Σ p_i θ_i lacks the last step of those who are at work; without delays this is the paper's. ADBO's clients send
-   how θ_i and b_il·y_i have changed, and Σ p_i θ_i runs over those heard of. Planes are of all who are there, whose
-   weight is known with the second: until then who is never there counts as not moving, later nowhere.
+   that Σ p_i θ_i lacks the last step of clients that are still computing; without delays this is the paper's. ADBO's
+   clients send changes of θ_i and b_il·y_i, and Σ p_i θ_i runs over those that have ever replied. A plane is made by
+   all available clients. Their weight is known from the second plane on: before it, a client that is never available
+   counts as one that does not move, later it does not count.
 5. The step on λ_l is that of a plane divided by its length, Σ p_i ‖b_il‖² + ‖c_l‖² = 4h; the paper divides by nothing,
    and what its γ_λ does to a plane then falls with h, by orders of magnitude in a run.
-6. There is a greatest number of planes; beyond it the oldest goes.
+6. The number of planes is bounded; beyond the bound the oldest is dropped.
 7. Planes are made to the end (so does the published code); the paper stops at some iteration.
 
 Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
@@ -75,19 +76,19 @@ from fedbilevel.algorithms.parts.asynchronous import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static, step_sizes
-from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.config import positive, positive_integer, step_sizes
+from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.tree import XYV, PyTree, move
+from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
 
-class Heard(NamedTuple):
-    """What the clients keep adding to: Σ p_i over those who ever answered, and their Σ p_i θ_i."""
+class Totals(NamedTuple):
+    """Sums over the clients that have ever replied to a step."""
 
-    weight: Array
-    theta: PyTree
-    without: Array  # the largest Σ p_i of clients, in one step so far, who had no part in some plane
-    everyone: Array  # whether all who made the last plane had been asked for a step before
+    weight: Array  # Σ p_i
+    theta: PyTree  # Σ p_i θ_i
+    excluded: Array  # the largest Σ p_i, in one step so far, of clients without a part in some plane
+    complete: Array  # whether all clients that made the last plane had been asked for a step before
 
 
 class State(NamedTuple):
@@ -97,7 +98,7 @@ class State(NamedTuple):
     y: PyTree  # z, the inner variable that all are to agree on
     planes: Planes
     made: Array  # planes ever made
-    heard: Heard
+    totals: Totals
 
 
 class ClientState(NamedTuple):
@@ -106,7 +107,7 @@ class ClientState(NamedTuple):
     x: PyTree
     y: PyTree
     theta: PyTree  # θ_i, the multiplier of x_i = x
-    heard: Array  # 1 after the first answer
+    replied: Array  # 1 after the first reply to a step
     serial: Array  # (slots,) which plane of the server's each row of b belongs to
     b: PyTree  # a row for each slot
     path: "Point"  # a row for each step towards φ_i: where it began
@@ -121,42 +122,39 @@ class Point(NamedTuple):
 
 
 class CuttingPlanes(Algorithm):
-    """What ADBO and SDBO share.
+    """What ADBO and SDBO share: cutting planes for the inner problem, and steps on the Lagrangian.
 
     Args:
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
         iterations: T, the server's steps from one plane to the next.
-        client_lr: η_x and η_y, and v is η_θ, of the multipliers: numbers or schedules over rounds.
-        server_lr: γ_x and γ_z (called y), and v is γ_λ, of the multipliers.
-        planes: how many are kept at most.
-        tolerance: ε, which h may be.
+        client_lr: a client's step sizes: η_x for x_i, η_y for y_i, and as v η_θ, of the multiplier θ_i of x_i = x;
+            numbers or schedules over rounds, one serves all three.
+        server_lr: the server's step sizes: γ_x for x, as y γ_z, of the inner variable z that all are to agree on, and
+            as v γ_λ, of the planes' multipliers; numbers or schedules over rounds, one serves all three.
+        planes: the largest number of planes that are kept; beyond it the oldest goes.
+        tolerance: ε, the bound on h, the weighted mean squared distance of the y_i from the inner solution.
         plane_damping: c_λ, how strongly λ is drawn to 0; 0 would be the plain Lagrangian.
-        consensus_damping: c_θ, likewise for θ_i.
+        consensus_damping: c_θ, how strongly θ_i is drawn to 0; 0 would be the plain Lagrangian.
         consensus_steps: K, steps towards the inner solution for each plane.
         consensus_lr: η of these steps; below 1/(ℓ + μ) for ℓ the largest eigenvalue of any ∇²yy g_i.
-        consensus_penalty: μ.
+        consensus_penalty: μ, the penalty of ADMM on y'_i − z' in these steps.
     """
 
-    batch_size: int | None = static(default=32)
-    iterations: int = static(default=10)
+    batch_size: int | None = positive_integer(default=32, optional=True)
+    iterations: int = positive_integer(default=10)
     client_lr: XYV = step_sizes(default=XYV(x=0.1, y=0.1, v=0.1))
     server_lr: XYV = step_sizes(default=XYV(x=0.05, y=0.05, v=0.5))
-    planes: int = static(default=20)
+    planes: int = positive_integer(default=20)
     tolerance: float = positive(default=1e-4)
     plane_damping: float = positive(default=0.01)
     consensus_damping: float = positive(default=1e-3)
-    consensus_steps: int = static(default=10)
+    consensus_steps: int = positive_integer(default=10)
     consensus_lr: float = positive(default=0.5)
     consensus_penalty: float = positive(default=0.3)
 
-    def validate(self) -> None:
-        require_count(f"{self.label}.batch_size", self.batch_size, optional=True)
-        for name in ("iterations", "planes", "consensus_steps"):
-            require_count(f"{self.label}.{name}", getattr(self, name))
-
     def init(self, x: PyTree, y: PyTree) -> State:
-        heard = Heard(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()), jnp.zeros((), bool))
-        return State(x, y, Planes.none(x, y, self.planes), jnp.zeros((), jnp.int32), heard)
+        totals = Totals(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()), jnp.zeros((), bool))
+        return State(x, y, Planes.none(x, y, self.planes), jnp.zeros((), jnp.int32), totals)
 
     def init_client(self, x: PyTree, y: PyTree) -> ClientState:
         none = Planes.none(x, y, self.planes)
@@ -168,13 +166,15 @@ class CuttingPlanes(Algorithm):
 
     def columns(self, state: State) -> dict[str, Any]:
         """How many planes there are, and Σ_l λ_l."""
-        return {"planes": int(jnp.sum(state.planes.there)), "multipliers": float(jnp.sum(state.planes.multiplier))}
+        return {"planes": int(jnp.sum(state.planes.active)), "multipliers": float(jnp.sum(state.planes.multiplier))}
 
     def warning(self, state: State) -> str:
-        if float(state.heard.without) == 0:
+        if float(state.totals.excluded) == 0:
             return ""
-        return "clients who were not asked, or lost, when a plane was made have no part in it, and the inner problem \
-does not hold for them: this method needs everyone in every round"
+        return (
+            "clients that were not asked, or did not reply, when a plane was made have no part in it, and the inner "
+            "problem does not hold for them: this method needs all clients in every round"
+        )
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
@@ -198,9 +198,11 @@ does not hold for them: this method needs everyone in every round"
 
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
-        """Client: back through the k-th step, given ∂h/∂z' behind it. The reply has this client's share of ∂h/∂x and of
-        ∂h/∂z' before it, ‖y_i − φ_i‖² and b_i·y_i, and 1 if it was ever asked for a step, which the server
-        knows; b_i is entered on the way."""
+        """Client: back through the k-th step, given ∂h/∂z' after it; b_i is entered on the way.
+
+        The reply has this client's share of ∂h/∂x and of ∂h/∂z' before that step, ‖y_i − φ_i‖² and b_i·y_i, and 1 if
+        the client was ever asked for a step, which is no secret to the server.
+        """
         x, z, behind, k, slot, serial = at
         own: ClientState = client.state
         last = k == self.consensus_steps - 1
@@ -214,15 +216,15 @@ does not hold for them: this method needs everyone in every round"
         to_x, to_z, before = back(after._replace(y=optax.tree.add(after.y, behind)))
         gap = optax.tree.vdot(mine, mine) / 4
         kept = own._replace(b=b, serial=own.serial.at[slot].set(serial), point=before)
-        update = to_x, to_z, gap, optax.tree.vdot(mine, own.y), Public(own.heard)
+        update = to_x, to_z, gap, optax.tree.vdot(mine, own.y), Public(own.replied)
         return Reply(update, kept, {"inner_gap": gap}, gradients=1, hvps=2)
 
     @phase
     def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:
-        """Client: a step on θ_i, then on x_i and y_i at once. A plane that this client has no part in pulls nothing.
+        """Client: a step on θ_i, then on x_i and y_i at once. Planes that this client has no part in are left out.
 
-        Whether there is one, and whether the client was heard before, follows from what it was asked, not from its
-        data.
+        Whether there are such planes, and whether the client has replied before, follows from what it was asked, not
+        from its data.
         """
         x, multiplier, serial = at
         own: ClientState = client.state
@@ -230,23 +232,23 @@ does not hold for them: this method needs everyone in every round"
         batch = client.outer_batch(key, self.batch_size)
         loss, (to_x, to_y) = jax.value_and_grad(client.problem.outer, (0, 1))(own.x, own.y, batch)
         shared = own.serial == serial
-        pull = combined(jnp.where(shared, multiplier, 0), own.b)
+        force = combined(jnp.where(shared, multiplier, 0), own.b)
         new = own._replace(
             x=move(own.x, -self.client_lr.x, optax.tree.add(to_x, theta)),
-            y=move(own.y, -self.client_lr.y, optax.tree.add(to_y, pull)),
+            y=move(own.y, -self.client_lr.y, optax.tree.add(to_y, force)),
             theta=theta,
-            heard=jnp.ones_like(own.heard),
+            replied=jnp.ones_like(own.replied),
         )
-        answer = theta, products(own.b, new.y), new.heard
+        values = theta, products(own.b, new.y), new.replied
         if self.asynchronous:
-            answer = optax.tree.sub(answer, (own.theta, products(own.b, own.y), own.heard))
-        theta, inner, heard = answer
-        without = jnp.any(~shared & (serial != FREE)).astype(heard.dtype)
-        update = theta, jnp.where(shared, inner, 0), Public(heard), Public(without)
+            values = optax.tree.sub(values, (own.theta, products(own.b, own.y), own.replied))
+        theta, inner, replied = values
+        excluded = jnp.any(~shared & (serial != FREE)).astype(replied.dtype)
+        update = theta, jnp.where(shared, inner, 0), Public(replied), Public(excluded)
         return Reply(update, new, {"outer_loss": loss}, gradients=1)
 
     def with_new_plane(self, fed: Fed, state: State, key: Array) -> State:
-        """Server: estimate φ, find h and its gradient, add the plane and drop what no longer pulls."""
+        """Server: estimate φ, find h and its gradient, add the plane and drop those whose multiplier is 0."""
         x, z, planes, last = state.x, state.y, state.planes, self.consensus_steps - 1
         slot = planes.free_slot()
 
@@ -271,21 +273,22 @@ does not hold for them: this method needs everyone in every round"
         start = (flat, optax.tree.scale(-2, apart), jnp.asarray(last, jnp.int32), jnp.zeros(()))
         cut, _, _, asked = fed.repeat(last + 1, backward, start, key)
         planes = without_idle(added(planes, cut, self.tolerance, x, z, state.made), slot)
-        heard = state.heard._replace(everyone=asked > 1 - ROUNDING)
-        return state._replace(planes=planes, made=state.made + 1, heard=heard)
+        totals = state.totals._replace(complete=asked > 1 - ROUNDING)
+        return state._replace(planes=planes, made=state.made + 1, totals=totals)
 
     def step(self, fed: Fed, state: State, key: Array) -> State:
-        """One step of everyone on the Lagrangian."""
-        heard, theta, planes = self.answers(fed, state, key)
-        lr, pull = self.server_lr, planes.multiplier
-        x = move(state.x, -lr.x, optax.tree.sub(combined(pull, planes.outer), theta))
-        z = move(state.y, -lr.y, combined(pull, planes.consensus))
+        """One step of all clients and of the server on the Lagrangian."""
+        message = (state.x, state.planes.multiplier, state.planes.serial)
+        totals, theta, planes = self.exchange(fed, state, message, key)
+        lr, multiplier = self.server_lr, planes.multiplier
+        x = move(state.x, -lr.x, optax.tree.sub(combined(multiplier, planes.outer), theta))
+        z = move(state.y, -lr.y, combined(multiplier, planes.consensus))
         planes = planes.ascended(x, z, lr.v, self.plane_damping)
-        return state._replace(x=x, y=z, planes=planes, heard=heard)
+        return state._replace(x=x, y=z, planes=planes, totals=totals)
 
     @abstractmethod
-    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
-        """One exchange: what the server then knows, with the mean of θ_i, and in the planes that of b_il·y_i."""
+    def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
+        """Ask for a step: the totals after it, the mean of θ_i, and the planes with the means of b_il·y_i."""
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         plane_key, step_key = jax.random.split(key)
@@ -293,10 +296,10 @@ does not hold for them: this method needs everyone in every round"
 
 
 class SDBO(CuttingPlanes):
-    """Cutting planes for the inner problem, in steps that wait for everyone. Fields: see `CuttingPlanes`.
+    """Cutting planes for the inner problem, in steps that wait for all clients.
 
-    Needs: a bilevel problem; everyone in every round.
-    Good for: comparison with ADBO, whose numbers these are where nobody is late.
+    Needs: a bilevel problem; all clients in every round.
+    Good for: comparison with ADBO, which computes the same where no client is late.
     Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.
     Bias: φ in place of y*, unless K is large; what few planes leave open.
     """
@@ -307,44 +310,34 @@ class SDBO(CuttingPlanes):
     def needs_everyone(self) -> bool:
         return True
 
-    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
-        message = (state.x, state.planes.multiplier, state.planes.serial)
-        theta, inner, weight, without = fed.mean(self.local_step, message, key)
-        last = state.heard
-        without = jnp.maximum(last.without, without.public)
-        heard = last._replace(weight=weight.public, theta=theta, without=without)
-        return heard, theta, state.planes._replace(inner=inner)
+    def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
+        theta, inner, weight, excluded = fed.mean(self.local_step, message, key)
+        excluded = jnp.maximum(state.totals.excluded, excluded.public)
+        totals = state.totals._replace(weight=weight.public, theta=theta, excluded=excluded)
+        return totals, theta, state.planes._replace(inner=inner)
 
 
 class ADBO(CuttingPlanes):
-    """Cutting planes for the inner problem, in steps that wait for the first answers. Fields: see `CuttingPlanes`, and
+    """Cutting planes for the inner problem, in steps that wait for the first replies.
 
-        wait_for: S, how many answers a step waits for; 1 moves the server with each.
-        max_staleness: τ, the steps after which nobody's answer is done without; None sets no bound.
+    Args:
+        wait_for: S, how many replies a step waits for; 1 moves the server with each.
+        max_staleness: τ; a step also waits for every client that was asked so many steps ago, or more; None: no bound.
 
     Needs: a bilevel problem.
-    Good for: clients of unequal pace; between planes, for which all are waited for, nobody waits for the slowest.
+    Good for: clients of unequal speed; only the making of a plane waits for the slowest.
     Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.
     Bias: φ in place of y*, unless K is large; what few planes leave open.
     """
 
     name = "adbo"
 
-    wait_for: int = static(default=1)
-    max_staleness: int | None = static(default=None)
-
-    @property
-    def asynchronous(self) -> bool:
-        return True
+    wait_for: int = positive_integer(default=1)
+    max_staleness: int | None = positive_integer(default=None, optional=True)
 
     @property
     def waits_for(self) -> int:
         return self.wait_for
-
-    def validate(self) -> None:
-        super().validate()
-        require_count("ADBO.wait_for", self.wait_for)
-        require_count("ADBO.max_staleness", self.max_staleness, optional=True)
 
     def check_start(self, problem: Any, clients: Any, x: PyTree, y: PyTree) -> None:
         require(
@@ -357,20 +350,18 @@ class ADBO(CuttingPlanes):
     def noise_objection(self) -> str:
         return "its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"
 
-    def answers(self, fed: Fed, state: State, key: Array) -> tuple[Heard, PyTree, Planes]:
-        message = (state.x, state.planes.multiplier, state.planes.serial)
-        theta, changes, new, without = fed.first(
+    def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
+        theta, changes, new, excluded = fed.first(
             self.wait_for, self.local_step, message, key, max_staleness=self.max_staleness
         )
-        last, planes = state.heard, state.planes
-        heard = last._replace(
+        last, planes = state.totals, state.planes
+        totals = last._replace(
             weight=last.weight + new.public,
             theta=optax.tree.add(last.theta, theta),
-            without=jnp.maximum(last.without, without.public),
+            excluded=jnp.maximum(last.excluded, excluded.public),
         )
-        share = 1 / heard.weight
-        mean = jax.tree.map(lambda leaf: (share * leaf).astype(leaf.dtype), heard.theta)
+        share = 1 / totals.weight
         changes = planes.changes + changes
-        # A plane is of all who are there, answered or not: their weight is known when all have answered, before it is 1
-        inner = planes.start + changes * jnp.where(heard.everyone, share, 1)
-        return heard, mean, planes._replace(changes=changes, inner=inner)
+        # A plane is of all available clients. Their weight is known when all have replied to a step; before, it is 1.
+        inner = planes.start + changes * jnp.where(totals.complete, share, 1)
+        return totals, scaled(share, totals.theta), planes._replace(changes=changes, inner=inner)

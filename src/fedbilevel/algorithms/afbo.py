@@ -1,11 +1,11 @@
-"""AFBO: anarchic federated bilevel optimization; clients answer at their own pace, with as much work as they like.
+"""AFBO: anarchic federated bilevel optimization; clients reply at any time, after any number of local steps.
 
 Anonymous. "Anarchic Federated Bilevel Optimization". Manuscript under double-blind review; a version of it appeared at
 WiOpt 2024. Algorithms 1 and 2.
 
 A round is K inner exchanges and an outer one, each of which ends with the first replies to arrive:
 `Asynchronous(AFBO(…), wait_for=n)`; AFBO alone waits for everyone's. Client i, at the (x, y) that it was last sent,
-makes E_i local steps, and then, asked for it, estimates the hypergradient:
+makes E_i local steps, and, when it is asked to, estimates the hypergradient:
 
     inner   y_{e+1} = y_e − η G_e,   G_e = ∇y g_i(x, y_e; ξ_e)         G_i = (1/E_i) Σ_e G_e
             y ← y − β_k mean_i G_i                                                                K exchanges
@@ -29,7 +29,7 @@ Cost per local step: a gradient of g; per outer reply one of f and the products 
 
 Departures from the paper:
 1. Algorithm 1 leaves out the local step y_{e+1} = y_e − η G_e, lets i run to N and takes y^{t+1} = y^{t,K−1}: here
-   there are local steps, of their own size η, i runs to M, and y^{t+1} = y^{t,K}.
+   clients make local steps, of a size η of their own, i runs to M, and y^{t+1} = y^{t,K}.
 2. APHE starts from f_i where ∇y f_i is meant, and its product has N_i factors, always, times max_i N_i: it tends to 0
    as N_i grows. Here the length is random and the factor N_i, which makes its expectation the series
    s Σ_{n<N_i} (I − s∇²yy g_i)^n; this series is the default, and Neumann(sampling="random") the product. N_i is one
@@ -43,47 +43,28 @@ Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a ta
 test_own_x.py and tests/engines/test_agreement.py.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import optax
 from jax import Array
 
-from fedbilevel.algorithms import fednest
-from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
+from fedbilevel.algorithms.fednest import Nested, State
+from fedbilevel.algorithms.parts.hypergradients import Estimate, Hypergradient, LocalImplicit
 from fedbilevel.algorithms.parts.inner import MeanGradient
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
-from fedbilevel.core.algorithm import Part, phase
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Withheld
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions
 
 
-class State(NamedTuple):
-    """What the server keeps."""
-
-    nested: fednest.State
-    v: PyTree  # of `SystemSteps`
-
-    @property
-    def x(self) -> PyTree:
-        return self.nested.x
-
-    @property
-    def y(self) -> PyTree:
-        return self.nested.y
-
-    @property
-    def info(self) -> SolveInfo:
-        return self.nested.info
-
-
-class SystemSteps(Part):
+class SystemSteps(Hypergradient):
     """The system ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as SimFBO has it.
 
     Args:
@@ -93,20 +74,24 @@ class SystemSteps(Part):
     kind: ClassVar[str] = "steps"
 
     lr: float = positive(default=0.1)
-    solver: ClassVar[None] = None  # there is none to guard
+
+    def start(self, y: PyTree) -> PyTree:
+        """v before the first round."""
+        return optax.tree.zeros_like(y)
+
+    def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
+        raise ConfigurationError("SystemSteps estimates no hypergradient at a given point: its v comes from all rounds")
 
 
-class AFBO(fednest.Nested):
-    """Inner rounds on y, then one step of x, by phases that bear being late: see `Asynchronous`.
+class AFBO(Nested):
+    """Inner rounds on y, then one step on x, both by phases whose replies may be late.
 
     Args:
-        inner: the rounds on y.
-        hypergradient: each client's own (APHE), or steps on a v of the server's.
-        outer_lr: α, the server's step on x.
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        inner: the rounds on y: the server steps along the mean of the clients' mean gradients.
+        hypergradient: how h is found: by each client alone (APHE), or by steps on a v of the server's.
 
     Needs: a bilevel problem; g strongly convex in y, with `LocalImplicit` g_i for every client.
-    Good for: clients of very different speed, whom nobody should wait for.
+    Good for: clients of very different speed, where no round should wait for the slowest.
     Vectors up per client: 1 like x, K like y. Hvps per client: N; 2 with `SystemSteps`.
     Bias: clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1.
     """
@@ -117,41 +102,17 @@ class AFBO(fednest.Nested):
     hypergradient: LocalImplicit | SystemSteps = LocalImplicit()
 
     @property
-    def local(self) -> bool:
-        """Whether each client finds a hypergradient of its own."""
-        return isinstance(self.hypergradient, LocalImplicit)
+    def merges(self) -> bool:
+        return False
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:
-        return "inner.gradients", "outer_hypergradient" if self.local else "outer_directions"
-
-    @property
-    def extra_cohorts(self) -> int:
-        return 0
-
-    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
-        if self.local:
-            super().check_problem(problem, population, x)
-
-    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-        if self.local:
-            super().check_start(problem, clients, x, y)
+        steps = isinstance(self.hypergradient, SystemSteps)
+        return "inner.gradients", "outer_directions" if steps else "outer_hypergradient"
 
     @property
     def own_x_lr(self) -> Any:
         return self.outer_lr
-
-    def noise_objection(self) -> str:
-        return ""
-
-    def complaint(self, state: State) -> str:
-        return super().complaint(state) if self.local else ""
-
-    def warning(self, state: State) -> str:
-        return super().warning(state) if self.local else ""
-
-    def init(self, x: PyTree, y: PyTree) -> State:
-        return State(super().init(x, y), None if self.local else optax.tree.zeros_like(y))
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -177,4 +138,4 @@ class AFBO(fednest.Nested):
         else:
             h, r = fed.mean(self.outer_directions, XYV(x, y, v), outer_key, unbiased=True)
             v = move(v, -self.hypergradient.lr, r)
-        return State(self.moved(state.nested, scaled(-self.outer_lr, h), y, info), v)
+        return self.moved(state, scaled(-self.outer_lr, h), y, info)._replace(v=v)

@@ -47,8 +47,8 @@ from fedbilevel.algorithms.parts.neumann_step import check_neumann_step
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round
-from fedbilevel.core.config import positive, static
-from fedbilevel.core.errors import require_count, unknown
+from fedbilevel.core.config import positive, positive_integer, static
+from fedbilevel.core.errors import unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XY, PyTree, move, scaled
@@ -71,8 +71,8 @@ class AggITD(Algorithm):
 
     Args:
         inner: the rounds on y, N = `rounds`, λ = `lr`, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
-        sampling: None, the expectation over Q, or "random", the paper's.
-        outer_lr: α.
+        sampling: of Q, the exchange at which r begins: "random", the paper's, or None, the expectation over Q.
+        outer_lr: α, the server's step on x.
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
     """
 
@@ -81,10 +81,9 @@ class AggITD(Algorithm):
     inner: LocalSGD = LocalSGD(rounds=5)
     sampling: Literal["random"] | None = static(default=None)
     outer_lr: float = positive(default=0.1)
-    batch_size: int | None = static(default=32)
+    batch_size: int | None = positive_integer(default=32, optional=True)
 
     def validate(self) -> None:
-        require_count("AggITD.batch_size", self.batch_size, optional=True)
         if self.sampling not in (None, "random"):
             raise unknown("AggITD.sampling", self.sampling, ["random"])
 

@@ -4,7 +4,7 @@ A plane is h's linearisation at a point: below h, so that it cuts off no point w
 κ_l and the multipliers λ_l; each client keeps its own b_il, and the server knows the sums Σ p_i b_il·y_i alone.
 
 Planes have slots, one more than planes that are kept, so that a new one always finds a slot which was free since the
-last one came: an answer on its way, computed with the planes of before, then says nothing of the new plane's slot.
+last one came: a late reply, computed with the earlier planes, then has no value for the new plane's slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Planes(NamedTuple):
     outer: PyTree  # a_l, like x
     consensus: PyTree  # c_l, like z
     start: Array  # (slots,) the mean of b_il·y_i when the plane was made
-    changes: Array  # (slots,) Σ p_i b_il·(y_i − y_i then), as far as told; of clients who tell changes
+    changes: Array  # (slots,) Σ p_i b_il·(y_i − y_i then), of the replies so far; of ADBO, whose clients send changes
     inner: Array  # (slots,) the mean of b_il·y_i, as the server knows it
     offset: Array  # (slots,) κ_l
     length: Array  # (slots,) n_l, the squared length of (b_l, c_l), weighted; 1 in slots never used
@@ -52,18 +52,18 @@ class Planes(NamedTuple):
         )
 
     @property
-    def there(self) -> Array:
+    def active(self) -> Array:
         """(slots,) which slots hold a plane."""
         return self.serial != FREE
 
     def values(self, x: PyTree, z: PyTree) -> Array:
         """(slots,) the left-hand sides; 0 in free slots."""
         total = products(self.outer, x) + self.inner + products(self.consensus, z) + self.offset
-        return jnp.where(self.there, total, 0)
+        return jnp.where(self.active, total, 0)
 
     def free_slot(self) -> Array:
-        """The first one, where the next plane goes."""
-        return jnp.argmax(~self.there)
+        """The index of the first free slot, which the next plane takes."""
+        return jnp.argmax(~self.active)
 
     def ascended(self, x: PyTree, z: PyTree, size: Array | float, damping: Array | float) -> Planes:
         """With a step on all multipliers: λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l])."""
@@ -74,7 +74,7 @@ class Planes(NamedTuple):
 class Cut(NamedTuple):
     """What a plane is made of: h ≤ ε linearised at (x, {y_i}, z)."""
 
-    height: Array  # h there
+    height: Array  # h at that point
     outer: PyTree  # a = ∂h/∂x
     consensus: PyTree  # c = ∂h/∂z
     inner: Array  # Σ p_i b_i·y_i
@@ -99,7 +99,7 @@ def added(planes: Planes, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTr
 
 def without_idle(planes: Planes, newest: Array) -> Planes:
     """Without planes whose multiplier is 0, but for the newest; and if no slot is free then, without the oldest."""
-    kept = planes.there & ((planes.serial == planes.serial[newest]) | (planes.multiplier > 0))
+    kept = planes.active & ((planes.serial == planes.serial[newest]) | (planes.multiplier > 0))
     kept &= ~(jnp.all(kept) & (planes.serial == jnp.min(planes.serial)))
     return planes._replace(
         serial=jnp.where(kept, planes.serial, FREE),

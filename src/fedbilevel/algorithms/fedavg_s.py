@@ -29,8 +29,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static
-from fedbilevel.core.errors import require_count
+from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Minimax, Problem
 from fedbilevel.core.tree import XY, PyTree, move
@@ -41,12 +40,13 @@ class FedAvgS(Algorithm):
 
     Exchanges per round: one.
     Needs: a minimax problem.
-    Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
+    Good for: clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1.
     Vectors up per client: 1 like x, 1 like y. Hvps per client: none. Bias: drift where τ > 1.
     Client state: none.
 
     Args:
-        local_steps: τ_i, where the population does not give each client its own.
+        local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
+            (`Clients.local_steps`) takes precedence.
         outer_lr: α; a client's step on x is α/τ_i.
         inner_lr: β; a client's step on y is β/τ_i.
         batch_size: samples per draw, with replacement; None takes all samples.
@@ -56,14 +56,10 @@ class FedAvgS(Algorithm):
     asynchronous_phases = ("descent_ascent",)
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
-    local_steps: int = static(default=5)
+    local_steps: int = positive_integer(default=5)
     outer_lr: float = positive(default=0.1)
     inner_lr: float = positive(default=0.1)
-    batch_size: int | None = static(default=32)
-
-    def validate(self) -> None:
-        require_count("FedAvgS.local_steps", self.local_steps)
-        require_count("FedAvgS.batch_size", self.batch_size, optional=True)
+    batch_size: int | None = positive_integer(default=32, optional=True)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)

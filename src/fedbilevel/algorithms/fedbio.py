@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
+from fedbilevel.algorithms.parts.local_directions import LIKE, LocalDirections, descend
 from fedbilevel.algorithms.parts.local_optimizers import Plain
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
@@ -49,11 +49,9 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
 
-LIKE = XYV("x", "y", "y")
-
 
 class FedBiO(LocalDirections):
-    """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean. Fields: see `LocalDirections`.
+    """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: one set of step sizes, where clients are alike or τ = 1.
@@ -97,7 +95,7 @@ class State(NamedTuple):
 
 
 class FedBiOAcc(LocalDirections):
-    """FedBiO along momenta whose variance is reduced as in STORM. Fields: see `LocalDirections`.
+    """FedBiO along momenta whose variance is reduced as in STORM.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: small batches, whose noise the momenta average out without lagging behind.

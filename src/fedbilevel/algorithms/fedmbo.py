@@ -27,28 +27,20 @@ Departures from the paper:
 Checked in tests/algorithms/test_fedmbo.py (closed forms, variance, exchanges) and tests/engines/test_agreement.py.
 """
 
-import jax
-from jax import Array
-
-from fedbilevel.algorithms.fednest import Nested, State
+from fedbilevel.algorithms.fednest import OneStep
 from fedbilevel.algorithms.parts.hypergradients import Implicit
-from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
-from fedbilevel.core.fed import Fed
-from fedbilevel.core.tree import scaled
 
 
-class FedMBO(Nested):
+class FedMBO(OneStep):
     """FedAvg on y, one global hypergradient step on x.
 
     Args:
-        inner: the rounds on y.
-        hypergradient: how it is found.
-        outer_lr: α, a step on x.
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
-        merged: as few exchanges as give the same numbers, with full batches: see parts/hypergradients.py. Refused where
-            it would leave out nothing.
+        hypergradient: how the hypergradient is found, by products that are means over all clients.
+        merged: as few exchanges as give the same numbers, with full batches (drawn samples: the same expectation):
+            conjugate gradient has ∇²xy G with each product, "random_per_client" stops after the longest length drawn.
+            Refused where nothing can be left out.
 
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
@@ -57,21 +49,13 @@ class FedMBO(Nested):
 
     name = "fedmbo"
 
-    inner: LocalSGD = LocalSGD()
     hypergradient: Implicit = Implicit()
     merged: bool = static(default=False)
 
     def validate(self) -> None:
-        super().validate()
         allowed = "False: with the other fields as they are it leaves out no exchange"
         require(self.hypergradient.mergeable or not self.merged, "FedMBO.merged", True, allowed)
 
     @property
     def merges(self) -> bool:
         return self.merged
-
-    def round(self, fed: Fed, state: State, key: Array) -> State:
-        inner_key, outer_key = jax.random.split(key)
-        y = self.inner.descend(fed, state.x, state.y, inner_key)
-        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key, self.merged)
-        return self.moved(state, scaled(-self.outer_lr, h), y, info)

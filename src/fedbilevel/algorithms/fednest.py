@@ -28,14 +28,15 @@ Departures from the paper:
    of the variance, which grows with N. Neumann(sampling="random") is the paper's; v may also be found by conjugate
    gradient, or locally (LocalImplicit).
 4. `merged` makes the exchanges fewer, and with full batches the numbers no others: see parts/hypergradients.py.
-   The drift of one step is zero and not asked for: of x for τ = 1, of y for inner.local_steps = 1 where the population
-   does not give clients numbers of their own. No reply is asked whether anyone goes on: those who did not answer may,
-   and noise on replies would answer at random. What is left depends on what was just averaged: q on y, the drift on q,
-   ∇y F on y, h on v, x's drift on h.
+   The drift of one step is zero, and its exchange is left out: of x for τ = 1, of y for inner.local_steps = 1 where
+   clients bring no numbers of their own. Whether loops go on is decided without asking clients: those that did
+   not reply may want to, and noise on replies would decide at random. Each exchange that is left depends on the mean
+   before it: q on y, the drift on q, ∇y F on y, h on v, x's drift on h.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import jax
@@ -45,18 +46,18 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import SVRG, LocalSGD
-from fedbilevel.algorithms.parts.linear_solvers import CG, SolveInfo
+from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.algorithms.parts.local_descent import corrected_drift
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients
-from fedbilevel.core.config import positive, static
-from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.config import positive, positive_integer, static
+from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import NESTED_STATE, renamed
 from fedbilevel.core.submodel import NUMBER
-from fedbilevel.core.tree import PyTree, move
+from fedbilevel.core.tree import PyTree, move, scaled
 
 
 @renamed(NESTED_STATE)
@@ -66,22 +67,25 @@ class State(NamedTuple):
     x: PyTree
     y: PyTree
     info: SolveInfo  # of the last v; the first negative curvature stays noted
+    v: PyTree = None  # what the hypergradient keeps: a v of the server's own (AFBO)
 
 
 class Nested(Algorithm):
-    """What methods share that step on y, then on x by a hypergradient: checks of the hypergradient, and a guard for it.
+    """What methods share that step on y, then on x by a hypergradient, whose checks and warnings are theirs.
 
     Args:
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
-        outer_lr: α.
+        outer_lr: α, the server's step on x.
     """
 
     hypergradient: Any
-    batch_size: int | None = static(default=32)
+    batch_size: int | None = positive_integer(default=32, optional=True)
     outer_lr: float = positive(default=0.1)
 
-    def validate(self) -> None:
-        require_count(f"{self.label}.batch_size", self.batch_size, optional=True)
+    @property
+    @abstractmethod
+    def merges(self) -> bool:
+        """Whether an estimate of the hypergradient merges exchanges."""
 
     @property
     def extra_cohorts(self) -> int:
@@ -93,40 +97,44 @@ class Nested(Algorithm):
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         self.hypergradient.check_start(problem, clients, x, y, self.batch_size)
 
-    def init(self, x: PyTree, y: PyTree) -> Any:
-        return State(x, y, SolveInfo.unknown())
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return State(x, y, SolveInfo.unknown(), self.hypergradient.start(y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         return self.hypergradient.estimate(fed, x, y, key, self.merges).h
 
-    @property
-    def merges(self) -> bool:
-        """Whether exchanges are merged, where a method can."""
-        return False
-
     def noise_objection(self) -> str:
-        if isinstance(self.hypergradient, LocalImplicit) or not isinstance(self.hypergradient.solver, CG):
-            return ""
-        return "conjugate gradient by noised products meets negative curvature that is none; a Neumann series bears it"
+        return str(self.hypergradient.noise_objection())
 
-    @property
-    def where(self) -> str:
-        """Whose system may meet negative curvature, where it is not the federation's."""
-        return "a client's own system" if isinstance(self.hypergradient, LocalImplicit) else ""
+    def complaint(self, state: State) -> str:
+        return str(self.hypergradient.complaint(state.info))
 
-    def complaint(self, state: Any) -> str:
-        return str(self.hypergradient.solver.complaint(state.info, self.where))
-
-    def warning(self, state: Any) -> str:
-        return str(self.hypergradient.solver.warning(state.info, self.where))
+    def warning(self, state: State) -> str:
+        return str(self.hypergradient.warning(state.info))
 
     def moved(self, state: State, change: PyTree, y: PyTree, info: SolveInfo) -> State:
-        """The next state. After conjugate gradient has met negative curvature x stays, until the run is stopped."""
+        """The next state. Where negative curvature ends the run, x stays from then on."""
         before = state.info.negative_curvature
         first = jnp.where(before >= 0, before, info.negative_curvature)
-        stays = (first >= 0) & isinstance(self.hypergradient.solver, CG)
+        stays = (first >= 0) & self.hypergradient.stops
         x = jax.tree.map(lambda old, d: jnp.where(stays, old, old + d), state.x, change)
-        return State(x, y, info._replace(negative_curvature=first))
+        return state._replace(x=x, y=y, info=info._replace(negative_curvature=first))
+
+
+class OneStep(Nested):
+    """FedAvg on y, then one step on x.
+
+    Args:
+        inner: the rounds on y: FedAvg's local steps.
+    """
+
+    inner: LocalSGD = LocalSGD()
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.inner.descend(fed, state.x, state.y, inner_key)
+        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key, self.merges)
+        return self.moved(state, scaled(-self.outer_lr, h), y, info)
 
 
 class Epochs(Nested):
@@ -134,22 +142,19 @@ class Epochs(Nested):
 
     Args:
         inner: the rounds on y.
-        hypergradient: how h is found.
+        hypergradient: how h is found: by products that are means over all clients, or by each client alone.
         outer_lr: α; a client's step on x is α/τ.
-        outer_steps: τ on x; more than one is an exchange more where `merged`.
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
-        merged: as few exchanges as give the same numbers, with full batches (drawn samples: the same expectation): what
-            can rides with another reply, and what the server knows to be zero is not asked for. Refused where it would
-            leave out nothing.
+        outer_steps: τ, a client's local steps on x in a round; more than one is an exchange more where `merged`.
+        merged: as few exchanges as give the same numbers, with full batches (drawn samples: the same expectation): two
+            quantities at the same point come in one reply, and exchanges whose result is known to be zero are left out.
+            Refused where nothing can be left out.
     """
 
     inner: Any
-    outer_steps: int = static(default=1)
+    outer_steps: int = positive_integer(default=1)
     merged: bool = static(default=False)
 
     def validate(self) -> None:
-        super().validate()
-        require_count(f"{self.label}.outer_steps", self.outer_steps)
         able = self.hypergradient.mergeable or self.inner.leaves_out() or self.outer_steps == 1
         allowed = "False: with the other fields as they are it leaves out no exchange"
         require(able or not self.merged, f"{self.label}.merged", True, allowed)
@@ -170,7 +175,7 @@ class Epochs(Nested):
 
     @phase(takes=("x", "y", "x"), gives="x")
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """τ corrected steps on x, less what all clients have in common."""
+        """The change of x by τ corrected steps, less −αh, which all clients have in common."""
         x, y, h = at
 
         def gradient(x: PyTree, key: Array) -> PyTree:
@@ -181,7 +186,7 @@ class Epochs(Nested):
 
 
 class FedNest(Epochs):
-    """Alternating federated SVRG on y and x, with a global hypergradient. Fields: see `Epochs`.
+    """Alternating federated SVRG on y and x, with a global hypergradient.
 
     Exchanges per round: 2T + N + 2; merged: 2T + N + 1, by conjugate gradient with K products 2T + K + 1, all T fewer
     with inner.local_steps = 1 for everyone.
@@ -199,7 +204,7 @@ class FedNest(Epochs):
 
 
 class FedNestSGD(Epochs):
-    """FedNest with FedAvg's plain local steps on y. Fields: see `Epochs`.
+    """FedNest with FedAvg's plain local steps on y.
 
     Exchanges per round: T + N + 2; merged: T + N + 1, by conjugate gradient with K products T + K + 1.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
@@ -219,15 +224,14 @@ class LFedNest(Nested):
     """FedNest made light: FedAvg's steps on y, local hypergradients on x.
 
     Args:
-        inner: the rounds on y.
+        inner: the rounds on y: FedAvg's local steps.
         hypergradient: how each client finds its own.
         outer_lr: α; a client's step on x is α/τ.
-        outer_steps: τ on x.
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        outer_steps: τ, a client's local steps on x in a round.
 
     Exchanges per round: T + 1.
     Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
-    Good for: clients that are alike, where exchanges are dear; biased where clients differ.
+    Good for: clients that are alike, where exchanges are expensive; biased where clients differ.
     Vectors up per client: 1 like x, T like y. Hvps per client: N for each of its steps on x.
     Bias: clients' own hypergradients, which no step size mends; drift of y.
     Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.
@@ -238,17 +242,17 @@ class LFedNest(Nested):
 
     inner: LocalSGD = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()
-    outer_steps: int = static(default=1)
-
-    def validate(self) -> None:
-        super().validate()
-        require_count("LFedNest.outer_steps", self.outer_steps)
+    outer_steps: int = positive_integer(default=1)
 
     asynchronous_phases = ("inner.descent", "outer_descent")
 
+    @property
+    def merges(self) -> bool:
+        return False
+
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """τ steps on x, each along the client's own hypergradient there."""
+        """The change of x by τ steps, each along the client's own hypergradient at its starting point."""
         x, y = at
 
         def step(k: Array, carry: tuple[PyTree, Array, Withheld, Array, Array]) -> tuple[Any, ...]:

@@ -12,12 +12,12 @@ Round k: the server picks 𝓗_k ∈ ∂H(x_k) and sends it with x_k; client i w
     z ← P_X[z − γ_k (g_ij(z) + λ_k 𝓗_k)],   g_ij ∈ ∂f_ij,   j = 1..n_i, from z = x_k      (line 9)
     x_{k+1} = mean of the z_i,     x̂_k = Σ γ_k x_k / Σ γ_k     γ_k = γ₁/k^a, λ_k = λ₁/k^b
 
-H stays on the server. With `refresh`, clients know H and take 𝓗 at z: IR-IG is that with a single client, who holds
-everything.
+H stays on the server. With `refresh` the clients have H too, and take 𝓗 at z: IR-IG is that with a single client that
+holds all samples.
 
 Exchanges per round: one. The server sends x, a vector of its shape (𝓗) and two numbers; clients reply with a vector of
 x's shape and a number (with `tolerance` another). Client state: none.
-Cost per local step: a subgradient of one sample's f and a projection; with `refresh` one of H too.
+Cost per local step: a subgradient of one sample's f and a projection; with `refresh`, and IR-IG, one of H too.
 
 Departures from the paper:
 1. λ is relative to the mean of the f_ij: the paper's is m times ours, for m samples in all. Nothing else changes, and
@@ -36,6 +36,7 @@ Checked in tests/algorithms/test_fism.py (against the formulas in NumPy, solutio
 rate of Theorem 11) and tests/engines/test_agreement.py.
 """
 
+from abc import abstractmethod
 from typing import Any, Literal
 
 import jax
@@ -43,11 +44,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from fedbilevel.algorithms.parts.iterative_regularization import IterativeRegularization, State
+from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps, State
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import static
-from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.config import positive_integer, static
+from fedbilevel.core.errors import require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
@@ -56,37 +57,28 @@ from fedbilevel.core.tree import PyTree, move, scaled
 ORDERS = ("given", "random")
 
 
-class FISM(IterativeRegularization):
-    """Federated incremental subgradient method: every client walks through its own samples, the server averages.
+class Incremental(DecreasingSteps):
+    """Walks of clients through their own samples, and a server that averages where they end.
 
-    Args: those of `IterativeRegularization`, and
-        order: "given", or "random": anew in every round.
-        local_steps: samples in a walk, drawn at random, where the population does not give each client its own number;
-            None: all of them. Where it is more than a client has, all of those.
-        refresh: take 𝓗 anew at every step, by clients who know H.
-
-    Needs: a simple bilevel problem.
-    Good for: losses with kinks, and a preference among many solutions.
-    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift of clients, which goes with γ_k; λ_k.
+    Args:
+        lr: γ₁, the first step on one sample's loss; a number or a schedule over rounds. A walk over n samples with one
+            𝓗 moves by n γ_k λ_k 𝓗: keep that below the size of X in the first rounds, too.
+        order: in which a client visits its samples: "given", or "random", drawn anew in every round.
+        local_steps: how many samples a client visits in a round, drawn at random, all of them where it has fewer; a
+            number that the clients bring themselves (`Clients.local_steps`) takes precedence. None: all of them.
     """
 
-    name = "fism"
-
     order: Literal["given", "random"] = static(default="given")
-    local_steps: int | None = static(default=None)
-    refresh: bool = static(default=False)
+    local_steps: int | None = positive_integer(default=None, optional=True)
 
     def validate(self) -> None:
-        super().validate()
-        name = self.label
         if self.order not in ORDERS:
-            raise unknown(f"{name}.order", self.order, ORDERS)
-        require_count(f"{name}.local_steps", self.local_steps, optional=True)
-        require(isinstance(self.refresh, bool), f"{name}.refresh", self.refresh, "True or False")
+            raise unknown(f"{self.label}.order", self.order, ORDERS)
 
     @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("walk",) if self.tolerance is None else ()  # F would be of several x
+    @abstractmethod
+    def anew(self) -> bool:
+        """Whether clients take 𝓗 anew at every step, at z."""
 
     def init_own(self, x: PyTree) -> Array:
         return jnp.zeros(())
@@ -96,11 +88,11 @@ class FISM(IterativeRegularization):
 
     @phase(takes="whole", gives=("x", NUMBER))
     def walk(self, client: Client, message: PyTree, key: Array) -> Reply:
-        """((z − x)/(γn), 1/n[, what F needs]) after steps on n of the client's own samples."""
+        """((z − x)/(γn), 1/n) after steps on n of the client's own samples; with a tolerance also F_i."""
         x, h, gamma, penalty = message
         problem: Any = client.problem
-        knows = not self.refresh or problem.known
-        require(knows, "SimpleBilevel.outer", None, "a function (x) on clients too, who take 𝓗 anew at every step")
+        known = not self.anew or problem.known
+        require(known, "SimpleBilevel.outer", None, "a function (x) on clients too, which take 𝓗 anew at every step")
         steps = self.local_steps if client.work is None else client.work
         drawn = self.order == "random" or steps is not None
         samples = client.inner.in_turn(key if drawn else None, steps)
@@ -108,42 +100,71 @@ class FISM(IterativeRegularization):
         def step(z: PyTree, j: Array) -> tuple[PyTree, Array]:
             sample = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, j, 1), samples.samples)
             loss, g = jax.value_and_grad(problem.inner, 0)(z, None, sample)
-            at = scaled(penalty, problem.preference(z)[1]) if self.refresh else h
+            at = scaled(penalty, problem.preference(z)[1]) if self.anew else h
             new = problem.project(move(z, -gamma, optax.tree.add(g, at)))
             if client.inner.equal and not isinstance(steps, Array):  # everyone takes as many
                 return new, loss
-            there = samples.mask[j]
-            return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, z), jnp.where(there, loss, 0)
+            real = samples.mask[j]
+            return jax.tree.map(lambda a, b: jnp.where(real, a, b), new, z), jnp.where(real, loss, 0)
 
         # over places, not samples: those of vectorised clients would be copied into the steps' order in every round
         z, losses = lax.scan(step, x, jnp.arange(len(samples.mask)))
         n = jnp.sum(samples.mask)
         update: Any = scaled(1 / (n * unit(gamma)), optax.tree.sub(z, x)), 1.0 / n
-        update = *update, *self.told(client, x, key)
+        update = *update, *self.inner_sum(client, x, key)
         metrics = {"inner_loss": jnp.sum(losses) / n}
-        return Reply(update, metrics=metrics, gradients=2 * n if self.refresh else n)
+        return Reply(update, metrics=metrics, gradients=2 * n if self.anew else n)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         problem: Any = fed.problem
         gamma, penalty = self.step_sizes(state)
         outer, h = problem.preference(state.x)
-        message = state.x, None if self.refresh else scaled(penalty, h), gamma, penalty
-        walked, share, *told = fed.mean(self.walk, message, key, unbiased=True)
-        if fed.sampled:  # Σ p_i/n_i of everyone: the mean over the cohorts so far, who differ in it
+        message = state.x, None if self.anew else scaled(penalty, h), gamma, penalty
+        walked, share, *inner = fed.mean(self.walk, message, key, unbiased=True)
+        if fed.sampled:  # Σ p_i/n_i of everyone: the mean over the cohorts so far, which differ in it
             share = state.own + (share - state.own) / (state.k + 1)
         x = problem.project(move(state.x, unit(gamma) / share, walked))
-        return self.moved(state, x, gamma, told, outer, share)
+        return self.moved(state, x, gamma, inner, outer, share)
 
 
 def unit(gamma: Array) -> Array:
-    """What lengths of walks are told in: γ, or 1 where a schedule begins or ends at 0."""
+    """The unit of walks in replies: γ, or 1 where a schedule begins or ends at 0."""
     return jnp.where(gamma > 0, gamma, 1)
 
 
-class IRIG(FISM):
-    """Iteratively regularized incremental subgradient method: a single client walks, with 𝓗 taken anew at every step.
+class FISM(Incremental):
+    """Federated incremental subgradient method: every client walks through its own samples, the server averages.
 
-    Args: those of `FISM` but `refresh`, which has no part in it.
+    Args:
+        refresh: whether clients take the subgradient 𝓗 of H anew at every step, at z. Their problem has to have H then.
+            False: the server takes it, once in a round.
+
+    Needs: a simple bilevel problem.
+    Good for: losses with kinks, and a preference among many solutions.
+    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift of clients, which goes with γ_k; λ_k.
+    """
+
+    name = "fism"
+
+    refresh: bool = static(default=False)
+
+    def validate(self) -> None:
+        require(isinstance(self.refresh, bool), "FISM.refresh", self.refresh, "True or False")
+
+    @property
+    def anew(self) -> bool:
+        return self.refresh
+
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return ("walk",) if self.tolerance is None else ()  # F would be of several x
+
+    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+        self.check_convexity(problem, x)
+
+
+class IRIG(Incremental):
+    """Iteratively regularized incremental subgradient method: a single client walks, with 𝓗 taken anew at every step.
 
     Mostafa Amini, Farzad Yousefian. "An Iterative Regularized Incremental Projected Subgradient Method for a Class of
     Bilevel Optimization Problems". ACC 2019.
@@ -155,21 +176,11 @@ class IRIG(FISM):
 
     name = "irig"
 
-    refresh: bool = static(default=True)
-
     @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ()  # there is but one client
-
-    def validate(self) -> None:
-        super().validate()
-        require(self.refresh, "IRIG.refresh", self.refresh, "True; FISM takes 𝓗 once in a round")
+    def anew(self) -> bool:
+        return True
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
-        require(
-            population == 1,
-            "IRIG: clients",
-            population,
-            "1, who holds everything: clients.pooled(), on the command line run.pooled=true",
-        )
-        super().check_problem(problem, population, x)
+        pooled = "1, which holds all samples: clients.pooled(), on the command line run.pooled=true"
+        require(population == 1, "IRIG: clients", population, pooled)
+        self.check_convexity(problem, x)

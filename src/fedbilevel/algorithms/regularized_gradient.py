@@ -19,7 +19,7 @@ Cost per local step: a subgradient of f on the whole batch, once in a round.
 Departures from the papers:
 1. F is the mean over samples, weighted by client; λ is relative to that.
 2. BiFISTA's paper has smooth losses and proximal steps. Here X is a set and its projection; an H with kinks has its
-   subgradient in the place of a proximal step, with which the proof says nothing.
+   subgradient in the place of a proximal step, which the proof does not cover.
 
 Checked in tests/algorithms/test_regularized_gradient.py (against NumPy, closed forms) and
 tests/engines/test_agreement.py.
@@ -32,54 +32,56 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.iterative_regularization import IterativeRegularization, State
+from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps, IterativeRegularization, State
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static
-from fedbilevel.core.errors import is_number, require, require_count
+from fedbilevel.core.config import positive, positive_integer
+from fedbilevel.core.errors import is_number, require
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move
 
 
 class WholeSubgradient(IterativeRegularization):
-    """What the two share.
+    """One step in a round, along the mean subgradient of all clients' samples.
 
-    Args: those of `IterativeRegularization`, and
+    Args:
         batch_size: samples per draw, with replacement; None takes all samples.
     """
 
-    batch_size: int | None = static(default=None)
+    batch_size: int | None = positive_integer(default=None, optional=True)
 
-    def validate(self) -> None:
-        super().validate()
-        require_count(f"{type(self).__name__}.batch_size", self.batch_size, optional=True)
+    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+        self.check_convexity(problem, x)
+
+    def noise_objection(self) -> str:
+        if self.tolerance is None:
+            return ""
+        return f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
 
     @phase(takes=("x", "whole"), gives=("x",))
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """g_i at z, and with a tolerance what F needs: at x, where that is another point."""
+        """g_i at z; with a tolerance also F_i, at x where the message has one, else at z."""
         z, x = at
         problem: Any = client.problem
         loss, g = jax.value_and_grad(problem.inner, 0)(z, None, client.inner_batch(key, self.batch_size))
-        answer = g, *self.told(client, z if x is None else x, key)
-        return Reply(answer, metrics={"inner_loss": loss}, gradients=1)
+        update = g, *self.inner_sum(client, z if x is None else x, key)
+        return Reply(update, metrics={"inner_loss": loss}, gradients=1)
 
     def step_from(self, fed: Fed, state: State, z: PyTree, own: Any, key: Array) -> State:
         """One projected step from z."""
         problem: Any = fed.problem
         gamma, penalty = self.step_sizes(state)
         other = None if self.tolerance is None or z is state.x else state.x
-        g, *told = fed.mean(self.inner_subgradient, (z, other), key, unbiased=True)
+        g, *inner = fed.mean(self.inner_subgradient, (z, other), key, unbiased=True)
         outer, h = problem.preference(z)
         x = problem.project(move(z, -gamma, optax.tree.add_scale(g, penalty, h)))
         outer = outer if other is None else problem.outer(other, None, None)
-        return self.moved(state, x, gamma, told, outer, own)
+        return self.moved(state, x, gamma, inner, outer, own)
 
 
-class IRG(WholeSubgradient):
+class IRG(WholeSubgradient, DecreasingSteps):
     """Iteratively regularized subgradient method: one step of all clients together in a round.
-
-    Args: those of `IterativeRegularization`, and
-        batch_size: samples per draw, with replacement; None takes all samples.
 
     Mikhail V. Solodov. "An Explicit Descent Method for Bilevel Convex Optimization". Journal of Convex Analysis, 2007.
 
@@ -94,6 +96,9 @@ class IRG(WholeSubgradient):
     def asynchronous_phases(self) -> tuple[str, ...]:
         return ("inner_subgradient",) if self.tolerance is None else ()
 
+    def init_own(self, x: PyTree) -> None:
+        return None
+
     def round(self, fed: Fed, state: State, key: Array) -> State:
         return self.step_from(fed, state, state.x, None, key)
 
@@ -101,9 +106,9 @@ class IRG(WholeSubgradient):
 class BiFISTA(WholeSubgradient):
     """Accelerated regularized gradient method: Nesterov's momentum, steps of constant size.
 
-    Args: those of `IterativeRegularization`, of which lr is γ, at most 1/(L_F + λ₁ L_H), and lr_decay has no part, and
-        momentum: α, above 3.
-        batch_size: samples per draw, with replacement; None takes all samples.
+    Args:
+        lr: γ, at most 1/(L_F + λ₁ L_H), L_F and L_H being the Lipschitz constants of ∇F and ∇H; a number or a schedule.
+        momentum: α in the factor 1 − α/(k + α) of x_k − x_{k−1}, above 3.
 
     Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel Optimization:
     Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389.
@@ -118,18 +123,14 @@ class BiFISTA(WholeSubgradient):
     momentum: float = positive(default=4.0)
 
     def validate(self) -> None:
-        super().validate()
         steep = not is_number(self.momentum) or self.momentum > 3
         require(steep, "BiFISTA.momentum", self.momentum, "above 3")
-
-    def check_decay(self) -> None:
-        """Steps have a constant size: λ_k → 0 is all that is asked."""
 
     def init_own(self, x: PyTree) -> PyTree:
         return x  # of the round before
 
-    def step_sizes(self, state: State) -> tuple[Array, Array]:
-        return jnp.asarray(self.lr, float), super().step_sizes(state)[1]
+    def step_size(self, k: Array) -> Array:
+        return jnp.asarray(self.lr, float)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         k = state.k.astype(float)

@@ -18,7 +18,7 @@ plain steps, and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
 
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
-one that was asked (Theorem 2).
+one that was posed (Theorem 2).
 
 Exchanges per round: one. The server sends x, y and v, and clients reply with vectors of these three shapes (ShroFBO:
 and two numbers). Client state: none.
@@ -35,7 +35,7 @@ Departures from the paper:
 4. The paper's (3) multiplies the k-th step by a_k, of all τ_i steps: under momentum the largest step comes first, under
    a proximal pull last. That is heavy ball or FedProx, whose a_k these are, for vanishing η only. Here clients make the
    steps of heavy ball and FedProx: q_i is Σ_k a_k d_k as in the paper, with d_k at the points that these come to.
-5. Clients of limited capacity step on submodels; every entry of q is then the mean over those who hold it.
+5. Clients of limited capacity step on submodels; every entry of q is then the mean over the clients that hold it.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_own_x.py and
 tests/engines/test_agreement.py.
@@ -48,7 +48,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
+from fedbilevel.algorithms.parts.local_directions import LIKE, LocalDirections, descend
 from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Plain
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.answers import Public
@@ -58,15 +58,14 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree
 
-LIKE = XYV("x", "y", "y")
-"""What messages and replies are shaped like: the entries x, y and v of an `XYV` like x, y and y (see `phase`)."""
-
 
 class State(NamedTuple):
     """What the server keeps."""
 
     iterate: XYV
     optimizer: optax.OptState
+    work: Array | None = None  # of ShroFBO: estimates of ρ, summed over the rounds so far
+    rounds: Array | None = None  # of ShroFBO
 
     @property
     def x(self) -> PyTree:
@@ -81,14 +80,11 @@ class SingleLoop(LocalDirections):
     """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
 
     Args:
-        local_steps: τ, where the population does not give each client its own.
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
-        client_lr: η for x, y, v: numbers or schedules over rounds.
-        independent_batches: a draw of its own for each of the three directions.
-        server_lr: γ for x, y, v: numbers or schedules over rounds.
-        radius: r, in the norm of y; r = L_f/μ_g in theory; infinity does not project.
+        server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; one serves all three.
+        radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
+            not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
-        server_optimizer: an optax optimizer, fed with q; its updates are scaled by γ.
+        server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
 
     trains_submodels = True
@@ -111,11 +107,11 @@ class SingleLoop(LocalDirections):
         updates, optimizer = self.server_optimizer.update(q, state.optimizer, state.iterate)
         direction = optax.tree.scale(-1, updates)  # optax's updates already point downhill, and `descend` subtracts
         moved = descend(state.iterate, self.server_lr, direction)
-        return State(moved._replace(v=project_ball(moved.v, self.radius)), optimizer)
+        return state._replace(iterate=moved._replace(v=project_ball(moved.v, self.radius)), optimizer=optimizer)
 
 
 class SimFBO(SingleLoop):
-    """One exchange a round; every client moves x, y and v together. Fields: see `SingleLoop`.
+    """One exchange a round; every client moves x, y and v together.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: fewest exchanges, and the cheapest ones; the first method to try. Clients should do equal work.
@@ -143,28 +139,8 @@ class SimFBO(SingleLoop):
         return self.server_update(state, fed.mean(self.local_updates, state.iterate, key, unbiased=True))
 
 
-class RobustState(NamedTuple):
-    """What ShroFBO's server keeps."""
-
-    simfbo: State
-    work: Array  # estimates of ρ, summed over the rounds so far
-    rounds: Array
-
-    @property
-    def iterate(self) -> XYV:
-        return self.simfbo.iterate
-
-    @property
-    def x(self) -> PyTree:
-        return self.iterate.x
-
-    @property
-    def y(self) -> PyTree:
-        return self.iterate.y
-
-
 class ShroFBO(SingleLoop):
-    """SimFBO made robust to unequal local work, by normalised replies. Fields: see `SingleLoop`.
+    """SimFBO made robust to unequal local work, by normalised replies.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
@@ -174,8 +150,8 @@ class ShroFBO(SingleLoop):
     name = "shrofbo"
     asynchronous_phases = ("normalised_updates",)
 
-    def init(self, x: PyTree, y: PyTree) -> RobustState:
-        return RobustState(self.first_state(x, y), jnp.zeros(()), jnp.zeros(()))
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return self.first_state(x, y)._replace(work=jnp.zeros(()), rounds=jnp.zeros(()))
 
     @phase(takes=LIKE, gives=(LIKE, Public(NUMBER), Public(NUMBER)))
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
@@ -188,12 +164,12 @@ class ShroFBO(SingleLoop):
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
         return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
 
-    def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
+    def round(self, fed: Fed, state: State, key: Array) -> State:
         h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)
         now = work.public / share.public
-        rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
-        server = self.server_update(state.simfbo, optax.tree.scale(rho, h))
-        return RobustState(server, state.work + now, state.rounds + 1)
+        before, rounds = jnp.asarray(state.work), jnp.asarray(state.rounds)
+        rho = jnp.where(rounds > 0, before / jnp.maximum(rounds, 1), now)
+        return self.server_update(state, optax.tree.scale(rho, h))._replace(work=before + now, rounds=rounds + 1)
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:

@@ -5,7 +5,7 @@
              x ← mean_i x_{i,τ_i}                                                                       one exchange
     FedAvg   x_{i,ν+1} = x_{i,ν} − (α/τ_i) ∇f_i(x_{i,ν}; ξ_ν);  x ← mean_i x_{i,τ_i}                    one exchange
 
-FedLin is what remains of FedNest's FedOut where there is nothing inner. x* is its fixed point with any number of local
+FedLin is FedNest's FedOut without an inner problem. x* is its fixed point with any number of local
 steps; FedAvg's is another point where clients differ and τ > 1.
 
 Departures from the papers:
@@ -28,18 +28,18 @@ from jax import Array
 from fedbilevel.algorithms.parts.local_descent import Gradient, corrected_drift, local_descent
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static
-from fedbilevel.core.errors import require_count
+from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree, move
 
 
 class LocalDescent(Algorithm):
-    """What the two share: the fields and the start.
+    """What FedLin and FedAvg share: the fields and the start.
 
     Args:
-        local_steps: τ_i, where the population does not give each client its own.
+        local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
+            (`Clients.local_steps`) takes precedence.
         outer_lr: α; a client's step is α/τ_i.
         batch_size: samples per draw, with replacement; None takes all samples.
     """
@@ -47,14 +47,9 @@ class LocalDescent(Algorithm):
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
     trains_submodels = True
 
-    local_steps: int = static(default=5)
+    local_steps: int = positive_integer(default=5)
     outer_lr: float = positive(default=0.1)
-    batch_size: int | None = static(default=32)
-
-    def validate(self) -> None:
-        name = type(self).__name__
-        require_count(f"{name}.local_steps", self.local_steps)
-        require_count(f"{name}.batch_size", self.batch_size, optional=True)
+    batch_size: int | None = positive_integer(default=32, optional=True)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)
@@ -69,7 +64,7 @@ class LocalDescent(Algorithm):
 
 
 class FedLin(LocalDescent):
-    """Federated SVRG: local steps corrected for the difference between clients. Fields: see `LocalDescent`.
+    """Federated SVRG: local steps corrected for the difference between clients.
 
     Aritra Mitra, Rayana Jaafar, George J. Pappas, Hamed Hassani. "Linear Convergence in Federated Learning: Tackling
     Client Heterogeneity and Sparse Gradients". NeurIPS 2021, arXiv:2102.07053. As federated SVRG: Jakub Konečný et al.,
@@ -94,7 +89,7 @@ class FedLin(LocalDescent):
 
     @phase(takes=("x", "x"), gives="x")
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """τ_i corrected steps on x, less what all have in common."""
+        """The change of x by τ_i corrected steps, less −αq, which all clients have in common."""
         x, q = at
         tau = client.local_steps(self.local_steps)
         drift = corrected_drift(self.gradient_of(client), x, q, tau, self.outer_lr, key)
@@ -108,14 +103,14 @@ class FedLin(LocalDescent):
 
 
 class FedAvg(LocalDescent):
-    """Local gradient steps, then the mean of the clients' x. Fields: see `LocalDescent`.
+    """Local gradient steps, then the mean of the clients' x.
 
     H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient
     Learning of Deep Networks from Decentralized Data". AISTATS 2017, arXiv:1602.05629.
 
     Exchanges per round: one.
     Needs: a single-level problem.
-    Good for: clients that are alike, where exchanges are dear; biased where clients differ and τ > 1.
+    Good for: clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1.
     Vectors up per client: 1 like x. Hvps per client: none. Bias: drift where τ > 1.
     Client state: none.
     Cost per local step: a gradient of f.
@@ -126,7 +121,7 @@ class FedAvg(LocalDescent):
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
-        """τ_i plain steps on x."""
+        """The change of x by τ_i plain steps."""
         tau = client.local_steps(self.local_steps)
         return Reply(local_descent(self.gradient_of(client), x, tau, self.outer_lr, key), gradients=tau)
 

@@ -14,7 +14,17 @@ from jax import Array
 from fedbilevel.core import own_x
 from fedbilevel.core.authored import check_arguments, reply_of
 from fedbilevel.core.client import Client, Clients
-from fedbilevel.core.config import config, counts, field_values, fraction, positive, static, step_sizes, wrapped
+from fedbilevel.core.config import (
+    config,
+    counts,
+    field_values,
+    fraction,
+    positive,
+    positive_integer,
+    static,
+    step_sizes,
+    wrapped,
+)
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Problem
@@ -71,9 +81,9 @@ def parts_of(function: Any) -> tuple[PyTree, PyTree]:
 @dataclass_transform(
     kw_only_default=True,
     frozen_default=True,
-    field_specifiers=(static, wrapped, counts, step_sizes, positive, fraction),
+    field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction),
 )
-class Part:
+class Part(ABC):
     """A configuration with phases, that can be a field of a method: a linear solver, the steps on y, a method itself.
 
     A subclass is a frozen dataclass with keyword-only fields, and a pytree (see core/config.py). Its methods that are
@@ -135,7 +145,7 @@ def _hints(cls: type[Part]) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-class Algorithm(Part, ABC):
+class Algorithm(Part):
     """Base class of every federated method.
 
     A subclass is a frozen dataclass with keyword-only fields, and a pytree (see core/config.py). It has to define
@@ -190,7 +200,10 @@ class Algorithm(Part, ABC):
         return None
 
     def validate(self) -> None:
-        """Raise ConfigurationError if fields do not fit together. It runs when an instance is made."""
+        """Raise ConfigurationError if fields do not fit together.
+
+        It runs when an instance is made, after that of every base class, so that it need not call theirs.
+        """
         return
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
@@ -211,8 +224,8 @@ class Algorithm(Part, ABC):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a round goes on with the first answers (`Fed.first`)."""
-        return False
+        """Whether a round goes on with the first replies (`Fed.first`): if it waits for some number of them."""
+        return self.waits_for is not None
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:
@@ -225,7 +238,7 @@ class Algorithm(Part, ABC):
 
     @property
     def waits_for(self) -> int | None:
-        """How many answers an asynchronous exchange waits for; None: all."""
+        """How many replies an asynchronous exchange waits for; None: all."""
         return None
 
     @property

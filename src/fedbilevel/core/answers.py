@@ -19,6 +19,9 @@ class Public(NamedTuple):
 
     Only for what would be the same with any other data, of any number of samples: counts that the server's messages and
     the algorithm's fields determine.
+
+    Args:
+        public: the part of the update, a pytree.
     """
 
     public: Any
@@ -28,6 +31,9 @@ class Withheld(NamedTuple):
     """A part of an update that tells of the data, and that noise would make useless: under privacy zeros are sent.
 
     For diagnostics of which 0 means that nothing was met; a method must not rely on them to be right.
+
+    Args:
+        withheld: the part of the update, a pytree.
     """
 
     withheld: Any

@@ -23,12 +23,17 @@ from fedbilevel.core.tree import PyTree, rows_at, shapes
 class Ragged(Shown):
     """Rows of unequal length, stored flat: row i is `values[start[i] : start[i] + size[i]]` of every leaf.
 
-    No padding is stored, so a client with ten samples costs ten samples; leaves may be memory maps.
+    No padding is stored, so a client with ten samples costs ten samples.
+
+    Args:
+        values: a pytree of arrays (total, ...), which may be memory maps.
+        start: (rows,) int64, where each row begins.
+        size: (rows,) int64, the length of each row, positive.
     """
 
-    values: PyTree  # leaves (total, ...)
-    start: np.ndarray  # (rows,) int64
-    size: np.ndarray  # (rows,) int64, all positive
+    values: PyTree
+    start: np.ndarray
+    size: np.ndarray
 
     @classmethod
     def stacked(cls, name: str, arrays: PyTree, sizes: np.ndarray | None) -> Ragged:
@@ -130,7 +135,8 @@ class Clients(Shown):
         inner: samples of the inner loss, likewise; None where both losses read the same samples (minimax problems),
             or only the outer one reads any (single-level problems).
         weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
-        outer_sizes, inner_sizes: (M,) true numbers of samples, where stacked arrays are padded at the end.
+        outer_sizes: (M,) true numbers of samples in `outer`, where its arrays are stacked and padded at the end.
+        inner_sizes: (M,) true numbers of samples in `inner`, where its arrays are stacked and padded at the end.
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
             client, or (low, high): drawn uniformly, both included, for each client and round.
         capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
@@ -378,28 +384,36 @@ DEFAULT = Default.DEFAULT
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Client:
-    """What a phase may use of the client that runs it."""
+    """What a phase may use of the client that runs it.
+
+    Args:
+        problem: with the losses `outer` and `inner`.
+        outer: the client's samples for the outer loss.
+        inner: the client's samples for the inner loss.
+        id: its number, 0..M − 1.
+        weight: p_i; the engine applies it, a phase rarely needs it.
+        state: what it keeps between rounds, as `init_client` made it; the engine keeps it, and it is never sent.
+        work: its number of local steps in this round; None where the clients bring none of their own.
+        batch_size: samples per draw, the method's field of that name; None: all.
+    """
 
     problem: Problem = field(metadata={"static": True})
     outer: Samples
     inner: Samples
     id: Array
-    weight: Array  # p_i; the engine applies it, a phase rarely needs it
-    state: PyTree  # the client's own, kept by the engine, never sent
-    work: Array | None  # this client's number of local steps in this round, if the population says one
-    batch_size: int | None = field(default=None, metadata={"static": True})  # the method's
+    weight: Array
+    state: PyTree
+    work: Array | None
+    batch_size: int | None = field(default=None, metadata={"static": True})
 
     def outer_batch(self, key: Array, batch_size: int | Default | None = DEFAULT) -> PyTree:
-        """Samples for the outer loss: `batch_size` draws with replacement, or all of them when it is None.
-
-        Where it is left out it is the method's.
-        """
+        """Samples for the outer loss: `batch_size` draws with replacement, all if None, the method's if left out."""
         return self.outer.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
 
     def inner_batch(self, key: Array, batch_size: int | Default | None = DEFAULT) -> PyTree:
-        """Samples for the inner loss, likewise."""
+        """Samples for the inner loss: `batch_size` draws with replacement, all if None, the method's if left out."""
         return self.inner.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
 
     def local_steps(self, default: int) -> int | Array:
-        """How many local steps to make: the population's word if it has one, else the algorithm's `default`."""
+        """How many local steps to make: the client's own number where it has one, else `default`, the method's."""
         return default if self.work is None else self.work

@@ -21,7 +21,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.errors import ConfigurationError, is_count, require, unknown_field
+from fedbilevel.core.docstrings import with_fields
+from fedbilevel.core.errors import ConfigurationError, is_count, require, require_count, unknown_field
 from fedbilevel.core.tree import XYV
 
 T = TypeVar("T", bound=type)
@@ -64,6 +65,17 @@ def wrapped(kw_only: bool) -> Any:
 
 
 @_by_name
+def positive_integer(default: Any = dataclasses.MISSING, optional: bool = False) -> Any:
+    """A static field that must be a positive integer, or, if `optional`, None; without a default it has to be given."""
+
+    def prepare(name: str, value: Any) -> Any:
+        require_count(name, value, optional)
+        return value
+
+    return dataclasses.field(default=default, metadata={"static": True, "prepare": prepare})
+
+
+@_by_name
 def counts(default: int) -> Any:
     """A static field that must be a positive integer, or several of them, one for each client; kept as a tuple then."""
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
@@ -94,12 +106,13 @@ def fraction(default: float) -> Any:
 @dataclass_transform(
     kw_only_default=True,
     frozen_default=True,
-    field_specifiers=(static, wrapped, counts, step_sizes, positive, fraction),
+    field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction),
 )
 def config(cls: T) -> T:
     """Make a class a configuration: frozen keyword-only dataclass and pytree, its fields checked when built.
 
-    A method `validate`, if there is one, checks what concerns several fields or a static one.
+    A method `validate` checks what concerns several fields or a static one. That of every base class runs too, before
+    it: each class checks what it declares. The docstring gets the entries of fields that a base class explains.
     """
 
     def post_init(self: Any) -> None:
@@ -109,14 +122,18 @@ def config(cls: T) -> T:
                 object.__setattr__(self, field.name, prepare(name, getattr(self, field.name)))
         if hasattr(self, "check_parts"):
             self.check_parts()
-        if hasattr(self, "validate"):
-            self.validate()
+        for declaring in reversed(type(self).__mro__):
+            if check := vars(declaring).get("validate"):
+                check(self)
 
     _check_annotated(cls)
+    written = vars(cls).get("__doc__")
     cls.__post_init__ = post_init  # type: ignore[attr-defined]
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     _explain_misspelt(made)
     fields = dataclasses.fields(made)
+    if written:
+        made.__doc__ = with_fields(written, cls, [field.name for field in fields])
     return jax.tree_util.register_dataclass(
         made,
         data_fields=[f.name for f in fields if not f.metadata.get("static")],

@@ -12,13 +12,16 @@ from fedbilevel.core.tree import PyTree
 
 @renamed(REPLY)
 class Reply(NamedTuple):
-    """What a phase hands back.
+    """What a phase returns.
 
-    `update` is averaged over the cohort, and under privacy clipped and noised but for parts that are marked (see
-    core/answers.py); `state` is the client's own next state, which never leaves it; `metrics`
-    (scalars by name) are averaged into the history and never fed back; `gradients` and `hvps` count the batch
-    gradients and the Hessian- or Jacobian-vector products that the client computed, for the ledger and the clock; an
-    asynchronous exchange asks for these two of everyone, so they had better not depend on what a loop finds.
+    Args:
+        update: what is averaged over the cohort: any pytree. Under privacy it is clipped and noised, but for the parts
+            that are marked `Public` or `Withheld`.
+        state: the client's own next state, which never leaves it; None: it keeps the one it has.
+        metrics: numbers by name, whose means over clients are in the history and are never fed back.
+        gradients: how many gradients on a batch the client computed, for the ledger and the clock. An asynchronous
+            exchange asks every client for this number, so that it should not depend on what a loop finds.
+        hvps: how many products of a vector with second derivatives the client computed, counted as `gradients` are.
     """
 
     update: PyTree

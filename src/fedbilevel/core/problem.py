@@ -76,7 +76,7 @@ class Bilevel(Problem):
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
         inner: g(x, y, batch) -> scalar, the training loss, likewise; strongly convex in y for x to be defined.
             Terms without samples (regularisers) may be added to either.
-        structure: which parts of x and y can be left out, for clients of limited capacity (see Structure).
+        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
         local: "x" where x is split by client: its leaves are (M, ...), and a client's losses read its own block alone,
             which they are given as (1, ...). Each client then keeps its block: nothing of x is in any message, and a
             server elsewhere never sees it. None: the server has x.
@@ -98,7 +98,7 @@ class Minimax(Bilevel):
 
     Args:
         loss: f(x, y, batch) -> scalar, a mean over the samples of the batch; strongly concave in y.
-        structure: as of `Bilevel`.
+        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
@@ -115,7 +115,7 @@ class Compositional(Bilevel):
     Args:
         outer: f(y, batch) -> scalar, a mean over the samples of the batch.
         inner: r(x, batch) -> a pytree like y, a mean over the samples of the batch.
-        structure: as of `Bilevel`.
+        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "identity"
@@ -150,7 +150,7 @@ class SingleLevel(Problem):
 
     Args:
         loss: f(x, batch) -> scalar, a mean over the samples of the batch.
-        structure: as of `Bilevel`.
+        structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"

@@ -24,7 +24,9 @@ class RemoteClients(Shown):
             only shapes and dtypes are looked at.
         inner: likewise; None where both losses read the same samples.
         weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
-        local_steps, capacity: as in `Clients`.
+        local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, or
+            (low, high): drawn uniformly, both included, for each client and round.
+        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
     """
 
     outer: PyTree

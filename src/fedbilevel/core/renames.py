@@ -106,13 +106,20 @@ FIELDS = {
 }
 """Fields of methods that have another name or place now."""
 
-FIELDS_OF_PARTS = {
-    "inner_lr": f"lr, {_INNER}",
-    "local_steps": _INNER,
-    "client_lr": f"{_INNER} = MeanGradient(…)",
-    "perturbation": "a field of the part hypergradient.second_order = Differences(…)",
+FIELDS_BESIDE = {
+    "inner": {
+        "inner_lr": f"lr, {_INNER}",
+        "local_steps": _INNER,
+        "client_lr": f"{_INNER} = MeanGradient(…)",
+        "perturbation": "a field of the part hypergradient (RAFBO), or of its second_order = Differences(…)",
+    },
+    "regularization": {
+        "refresh": "a field of FISM alone; IRIG takes 𝓗 anew at every step in any case: leave it out",
+        "lr_decay": "a field of methods with decreasing steps alone; those of BiFISTA are constant: leave it out",
+    },
+    "perturbation": {"second_order": "perturbation, of the differences of gradients that this part always takes"},
 }
-"""The same for methods with a part `inner`; other methods have fields of these names today."""
+"""The same for classes with the field that is the key; other classes have fields of these names today."""
 
 
 KINDS = {
@@ -127,7 +134,8 @@ KINDS = {
 
 def name_of_today(field: str, allowed: Iterable[str]) -> str:
     """What a field of earlier versions is now, for a class that has the fields `allowed`; empty if there was none."""
-    return FIELDS.get(field) or (FIELDS_OF_PARTS.get(field, "") if "inner" in set(allowed) else "")
+    beside = (FIELDS_BESIDE[name].get(field, "") for name in allowed if name in FIELDS_BESIDE)
+    return FIELDS.get(field) or next(filter(None, beside), "")
 
 
 COLUMNS = REPLY

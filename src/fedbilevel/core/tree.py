@@ -12,14 +12,25 @@ PyTree = Any
 
 
 class XY(NamedTuple):
-    """One entry for each of the outer variable x and the inner variable y (None where a problem has none)."""
+    """One entry for each of the outer variable x and the inner variable y.
+
+    Args:
+        x: of the outer variable.
+        y: of the inner variable; None where a problem has none.
+    """
 
     x: Any
     y: Any
 
 
 class XYV(NamedTuple):
-    """One entry for each of the outer variable x, the inner variable y and the auxiliary variable v."""
+    """One entry for each of the variables x, y and v, such as a step size for each of them.
+
+    Args:
+        x: of the outer variable.
+        y: of the inner variable.
+        v: of the auxiliary variable, which tracks the solution of ∇²yy G v = ∇y F.
+    """
 
     x: Any
     y: Any

@@ -225,14 +225,25 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class HypergradientReport:
-    """The result of `check_hypergradient`; print it, or take a row by its name."""
+    """The result of `check_hypergradient`; print it, or take a row by its name.
+
+    Args:
+        rows: one for each estimate: how far it is from the exact hypergradient, and what it costs.
+        hypergradient: the exact one, like x, in float64.
+        y: the y at which it was taken.
+        inner_gradient: ‖∇y G‖ at that y, 0 at y*(x).
+        smallest_curvature: the smallest eigenvalue of the inner Hessian at that y, from Lanczos steps; negative where
+            it is indefinite.
+        negative_curvature: whether that is negative, or conjugate gradient met negative curvature.
+        notes: sentences on what should be known of these numbers.
+    """
 
     rows: tuple[ReportRow, ...]
-    hypergradient: PyTree  # the yardstick, like x, float64
-    y: PyTree  # where it was taken
-    inner_gradient: float  # ‖∇y G‖ there
-    smallest_curvature: float  # of the inner Hessian there, from Lanczos; negative: indefinite
-    negative_curvature: bool  # that, or conjugate gradient met some
+    hypergradient: PyTree
+    y: PyTree
+    inner_gradient: float
+    smallest_curvature: float
+    negative_curvature: bool
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> ReportRow:

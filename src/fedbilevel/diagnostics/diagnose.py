@@ -36,14 +36,23 @@ UNDEFINED = (
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """The result of `diagnose`: print it for the whole report, or call `fields` for the fields of a method."""
+    """The result of `diagnose`: print it for the whole report, or call `fields` for the fields of a method.
+
+    Args:
+        measurements: what was measured of the losses: curvatures, the noise of batches, how clients differ.
+        rounds: how many rounds it plans for.
+        dim_y: how many numbers y has.
+        population: M, the number of clients.
+        weight: M·max p_i, 1 where all clients weigh the same.
+        work: the largest number of local steps that clients bring themselves; None where they bring none.
+    """
 
     measurements: Measurements
-    rounds: int  # that it plans for
+    rounds: int
     dim_y: int
     population: int
-    weight: float  # M·max p_i
-    work: int | None  # the most local steps that the population asks of a client
+    weight: float
+    work: int | None
 
     @property
     def mu(self) -> float:

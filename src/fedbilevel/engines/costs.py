@@ -185,11 +185,20 @@ _KINDS = {
 class Ledger(Shown):
     """Totals since round 0; resuming continues them.
 
-    An exchange is one message to each client of the cohort and one reply from each. `bytes_down` counts the arrays sent
-    to all clients that were asked, `bytes_up` those of the replies that counted. `gradients` and `hvps` (products of a
-    vector with second derivatives) count evaluations on a batch, summed over clients; one of a head counts as much as
-    one of a whole network. `flops` are the floating-point operations (see flops.count) behind the replies that
-    counted, None where they are not known.
+    Args:
+        rounds: rounds done.
+        exchanges: one is a message to each client of the cohort and a reply from each.
+        bytes_down: bytes of the arrays sent to all clients that were asked.
+        bytes_up: bytes of the arrays in the replies that counted.
+        replies: replies that counted.
+        gradients: gradients on a batch, summed over clients; one of a head counts as much as one of a whole network.
+        hvps: products of a vector with second derivatives on a batch, summed over clients.
+        exchanges_by_phase: how many of the exchanges asked for each phase.
+        epsilon: ε of differential privacy, the largest that a client says to have spent, at `delta`; 0 without privacy.
+        delta: δ of differential privacy, the largest of any client.
+        ticks: the time that exchanges took, in whole ticks of the clock.
+        flops: floating-point operations behind the replies that counted; None where they are not known.
+        virtual: whether the time is a simulation's, or a real clock's.
     """
 
     COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "time")
@@ -202,11 +211,11 @@ class Ledger(Shown):
     gradients: int = 0
     hvps: int = 0
     exchanges_by_phase: dict[str, int] = field(default_factory=dict)
-    epsilon: float = 0.0  # the most that a client says to have spent of its differential privacy, at `delta`
+    epsilon: float = 0.0
     delta: float = 0.0
-    ticks: int = 0  # that exchanges took
+    ticks: int = 0
     flops: int | None = None  # 0 where a count begins
-    virtual: bool = field(default=True, compare=False)  # whether the time is a simulation's, or a real clock's
+    virtual: bool = field(default=True, compare=False)
 
     @classmethod
     def of(cls, fields: Any) -> Ledger:

@@ -30,7 +30,10 @@ class History(Shown):
     (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
     hold submodels: coverage_x, uncovered_x and the same of y. From the algorithm's phases: e.g. outer_loss and
     inner_loss. These are means over the rounds since the row before. From the user's metrics: each by its name.
-    `directions` says of metrics by name whether a larger value is better.
+
+    Args:
+        rows: the numbers by the names of their columns, one dict for each evaluation.
+        directions: of metrics by name, whether a larger value is better.
     """
 
     rows: list[Row] = field(default_factory=list)

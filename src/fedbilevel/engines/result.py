@@ -16,17 +16,29 @@ from fedbilevel.engines.history import History, Row
 
 @dataclass(repr=False)
 class Result(Shown):
-    """Where a run stands: at its end, or, for callbacks, on the way."""
+    """Where a run stands: at its end, or, for callbacks, on the way.
+
+    Args:
+        x: the outer variable, like x0.
+        y: the inner variable, like y0; of a simple bilevel problem the average of x over the rounds.
+        round: how many rounds are done.
+        rounds: how many rounds were asked for.
+        history: losses and metrics, a row for each evaluation.
+        ledger: what the run has cost so far: exchanges, bytes, gradients, time.
+        compile_seconds: seconds that went into compiling, which no row of the history counts.
+        stopped: why the run ended early; empty where it did not.
+        state: the server's state, as the method keeps it; None in a result that was read from a file.
+    """
 
     x: PyTree
     y: PyTree
-    round: int  # rounds done
-    rounds: int  # rounds asked for
+    round: int
+    rounds: int
     history: History
     ledger: Ledger
     compile_seconds: float = 0.0
-    stopped: str = ""  # why the run ended early, if it did
-    state: Any = None  # the server's
+    stopped: str = ""
+    state: Any = None
 
     def card(self) -> Card:
         lines = {"x": described(self.x), "y": described(self.y), "last row": self.history.last_in_words()}

@@ -1,11 +1,11 @@
-"""Not waiting for slow clients: the server goes on with the first replies and everyone's last ones.
+"""Not waiting for slow clients: the server goes on with the first replies and the last ones of all other clients.
 
 The method inside is written as if every exchange waited for all. Here its `fed.mean` is the mean of everyone's last
 replies to that phase, as soon as some new ones are there. No table of them is needed: a client keeps what it last
 replied and sends the difference; the server adds differences up. With u_i the last reply of client i and t_i the
 exchange (of that phase, counted from 0) in which it was asked for it, after exchange t
 
-    total = Σ p_i u_i        weight = Σ p_i        age = Σ p_i (t − t_i)         over those who have ever replied
+    total = Σ p_i u_i        weight = Σ p_i        age = Σ p_i (t − t_i)         over those that have ever replied
 
 so that the server knows the mean, total/weight, also before everyone has replied, and the mean delay, without any
 client's own values and at the cost of one model, however many clients there are. A reply carries two numbers more.
@@ -34,8 +34,8 @@ from fedbilevel.algorithms.parts.wrapper import Wrapper
 from fedbilevel.core.algorithm import ALGORITHMS, Algorithm, check_algorithm, parts_of
 from fedbilevel.core.answers import LastReply, ReplyDelta
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import static
-from fedbilevel.core.errors import ConfigurationError, require, require_count
+from fedbilevel.core.config import positive_integer, static
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
@@ -63,7 +63,7 @@ class LastReplies(NamedTuple):
     def after(self, delta: ReplyDelta) -> LastReplies:
         """One exchange later, whose replies are summed, Σ p_i, in `delta`.
 
-        All replies of before become one exchange older, those replaced by t_i − (their last t_i) younger; a first
+        All earlier replies become one exchange older, those replaced by t_i − (their last t_i) younger; a first
         reply brings t − t_i = (t + 1) − (t_i − (−1)).
         """
         joins, exchanges = delta.joins.public, delta.exchanges.public
@@ -73,12 +73,12 @@ class LastReplies(NamedTuple):
 
     @property
     def mean(self) -> PyTree:
-        """Σ p_i u_i / Σ p_i over those who have ever replied; for after the first exchange."""
+        """Σ p_i u_i / Σ p_i over the clients that have ever replied; for after the first exchange."""
         return jax.tree.map(lambda leaf: leaf / self.weight.astype(leaf.dtype), self.total)
 
     @property
     def delay(self) -> Array:
-        """Σ p_i (t − t_i) over everyone: in exchanges of this phase, t_i = −1 for those who have never replied."""
+        """Σ p_i (t − t_i) over all clients, in exchanges of this phase; t_i = −1 for those that have never replied."""
         missing = jnp.where(self.weight > 1 - ROUNDING, 0, 1 - self.weight)
         return self.age + missing * self.exchanges
 
@@ -110,22 +110,20 @@ class Asynchronous(Wrapper):
     """A method that goes on as soon as some clients have replied, with the last replies of all others.
 
     Args:
-        algorithm: the method, one whose exchanges can do with replies of before.
+        algorithm: the method, one whose exchanges can do with replies to earlier messages.
         wait_for: how many replies an exchange waits for.
         max_staleness: also wait for every client that was asked so many exchanges (of the same phase) ago, or more, and
-            for whoever has been away, or busy with another phase, for more than that; None: no bound.
+            for every client that has been unavailable, or busy with another phase, for longer; None: no bound.
         delay_penalty: c; means are divided by 1 + c·(mean delay of the replies in them, in exchanges of that phase),
             and so are the server's steps along them.
     """
 
-    wait_for: int = static()
-    max_staleness: int | None = static(default=None)
+    wait_for: int = positive_integer()
+    max_staleness: int | None = positive_integer(default=None, optional=True)
     delay_penalty: float = static(default=0.0)
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)
-        require_count("Asynchronous.wait_for", self.wait_for)
-        require_count("Asynchronous.max_staleness", self.max_staleness, optional=True)
         c = self.delay_penalty
         number = isinstance(c, int | float) and not isinstance(c, bool) and isfinite(c) and c >= 0
         require(number, "Asynchronous.delay_penalty", c, "a number, at least 0")
@@ -153,7 +151,7 @@ class Asynchronous(Wrapper):
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:
-        return ()  # they have been made so
+        return ()  # they are asynchronous already
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         alone = self.delay_penalty == 0 or problem.local is None
@@ -175,7 +173,7 @@ class Asynchronous(Wrapper):
         return {name: none(template(self.gives(name), x, y)) for name in self.algorithm.asynchronous_phases}
 
     def gives(self, name: str) -> PyTree:
-        """What a phase says that its update is shaped like."""
+        """The declared shape of a phase's update."""
         return parts_of(self.algorithm.named_phase(name))[1]
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
@@ -261,6 +259,6 @@ class LastRepliesFed:
 
 
 def template(gives: PyTree, x: PyTree, y: PyTree) -> PyTree:
-    """The shapes of an update, from what its phase says that it gives."""
+    """Zeros in the shape of an update, from what its phase declares to give."""
     shapes = {"x": x, "y": y, NUMBER: jnp.zeros(())}
     return jax.tree.map(lambda kind: shapes[kind], gives)

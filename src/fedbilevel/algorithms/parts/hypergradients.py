@@ -16,6 +16,7 @@ factors, from b to ∇²xy G, are means over clients, each applied to what the m
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -52,6 +53,10 @@ class Own(NamedTuple):
     gradients: int
     hvps: Array
 
+    def reply(self, update: PyTree) -> Reply:
+        """The reply with this update."""
+        return Reply(update, metrics={"outer_loss": self.loss}, gradients=self.gradients, hvps=self.hvps)
+
 
 class Exact(Part):
     """Products with second derivatives by differentiating twice: see oracles/products.py."""
@@ -60,7 +65,7 @@ class Exact(Part):
 
     @property
     def oracle(self) -> Any:
-        """Who makes `hess_v`, `hess_of`, `cross_of` and `hypergradient`."""
+        """What has the functions `hess_v`, `hess_of`, `cross_v`, `cross_of` and `hypergradient`."""
         return products
 
     def counted(self, reply: Reply) -> Reply:
@@ -72,7 +77,7 @@ class Differences(Part):
     """Products with second derivatives by central differences of gradients: see oracles/differences.py.
 
     Args:
-        perturbation: of differences, in units of what balances their two errors.
+        perturbation: the length of differences, in units of the one that balances truncation and rounding.
     """
 
     kind: ClassVar[str] = "differences"
@@ -81,7 +86,7 @@ class Differences(Part):
 
     @property
     def oracle(self) -> Any:
-        """Who makes `hess_v`, `hess_of`, `cross_of` and `hypergradient`."""
+        """What has the functions `hess_v`, `hess_of`, `cross_v`, `cross_of` and `hypergradient`."""
         return differences.CentralDifferences(self.perturbation)
 
     def counted(self, reply: Reply) -> Reply:
@@ -108,19 +113,94 @@ def hypergradient_given(
     return second_order.counted(Reply(h, metrics={"outer_loss": loss}, gradients=1, hvps=hvps))
 
 
-class Implicit(Part):
+class Hypergradient(Part):
+    """How a method finds ∇Φ(x): every method here but `estimate` is a hook with a default."""
+
+    @abstractmethod
+    def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
+        """An estimate of ∇Φ(x) at y, in the shape of x; `merged`: by as few exchanges as give the same."""
+
+    def start(self, y: PyTree) -> PyTree:
+        """What the server keeps for it between rounds, at the start; None: nothing."""
+        return None
+
+    @property
+    def extra_cohorts(self) -> int:
+        """How many fresh cohorts an estimate may ask beside the round's own."""
+        return 0
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether `merged` leaves out an exchange."""
+        return False
+
+    @property
+    def stops(self) -> bool:
+        """Whether negative curvature ends the run."""
+        return False
+
+    def check_problem(self, population: int) -> None:
+        """Raise ConfigurationError if the fields do not fit the number of clients."""
+        return
+
+    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree, batch_size: int | None) -> None:
+        """Raise ConfigurationError if the fields do not fit the clients' samples."""
+        return
+
+    def noise_objection(self) -> str:
+        """Why it cannot do with replies that clients clip and noise, or "" where it can."""
+        return ""
+
+    def complaint(self, info: SolveInfo) -> str:
+        """Why the run must not go on after what a solution met, or ""."""
+        return ""
+
+    def warning(self, info: SolveInfo) -> str:
+        """What the user should know of what a solution met, or ""."""
+        return ""
+
+
+class SolvedSystem(Hypergradient):
+    """A hypergradient from a linear system with the inner Hessian, solved by products with it.
+
+    Args:
+        solver: of the linear system with the inner Hessian: a Neumann series or conjugate gradient.
+    """
+
+    system: ClassVar[str]
+    """Whose system may meet negative curvature, where it is not the federation's."""
+
+    solver: Neumann | CG = Neumann()
+
+    @property
+    @abstractmethod
+    def second_order(self) -> SecondOrder:
+        """How clients make products with second derivatives."""
+
+    @property
+    def stops(self) -> bool:
+        return isinstance(self.solver, CG)
+
+    def complaint(self, info: SolveInfo) -> str:
+        return self.solver.complaint(info, self.system)
+
+    def warning(self, info: SolveInfo) -> str:
+        return self.solver.warning(info, self.system)
+
+
+class Implicit(SolvedSystem):
     """The hypergradient of the whole federation: every product with ∇²yy G is a mean over clients.
 
     Args:
-        solver: of ∇²yy G·v = ∇y F.
-        second_order: how clients make products with second derivatives.
+        solver: of ∇²yy G·v = ∇y F: a Neumann series or conjugate gradient.
+        second_order: how clients make products with second derivatives: exactly, or by differences of gradients.
         fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
             expectation is the product of the expectations; otherwise the round's own cohort gives them all.
     """
 
     kind: ClassVar[str] = "implicit"
+    system: ClassVar[str] = ""
 
-    solver: Neumann | CG = Neumann()
     second_order: Exact | Differences = Exact()
     fresh_cohorts: bool = static(default=True)
 
@@ -129,13 +209,15 @@ class Implicit(Part):
         terms = self.solver.terms if isinstance(self.solver, Neumann) else None
         require(one, "Implicit.solver.terms", terms, "one number: only LocalImplicit has one for each client")
 
-    def check_problem(self, population: int) -> None:
-        """Nothing depends on how many clients there are."""
-
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree, batch_size: int | None) -> None:
         """Refuse a Neumann step at which the products grow."""
         if isinstance(self.solver, Neumann) and problem.implicit_term == "inverse":
             check_neumann_step("Neumann.step", at(self.solver, 0).step, problem, clients, x, y)
+
+    def noise_objection(self) -> str:
+        if isinstance(self.solver, Neumann):
+            return ""
+        return "noise on products looks like negative curvature to conjugate gradient; use a Neumann series"
 
     @property
     def terms(self) -> int:
@@ -150,11 +232,9 @@ class Implicit(Part):
 
     @property
     def mergeable(self) -> bool:
-        """Whether `merged` leaves out an exchange."""
         return isinstance(self.solver, CG) or self.solver.sampling == "random_per_client"
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
-        """The estimate of ∇Φ(x) at y, h in the shape of x, and whether it may be trusted."""
         inverse = fed.problem.implicit_term == "inverse"
         if merged and inverse and isinstance(self.solver, CG):
             return self.merged_estimate(self.solver, fed, x, y, key)
@@ -232,33 +312,27 @@ class Implicit(Part):
         return self.second_order.counted(Reply(product, hvps=1))
 
 
-class LocalImplicit(Part):
-    """The mean of the clients' own hypergradients, each with its own f_i and g_i: biased where clients differ.
+class LocalSystem(SolvedSystem):
+    """The mean of the clients' own hypergradients, each with its own f_i and g_i.
 
     Args:
-        solver: of ∇²yy g_i·v = ∇y f_i.
-        second_order: how clients make products with second derivatives.
+        solver: of each client's own ∇²yy g_i·v = ∇y f_i: a Neumann series or conjugate gradient.
         paired: one draw serves all of a hypergradient, of samples whose rows belong together, as a task's support and
             query images do: it is then that of the drawn samples' own problem. Independent draws rarely meet in the
             inner unknowns that each sample has for itself.
     """
 
-    kind: ClassVar[str] = "local"
+    system: ClassVar[str] = "a client's own system"
 
-    solver: Neumann | CG = Neumann()
-    second_order: Exact | Differences = Exact()
     paired: bool = static(default=False)
 
     def validate(self) -> None:
         sampling = self.solver.sampling if isinstance(self.solver, Neumann) else None
         allowed = "None or 'random': a client alone has one length"
-        require(sampling != "random_per_client", "LocalImplicit.solver.sampling", sampling, allowed)
-
-    extra_cohorts: ClassVar[int] = 0
-    mergeable: ClassVar[bool] = False
+        require(sampling != "random_per_client", f"{type(self).__name__}.solver.sampling", sampling, allowed)
 
     def check_problem(self, population: int) -> None:
-        """Refuse numbers of terms for more or fewer clients than there are."""
+        """Refuse a list of terms whose length is not the number of clients."""
         self.solver.check_population(population)
 
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree, batch_size: int | None) -> None:
@@ -266,7 +340,7 @@ class LocalImplicit(Part):
         if self.paired:
             sizes = [(int(a), int(b)) for a, b in zip(clients.outer.size, clients.inner.size, strict=True) if a != b]
             alike = f"False: outer and inner samples differ, {sizes[:3]}"
-            require(not sizes, "LocalImplicit.paired", True, alike)
+            require(not sizes, f"{type(self).__name__}.paired", True, alike)
         if isinstance(self.solver, Neumann) and problem.implicit_term == "inverse":
             drawn = batch_size if self.paired else None
             check_neumann_step("Neumann.step", at(self.solver, 0).step, problem, clients, x, y, True, drawn)
@@ -280,9 +354,7 @@ class LocalImplicit(Part):
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """The hypergradient of the client's own f_i and g_i."""
         own = self.own(client, *at, key)
-        update = (own.estimate.h, own.estimate.info.to_average())
-        reply = Reply(update, metrics={"outer_loss": own.loss}, gradients=own.gradients, hvps=own.hvps)
-        return self.second_order.counted(reply)
+        return self.second_order.counted(own.reply((own.estimate.h, own.estimate.info.to_average())))
 
     def own(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
         """What the client finds alone."""
@@ -321,3 +393,33 @@ class LocalImplicit(Part):
             return oracle.hess_of(lambda y: inner.loss(y, samples), y, v)
 
         return product
+
+
+class LocalImplicit(LocalSystem):
+    """The mean of the clients' own hypergradients, each with its own f_i and g_i: biased where clients differ.
+
+    Args:
+        second_order: how clients make products with second derivatives: exactly, or by differences of gradients.
+    """
+
+    kind: ClassVar[str] = "local"
+
+    second_order: Exact | Differences = Exact()
+
+
+class LocalDifferences(LocalSystem):
+    """The mean of the clients' own hypergradients without second derivatives: biased where clients differ.
+
+    Products with second derivatives are central differences of gradients.
+
+    Args:
+        perturbation: the length of differences, in units of the one that balances truncation and rounding.
+    """
+
+    kind: ClassVar[str] = "local"
+
+    perturbation: float = positive(default=1.0)
+
+    @property
+    def second_order(self) -> Differences:
+        return Differences(perturbation=self.perturbation)

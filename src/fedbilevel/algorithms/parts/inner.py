@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import jax
@@ -11,8 +12,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.local_descent import Gradient, corrected_drift, local_descent
 from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive, static
-from fedbilevel.core.errors import require_count
+from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.fixed_x import inner_loss_at
@@ -22,23 +22,27 @@ class InnerSteps(Part):
     """What the ways to step on y share.
 
     Args:
-        rounds: T, rounds of steps on y for each step of x.
-        local_steps: τ_i, where the population does not give each client its own.
+        rounds: T, rounds of steps on y for each step on x.
+        local_steps: τ_i, a client's local steps in each of these rounds; a number that the clients bring themselves
+            (`Clients.local_steps`) takes precedence.
         lr: β; a client's step is β/τ_i.
         server_lr: the server takes so many times the mean change of y: 1 in the papers, up to M where each client has
             inner unknowns of its own, which all others leave as they are. Of submodels the mean is over the clients
-            who hold an entry, and the fewest of these are the bound.
+            that hold an entry, and the smallest number of holders is the bound.
     """
 
-    rounds: int = static(default=1)
-    local_steps: int = static(default=5)
+    rounds: int = positive_integer(default=1)
+    local_steps: int = positive_integer(default=5)
     lr: float = positive(default=0.5)
     server_lr: float = positive(default=1.0)
 
-    def validate(self) -> None:
-        name = type(self).__name__
-        require_count(f"{name}.rounds", self.rounds)
-        require_count(f"{name}.local_steps", self.local_steps)
+    @abstractmethod
+    def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array, *, merged: bool = False) -> PyTree:
+        """y after `rounds` of steps."""
+
+    @abstractmethod
+    def leaves_out(self) -> bool:
+        """Whether `merged` leaves out an exchange of these rounds."""
 
     def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
         """(y, key) -> ∇y g_i(x, y) on drawn samples."""
@@ -61,7 +65,6 @@ class LocalSGD(InnerSteps):
         return fed.repeat(self.rounds if rounds is None else rounds, once, y, key)
 
     def leaves_out(self) -> bool:
-        """Whether `merged` leaves out an exchange of these rounds."""
         return False
 
     @phase(takes=("x", "y"), gives="y")
@@ -95,7 +98,6 @@ class SVRG(InnerSteps):
         return fed.repeat(self.rounds, once, y, key)
 
     def leaves_out(self) -> bool:
-        """Whether `merged` leaves out an exchange of these rounds."""
         return self.local_steps == 1
 
     @phase(takes=("x", "y"), gives="y")
@@ -127,22 +129,19 @@ class MeanGradient(Part):
     """AFBO's inner rounds: clients reply with the mean gradient along their local steps, the server steps along it.
 
     Args:
-        rounds: K, rounds of steps on y for each step of x.
-        local_steps: E_i, where the population does not give each client its own.
+        rounds: K, rounds of steps on y for each step on x.
+        local_steps: E_i, a client's local steps in each of these rounds; a number that the clients bring themselves
+            (`Clients.local_steps`) takes precedence.
         client_lr: η, a client's step.
         lr: β, the server's step.
     """
 
     kind: ClassVar[str] = "mean-gradient"
 
-    rounds: int = static(default=1)
-    local_steps: int = static(default=5)
+    rounds: int = positive_integer(default=1)
+    local_steps: int = positive_integer(default=5)
     client_lr: float = positive(default=0.01)
     lr: float = positive(default=0.5)
-
-    def validate(self) -> None:
-        require_count("MeanGradient.rounds", self.rounds)
-        require_count("MeanGradient.local_steps", self.local_steps)
 
     def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """y after `rounds` of steps."""

@@ -2,10 +2,11 @@
 
     min H(x) over the minimisers of F over X:   follow the minimisers of F + λ_k H over X, with λ_k → 0
 
-Steps are γ_k = γ₁/k^a and weights λ_k = λ₁/k^b in round k = 1, 2, …; F is the mean, as everywhere in this library: the
+In round k = 1, 2, … the step is γ_k and the weight λ_k = λ₁/k^b; F is the mean, as everywhere in this library: the
 sum over m samples, as papers have it, with their λ is F with λ/m.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,8 +32,8 @@ class Standstill(NamedTuple):
     """What the stopping rule compares."""
 
     x: PyTree  # of the last round
-    inner: Array  # F there, as a sum over all samples
-    outer: Array  # H there
+    inner: Array  # F at that x, as a sum over all samples
+    outer: Array  # H at that x
     change: Array  # the largest relative change of x, H and F since the round before; 1 where there was none
 
     @classmethod
@@ -62,51 +63,45 @@ class State(NamedTuple):
 
 
 class IterativeRegularization(Algorithm):
-    """Fields and start that these methods share.
+    """Fields, start and stopping rule that these methods share.
 
     Args:
-        lr: γ₁; lr_decay: a. γ_k = γ₁/k^a is the step on one sample's loss, or on their mean.
-        regularization: λ₁, relative to the mean F (papers: λ₁/m); regularization_decay: b. λ_k = λ₁/k^b.
+        lr: γ₁, the first step on one sample's loss, or on their mean; a number or a schedule over rounds.
+        regularization: λ₁, the first weight of H, relative to the mean F (papers: λ₁/m); a number or a schedule. With H
+            μ-strongly convex γ₁λ₁μ is at most 2.
+        regularization_decay: b in λ_k = λ₁/k^b, positive.
         tolerance: the run ends when x, H and F (here the sum over all samples) change by no more from one round to the
             next, max{‖Δx‖/(‖x‖ + 1), |ΔH|/(|H| + 1), |ΔF|/(|F| + 1)}; F is computed for that, and known a round
             later. None: never.
-
-    Convergence to the solution is proved for a > ½, a > b > 0, a + b < 1 and γ₁λ₁μ ≤ 2 with H μ-strongly convex.
-    Where a number breaks one of these, it is refused, with that condition; an optax schedule is taken as it is. A walk
-    over n samples with one 𝓗 moves by n γ_k λ_k 𝓗: keep that below the size of X in the first rounds, too.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SimpleBilevel,)
 
     lr: float = positive(default=1.0)
-    lr_decay: float = static(default=0.6)
     regularization: float = positive(default=0.05)
     regularization_decay: float = static(default=0.35)
     tolerance: float | None = static(default=None)
 
     def validate(self) -> None:
-        name, a, b = self.label, self.lr_decay, self.regularization_decay
-        for field, value in (("lr_decay", a), ("regularization_decay", b)):
-            require(is_number(value), f"{name}.{field}", value, "a number")
-        require(b > 0, f"{name}.regularization_decay", b, "positive, so that λ_k → 0")
-        self.check_decay()
-        t = self.tolerance
+        b, t = self.regularization_decay, self.tolerance
+        require(is_number(b) and b > 0, f"{self.label}.regularization_decay", b, "a positive number, so that λ_k → 0")
         fits = t is None or (is_number(t) and 0 < t < 1)
-        require(fits, f"{name}.tolerance", t, "strictly between 0 and 1, or None")
+        require(fits, f"{self.label}.tolerance", t, "strictly between 0 and 1, or None")
 
-    def check_decay(self) -> None:
-        """Refuse decays for which nothing is proved."""
-        name, a, b = self.label, self.lr_decay, self.regularization_decay
-        require(a > 0.5, f"{name}.lr_decay", a, "above ½, so that Σ γ_k² is finite")
-        require(a > b, f"{name}.regularization_decay", b, f"below lr_decay = {a}, so that γ_k/λ_k → 0")
-        require(a + b < 1, f"{name}.lr_decay + regularization_decay", a + b, "below 1, so that Σ γ_k λ_k is infinite")
+    @abstractmethod
+    def step_size(self, k: Array) -> Array:
+        """γ_k of round k = 1, 2, …"""
+
+    @abstractmethod
+    def init_own(self, x: PyTree) -> Any:
+        """What else the server keeps at the start."""
 
     @property
     def needs_everyone(self) -> bool:
         """The stopping rule compares F of one round with F of the next: of the same clients."""
         return self.tolerance is not None
 
-    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+    def check_convexity(self, problem: Problem, x: PyTree) -> None:
         """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it."""
         assert isinstance(problem, SimpleBilevel)
         size = sum(leaf.size for leaf in jax.tree.leaves(x))
@@ -123,34 +118,25 @@ class IterativeRegularization(Algorithm):
             allowed = f"at most 2, with H's strong convexity μ = {mu:.3g} (assumption 6 (i) of FISM's paper)"
             require(product <= 2 * (1 + 1e-6), f"{self.label}: lr·regularization·μ", product, allowed)
 
-    def noise_objection(self) -> str:
-        if self.tolerance is None:
-            return ""
-        return f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
-
     def init(self, x: PyTree, y: PyTree) -> State:
         standstill = None if self.tolerance is None else Standstill.before(x)
         return State(x, x, jnp.zeros(()), jnp.zeros((), jnp.int32), standstill, self.init_own(x))
 
-    def init_own(self, x: PyTree) -> Any:
-        """What else the server keeps at the start."""
-        return None
-
     def step_sizes(self, state: State) -> tuple[Array, Array]:
         """γ_k and λ_k of the round that begins."""
         k = (state.k + 1).astype(float)
-        return self.lr / k**self.lr_decay, self.regularization / k**self.regularization_decay
+        return self.step_size(k), self.regularization / k**self.regularization_decay
 
-    def told(self, client: Client, x: PyTree, key: Array) -> tuple[Array, ...]:
+    def inner_sum(self, client: Client, x: PyTree, key: Array) -> tuple[Array, ...]:
         """Client: F_i(x) for the stopping rule, such that the mean is the sum over all samples; without one nothing."""
         if self.tolerance is None:
             return ()
         mean: Array = client.problem.inner(x, None, client.inner_batch(key, None))
         return (client.inner.size * mean / client.weight,)
 
-    def moved(self, state: State, x: PyTree, gamma: Array, told: Sequence[Array], outer: Array, own: Any) -> State:
-        """The state after a round whose step was γ, its own x in the average; H and what was told of F are at that."""
-        standstill = state.standstill and state.standstill.then(state.k == 0, state.x, told[0], outer)
+    def moved(self, state: State, x: PyTree, gamma: Array, inner: Sequence[Array], outer: Array, own: Any) -> State:
+        """The state after a round with step γ, whose own x enters the average; `outer` is H, `inner` F at that x."""
+        standstill = state.standstill and state.standstill.then(state.k == 0, state.x, inner[0], outer)
         steps = state.steps + gamma
         share = jnp.where(steps > 0, gamma / jnp.where(steps > 0, steps, 1), 0)  # a schedule may begin at 0
         average = move(state.y, share, optax.tree.sub(state.x, state.y))
@@ -161,3 +147,26 @@ class IterativeRegularization(Algorithm):
         if state.standstill is None or self.tolerance is None:
             return False
         return state.standstill.change <= self.tolerance
+
+
+class DecreasingSteps(IterativeRegularization):
+    """Steps γ_k = γ₁/k^a.
+
+    Convergence to the solution is proved for a > ½, a > b > 0, a + b < 1 and γ₁λ₁μ ≤ 2 with H μ-strongly convex. A
+    number that breaks one of these is refused, with that condition; an optax schedule is taken as it is.
+
+    Args:
+        lr_decay: a in γ_k = γ₁/k^a, above ½ and b, below 1 − b.
+    """
+
+    lr_decay: float = static(default=0.6)
+
+    def validate(self) -> None:
+        name, a, b = self.label, self.lr_decay, self.regularization_decay
+        require(is_number(a), f"{name}.lr_decay", a, "a number")
+        require(a > 0.5, f"{name}.lr_decay", a, "above ½, so that Σ γ_k² is finite")
+        require(a > b, f"{name}.regularization_decay", b, f"below lr_decay = {a}, so that γ_k/λ_k → 0")
+        require(a + b < 1, f"{name}.lr_decay + regularization_decay", a + b, "below 1, so that Σ γ_k λ_k is infinite")
+
+    def step_size(self, k: Array) -> Array:
+        return self.lr / k**self.lr_decay

@@ -24,8 +24,8 @@ from jax import Array
 from fedbilevel.core.algorithm import Part
 from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, uniform_below
-from fedbilevel.core.config import counts, positive, static
-from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.config import counts, positive, positive_integer, static
+from fedbilevel.core.errors import require, unknown
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.inverse import Iteration
 
@@ -94,7 +94,7 @@ class Neumann(Part):
         return self.terms if isinstance(self.terms, int) else jnp.array(self.terms)[client.id]
 
     def check_population(self, population: int) -> None:
-        """Refuse numbers of terms for more or fewer clients than there are."""
+        """Refuse a list of terms whose length is not the number of clients."""
         fits = isinstance(self.terms, int) or len(self.terms) == population
         require(fits, "Neumann.terms", self.terms, f"a positive integer, or one for each of the {population} clients")
 
@@ -104,7 +104,7 @@ class Neumann(Part):
         """v; `loop.repeat` and `product` make the exchanges, or a client's own loops.
 
         For "random_per_client" b holds, for each length, the mean over the clients that drew it: leaves (N, …), and
-        `merged` leaves out products of lengths that nobody drew.
+        `merged` leaves out products of lengths that no client drew.
         """
         draw_key, loop_key = jax.random.split(key)
 
@@ -132,7 +132,7 @@ class Neumann(Part):
         return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
 
     def complaint(self, info: SolveInfo, where: str) -> str:
-        """A sum goes on where it meets negative curvature."""
+        """Always "": a Neumann series can be summed where it meets negative curvature."""
         return ""
 
     def warning(self, info: SolveInfo, where: str) -> str:
@@ -140,23 +140,20 @@ class Neumann(Part):
 
 
 class CG(Part):
-    """Conjugate gradient.
+    """Conjugate gradient: v = H⁻¹ b by as many products with H as a given accuracy needs, on the same samples.
 
     Args:
-        max_steps: products with H at the most.
+        max_steps: the largest number of products with H.
         tolerance: the relative residual ‖b − H v‖/‖b‖ at which it ends.
     """
 
     kind: ClassVar[str] = "cg"
 
-    max_steps: int = static(default=20)
+    max_steps: int = positive_integer(default=20)
     tolerance: float = positive(default=1e-3)
 
-    def validate(self) -> None:
-        require_count("CG.max_steps", self.max_steps)
-
     def check_population(self, population: int) -> None:
-        """It fits every population."""
+        """Nothing to refuse: the fields fit any number of clients."""
 
     def terms_of(self, client: Client) -> int:
         """A bound on the draws of samples for products: all have the same."""
@@ -206,7 +203,7 @@ def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
     if met < 0:
         return ""
     place = where or f"{unit} {met}"
-    doubt = "" if where else "; where clients noise their replies it may be of the noise's making"
+    doubt = "" if where else "; where clients noise their replies the noise may be its cause"
     return (
         f"negative curvature at {place}: the inner Hessian is not positive definite there, and v is not defined; "
         f"the hypergradient may point anywhere (a ridge on the inner loss in y mends that){doubt}"

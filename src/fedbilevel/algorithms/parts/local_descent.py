@@ -10,7 +10,7 @@ from jax import Array
 from fedbilevel.core.tree import PyTree, move
 
 Gradient = Callable[[PyTree, Array], PyTree]
-"""(point, key) -> the client's own gradient there, on samples that the key draws."""
+"""(point, key) -> the client's own gradient at that point, on samples that the key draws."""
 
 
 def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:

@@ -9,31 +9,31 @@ from jax import Array
 from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import static, step_sizes
-from fedbilevel.core.errors import require_count
+from fedbilevel.core.config import positive_integer, static, step_sizes
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
+LIKE = XYV("x", "y", "y")
+"""What messages and replies are shaped like: the entries x, y and v of an `XYV` like x, y and y (see `phase`)."""
+
 
 class LocalDirections(Algorithm):
-    """The fields of a client's steps, and the three directions.
+    """A method whose clients step on x, y and v at once: the fields of these steps, and the three directions.
 
     Args:
-        local_steps: τ, where the population does not give each client its own.
+        local_steps: τ, a client's local steps in a round; a number that the clients bring themselves
+            (`Clients.local_steps`) takes precedence.
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
-        client_lr: the client's step sizes for x, y, v: numbers or schedules over rounds.
-        independent_batches: a draw of its own for each of the three directions.
+        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; one serves all three.
+        independent_batches: draw samples of its own for each of the three directions; False: one draw of outer and one
+            of inner samples serves all three.
     """
 
-    local_steps: int = static(default=5)
-    batch_size: int | None = static(default=32)
+    local_steps: int = positive_integer(default=5)
+    batch_size: int | None = positive_integer(default=32, optional=True)
     client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     independent_batches: bool = static(default=False)
-
-    def validate(self) -> None:
-        require_count(f"{self.label}.local_steps", self.local_steps)
-        require_count(f"{self.label}.batch_size", self.batch_size, optional=True)
 
     def local_sum(
         self, client: Client, start: XYV, tau: int | Array, key: Array, local_optimizer: LocalOptimizer

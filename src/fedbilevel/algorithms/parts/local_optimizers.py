@@ -57,7 +57,11 @@ class Plain:
 
 @config
 class Momentum:
-    """Heavy ball with momentum μ = `decay`, from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ)."""
+    """Heavy ball from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ).
+
+    Args:
+        decay: μ, the factor of the earlier directions in each step, strictly between 0 and 1.
+    """
 
     kind: ClassVar[str] = "momentum"
 
@@ -76,7 +80,11 @@ class Momentum:
 
 @config
 class Proximal:
-    """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; α = `pull`; a_k = (1 − α)^{τ−1−k}."""
+    """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; a_k = (1 − α)^{τ−1−k}.
+
+    Args:
+        pull: α, the part of the way back to z_0 in each step, strictly between 0 and 1.
+    """
 
     kind: ClassVar[str] = "proximal"
 

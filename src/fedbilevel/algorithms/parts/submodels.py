@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from jax import Array
+
 from fedbilevel.algorithms.parts.wrapper import Wrapper
 from fedbilevel.core.algorithm import check_algorithm
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.fed import Fed
 from fedbilevel.core.submodel import Pruned
+from fedbilevel.core.tree import PyTree
 from fedbilevel.core.unit_policy import Policy, UnitPolicy
 
 
@@ -38,3 +44,9 @@ class Submodels(Wrapper):
     @property
     def submodels(self) -> UnitPolicy:
         return UnitPolicy(policy=self.policy, pruned=self.pruned, fixed=self.fixed, min_coverage=self.min_coverage)
+
+    def init(self, x: PyTree, y: PyTree) -> Any:
+        return self.algorithm.init(x, y)
+
+    def round(self, fed: Fed, state: Any, key: Array) -> Any:
+        return self.algorithm.round(fed, state, key)

@@ -1,0 +1,133 @@
+"""What every method and part keeps to: classes are abstract or final, nobody overrides what a base gives or narrows its
+fields, and `help()` of a public class says what each field means."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fedbilevel as fb
+from fedbilevel import algorithms, authoring, parts
+from fedbilevel.algorithms.parts.hypergradients import Hypergradient
+from fedbilevel.core.algorithm import Algorithm, Part
+from fedbilevel.core.config import positive
+
+CONTRACTS = (Part, Algorithm, Hypergradient)
+"""Classes whose hooks have defaults, which a class below gives at most once."""
+
+PUBLIC = {
+    name: value
+    for module in (fb, parts, authoring)
+    for name in module.__all__
+    if inspect.isclass(value := getattr(module, name)) and not issubclass(value, BaseException)
+}
+
+
+def below(cls: type) -> Iterator[type]:
+    """All subclasses that modules of the package define; not those that a function made."""
+    for sub in cls.__subclasses__():
+        made = vars(sys.modules[sub.__module__]).get(sub.__qualname__)
+        if sub.__module__.startswith("fedbilevel.") and made is sub:
+            yield sub
+        yield from below(sub)
+
+
+def classes() -> list[type]:
+    """Every method and part of the package, abstract ones included."""
+    for module in pkgutil.walk_packages(algorithms.__path__, "fedbilevel.algorithms."):
+        importlib.import_module(module.name)
+    return sorted(set(below(Part)) - set(CONTRACTS), key=lambda cls: cls.__name__)
+
+
+def gives(cls: type) -> set[str]:
+    """What a class itself gives: methods, properties, class attributes, fields; abstract ones do not count.
+
+    `validate` does not either: those of all classes run, each for the fields of its own (core/config.py).
+    """
+    made = {name for name, value in vars(cls).items() if not getattr(value, "__isabstractmethod__", False)}
+    return {name for name in made if not name.startswith("_")} - {"validate", "own_phases"}
+
+
+def overridden(cls: type) -> set[str]:
+    """What a class gives that a base has given, which is no contract."""
+    bases = (base for base in cls.__mro__[1:] if issubclass(base, Part) and base not in CONTRACTS)
+    return {f"{cls.__name__}.{name} of {base.__name__}" for base in bases for name in gives(cls) & gives(base)}
+
+
+def test_no_class_overrides_what_a_base_gives() -> None:
+    found = [entry for cls in classes() for entry in sorted(overridden(cls))]
+    assert found == []
+
+
+def test_classes_are_abstract_or_final() -> None:
+    """What has a name on the command line is final; the others are there to be derived from, or wrap a method."""
+    bases = [cls for cls in classes() if any(below(cls))]
+    assert [cls.__name__ for cls in bases if hasattr(cls, "name") or hasattr(cls, "kind")] == []
+    assert [cls.__name__ for cls in set(classes()) - set(bases) if inspect.isabstract(cls)] == []
+
+
+def test_the_check_finds_methods_and_fields() -> None:
+    class Base(Part):
+        lr: float = positive(default=0.1)
+
+        def step(self) -> None: ...
+
+    class Below(Base):
+        lr: float = positive(default=0.2)
+
+        def step(self) -> None: ...
+
+    assert overridden(Below) == {"Below.lr of Base", "Below.step of Base"}
+
+
+def fields_of(cls: Any) -> list[str]:
+    """What a class's instances are made of, by name."""
+    made = dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
+    return list(inspect.signature(cls).parameters) if made else []
+
+
+@pytest.mark.parametrize("name", [name for name, cls in PUBLIC.items() if fields_of(cls)])
+def test_help_says_what_each_field_means(name: str) -> None:
+    doc = inspect.getdoc(PUBLIC[name]) or ""
+    told = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?)+)", doc, re.MULTILINE)
+    named = re.findall(r"^    (\w+): \S", told[1] if told else "", re.MULTILINE)
+    assert sorted(named) == sorted(fields_of(PUBLIC[name]))
+    assert not re.search(r"those of `|[Ff]ields: see|see `", doc)
+
+
+def test_a_field_is_explained_where_it_is_declared_or_nearer() -> None:
+    class Base(Part):
+        """A base.
+
+        Args:
+            lr: a step,
+                of any size.
+            decay: a factor.
+        """
+
+        lr: float = positive(default=0.1)
+        decay: float = positive(default=0.1)
+
+    class Near(Base):
+        """A part.
+
+        Args:
+            decay: nearer.
+
+        Needs: nothing.
+        """
+
+    class Bare(Base):
+        """Another."""
+
+    assert inspect.getdoc(Near) == (
+        "A part.\n\nArgs:\n    lr: a step,\n        of any size.\n    decay: nearer.\n\nNeeds: nothing."
+    )
+    args = "Args:\n    lr: a step,\n        of any size.\n    decay: a factor."
+    assert inspect.getdoc(Bare) == f"Another.\n\n{args}"
