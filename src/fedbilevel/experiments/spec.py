@@ -19,7 +19,7 @@ import numpy as np
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.renames import FIELDS_OF_PARTS
+from fedbilevel.core.renames import FIELDS_BESIDE
 from fedbilevel.core.submodel import Pruned
 from fedbilevel.core.unit_policy import Policy
 from fedbilevel.engines.virtual_time.clock import Clock
@@ -381,7 +381,7 @@ def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]], algori
         raise unknown_setting(path[0], {algorithm: known["algorithm"], **others})
     if "algorithm" in holders:
         return ["algorithm", *path]
-    if "inner" in known["algorithm"] and path[0] in FIELDS_OF_PARTS:
+    if "inner" in known["algorithm"] and path[0] in FIELDS_BESIDE["inner"]:
         choices = " or ".join((f"inner.{path[0]}", *(f"{section}.{path[0]}" for section in holders)))
         raise ConfigurationError(f"{path[0]!r} is no field of {algorithm} now: write {choices}")
     if len(holders) > 1:
