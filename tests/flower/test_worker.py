@@ -127,7 +127,7 @@ def test_another_version_of_an_app_takes_the_place_of_the_first(
         return lambda: an_app_of_the_test.VERSION, directory
 
     apps = worker.InstalledApps(load)
-    got = [apps.get("run", SimpleNamespace(hash_str=version))() for version in ("1", "1", "2", "1")]
+    got = [apps("run", SimpleNamespace(hash_str=version))() for version in ("1", "1", "2", "1")]
     assert got == [1, 1, 2, 1]
 
 
@@ -272,15 +272,15 @@ def test_a_reply_that_never_becomes_complete_does_not_hold_the_node() -> None:
 def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_app_of_the_site.py").write_text("def app(message, context):\n    return message\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
-    apps = worker.PinnedApp("own_app_of_the_site:app")
+    apps = worker.pinned("own_app_of_the_site:app")
     fake = Fake(["a", "b"])
     worker.serve(fake, apps, error_reply, patience=0.3)
     assert fake.replies == ["a", "b"]
     for reference in ("own_app_of_the_site", "own_app_of_the_site:none", "no_such_module_here:app", ":app"):
         with pytest.raises(ConfigurationError, match="--app"):
-            worker.PinnedApp(reference)
+            worker.pinned(reference)
     with pytest.raises(ConfigurationError, match="name of a ClientApp"):
-        worker.PinnedApp("own_app_of_the_site:number")
+        worker.pinned("own_app_of_the_site:number")
 
 
 def test_a_pinned_app_is_never_given_up_for_the_stock_supernode() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import jax
@@ -58,6 +58,7 @@ from fedbilevel.flower.wire.messages import (
     to_bytes,
 )
 
+T = TypeVar("T")
 log = logging.getLogger("fedbilevel.client")
 
 
@@ -194,13 +195,19 @@ class ClientRuntime:
         if bad := nonfinite_leaves((x, y)):
             raise Refusal(f"the message is not finite in {', '.join(bad)}")
         self.count(request, store)
-        x64, measured = jax.dtypes.canonicalize_dtype(np.float64) == np.float64, self.measured
+        measured = self.measured
+        numbers = self.within_limit(lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()})
+        return replace(blank, metrics=json.dumps(numbers))
 
-        def measure() -> dict[str, float]:
+    def within_limit(self, task: Callable[[], T]) -> T:
+        """What `task` returns, in the precision of this thread, for which alone it may hold."""
+        x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+
+        def run() -> T:
             with jax.enable_x64(x64):
-                return {name: float(value) for name, (value,) in measured.each(x, y).items()}
+                return task()
 
-        return replace(blank, metrics=json.dumps(self.time_limit.run(measure)))
+        return self.time_limit.run(run)
 
     def reply(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Check a request for a phase, run the phase, save the client's state."""
@@ -244,17 +251,14 @@ class ClientRuntime:
         if self.contract.state is None:
             return None, None
         kept = store.load(request.run, SavedState(0, 0, (0, 0), *[self.contract.state] * 3))
-        counted, settled = (
-            (request.counted_round, request.counted_exchange),
-            (request.settled_round, request.settled_exchange),
-        )
+        counted = request.counted_round, request.counted_exchange
+        settled = request.settled_round, request.settled_exchange
         return states_for(kept, self.first, request.round, counted, settled)
 
     def played(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
         """The reply of the phase, finite and within the time limit. Under privacy no error depends on data."""
         try:
-            x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
-            reply = self.time_limit.run(lambda: self.play(phase, message, request, state, x64))
+            reply = self.within_limit(lambda: self.play(phase, message, request, state))
             if bad := nonfinite_leaves((reply.update, reply.metrics)):
                 raise Refusal(f"the reply is {NOT_FINITE} {', '.join(bad)}")
         except Exception:
@@ -264,21 +268,20 @@ class ClientRuntime:
             raise Refusal(FAILED) from None
         return reply
 
-    def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree, x64: bool) -> Reply:
+    def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
         """Run the phase, compiled."""
-        with jax.enable_x64(x64):
-            key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
-            client = Client(
-                problem=self.problem,
-                outer=self.outer,
-                inner=self.inner,
-                id=jnp.asarray(self.site.id, jnp.int32),
-                weight=jnp.asarray(request.weight, float),
-                state=state,
-                work=jnp.asarray(request.work, jnp.int32) if self.site.works else None,
-            )
-            round = jnp.asarray(request.round, jnp.int32)
-            return jax.block_until_ready(run_phase(phase, self.site.algorithm, round, client, message, key))
+        key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
+        client = Client(
+            problem=self.problem,
+            outer=self.outer,
+            inner=self.inner,
+            id=jnp.asarray(self.site.id, jnp.int32),
+            weight=jnp.asarray(request.weight, float),
+            state=state,
+            work=jnp.asarray(request.work, jnp.int32) if self.site.works else None,
+        )
+        round = jnp.asarray(request.round, jnp.int32)
+        return jax.block_until_ready(run_phase(phase, self.site.algorithm, round, client, message, key))
 
     def call(self, request: RequestMessage) -> CallSignature:
         """The call of the contract that a request names."""
@@ -363,7 +366,8 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
         make: (run configuration, node configuration) -> what this client has and does. Called once per process and
             run; a process that stays (see `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
     """
-    keep_compiled_programs()
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        keep_on_disk()  # Flower's stock SuperNode starts a new process for every message
     app = ClientApp()
     runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> the last one, and what it was made for
 
@@ -383,9 +387,3 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
         return Message(encode(said), reply_to=message)
 
     return app
-
-
-def keep_compiled_programs() -> None:
-    """Keep compiled programs on disk: Flower's stock SuperNode starts a new process for every message."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        keep_on_disk()

@@ -21,10 +21,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.flower.versions import require_flower
+
+if TYPE_CHECKING:
+    from fedbilevel.flower.launch.private import SuperNodeConnection
 
 PATIENCE = 30.0  # seconds without a SuperNode
 BEAT = 15.0  # seconds between two signs of life; a SuperNode gives a task up after 60
@@ -33,34 +36,13 @@ PUSHES = 3  # attempts to deliver a reply
 logger = logging.getLogger("fedbilevel.worker")
 
 
-class SuperNodeApi(Protocol):
-    """The calls of a worker to its SuperNode, which `private.SuperNodeConnection` describes."""
-
-    def acquire(self) -> bool: ...
-    def pull(self) -> tuple[Any, Any, Any, Any]: ...
-    def push(self, reply: Any, context: Any) -> None: ...
-    def finish(self, context: Any, failure: str) -> None: ...
-    def beat(self) -> bool: ...
+AppSource = Callable[[Any, Any], Callable]
+"""(run, its app as Flower delivers it) -> the ClientApp that answers the run's messages."""
 
 
-class AppSource(Protocol):
-    """The source of the app that answers a run's messages."""
-
-    def get(self, run: Any, fab: Any) -> Callable: ...
-
-
-class PinnedApp:
-    """One app of the site's own. The app that a run brings is never installed, imported or executed."""
-
-    def __init__(self, reference: str) -> None:
-        self.app = pinned(reference)
-
-    def get(self, run: Any, fab: Any) -> Callable:
-        return self.app
-
-
-def pinned(reference: str) -> Callable:
-    """The ClientApp that "package.module:NAME" names; its package is installed, or in the working directory.
+def pinned(reference: str) -> AppSource:
+    """One app of the site's own, "package.module:NAME"; its package is installed, or in the working directory. The app
+    that a run brings is never installed, imported or executed.
 
     Raises:
         ConfigurationError: there is none of that name.
@@ -73,7 +55,7 @@ def pinned(reference: str) -> Callable:
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"--app {reference} cannot be loaded: {error}") from error
     require(callable(app), "--app", reference, "the name of a ClientApp")
-    return app
+    return lambda run, fab: app
 
 
 class InstalledApps:
@@ -83,7 +65,7 @@ class InstalledApps:
         self.load, self.hash, self.directory = load, "", Path()
         self.app: Callable | None = None
 
-    def get(self, run: Any, fab: Any) -> Callable:
+    def __call__(self, run: Any, fab: Any) -> Callable:
         """The ClientApp of `run`, imported when the message before was for another one."""
         if self.app is not None and fab.hash_str == self.hash:
             return self.app
@@ -106,7 +88,7 @@ def forget(directory: Path) -> None:
 class Heartbeat:
     """Beats while a task is being worked on, so that a long one is not given up."""
 
-    def __init__(self, node: SuperNodeApi, abandoned: Callable[[], None], interval: float = BEAT) -> None:
+    def __init__(self, node: SuperNodeConnection, abandoned: Callable[[], None], interval: float = BEAT) -> None:
         self.node, self.abandoned, self.interval = node, abandoned, interval
         self.lock, self.working = threading.Lock(), False
         threading.Thread(target=self.run, daemon=True, name="heartbeat").start()
@@ -133,7 +115,7 @@ class Heartbeat:
             return True
 
 
-def answer(node: SuperNodeApi, apps: AppSource, error_reply: Callable[[Any, Exception], Any]) -> tuple[Any, str]:
+def answer(node: SuperNodeConnection, apps: AppSource, error_reply: Callable[[Any, Exception], Any]) -> tuple[Any, str]:
     """Work on the task just acquired. What goes wrong becomes an error reply, if there is a message to reply to.
 
     Returns:
@@ -151,7 +133,7 @@ def answer(node: SuperNodeApi, apps: AppSource, error_reply: Callable[[Any, Exce
         message, context, run, fab = node.pull()
         kind = message.metadata.message_type
         mark("pull")
-        reply = apps.get(run, fab)(message=message, context=context)
+        reply = apps(run, fab)(message=message, context=context)
         if not hasattr(reply, "metadata"):
             raise TypeError(f"the ClientApp returned {type(reply).__name__} for a {kind!r} message, not a Message")
         mark("app")
@@ -168,7 +150,7 @@ def answer(node: SuperNodeApi, apps: AppSource, error_reply: Callable[[Any, Exce
     return context, failure
 
 
-def deliver(node: SuperNodeApi, reply: Any, context: Any) -> str:
+def deliver(node: SuperNodeConnection, reply: Any, context: Any) -> str:
     """Push the reply, again where that fails: what went wrong in the end, "" for nothing.
 
     Flower refuses an object whose upload was announced anew in the meantime; announcing once more mends that.
@@ -185,7 +167,7 @@ def deliver(node: SuperNodeApi, reply: Any, context: Any) -> str:
 
 
 def serve(
-    node: SuperNodeApi, apps: AppSource, error_reply: Callable[[Any, Exception], Any], patience: float = PATIENCE
+    node: SuperNodeConnection, apps: AppSource, error_reply: Callable[[Any, Exception], Any], patience: float = PATIENCE
 ) -> None:
     """Answer messages until the SuperNode has been out of reach for `patience` seconds."""
     heart = Heartbeat(node, abandoned)
@@ -233,7 +215,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
     try:
-        apps = PinnedApp(options.app) if options.app else InstalledApps(private.load)
+        apps: AppSource = pinned(options.app) if options.app else InstalledApps(private.load)
     except ConfigurationError as error:
         parser.error(str(error))
     serve(private.SuperNodeConnection(options.address, options.root_certificates), apps, private.error_reply)

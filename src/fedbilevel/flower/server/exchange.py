@@ -12,7 +12,7 @@ from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.flower.server.connections import ClientReply
-from fedbilevel.flower.server.session import CorruptedStateError, CountedReply, ExchangeRecord, Session
+from fedbilevel.flower.server.session import CorruptedStateError, CountedReply, Session
 from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
 from fedbilevel.flower.wire.contract import CallSignature, Contract
 from fedbilevel.flower.wire.messages import Refusal, RequestMessage, from_bytes, reading, tells_of_numbers
@@ -85,10 +85,11 @@ class Exchange:
             left = [client for client in rested if client not in self.done]
             if attempt:
                 session.registry.wait(left, missing := self.needed - len(self.replies), missing)
-            record = ExchangeRecord(session.clock, self.spec.round, self.spec.number, self.spec.phase, attempt)
-            sent = self.attempt(left)
-            record.done(sent, [one.checked.response for one in self.replies[logged:]], self.failed)
-            session.exchange_log(record)
+            place = self.spec.round, self.spec.number, self.spec.phase, attempt
+            began, sent = session.clock.time(), self.attempt(left)
+            answers = [one.checked.response for one in self.replies[logged:]]
+            seconds = session.clock.time() - began
+            session.exchange_log(place, seconds, sent, answers, self.failed)
             reasons |= self.failed
             logged = len(self.replies)
             if len(self.replies) >= self.needed:

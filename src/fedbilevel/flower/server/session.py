@@ -28,29 +28,6 @@ from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
 log = logging.getLogger("fedbilevel.server")
 
 
-class ExchangeRecord:
-    """The line of one attempt at an exchange."""
-
-    def __init__(self, clock: ServerClock, round: int, exchange: int, phase: str, attempt: int = 0) -> None:
-        self.clock, self.began = clock, clock.time()
-        self.line: dict[str, Any] = {"round": round, "exchange": exchange, "phase": phase, "attempt": attempt}
-
-    def done(
-        self, requests: Iterable[RequestMessage], answers: Sequence[ResponseMessage], refused: Mapping[int, str]
-    ) -> None:
-        """Complete the line with the requests sent, the responses that count, and client -> why another does not."""
-        down = [len(request.payload) for request in requests]
-        up = sum(len(response.payload) for response in answers)
-        answered = sorted(response.client for response in answers)
-        seconds = round(self.clock.time() - self.began, 4)
-        self.line |= {"asked": len(down), "answered": answered, "bytes_down": sum(down), "bytes_up": up}
-        self.line |= {"seconds": seconds}
-        if (epsilon := max((response.epsilon for response in answers), default=0.0)) > 0:
-            self.line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
-        if refused:
-            self.line["refused"] = {str(client): why for client, why in sorted(refused.items())}
-
-
 class ExchangeLog:
     """Writes exchanges to the program's log and, where a file is given, there as JSON lines.
 
@@ -65,14 +42,34 @@ class ExchangeLog:
         if path is not None and not there:
             path.unlink()
 
-    def __call__(self, exchange: ExchangeRecord) -> None:
-        line = exchange.line
+    def __call__(
+        self,
+        place: tuple[int, int, str, int],
+        seconds: float,
+        requests: Sequence[RequestMessage],
+        answers: Sequence[ResponseMessage],
+        refused: Mapping[int, str],
+    ) -> None:
+        """Write the line of one attempt at an exchange.
+
+        Args:
+            place: its round, its number in the round, its phase, and which attempt it is.
+            requests, answers: what was sent, and the responses that count.
+            refused: client -> why its response does not.
+        """
+        down = sum(len(request.payload) for request in requests)
+        up = sum(len(response.payload) for response in answers)
+        answered = sorted(response.client for response in answers)
+        line: dict[str, Any] = dict(zip(("round", "exchange", "phase", "attempt"), place, strict=True))
+        line |= {"asked": len(requests), "answered": answered, "bytes_down": down, "bytes_up": up}
+        line["seconds"] = round(seconds, 4)
+        if (epsilon := max((response.epsilon for response in answers), default=0.0)) > 0:
+            line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
         text = "round %d exchange %d %s: %d of %d answered, %d bytes down, %d up, %.3f s"
-        numbers = (line["bytes_down"], line["bytes_up"], line["seconds"])
-        head = (line["round"], line["exchange"], line["phase"])
-        log.info(text, *head, len(line["answered"]), line["asked"], *numbers)
-        for client, why in line.get("refused", {}).items():
-            log.warning("round %d exchange %d %s: client %s does not count: %s", *head, client, why)
+        log.info(text, *place[:3], len(answered), len(requests), down, up, seconds)
+        for client, why in sorted(refused.items()):
+            line.setdefault("refused", {})[str(client)] = why
+            log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, why)
         self.note(line)
 
     def note(self, line: Mapping[str, Any]) -> None:
