@@ -59,7 +59,6 @@ Repeated with the same --out, what is missing is run: after Ctrl-C, with more se
 
 
 def add_to(add: Add) -> None:
-    """The command."""
     compare = add("compare", _compare, "compare finished runs, or run several algorithms and compare them", EPILOG)
     compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="run folders, folders of them, or one task")
     compare.add_argument("--algorithms", type=_names, metavar="NAME,NAME,…", help=f"what to run on the task; {OWN}")
@@ -90,7 +89,6 @@ def _names(text: str) -> list[str]:
 
 
 def _size(text: str) -> tuple[float, float]:
-    """Two numbers with an x between."""
     width, _, height = text.lower().partition("x")
     try:
         return float(width), float(height)
@@ -142,7 +140,6 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _say(terminal: Console, places: dict[str, list[Path]]) -> None:
-    """Print the paths of what was written."""
     for what, paths in places.items():
         for path in paths:
             terminal.print(f"{what:<5} {path}", markup=False, highlight=False, soft_wrap=True)

@@ -36,7 +36,6 @@ settings:
 
 
 def add_to(add: Add) -> None:
-    """The two commands."""
     check = add("check", _check, "compare a task's hypergradient, computed in several ways", CHECK)
     _add_task(check)
     check.add_argument(

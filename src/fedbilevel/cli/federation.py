@@ -14,7 +14,6 @@ trains a network on handwritten digits that are divided over the clients, and st
 
 
 def add_to(add: Add) -> None:
-    """The command and its subcommands."""
     flower = add("flower", _help, "run in a real federation, over Flower")
     commands = flower.add_subparsers(title="commands", metavar="COMMAND")
     inside = Add(commands)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def add_to(add: Add) -> None:
-    """The command."""
     run = add("run", _run, "run an algorithm on a task", EPILOG)
     run.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
     run.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
@@ -163,7 +162,6 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 
 def _spec(options: argparse.Namespace) -> Spec:
-    """The spec that the options describe."""
     base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
     prepare_jax()
     from fedbilevel.experiments import configure

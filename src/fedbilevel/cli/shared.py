@@ -58,8 +58,6 @@ exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a fi
 
 @dataclass(frozen=True)
 class Add:
-    """Adds a command."""
-
     commands: Any
 
     def __call__(
@@ -78,7 +76,6 @@ class Add:
 
 
 def add_length(command: argparse.ArgumentParser) -> None:
-    """--rounds, --exchanges, --bytes or --time."""
     length = command.add_mutually_exclusive_group()
     length.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
     length.add_argument("--exchanges", type=count, metavar="N", help="instead: end once N messages went down and up")

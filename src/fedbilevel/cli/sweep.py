@@ -60,7 +60,6 @@ In the folder: sweep.csv and sweep.json (every run, and the number of trials), s
 
 
 def add_to(add: Add) -> None:
-    """The command."""
     sweep = add("sweep", _sweep, "run with other values of some fields, and choose the best", EPILOG)
     sweep.add_argument("base", nargs="?", metavar="TASK|SPEC.toml", help=f"{TASK_HELP}; or a spec in TOML")
     sweep.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
@@ -105,7 +104,6 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _played(options: argparse.Namespace, definition: Definition, folder: Path) -> Sweep:
-    """The sweep, played by this process alone or with others."""
     from fedbilevel.experiments.search import search_specs, specs_of
     from fedbilevel.experiments.sweep import sweep_specs
 
@@ -195,5 +193,4 @@ class _Watch:
             yield [watch], display
 
     def said(self, line: str) -> None:
-        """A line about a trial that has ended."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -82,7 +82,6 @@ class Diagnosis(Shown):
 
     @property
     def radius(self) -> float:
-        """r for the projection of v."""
         return radius(self.scales())
 
     def scales(self, batch_size: int | None = None, cohort: int | None = None) -> Scales:

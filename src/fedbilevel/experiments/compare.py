@@ -61,7 +61,6 @@ class RunGroup:
 
     @property
     def says_algorithm(self) -> bool:
-        """Whether the name tells the algorithm."""
         return path_word(self.algorithm) in self.name
 
     @property
@@ -71,7 +70,6 @@ class RunGroup:
 
     @property
     def pooled(self) -> bool:
-        """Whether a single client held every sample."""
         return self.runs[0].spec.run.pooled
 
     @property
@@ -311,13 +309,17 @@ def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
     return [level for level in levels(metric, groups[0].larger_is_better) if reached(level)][-TARGETS:]
 
 
-def _cost_to(group: RunGroup, metric: str, target: float, cost: str) -> str:
-    """The mean over the seeds that reached it, and how many did where not all did."""
+def costs_to(group: RunGroup, metric: str, target: float, cost: str = "exchanges") -> tuple[list[float], str]:
+    """The cost up to a target of each run that reached it, and in words how many did, where not all did."""
     costs = [cost_to(run.history, metric, target, cost) for run in group.runs]
     reached = [one for one in costs if one is not None]
+    return reached, "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
+
+
+def _cost_to(group: RunGroup, metric: str, target: float, cost: str) -> str:
+    reached, share = costs_to(group, metric, target, cost)
     if not reached:
         return "–"
-    share = "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
     return f"{statistics.fmean(reached):,.{1 if cost == 'time' else 0}f}{share}"
 
 

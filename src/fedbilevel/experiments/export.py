@@ -14,7 +14,7 @@ from typing import Any
 from fedbilevel.core.metrics import in_percent
 from fedbilevel.engines.curves import words
 from fedbilevel.engines.history import Row
-from fedbilevel.experiments.compare import RunGroup, common_seeds, common_targets, cost_to, legend, tasks_of
+from fedbilevel.experiments.compare import RunGroup, common_seeds, common_targets, cost_to, costs_to, legend, tasks_of
 from fedbilevel.experiments.folder import LoadedRun, write_json, write_text
 from fedbilevel.experiments.names import label
 from fedbilevel.experiments.tables import gflop
@@ -100,19 +100,18 @@ def _run(run: LoadedRun) -> dict[str, Any]:
         "seed": run.spec.run.seed,
         "folder": str(run.folder.path),
         "stopped": run.summary["stopped"],
-        "final": _finite(run.summary["final"]),
-        "best": _finite(run.summary["best"]),
+        "final": finite(run.summary["final"]),
+        "best": finite(run.summary["best"]),
         "best_round": run.summary["best_round"],
-        "history": [{name: _finite(value) for name, value in row.items()} for row in run.history.rows],
+        "history": [{name: finite(value) for name, value in row.items()} for row in run.history.rows],
     }
 
 
 def _reached(group: RunGroup, target: float) -> dict[str, Any]:
     """The costs up to the first row of a run that is as good as the target, as means over the seeds."""
-    costs = [cost_to(run.history, group.metric, target) for run in group.runs]
-    reached = [cost for cost in costs if cost is not None]
+    reached, _ = costs_to(group, group.metric, target)
     mean = statistics.fmean(reached) if reached else None
-    return {"target": target, "reached": len(reached), "of": len(costs), "exchanges": mean}
+    return {"target": target, "reached": len(reached), "of": len(group.runs), "exchanges": mean}
 
 
 def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
@@ -125,7 +124,8 @@ def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
     }
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """null in place of what JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -235,9 +235,7 @@ def _outcomes(groups: Sequence[RunGroup], metric: str, kind: str) -> list[str]:
 def _costs_to(groups: Sequence[RunGroup], metric: str, target: float) -> list[str]:
     means, texts = [], []
     for group in groups:
-        costs = [cost_to(run.history, metric, target) for run in group.runs]
-        reached = [cost for cost in costs if cost is not None]
-        share = "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
+        reached, share = costs_to(group, metric, target)
         texts.append(f"{statistics.fmean(reached):,.0f}{share}" if reached else "--")
         means.append(math.inf if share else statistics.fmean(reached))
     best = _best(groups, texts, means, min)

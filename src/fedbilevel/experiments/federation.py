@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from fedbilevel import __version__
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
@@ -37,7 +39,8 @@ from fedbilevel.experiments.folder import (
 )
 from fedbilevel.experiments.loader import algorithm_class, registry_kept, task_maker
 from fedbilevel.experiments.names import own_file
-from fedbilevel.experiments.runner import Experiment, algorithm_of, complete
+from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
+from fedbilevel.experiments.series import difference
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like
 from fedbilevel.quoting import in_a_line, require_object
 from fedbilevel.tasks import Task
@@ -102,7 +105,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
         if not _name_file(place).exists():
             write_json(_name_file(place), {"name": name})
 
-    watch = Watch(_plain_console(), next(iter(task.metrics)), spec)
+    watch = Watch(Console(width=160, force_terminal=False), next(iter(task.metrics)), spec)
     experiment = Experiment(task, algorithm_of(spec), engine)
     complete(spec, place.path, callbacks=[note_name, watch], experiment=experiment, progress=watch)
     print(f"run   {place.path.resolve()}", flush=True)
@@ -185,17 +188,14 @@ def seen_by(spec: Spec, party: str | int) -> Task:
     A function with a parameter `party` makes just that: "server" gets a Task with `RemoteClients`, a client's number
     a Task with that client's samples alone. Of any other task everyone makes the whole, and uses its own part.
     """
-    maker = task_maker(spec.task.name)
-    fields = fields_of(spec.task.name, spec.algorithm.name)["task"]
-    values = {name: fields[name].build(value) for name, value in spec.task.fields.items()}
-    if "party" in inspect.signature(maker).parameters:
-        task = maker(**values, party=party)
+    if "party" in inspect.signature(task_maker(spec.task.name)).parameters:
+        task = task_of(spec, party=party)
         kind = RemoteClients if party == "server" else Clients
         fits = isinstance(task.clients, kind) and (party == "server" or len(task.clients) == 1)
         wanted = "RemoteClients" if party == "server" else "Clients with one client"
         require(fits, f"Task.clients for party = {party!r}", type(task.clients).__name__, wanted)
         return task
-    task = maker(**values)
+    task = task_of(spec)
     return replace(task, clients=RemoteClients.of(task.population)) if party == "server" else task
 
 
@@ -203,11 +203,8 @@ def require_same(spec: Spec, place: Folder) -> None:
     """Refuse to go on in a folder with a run of another spec."""
     if not place.begun and not place.summary.is_file():
         return
-    mine, theirs = spec.tables(), read_like(place.spec, spec).tables()
-    differ = {f"{s}.{f}" for s in mine for f in {**mine[s], **theirs[s]} if mine[s].get(f) != theirs[s].get(f)}
-    if differ:
-        changed = ", ".join(sorted(differ))
-        raise ConfigurationError(f"the run in {place.path} differs in {changed}: give this one another folder as out")
+    if changed := difference(read_like(place.spec, spec), spec):
+        raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this one another folder as out")
     if place.summary.is_file():
         print(f"the run in {place.path} is finished already", flush=True)
 
@@ -246,12 +243,6 @@ def _privacy(made: Any, given: Mapping[str, float]) -> Any:
     missing = [name for name in ("clip", "noise_multiplier", "delta") if name not in given]
     require(not missing, "node configuration", f"{', '.join(given)} alone", f"given with {', '.join(missing)} too")
     return made(**given)
-
-
-def _plain_console() -> Any:
-    from rich.console import Console
-
-    return Console(width=160, force_terminal=False)
 
 
 APP = '''\

@@ -383,7 +383,6 @@ def _described(value: Any) -> Any:
 
 
 def _with_entry(place: str, current: Any, path: Sequence[str], value: Any) -> Any:
-    """A table with the entry at `path` replaced."""
     name, *rest = path
     if not isinstance(current, Mapping):
         raise ConfigurationError(f"{place} has no parts, so {place}.{'.'.join(path)} is not a field")
@@ -467,7 +466,6 @@ def _fitting(place: str, hint: Any, value: Any) -> Any:
 
 
 def _choices(hint: Any) -> list[str]:
-    """The words that a hint allows."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return [word for word in inside if isinstance(word, str)]

@@ -48,9 +48,7 @@ def require_free(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, atomically."""
-    from fedbilevel.engines.checkpoint import write_atomically
-
-    write_atomically(path, lambda file: file.write(text.encode()))
+    checkpoint.write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -71,11 +69,31 @@ KINDS = {  # of what a summary says
 }
 
 
+class _File:
+    """A file of a run's folder, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: Folder, owner: type[Folder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True)
 class Folder:
     """The folder of a run, with the paths of its files."""
 
     path: Path
+    spec = _File("spec.toml")
+    environment = _File("environment.json")
+    history = _File("history.jsonl")
+    ledger = _File("ledger.json")
+    checkpoint = _File("checkpoint.npz")
+    result = _File("result.npz")
+    summary = _File("summary.json")
+    plot = _File("plot.png")
+    exchanges = _File("exchanges.jsonl")
+    lock = _File(".lock")
 
     @classmethod
     def new(cls, spec: Spec) -> Folder:
@@ -83,49 +101,9 @@ class Folder:
         return cls(default_path(label(spec.task.name), label(spec.algorithm.name), spec.data))
 
     @property
-    def spec(self) -> Path:
-        return self.path / "spec.toml"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def history(self) -> Path:
-        return self.path / "history.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.json"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint.npz"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.npz"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def plot(self) -> Path:
-        return self.path / "plot.png"
-
-    @property
     def begun(self) -> bool:
         """Whether there is a checkpoint."""
         return checkpoint.exist(self.checkpoint)
-
-    @property
-    def exchanges(self) -> Path:
-        return self.path / "exchanges.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
 
     def sweep(self) -> None:
         """Remove the temporary files of a process that was killed while it wrote."""

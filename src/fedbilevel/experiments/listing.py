@@ -128,5 +128,4 @@ def _stacked(title: str, rows: Iterable[tuple[str, RenderableType]], width: int)
 
 
 def _side_by_side(items: Iterable[str]) -> Columns:
-    """Items in columns, none broken over two lines where it fits one."""
     return Columns([folding(item, "dim") for item in items], padding=(0, 2))

@@ -125,7 +125,6 @@ def save(figure: Any, path: Path) -> None:
 
 
 def _grid(panels: int) -> tuple[int, int]:
-    """Rows and columns."""
     columns = panels if panels < 4 else 2 if panels == 4 else 3
     return -(-panels // columns), columns
 
@@ -149,7 +148,6 @@ def _place_legend(figure: Any, cells: Sequence[Any], used: int) -> None:
 
 
 def _costs(history: History, timed: bool) -> str:
-    """The costs of a run, as texts."""
     row = history.rows[-1]
     texts = [f"{row['exchanges']:,} exchanges", f"{(row['bytes_down'] + row['bytes_up']) / 1e6:,.4g} MB"]
     texts += [f"{gflop(row['flops'])} GFLOP"] if "flops" in row else []

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,10 +99,10 @@ def algorithm_of(spec: Spec) -> Algorithm:
     return algorithm if waits else Asynchronous(algorithm, **asdict(spec.asynchronous))
 
 
-def task_of(spec: Spec) -> Task:
-    """The task alone, all its samples with one client if they are to be pooled."""
+def task_of(spec: Spec, **party: str | int) -> Task:
+    """The task alone, all its samples with one client if they are to be pooled; `party` is for its function."""
     fields = fields_of(spec.task.name, spec.algorithm.name)["task"]
-    task: Task = _made("task", task_maker(spec.task.name), spec.task, fields)
+    task: Task = _made("task", partial(task_maker(spec.task.name), **party), spec.task, fields)
     return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
 
 

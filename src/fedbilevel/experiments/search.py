@@ -29,12 +29,11 @@ import numpy as np
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
 from fedbilevel.engines import lock
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.folder import write_json
 from fedbilevel.experiments.spec import Spec
 from fedbilevel.experiments.sweep import Definition, Said, Show, Swept, in_a_line
 from fedbilevel.extras import missing
 from fedbilevel.quoting import in_a_line as quoted
-from fedbilevel.sweeps.journal import DEFINITION, LOCK, require_new, require_same
+from fedbilevel.sweeps.journal import LOCK, claim, require_no_file
 from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import Job, TrialOutcome
 
@@ -155,8 +154,8 @@ def search_specs(
     swept = Swept.of(definition, specs, folder, show)
     count = trials if trials is not None else len(specs)
     recorded = definition.recorded(specs)
-    alone = lock.held(folder / LOCK, folder) if storage is None else nullcontext()
-    with alone:
+    require_no_file(folder)
+    with lock.held(folder / LOCK, folder) if storage is None else nullcontext():
         with lock.turn(folder / LOCK) if storage is not None else nullcontext():
             claim(folder, recorded, join=resume or storage is not None)
         study = open_study(storage or str(folder / STORAGE), recorded, swept)
@@ -186,18 +185,6 @@ def specs_of(definition: Definition) -> list[Spec | FedbilevelError]:
         for end in ("low", "high")
     ]
     return [definition.spec_of(values) for values in ends]
-
-
-def claim(folder: Path, recorded: Mapping[str, Any], *, join: bool) -> None:
-    """Make the folder this sweep's, or join the sweep in it."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"cannot write a sweep to {folder}: it is a file")
-    begun = (folder / DEFINITION).is_file()
-    if begun and join:
-        require_same(folder, recorded)
-        return
-    require_new(folder, begun)
-    write_json(folder / DEFINITION, dict(recorded))
 
 
 def open_study(storage: str, recorded: Mapping[str, Any], swept: Swept) -> optuna.Study:
@@ -329,7 +316,6 @@ class Worker:
             self.study.tell(trial, value, state=state, skip_if_finished=True)
 
     def outcomes(self, trial: optuna.Trial, number: int) -> list[TrialOutcome]:
-        """Play the runs of a trial, one for each seed."""
         if self.searched:
             texts = {name: one.drawn(trial, name) for name, one in self.searched.items()}
             self.specs[number] = self.made(texts)

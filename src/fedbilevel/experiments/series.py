@@ -45,7 +45,6 @@ def seeded(spec: Spec, seed: int) -> Spec:
 
 
 def finished(place: Path) -> bool:
-    """Whether a run's folder holds its outcome."""
     return Folder(place).summary.is_file()
 
 
@@ -132,7 +131,6 @@ def compare_algorithms(
 
 
 def comparison_folder(specs: Mapping[str, Spec]) -> Path:
-    """A new folder for a comparison, in ./runs."""
     first = next(iter(specs.values()))
     return default_path("compare", label(first.task.name), first.data)
 

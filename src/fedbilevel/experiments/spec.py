@@ -62,11 +62,9 @@ class AsynchronousPlan:
 
     def __post_init__(self) -> None:
         if self.wait_for is None:
+            allowed = "left out without asynchronous.wait_for, where everyone is waited for"
             for field in ("max_staleness", "delay_penalty"):
-                got, allowed = (
-                    getattr(self, field),
-                    "left out without asynchronous.wait_for, where everyone is waited for",
-                )
+                got = getattr(self, field)
                 require(not got, f"asynchronous.{field}", got, allowed)
 
 
@@ -166,11 +164,7 @@ class Spec:
         return {
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
-            "asynchronous": dataclasses.asdict(self.asynchronous),
-            "submodels": dataclasses.asdict(self.submodels),
-            "run": dataclasses.asdict(self.run),
-            "engine": dataclasses.asdict(self.engine),
-            "clock": dataclasses.asdict(self.clock),
+            **{section: dataclasses.asdict(getattr(self, section)) for section in PLANS},
         }
 
     def to_toml(self) -> str:
@@ -201,6 +195,14 @@ class Spec:
         return self.task.fields.get("data")
 
 
+PLANS: dict[str, Any] = {
+    "asynchronous": AsynchronousPlan,
+    "submodels": SubmodelsPlan,
+    "run": RunPlan,
+    "engine": EnginePlan,
+    "clock": Clock,
+}
+"""The sections that have no name, in the order of a spec."""
 SECTIONS = [section.name for section in dataclasses.fields(Spec)]
 DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
 
@@ -222,40 +224,22 @@ def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
     task, algorithm = full_name(task), full_name(algorithm)
     task_fields, values = _completed(task, task_fields, run_code)
     algorithm_fields = _completed_algorithm(algorithm, algorithm_fields, values, task, run_code)
-    plans = _fields_of_plans()
-    plan = complete("run", plans["run"], given["run"], {**values.of_run(algorithm), **_implied(given["run"])})
-    waiting = complete("asynchronous", plans["asynchronous"], given["asynchronous"], values.of_asynchronous(algorithm))
-    units = complete("submodels", plans["submodels"], given["submodels"], {})
-    engine = complete("engine", plans["engine"], given["engine"], {})
-    clock = Clock(**complete("clock", plans["clock"], given["clock"], {}))
-    _check_time_passes(plan, clock)
-    return Spec(
-        Component(task, task_fields),
-        Component(algorithm, algorithm_fields),
-        AsynchronousPlan(**waiting),
-        SubmodelsPlan(**units),
-        RunPlan(**plan),
-        EnginePlan(**engine),
-        clock,
-    )
+    presets = {
+        "run": {**values.of_run(algorithm), **_implied(given["run"])},
+        "asynchronous": values.of_asynchronous(algorithm),
+    }
+    plans: dict[str, Any] = {
+        section: plan(**complete(section, of_class(plan), given[section], presets.get(section, {})))
+        for section, plan in PLANS.items()
+    }
+    _check_time_passes(plans["run"], plans["clock"])
+    return Spec(Component(task, task_fields), Component(algorithm, algorithm_fields), **plans)
 
 
 def fields_of(task: str, algorithm: str) -> dict[str, dict[str, Field]]:
     """The fields of each section, for this task and this algorithm."""
     own = {"task": of_function(task_maker(task)), "algorithm": of_class(algorithm_class(algorithm))}
-    return {**own, **_fields_of_plans()}
-
-
-def _fields_of_plans() -> dict[str, dict[str, Field]]:
-    """The fields of the sections that have no name."""
-    plans = {
-        "asynchronous": AsynchronousPlan,
-        "submodels": SubmodelsPlan,
-        "run": RunPlan,
-        "engine": EnginePlan,
-        "clock": Clock,
-    }
-    return {section: of_class(cls) for section, cls in plans.items()}
+    return {**own, **{section: of_class(plan) for section, plan in PLANS.items()}}
 
 
 def _completed(task: str, given: Mapping[str, Any], run_code: bool) -> tuple[dict[str, Any], Preset]:
@@ -390,11 +374,11 @@ def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]], algori
     return [holders[0], *path]
 
 
-def _check_time_passes(plan: Mapping[str, Any], clock: Clock) -> None:
+def _check_time_passes(plan: RunPlan, clock: Clock) -> None:
     """Refuse a budget of time that would never be spent."""
-    if plan["time"] is not None:
+    if plan.time is not None:
         passes = np.min(clock.network) > 0 or np.min(clock.compute) > 0
-        require(passes, "run.time", plan["time"], "none where the clock's compute and network are 0: no time passes")
+        require(passes, "run.time", plan.time, "none where the clock's compute and network are 0: no time passes")
 
 
 def _section(name: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.engines.progress import Display
 from fedbilevel.engines.result import Callback
 from fedbilevel.experiments import plots, runner, toml
-from fedbilevel.experiments.export import csv_text
+from fedbilevel.experiments.export import csv_text, finite
 from fedbilevel.experiments.folder import Folder, as_damage, write_json, write_text
 from fedbilevel.experiments.layout import fitted
 from fedbilevel.experiments.names import full_name, label
@@ -322,7 +321,6 @@ def sweep_specs(
 
 
 def budget_of(spec: Spec) -> Budget:
-    """What a run may spend."""
     return spec.run.budget or ("rounds", float(spec.run.rounds or 0))
 
 
@@ -377,12 +375,10 @@ def _listed(metrics: Sequence[str]) -> str:
 
 
 def silently(spec: Spec, folder: Path, task: Task) -> AbstractContextManager[Watching]:
-    """Show nothing."""
     return nullcontext(((), False))
 
 
 def in_a_line(job: Job, outcome: TrialOutcome, select: str) -> str:
-    """The outcome of a trial, in a line."""
     rounds = f"{outcome.row.get('round', 0):,.0f} rounds"
     found = f"failed: {outcome.error}" if outcome.error else f"{select} {text(select, outcome.row[select])}"
     return f"{place_of(job)}  {found}  ({rounds})"
@@ -496,15 +492,11 @@ def _point(sweep: Sweep, one: Standing) -> dict[str, Any]:
                 "seed": job.seed,
                 "error": sweep.outcomes[job].error,
                 "folder": str(place_of(job)),
-                "last_row": _finite(sweep.outcomes[job].row),
+                "last_row": {name: finite(value) for name, value in sweep.outcomes[job].row.items()},
             }
             for job in runs
         ],
     }
-
-
-def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
 def _last_jobs(sweep: Sweep) -> list[Job]:
@@ -514,7 +506,6 @@ def _last_jobs(sweep: Sweep) -> list[Job]:
 
 
 def _run(sweep: Sweep, job: Job) -> dict[str, Any]:
-    """A line of the CSV file."""
     outcome = sweep.outcomes[job]
     values = {name: value if isinstance(value, int | float | str) else toml.value(value)
               for name, value in sweep.plan.points[job.point].items()}  # fmt: skip

@@ -62,7 +62,6 @@ class Watch:
         return cost({"round": result.round, **result.ledger.columns()}, self.counted)
 
     def place(self, result: Result) -> str:
-        """The progress of the run, as a text."""
         if self.counted == "exchanges":
             return f"round {result.round}  exchange {result.ledger.exchanges}/{self.whole:.0f}"
         if self.counted == "bytes":
@@ -82,7 +81,6 @@ class Watch:
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """The outcome of a run."""
     metric, row, compiling = summary["metric"], summary["last_row"], summary["seconds_compiling_this_time"]
     table = titled(_title(summary), frame=box.HEAVY_HEAD, header=False)
     table.add_column(style="dim")
@@ -153,7 +151,6 @@ def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -
 
 
 def run_paths(folder: Path, *names: str) -> str:
-    """Lines with the paths of the run's folder and of its pictures."""
     lines = [f"run   {folder}", *(f"{name:<5} {folder / f'{name}.png'}" for name in names)]
     return "\n".join(lines)
 

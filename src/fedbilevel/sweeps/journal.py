@@ -34,7 +34,6 @@ class Journal:
     outcomes: dict[Job, TrialOutcome] = field(default_factory=dict)
 
     def append(self, job: Job, outcome: TrialOutcome) -> None:
-        """Note an outcome."""
         self.outcomes[job] = outcome
         if self.path is None:
             return
@@ -61,25 +60,30 @@ def opened(folder: Path, definition: Mapping[str, Any], *, resume: bool) -> Iter
         ConfigurationError: the folder holds something else, or a sweep that was defined otherwise.
         CheckpointError: another process is at it.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"cannot write a sweep to {folder}: it is a file")
+    require_no_file(folder)
     with lock.held(folder / LOCK, folder):
-        begun = (folder / DEFINITION).is_file()
-        if resume and begun:
-            require_same(folder, definition)
-        else:
-            require_new(folder, begun)
-            text = json.dumps(definition, indent=2) + "\n"
-            write_atomically(folder / DEFINITION, lambda file: file.write(text.encode()))
+        claim(folder, definition, join=resume)
         yield Journal(folder / LINES, read(folder / LINES))
 
 
-def require_new(folder: Path, begun: bool) -> None:
-    """Refuse a folder with anything in it."""
+def require_no_file(folder: Path) -> None:
+    """Refuse a file in the place of a sweep's folder."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"cannot write a sweep to {folder}: it is a file")
+
+
+def claim(folder: Path, definition: Mapping[str, Any], *, join: bool) -> None:
+    """Make the folder this sweep's, or join the sweep in it; refuse a folder with anything else."""
+    begun = (folder / DEFINITION).is_file()
+    if begun and join:
+        require_same(folder, definition)
+        return
     if begun:
         raise ConfigurationError(f"there is a sweep in {folder} already: resume it, or choose another folder")
     if any(path.name != LOCK for path in folder.iterdir()):
         raise ConfigurationError(f"cannot write a sweep to {folder}: that folder is not empty")
+    text = json.dumps(definition, indent=2) + "\n"
+    write_atomically(folder / DEFINITION, lambda file: file.write(text.encode()))
 
 
 def require_same(folder: Path, definition: Mapping[str, Any]) -> None:
@@ -94,7 +98,6 @@ def require_same(folder: Path, definition: Mapping[str, Any]) -> None:
 
 
 def definition_in(folder: Path) -> dict[str, Any]:
-    """What the sweep in a folder was begun with."""
     try:
         found = json.loads((folder / DEFINITION).read_text(encoding="utf-8"))
         require_object(found, "the definition of a sweep")

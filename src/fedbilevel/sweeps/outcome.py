@@ -95,7 +95,6 @@ class Sweep(Shown):
 
     @property
     def failed(self) -> int:
-        """How many of the trials failed."""
         return len({(job.point, job.seed) for job, one in self.outcomes.items() if one.error})
 
     def spent(self, name: str) -> float:

@@ -57,7 +57,6 @@ def sweep_figure(
 
 
 def _draw_field(axes: Any, plan: Plan, standings: Sequence[Standing], field: str) -> None:
-    """The metric of every point against one field."""
     found = sorted((one for one in standings if field in one.values), key=lambda one: one.number)
     at = _places(axes, [one.values[field] for one in found])
     scale = 100 if in_percent(plan.select) else 1
@@ -137,7 +136,6 @@ def _places(axes: Any, values: Sequence[Any]) -> list[float]:
 
 
 def _seeds(plan: Plan, one: Standing) -> list[float]:
-    """The metric with each seed."""
     return [outcome.row[plan.select] for outcome in one.outcomes.values()]
 
 
@@ -151,7 +149,6 @@ def _levels(plan: Plan, field: str) -> list[Any]:
 
 
 def _is_grid(plan: Plan) -> bool:
-    """Whether the points are all combinations of the values of two fields."""
     first, second = (_levels(plan, field) for field in plan.fields)
     return len(first) * len(second) == len(plan.points)
 

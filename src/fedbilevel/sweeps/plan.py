@@ -57,7 +57,6 @@ class Plan:
 
     @property
     def fields(self) -> list[str]:
-        """The swept fields."""
         return list(dict.fromkeys(name for point in self.points for name in point))
 
 

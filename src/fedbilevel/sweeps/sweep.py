@@ -242,7 +242,6 @@ def place_of(job: Job) -> Path:
 
 
 def _maker(algorithm: Any, fields: Sequence[str]) -> Callable[[PointValues], Algorithm]:
-    """Makes the algorithm of a point."""
     if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
         algorithm = algorithm()
     if isinstance(algorithm, Algorithm):

@@ -421,7 +421,6 @@ def held_out_characters(found: Characters, share: float, seed: int) -> Character
 
 
 def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[np.ndarray]:
-    """The training characters of each client."""
     if by not in ("iid", "alphabets"):
         raise unknown("partition_by", by, ("iid", "alphabets"))
     apart = len(train.images if by == "iid" else train.alphabets)
@@ -458,6 +457,5 @@ def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np
 
 
 def _together(query: Ragged, support: Ragged) -> Ragged:
-    """Samples with both."""
     images = {"query": query.values["image"], "support": support.values["image"], "task": query.values["task"]}
     return replace(query, values=images)

@@ -38,7 +38,6 @@ class RequestCounts:
             raise TypeError(f"{self} is no count of questions")
 
     def next(self, run: str, round: int) -> RequestCounts:
-        """The counts with one more question."""
         if run != self.run or round > self.round:
             return RequestCounts(self.total + 1, run, round, 1)
         return replace(self, total=self.total + 1, in_round=self.in_round + 1)

@@ -284,7 +284,6 @@ class ClientRuntime:
         return jax.block_until_ready(run_phase(phase, self.site.algorithm, round, client, message, key))
 
     def call(self, request: RequestMessage) -> CallSignature:
-        """The call of the contract that a request names."""
         self.check_contract(request)
         phases = sorted({call.phase for call in self.contract.calls.values()})
         if request.phase not in phases:
@@ -316,7 +315,6 @@ class ClientRuntime:
 
     @cached_property
     def first(self) -> PyTree:
-        """The client's state before its first request."""
         return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
 
 

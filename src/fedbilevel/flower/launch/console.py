@@ -63,7 +63,6 @@ class Console:
         raise CommandError(f"flwr {' '.join(words)} ended, or took longer than {timeout:.0f} s:\n{''.join(printed)}")
 
     def started(self) -> subprocess.Popen[str]:
-        """The process, started when there is none."""
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
                 [
@@ -86,7 +85,6 @@ class Console:
         return self.process
 
     def close(self) -> None:
-        """End the process."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
@@ -94,7 +92,6 @@ class Console:
 
 
 def main() -> None:
-    """Carry out the commands on the standard input."""
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="flwr")
     app = command.load()
     for line in sys.stdin:

@@ -74,7 +74,6 @@ class TaskToken:
         self.current: RuntimeTokenHttpInterceptor | None = None
 
     def intercept(self, context, call_next):  # type: ignore[no-untyped-def]
-        """Pass the request on, with the token."""
         current = self.current
         return call_next(context) if current is None else current.intercept(context, call_next)
 
@@ -121,7 +120,6 @@ class SuperNodeConnection:
         return pull_task_input(self.client)
 
     def push(self, reply: Message, context: Context) -> None:
-        """Deliver the reply to the SuperNode."""
         push_message(self.client, reply, context)
 
     def finish(self, context: Context | None, failure: str) -> None:
@@ -141,7 +139,6 @@ class SuperNodeConnection:
             raise
 
     def close(self) -> None:
-        """Close the connection."""
         self.client.close()
 
 
@@ -214,7 +211,6 @@ class Rendezvous:
         return self.run
 
     def push(self, **parts: Any) -> None:
-        """Wait for the worker's reply and send it. When the run is over, the worker is not waited for."""
         try:
             self.stock_push(**parts)
         except RunNotRunningException:
@@ -271,7 +267,6 @@ class Rendezvous:
         return response
 
     def close(self) -> None:
-        """Answer the question that is open, and each from now on, with no task: the SuperNode stops."""
         self.closed = True
         self.open.set()
 

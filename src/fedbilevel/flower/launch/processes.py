@@ -64,7 +64,6 @@ def listens(port: int) -> bool:
 
 
 def tail(log: Path, lines: int = TAIL) -> str:
-    """The end of a log file."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "(no log)"
 
 
@@ -125,7 +124,6 @@ class Federation:
 
     @property
     def address(self) -> str:
-        """host:port of the SuperLink."""
         return f"127.0.0.1:{self.port}"
 
     def log(self, name: str) -> Path:
@@ -189,7 +187,6 @@ class Federation:
         (self.directory / "operator" / "config.toml").write_text(config)
 
     def superlink_command(self) -> list[str]:
-        """How the SuperLink is started."""
         command = [*flower_command("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation"]
         if self.database:
@@ -201,7 +198,6 @@ class Federation:
         return [*command, "--enable-supernode-auth", *(w for k, v in files.items() for w in (f"--ssl-{k}", str(v)))]
 
     def node_command(self, client: int) -> list[str]:
-        """How a client's SuperNode is started."""
         command = flower_command("flower-supernode")
         if self.persistent:
             command = [sys.executable, "-m", "fedbilevel.flower.launch.supernode"]

@@ -99,7 +99,6 @@ class Heartbeat:
             self.working = working
 
     def run(self) -> None:
-        """Beat for ever."""
         while True:
             time.sleep(self.interval)
             with self.lock:

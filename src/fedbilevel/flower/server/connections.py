@@ -54,7 +54,6 @@ class Transport:
         self.bad: set[str] = set()  # messages whose answers could not be fetched, as was logged
 
     def online(self) -> set[int]:
-        """The nodes that are online."""
         try:
             self.nodes = set(self.grid.get_node_ids())
         except Exception:

@@ -153,7 +153,6 @@ class FlowerRun:
         return queues._replace(lanes=lanes)
 
     def per_client(self, metrics: Mapping[str, PerClient]) -> ClientMetrics:
-        """The collector of clients' own metrics."""
         return ClientMetrics(self.session, metrics)
 
     def close(self) -> None:

@@ -73,7 +73,6 @@ class ExchangeLog:
         self.note(line)
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Write a line of the file."""
         self.write(json.dumps(line) + "\n")
 
     def write(self, text: str) -> None:
@@ -181,7 +180,6 @@ class Rollback:
         self.times = 0  # that a round was undone since the run last got on
 
     def begin(self, carry: Carry, asked: Iterable[int]) -> None:
-        """Note that a round begins."""
         self.now = RoundSnapshot(carry, set(asked), {})
 
     def hear(self, norms: dict[int, float]) -> None:
@@ -191,7 +189,6 @@ class Rollback:
                 self.now.ratios[client] = max(ratio, self.now.ratios.get(client, 0.0))
 
     def end(self) -> None:
-        """Note that the round counts."""
         self.last = self.now
 
     def back(self, error: CorruptedStateError | NonFiniteError) -> Carry:

@@ -68,7 +68,6 @@ class Terms:
         require(bound is None or 0 < bound < math.inf, "Terms.norm_bound", bound, "positive, or None")
 
     def needed(self, cohort: int) -> int:
-        """How many answers an exchange needs."""
         return max(1, math.ceil(self.quorum * cohort - 1e-9))
 
 
@@ -97,8 +96,6 @@ LARGEST = 2**31 - 1  # that the costs of a round can hold for a round
 
 @dataclass(frozen=True)
 class CheckedReply:
-    """A response that has passed all checks, decoded."""
-
     response: ResponseMessage
     call: CallSignature
     update: PyTree

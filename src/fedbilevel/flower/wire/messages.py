@@ -148,7 +148,6 @@ class ResponseMessage:
     payload: bytes = b""
 
     def numbers(self) -> dict[str, float]:
-        """The metrics."""
         try:
             found = json.loads(self.metrics)
             return {name: float(value) for name, value in found.items()}
