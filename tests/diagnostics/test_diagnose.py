@@ -10,10 +10,9 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.diagnostics.acceleration import best_momentum, cycle, heavy_ball
 from fedbilevel.diagnostics.diagnose import diagnose
 from fedbilevel.diagnostics.measure import Affine, affine
-from fedbilevel.diagnostics.suggest import SUGGESTED
+from fedbilevel.diagnostics.suggest import SUGGESTED, best_momentum, cycle, heavy_ball
 from fedbilevel.oracles.population import Population
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution

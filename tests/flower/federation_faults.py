@@ -10,7 +10,7 @@ from functools import partial
 
 from federation_app import EXCHANGES, FORGETFUL, ROUNDS, SAME, rest_of
 
-from fedbilevel.flower.launch.children import signal_group
+from fedbilevel.flower.launch.children import signal_group, stop
 
 PLACE = (2, 0, 0)  # client 2, round 0, the first of its two exchanges
 ABSENT = rest_of(*PLACE)
@@ -50,7 +50,7 @@ def client_killed(trial, algorithm="lfednest", client=PLACE[0], forgets=False):
     run.until(*place, "kill all")
     trial.federation.nodes.pop(client).wait(30)
     run.until("server", 1, 0, "wait")
-    trial.federation.restart(client)
+    restart_node(trial, client)
     trial.go()
     run.finish()
     assert run.absent() == rest_of(*place)
@@ -64,7 +64,7 @@ def node_restarted(trial, algorithm="two-phase", client=PLACE[0], forgets=False)
     child = trial.federation.nodes.pop(client)
     signal_group(child, signal.SIGTERM)
     child.wait(60)
-    trial.federation.restart(client)
+    restart_node(trial, client)
     trial.go()
     run.finish()
     assert run.absent() <= rest_of(client, 1)
@@ -88,8 +88,15 @@ def superlink_killed(trial, algorithm="two-phase"):
 
 
 def restart_superlink(trial):
-    trial.federation.kill_superlink()
+    stop([trial.federation.superlink], grace=0)
     trial.federation.restart_superlink()
+
+
+def restart_node(trial, client):
+    """Start a client's processes again. A SuperLink that knows its nodes by keys refuses one while it believes that it
+    never left: for up to a minute."""
+    trial.federation.start_node(client)
+    trial.federation.wait_online(1, 150, within=0.0)
 
 
 def resubmitted(trial, algorithm, do, then):

@@ -14,7 +14,7 @@ from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.privacy import Privacy
-from fedbilevel.flower.server.client_metrics import ClientMetrics
+from fedbilevel.flower.server.engine import ClientMetrics
 from fedbilevel.flower.wire.messages import METRICS as METRICS_ASKED
 from fedbilevel.flower.wire.messages import RequestMessage, to_bytes
 

@@ -155,9 +155,10 @@ def test_sigterm_ends_the_block_too(tmp_path: Path) -> None:
 def test_a_node_is_killed_and_started_again(tmp_path: Path) -> None:
     with Trivial(tmp_path, 2, tls=False) as federation:
         first = federation.nodes[1].pid
-        federation.kill(node=1)
+        children.stop([federation.nodes.pop(1)], grace=0)
         assert gone(first)
-        federation.restart(node=1)
+        federation.start_node(1)
+        federation.wait_online(1, 150, within=0.0)
         assert federation.nodes[1].pid != first
 
 
@@ -296,8 +297,9 @@ def test_a_stranger_is_refused(federation: Federation, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_client_that_is_killed_comes_back_under_its_key_and_answers(federation: Federation, ping: Path) -> None:
-    federation.kill(node=1)
-    federation.restart(node=1)
+    children.stop([federation.nodes.pop(1)], grace=0)
+    federation.start_node(1)
+    federation.wait_online(1, 150, within=0.0)  # keys: refused while it is believed never to have left
     got = answers(federation.run(ping))
     assert sorted(number("partition", response) for response in got) == [0, 0, 1, 1]
 
@@ -323,7 +325,7 @@ def test_the_interval_is_what_the_command_line_says(capsys: pytest.CaptureFixtur
 def test_clients_come_back_to_a_superlink_that_was_killed_and_kept_its_database(tmp_path: Path, ping: Path) -> None:
     with Federation(tmp_path, 1, first_port=22600, database=tmp_path / "state.db") as federation:
         unit = federation.nodes[0]
-        federation.kill_superlink()
+        children.stop([federation.superlink], grace=0)
         federation.restart_superlink()
         assert [number("calls", response) for response in answers(federation.run(ping))] == [1, 2]
         assert unit.poll() is None

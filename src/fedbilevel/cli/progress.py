@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
 from fedbilevel.core.errors import CheckpointError, NumericalError
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.progress import Display, showing
+from fedbilevel.engines.progress import showing
+from fedbilevel.engines.result import Result
 from fedbilevel.experiments import Experiment, Folder, Spec, build, load_run, resume, run, tables
 from fedbilevel.experiments.runner import resumable
 from fedbilevel.experiments.tables import Watch
@@ -22,11 +24,7 @@ Summary = dict[str, Any]
 def start(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, series: Path | None = None) -> Summary:
     """A new run; its summary."""
     experiment = build(spec, task)  # shows downloads by itself
-
-    def play(watch: Watch, display: Display) -> None:
-        run(spec, folder, experiment=experiment, callbacks=[watch], progress=display)
-
-    return _shown(spec, folder, quiet, experiment, play, series)
+    return _shown(spec, folder, quiet, experiment, partial(run, spec, folder), series)
 
 
 def go_on(
@@ -41,18 +39,14 @@ def go_on(
     """The run in a folder, from its checkpoint; its summary."""
     spec = resumable(Folder(folder), rounds)
     tune(spec)
-    experiment = build(spec, task)
-
-    def play(watch: Watch, display: Display) -> None:
-        resume(folder, rounds=rounds, experiment=experiment, callbacks=[watch], force=force, progress=display)
-
-    return _shown(spec, folder, quiet, experiment, play, series)
+    play = partial(resume, folder, rounds=rounds, force=force)
+    return _shown(spec, folder, quiet, build(spec, task), play, series)
 
 
 def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, series: Path) -> Summary:
     """The summary of a run that is read, continued or started; it is one of those that a command makes in `series`."""
     place = Folder(folder)
-    if place.summary.is_file():
+    if place.finished:
         return load_run(folder).summary
     if place.begun:
         return go_on(folder, None, quiet, task, series)
@@ -64,7 +58,7 @@ def _shown(
     folder: Path,
     quiet: bool,
     experiment: Experiment,
-    play: Callable[[Watch, Display], None],
+    play: Callable[..., Result],
     series: Path | None,
 ) -> Summary:
     """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
@@ -78,7 +72,7 @@ def _shown(
     watch = Watch(console(quiet or brief), next(iter(experiment.task.metrics)), spec)
     try:
         with showing(watch) as display:
-            play(watch, display)
+            play(experiment=experiment, callbacks=[watch], progress=display)
     except KeyboardInterrupt:
         raise SystemExit(fail(INTERRUPTED, _how_to_resume(folder, series))) from None
     except NumericalError as error:
@@ -94,7 +88,7 @@ def _shown(
     summary = load_run(folder).summary
     if series is None:
         terminal.print(tables.summary_table(summary))
-        terminal.print(tables.run_paths(folder, "plot"), highlight=False, soft_wrap=True)
+        terminal.print(f"run   {folder}\nplot  {Folder(folder).plot}", highlight=False, soft_wrap=True)
     else:
         terminal.print(tables.summary_line(folder.relative_to(series), summary), highlight=False, soft_wrap=True)
     if quiet:

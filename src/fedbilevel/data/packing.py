@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedbilevel.data.files import read_bytes, temporary
-from fedbilevel.data.reading import DataError, as_data_error, mapped, read_json
+from fedbilevel.data.reading import DataError, as_data_error, mapped
 from fedbilevel.quoting import printable
 
 Arrays = dict[str, NDArray[Any]]
@@ -113,8 +113,8 @@ def open_clients(folder: str | Path) -> Packed:
     """
     root = Path(folder)
     problem = f"is not a manifest of {FORMAT} version {VERSION}"
-    manifest = read_json(read_bytes(root / MANIFEST), root / MANIFEST, problem)
     with as_data_error(root / MANIFEST, problem):
+        manifest = json.loads(read_bytes(root / MANIFEST))
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format is {manifest['format']!r} {manifest['version']!r}")
         arrays = {name: _open(root, name, entry) for name, entry in dict(manifest["arrays"]).items()}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import lzma
 import math
 import struct
@@ -84,12 +83,6 @@ class Expanded:
         if self.left < 0:
             raise DataError(f"{self.where} expands to more than {self.limit:,} bytes: it is not the file it should be.")
         return b"".join(parts)
-
-
-def read_json(content: bytes, where: str | Path, problem: str) -> Any:
-    """A value in JSON."""
-    with as_data_error(where, problem):
-        return json.loads(content)
 
 
 def mapped(path: Path, problem: str) -> NDArray[Any]:

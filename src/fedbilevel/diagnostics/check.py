@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from fedbilevel.core.errors import NonFiniteError, require, require_count, unkno
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import ImplicitTerm
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
-from fedbilevel.diagnostics.point import DifferentiablePoint, point, same_shapes
+from fedbilevel.diagnostics.measure import DifferentiablePoint, point, same_shapes
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.progress import doing
 from fedbilevel.engines.solve import solve
@@ -33,172 +33,6 @@ from fedbilevel.oracles.lanczos import Extremes, extreme_eigenvalues
 from fedbilevel.oracles.population import Population
 from fedbilevel.oracles.unrolled import unrolled_gradient
 
-CG_TOLERANCE = 1e-10
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """The estimates to compute and their numbers of steps; see `check_hypergradient`."""
-
-    solve_inner: bool
-    dense: bool
-    steps: int
-    terms: int
-    step: float | None
-    directions: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """Hypergradients at (x, y), like x, and what their notes need."""
-
-    inner: Inner  # y, and how it was reached
-    spectrum: Extremes  # of ∇²yy G at (x, y)
-    step: float  # of the series and of the unrolled descent
-    yardstick: ExactHypergradient
-    unrolled: PyTree
-    series: PyTree
-    cg: PyTree
-    system: Solution  # of conjugate gradient
-    slopes: Slopes | None
-
-
-def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPlan) -> Estimates:
-    """Everything but the local hypergradient."""
-    doing("solving the inner problem")
-    if plan.solve_inner:
-        inner = solve_inner(population, x, start)
-    else:
-        norm, zero = optax.tree.norm(population.inner.gradients(x, start)[1]), jnp.asarray(0)
-        inner = Inner(start, norm, zero, zero, jnp.asarray(False))
-    y = inner.y
-    doing("comparing hypergradients")
-    spectrum = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, plan.seed, iterations=100)
-    scale = max(abs(spectrum.smallest), abs(spectrum.largest))
-    step = plan.step or (1 / scale if scale else 1.0)
-    by_cg, system = implicit_by_cg(population, x, y, tolerance=CG_TOLERANCE)
-    drawn = None
-    if plan.solve_inner:
-        doing("finite differences")
-        # truncation is of order h⁴, rounding of order ε/h: 1e-10 is enough, and a narrow step meets fewer kinks
-        width = float(np.finfo(np.float64).eps) ** (1 / 3) * max(1.0, float(optax.tree.norm(x)))
-        drawn = slopes(population, x, y, plan.seed, directions=plan.directions, width=width)
-        doing("comparing hypergradients")
-    return Estimates(
-        inner=inner,
-        spectrum=spectrum,
-        step=step,
-        yardstick=dense_implicit(population, x, y) if plan.dense else by_cg,
-        unrolled=unrolled_gradient(population, x, start, steps=plan.steps, lr=step).hypergradient,
-        series=_series(population, x, y, step, terms=plan.terms),
-        cg=by_cg.hypergradient,
-        system=system,
-        slopes=drawn,
-    )
-
-
-@partial(jax.jit, static_argnames="terms")
-def _series(population: Population, x: PyTree, y: PyTree, step: Array, *, terms: int) -> PyTree:
-    b = population.outer.gradients(x, y)[1]
-    v = neumann(lambda v: population.inner.hess_v(x, y, v), b, terms=terms, step=step).v
-    return implicit_with(population, x, y, v).hypergradient
-
-
-@partial(jax.jit, static_argnames="implicit_term")
-def local_hypergradient(
-    each: Population, p: Array, x: PyTree, y: PyTree, *, implicit_term: ImplicitTerm = "inverse"
-) -> tuple[PyTree, Array]:
-    """Σ p_i (∇x f_i − ∇²xy g_i v_i), as LFedNest's clients form it, and the number of clients whose system failed.
-
-    By what the problem says of ∇²yy g, v_i = (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none"). A
-    system fails where the client's Hessian is not positive definite or could not be inverted.
-    """
-
-    def own(one: Population) -> tuple[PyTree, Array]:
-        if implicit_term == "inverse":
-            implicit, system = implicit_by_cg(one, x, y, tolerance=CG_TOLERANCE)
-            failed = (system.negative_curvature >= 0) | (system.residual > 1e3 * CG_TOLERANCE)
-            return implicit.hypergradient, failed
-        f_x, f_y = one.outer.gradients(x, y)
-        h = f_x if implicit_term == "none" else one.hypergradient(x, y, f_y)[0]
-        return h, jnp.asarray(False)
-
-    h, failed = lax.map(own, each)
-    return jax.tree.map(lambda leaf: jnp.tensordot(p, leaf, 1), h), jnp.sum(failed)
-
-
-class ProbeState(NamedTuple):
-    """The point, and the mean and spread of the estimates so far (Welford's recurrence)."""
-
-    x: PyTree
-    y: PyTree
-    mean: PyTree
-    squares: PyTree  # Σ (h − mean)², entry by entry
-    draws: Array
-
-
-class Sample(NamedTuple):
-    """The mean of independent estimates, its standard error, and the exchanges of an estimate."""
-
-    mean: PyTree
-    standard_error: float  # of the mean: √(trace of the covariance / draws)
-    exchanges: float  # per estimate
-
-
-def sample(
-    given: Any,
-    problem: Any,
-    clients: Clients,
-    x: PyTree,
-    y: PyTree,
-    *,
-    draws: int,
-    cohort: int | None,
-    engine: Engine | None,
-    key: int | Array,
-) -> Sample:
-    """Ask `given.hypergradient_at(fed, x, y, key)` for one estimate a round; schedules stay at round 0."""
-    check_algorithm(given)
-    wanted = "an algorithm with a method hypergradient_at(fed, x, y, key)"
-    require(type(given).estimates_hypergradient(), "estimator", given, wanted)
-    given = at(given, 0)
-    cls: Any = type(given)
-    result = solve(
-        _probe(cls)(**field_values(given)), problem, clients, x, y, rounds=draws, cohort=cohort, engine=engine, key=key
-    )
-    spread = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(result.state.squares))
-    error = (spread / (draws - 1) / draws) ** 0.5 if draws > 1 else float("nan")
-    return Sample(result.state.mean, error, result.ledger.exchanges / draws)
-
-
-@functools.cache
-def _probe(cls: Any) -> Any:
-    """The algorithm `cls` with other rounds: each asks for one hypergradient and x and y stay where they are."""
-
-    class Probe(cls):  # type: ignore[misc]
-        def init(self, x: PyTree, y: PyTree) -> ProbeState:
-            zero = jax.tree.map(jnp.zeros_like, x)
-            return ProbeState(x, y, zero, zero, jnp.zeros((), jnp.int32))
-
-        def round(self, fed: Fed, state: ProbeState, key: Array) -> ProbeState:
-            h = self.hypergradient_at(fed, state.x, state.y, key)
-            same_shapes(f"the hypergradient of {cls.__name__}", h, state.x)
-            draws = state.draws + 1
-            mean = jax.tree.map(lambda m, a: m + (a - m) / draws, state.mean, h)
-            squares = jax.tree.map(lambda s, a, old, new: s + (a - old) * (a - new), state.squares, h, state.mean, mean)
-            return ProbeState(state.x, state.y, mean, squares, draws)
-
-        def complaint(self, state: ProbeState) -> str:
-            return ""
-
-        def warning(self, state: ProbeState) -> str:
-            return ""
-
-    Probe.__name__, Probe.__qualname__, Probe.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return Probe
-
-
 DENSE = 500  # dim y up to which the yardstick is dense
 LOCAL = 1000  # clients up to which everyone's own hypergradient is computed
 LOCAL_NOTES = {
@@ -206,9 +40,6 @@ LOCAL_NOTES = {
     "identity": "every client with its own ∇y f_i for v: its error is bias",
     "none": "the mean of ∇x f_i, as ∇y F vanishes at y*(x)",
 }
-
-Estimator = Callable[[PyTree, PyTree], PyTree]
-"""(x, y) -> an estimate of the hypergradient, like x."""
 
 
 @dataclass(frozen=True)
@@ -441,3 +272,169 @@ class ReportRows:
 def _cells(row: ReportRow) -> tuple[str, ...]:
     error = "" if row.standard_error is None else f"± {row.standard_error:.1e}"
     return row.name, f"{row.cosine:+.6f}", f"{row.relative_error:.1e}", error, row.cost, row.note
+
+
+CG_TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """The estimates to compute and their numbers of steps; see `check_hypergradient`."""
+
+    solve_inner: bool
+    dense: bool
+    steps: int
+    terms: int
+    step: float | None
+    directions: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Hypergradients at (x, y), like x, and what their notes need."""
+
+    inner: Inner  # y, and how it was reached
+    spectrum: Extremes  # of ∇²yy G at (x, y)
+    step: float  # of the series and of the unrolled descent
+    yardstick: ExactHypergradient
+    unrolled: PyTree
+    series: PyTree
+    cg: PyTree
+    system: Solution  # of conjugate gradient
+    slopes: Slopes | None
+
+
+def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPlan) -> Estimates:
+    """Everything but the local hypergradient."""
+    doing("solving the inner problem")
+    if plan.solve_inner:
+        inner = solve_inner(population, x, start)
+    else:
+        norm, zero = optax.tree.norm(population.inner.gradients(x, start)[1]), jnp.asarray(0)
+        inner = Inner(start, norm, zero, zero, jnp.asarray(False))
+    y = inner.y
+    doing("comparing hypergradients")
+    spectrum = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, plan.seed, iterations=100)
+    scale = max(abs(spectrum.smallest), abs(spectrum.largest))
+    step = plan.step or (1 / scale if scale else 1.0)
+    by_cg, system = implicit_by_cg(population, x, y, tolerance=CG_TOLERANCE)
+    drawn = None
+    if plan.solve_inner:
+        doing("finite differences")
+        # truncation is of order h⁴, rounding of order ε/h: 1e-10 is enough, and a narrow step meets fewer kinks
+        width = float(np.finfo(np.float64).eps) ** (1 / 3) * max(1.0, float(optax.tree.norm(x)))
+        drawn = slopes(population, x, y, plan.seed, directions=plan.directions, width=width)
+        doing("comparing hypergradients")
+    return Estimates(
+        inner=inner,
+        spectrum=spectrum,
+        step=step,
+        yardstick=dense_implicit(population, x, y) if plan.dense else by_cg,
+        unrolled=unrolled_gradient(population, x, start, steps=plan.steps, lr=step).hypergradient,
+        series=_series(population, x, y, step, terms=plan.terms),
+        cg=by_cg.hypergradient,
+        system=system,
+        slopes=drawn,
+    )
+
+
+@partial(jax.jit, static_argnames="terms")
+def _series(population: Population, x: PyTree, y: PyTree, step: Array, *, terms: int) -> PyTree:
+    b = population.outer.gradients(x, y)[1]
+    v = neumann(lambda v: population.inner.hess_v(x, y, v), b, terms=terms, step=step).v
+    return implicit_with(population, x, y, v).hypergradient
+
+
+@partial(jax.jit, static_argnames="implicit_term")
+def local_hypergradient(
+    each: Population, p: Array, x: PyTree, y: PyTree, *, implicit_term: ImplicitTerm = "inverse"
+) -> tuple[PyTree, Array]:
+    """Σ p_i (∇x f_i − ∇²xy g_i v_i), as LFedNest's clients form it, and the number of clients whose system failed.
+
+    By what the problem says of ∇²yy g, v_i = (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none"). A
+    system fails where the client's Hessian is not positive definite or could not be inverted.
+    """
+
+    def own(one: Population) -> tuple[PyTree, Array]:
+        if implicit_term == "inverse":
+            implicit, system = implicit_by_cg(one, x, y, tolerance=CG_TOLERANCE)
+            failed = (system.negative_curvature >= 0) | (system.residual > 1e3 * CG_TOLERANCE)
+            return implicit.hypergradient, failed
+        f_x, f_y = one.outer.gradients(x, y)
+        h = f_x if implicit_term == "none" else one.hypergradient(x, y, f_y)[0]
+        return h, jnp.asarray(False)
+
+    h, failed = lax.map(own, each)
+    return jax.tree.map(lambda leaf: jnp.tensordot(p, leaf, 1), h), jnp.sum(failed)
+
+
+class ProbeState(NamedTuple):
+    """The point, and the mean and spread of the estimates so far (Welford's recurrence)."""
+
+    x: PyTree
+    y: PyTree
+    mean: PyTree
+    squares: PyTree  # Σ (h − mean)², entry by entry
+    draws: Array
+
+
+class Sample(NamedTuple):
+    """The mean of independent estimates, its standard error, and the exchanges of an estimate."""
+
+    mean: PyTree
+    standard_error: float  # of the mean: √(trace of the covariance / draws)
+    exchanges: float  # per estimate
+
+
+def sample(
+    given: Any,
+    problem: Any,
+    clients: Clients,
+    x: PyTree,
+    y: PyTree,
+    *,
+    draws: int,
+    cohort: int | None,
+    engine: Engine | None,
+    key: int | Array,
+) -> Sample:
+    """Ask `given.hypergradient_at(fed, x, y, key)` for one estimate a round; schedules stay at round 0."""
+    check_algorithm(given)
+    wanted = "an algorithm with a method hypergradient_at(fed, x, y, key)"
+    require(type(given).estimates_hypergradient(), "estimator", given, wanted)
+    given = at(given, 0)
+    cls: Any = type(given)
+    result = solve(
+        _probe(cls)(**field_values(given)), problem, clients, x, y, rounds=draws, cohort=cohort, engine=engine, key=key
+    )
+    spread = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(result.state.squares))
+    error = (spread / (draws - 1) / draws) ** 0.5 if draws > 1 else float("nan")
+    return Sample(result.state.mean, error, result.ledger.exchanges / draws)
+
+
+@functools.cache
+def _probe(cls: Any) -> Any:
+    """The algorithm `cls` with other rounds: each asks for one hypergradient and x and y stay where they are."""
+
+    class Probe(cls):  # type: ignore[misc]
+        def init(self, x: PyTree, y: PyTree) -> ProbeState:
+            zero = jax.tree.map(jnp.zeros_like, x)
+            return ProbeState(x, y, zero, zero, jnp.zeros((), jnp.int32))
+
+        def round(self, fed: Fed, state: ProbeState, key: Array) -> ProbeState:
+            h = self.hypergradient_at(fed, state.x, state.y, key)
+            same_shapes(f"the hypergradient of {cls.__name__}", h, state.x)
+            draws = state.draws + 1
+            mean = jax.tree.map(lambda m, a: m + (a - m) / draws, state.mean, h)
+            squares = jax.tree.map(lambda s, a, old, new: s + (a - old) * (a - new), state.squares, h, state.mean, mean)
+            return ProbeState(state.x, state.y, mean, squares, draws)
+
+        def complaint(self, state: ProbeState) -> str:
+            return ""
+
+        def warning(self, state: ProbeState) -> str:
+            return ""
+
+    Probe.__name__, Probe.__qualname__, Probe.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Probe

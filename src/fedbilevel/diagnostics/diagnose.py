@@ -15,12 +15,11 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.config import own_values
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.tree import XYV, PyTree
-from fedbilevel.diagnostics.acceleration import Cycle
-from fedbilevel.diagnostics.measure import Measurements, measure
-from fedbilevel.diagnostics.point import point
+from fedbilevel.diagnostics.measure import Measurements, measure, point
 from fedbilevel.diagnostics.suggest import (
     DIGITS,
     SUGGESTED,
+    Cycle,
     Scales,
     momentum,
     not_suggested,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +15,6 @@ from fedbilevel.core.tree import PyTree, epsilon, split
 MOVE = 0.1  # of an array's root mean square: how far its entries are moved at random, so that no two are equal
 # A sum of n terms in another order differs by about √n ε of what its terms are: n = 10⁴ a layer, ten layers deep.
 ROUNDING = 1000
-
-
-class Changed(NamedTuple):
-    """A loss at the moved point, and there after a permutation."""
-
-    group: str
-    loss: str
-    before: float
-    after: float
 
 
 def check_structure(
@@ -68,12 +57,11 @@ def check_structure(
         for name, (loss, batch) in losses.items():
             after = float(loss(*permuted, batch))
             if not abs(after - float(before[name])) <= ROUNDING * epsilon(x, y, before[name]) * size[name]:
-                found.append(Changed(group, name, float(before[name]), after))
+                found.append(f"{group!r} ({name} loss {float(before[name]):.9g} became {after:.9g})")
     if found:
-        lines = [f"{c.group!r} ({c.loss} loss {c.before:.9g} became {c.after:.9g})" for c in found]
         raise ConfigurationError(
             f"permuting units changes a loss, so that the axes of these groups are not said completely, or not "
-            f"rightly: {', '.join(lines)}"
+            f"rightly: {', '.join(found)}"
         )
 
 

@@ -107,7 +107,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
             found[path.resolve()] = path  # load_run says what is wrong with it
             continue
         for one in below:
-            (found if Folder(one).summary.is_file() else unfinished)[one.resolve()] = one
+            (found if Folder(one).finished else unfinished)[one.resolve()] = one
     left_out = [path for place, path in unfinished.items() if place not in found]
     if not found:
         where = ", ".join(map(str, left_out or paths))

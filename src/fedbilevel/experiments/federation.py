@@ -201,11 +201,11 @@ def seen_by(spec: Spec, party: str | int) -> Task:
 
 def require_same(spec: Spec, place: Folder) -> None:
     """Refuse to go on in a folder with a run of another spec."""
-    if not place.begun and not place.summary.is_file():
+    if not place.begun and not place.finished:
         return
     if changed := difference(read_like(place.spec, spec), spec):
         raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this one another folder as out")
-    if place.summary.is_file():
+    if place.finished:
         print(f"the run in {place.path} is finished already", flush=True)
 
 

@@ -21,9 +21,9 @@ from fedbilevel.experiments.spec import Spec, read_spec
 from fedbilevel.quoting import in_a_line, require_object
 
 
-def default_path(*names: str | None, root: str | Path = "runs") -> Path:
+def default_path(*names: str | None) -> Path:
     """runs/<names>-<time>, with a counter if that one exists."""
-    base = Path(root) / "-".join([*map(path_word, filter(None, names)), time.strftime("%Y%m%d-%H%M%S")])
+    base = Path("runs") / "-".join([*map(path_word, filter(None, names)), time.strftime("%Y%m%d-%H%M%S")])
     path, count = base, 1
     while path.exists():
         count += 1
@@ -105,6 +105,11 @@ class Folder:
         """Whether there is a checkpoint."""
         return checkpoint.exist(self.checkpoint)
 
+    @property
+    def finished(self) -> bool:
+        """Whether there is its outcome, which is written last."""
+        return self.summary.is_file()
+
     def sweep(self) -> None:
         """Remove the temporary files of a process that was killed while it wrote."""
         for file in self.path.glob(".*.tmp"):
@@ -178,7 +183,7 @@ def load_run(path: str | Path) -> LoadedRun:
     folder = Folder(Path(path))
     require(folder.path.is_dir(), "run folder", str(folder.path), "an existing folder")
     require(folder.spec.is_file(), "run folder", str(folder.path), "the folder of a run (it has no spec.toml)")
-    if not folder.summary.is_file():
+    if not folder.finished:
         raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
     spec = read_spec(folder.spec, run_code=False)
     with as_damage(folder.history):

@@ -168,15 +168,11 @@ def _is_algorithm(value: Any, module: ModuleType) -> bool:
 
 
 def _may_be_task(value: Any, module: ModuleType) -> bool:
-    """Whether this is a Task, or a function of the module that may make one."""
-    return isinstance(value, Task) or _may_make_one(value, module)
-
-
-def _may_make_one(thing: Any, module: ModuleType) -> bool:
-    """Whether this is a function of the module that says it returns a Task or, saying nothing, needs no arguments."""
-    if not inspect.isfunction(thing) or thing.__module__ != module.__name__:
-        return False
-    signature = inspect.signature(thing)
+    """Whether this is a Task, or a function of the module that says it returns one or, saying nothing, needs no
+    arguments."""
+    if not inspect.isfunction(value) or value.__module__ != module.__name__:
+        return isinstance(value, Task)
+    signature = inspect.signature(value)
     if signature.return_annotation is not inspect.Signature.empty:
         return signature.return_annotation in (Task, "Task")
     return all(

@@ -197,7 +197,7 @@ def complete(
 ) -> None:
     """Bring a run to its end: nothing where it is finished, else go on from its checkpoint, else start it."""
     place = Folder(Path(folder))
-    if place.summary.is_file():
+    if place.finished:
         return
     if place.begun:
         resume(folder, callbacks=callbacks, plot=plot, experiment=experiment, progress=progress)

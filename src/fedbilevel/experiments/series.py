@@ -44,10 +44,6 @@ def seeded(spec: Spec, seed: int) -> Spec:
     return spec.replace(run={"seed": seed}, task=task, clock={"seed": seed})
 
 
-def finished(place: Path) -> bool:
-    return Folder(place).summary.is_file()
-
-
 def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ()) -> None:
     """Refuse a folder with anything but some of these runs (and files of the names in `besides`)."""
     if folder.exists() and not folder.is_dir():
@@ -63,7 +59,7 @@ def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ())
 
 def _require_run(folder: Path, place: Path, spec: Spec) -> None:
     found = Folder(place)
-    if not found.begun and not finished(place):
+    if not found.begun and not found.finished:
         found.require_free()
         return
     if changed := difference(read_like(found.spec, spec), spec):
@@ -153,12 +149,12 @@ def play_all(
     series = _series(folder, specs, seeds)
     require_series(folder, series, besides=WRITTEN_BESIDE)
     tasks = TaskCache()
-    missing = [place for place in series if not finished(place)]
+    missing = [place for place in series if not Folder(place).finished]
     for place in missing[: len(specs)]:
         build(series[place], tasks(series[place]))  # all fit the task, or nothing begins
     for place in missing:
         (play or _silently)(series[place], place, tasks(series[place]))
-    done = [place for place in series if finished(place)]
+    done = [place for place in series if Folder(place).finished]
     if not done:
         raise ConfigurationError(f"none of the runs in {folder} reached its end: there is nothing to compare")
     order = list(dict.fromkeys([*recorded_order(folder), *specs]))

@@ -272,7 +272,7 @@ class Swept:
         name, whole = budget_of(spec)
         rung = name, share * whole
         reached = place.begun and rounds_done(place.checkpoint, rung) is not None
-        if reached and (not last or place.summary.is_file()):
+        if reached and (not last or place.finished):
             return History([last_row(place.checkpoint)], _directions(task))
         experiment = build(spec, task)
         with self.show(spec, place.path, task) as (callbacks, progress):

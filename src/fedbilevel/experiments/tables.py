@@ -150,11 +150,6 @@ def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -
     return fitted(title, columns, width, droppable=("seconds", f"best\n{metric}"), last_apart=True)
 
 
-def run_paths(folder: Path, *names: str) -> str:
-    lines = [f"run   {folder}", *(f"{name:<5} {folder / f'{name}.png'}" for name in names)]
-    return "\n".join(lines)
-
-
 def _title(summary: dict[str, Any]) -> str:
     return " · ".join(part for part in (summary["task"], summary["algorithm"], summary["data"]) if part)
 

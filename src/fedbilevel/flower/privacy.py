@@ -55,8 +55,8 @@ class PrivacyAccount:
     def __post_init__(self) -> None:
         for noise_multiplier, count in self.releases.items():
             fits = isinstance(noise_multiplier, float) and 0 < noise_multiplier < math.inf
-            require(fits, "Spent.releases: a noise multiplier", noise_multiplier, "a positive float")
-            require_count(f"Spent.releases[{noise_multiplier}]", count)
+            require(fits, "PrivacyAccount.releases: a noise multiplier", noise_multiplier, "a positive float")
+            require_count(f"PrivacyAccount.releases[{noise_multiplier}]", count)
 
     @property
     def total(self) -> int:

@@ -112,10 +112,9 @@ def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
     return np.asarray(np.linalg.solve(b.T * d @ b, b.T @ (dt - d * c)))
 
 
-def local_point(clients: Clients, weights: np.ndarray | None = None) -> Floats:
+def local_point(clients: Clients) -> Floats:
     """The limit of x if clients average their own B_iᵀ∇f_i(y) at the common y = R(x) (LFedNest), not the solution."""
-    p = clients.weights if weights is None else weights
-    each = coefficients(clients)
+    p, each = clients.weights, coefficients(clients)
     b, c = np.tensordot(p, each.B, 1), np.tensordot(p, each.c, 1)
     pull = np.einsum("n,nij,ni->ji", p, each.B, each.D)  # mean of B_iᵀD_i
     known = np.einsum("n,nij,ni->j", p, each.B, each.D * each.t)

@@ -190,10 +190,7 @@ class ClientRuntime:
         if self.measured is None:
             raise Refusal("this client does not tell its own metrics")
         self.check_contract(request)
-        self.site.limits.check_message(0, len(request.payload))
-        x, y = from_bytes(request.payload, shapes(self.at))
-        if bad := nonfinite_leaves((x, y)):
-            raise Refusal(f"the message is not finite in {', '.join(bad)}")
+        x, y = self.arrays(request, 0, shapes(self.at))
         self.count(request, store)
         measured = self.measured
         numbers = self.within_limit(lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()})
@@ -303,15 +300,20 @@ class ClientRuntime:
 
     def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
         """The arrays of the request, with Python numbers where the server's algorithm sends Python numbers."""
-        self.site.limits.check_message(request.work, len(request.payload))
-        message = from_bytes(request.payload, call.message)
-        if bad := nonfinite_leaves(message):
-            raise Refusal(f"the message is {NOT_FINITE} {', '.join(bad)}")
+        message = self.arrays(request, request.work, call.message)
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
             raise Refusal(f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense")
         return jax.tree.map(
             lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf, message, call.message
         )
+
+    def arrays(self, request: RequestMessage, work: int, like: PyTree) -> PyTree:
+        """The arrays of a request of so many local steps, within this client's limits and finite."""
+        self.site.limits.check_message(work, len(request.payload))
+        found = from_bytes(request.payload, like)
+        if bad := nonfinite_leaves(found):
+            raise Refusal(f"the message is {NOT_FINITE} {', '.join(bad)}")
+        return found
 
     @cached_property
     def first(self) -> PyTree:

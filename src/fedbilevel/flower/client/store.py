@@ -7,7 +7,7 @@ import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
@@ -60,42 +60,10 @@ TREES = ("at_start", "before", "now")
 RUNS = 20  # of which a client keeps its state in a folder: whoever serves may name as many as it likes
 
 
-class Store(Protocol):
-    """Keeps one `SavedState` for each run."""
-
-    def load(self, run: str, like: SavedState) -> SavedState | None:
-        """The state saved last for the run, None where there is none; `like` has its shapes.
-
-        Raises:
-            Refusal, CheckpointError: it is of another model, or damaged.
-        """
-        ...
-
-    def save(self, run: str, kept: SavedState) -> None: ...
-
-    def counting(self) -> AbstractContextManager[None]:
-        """To hold from reading the count of questions until it is written: nobody else can do either meanwhile.
-
-        Raises:
-            CheckpointError: that cannot be.
-        """
-        ...
-
-    def request_counts(self) -> RequestCounts:
-        """The count of questions so far.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        ...
-
-    def save_request_counts(self, request_counts: RequestCounts) -> None: ...
-
-
 class FolderStore:
     """One file for each of a client's latest RUNS runs; it outlives the client's process, and its node.
 
-    Clients may share the folder. A run's name is part of a file's: it must be checked before (`wire.is_run`).
+    Clients may share the folder. A run's name is part of a file's: it must be checked before (`is_run`).
     """
 
     def __init__(self, folder: Path, client: int) -> None:
@@ -107,6 +75,11 @@ class FolderStore:
         return self.folder / f"client-{self.client}-run-{run}.npz"
 
     def load(self, run: str, like: SavedState) -> SavedState | None:
+        """The state saved last for the run, None where there is none; `like` has its shapes.
+
+        Raises:
+            CheckpointError: it is of another model, or damaged.
+        """
         path = self.path(run)
         if not path.exists():
             return None
@@ -125,9 +98,11 @@ class FolderStore:
             old.unlink(missing_ok=True)
 
     def counting(self) -> AbstractContextManager[None]:
+        """To hold from reading the count of questions until it is written: nobody else can do either meanwhile."""
         return lock.turn(self.turns)
 
     def request_counts(self) -> RequestCounts:
+        """The count of questions so far; a CheckpointError where it is damaged."""
         if not self.count.exists():
             return RequestCounts()
         try:
@@ -183,3 +158,7 @@ class ContextStore:
 
     def save_request_counts(self, request_counts: RequestCounts) -> None:
         self.records[self.COUNT] = ConfigRecord(asdict(request_counts))
+
+
+Store = FolderStore | ContextStore
+"""Keeps one `SavedState` for each run, and the count of questions."""

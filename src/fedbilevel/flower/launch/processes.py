@@ -213,6 +213,14 @@ class Federation:
         name = f"client-{client}"
         self.nodes[client] = children.spawn(self.node_command(client), self.log(name), self.environment(name))
 
+    def restart_superlink(self, seconds: float = 60.0) -> None:
+        """Start the SuperLink, again where it was killed, and wait until it listens."""
+        until = time.monotonic() + seconds
+        self.superlink = children.spawn(self.superlink_command(), self.log("superlink"), self.environment("superlink"))
+        while not listens(self.port):
+            self.check_alive(until, "the SuperLink did not start")
+            time.sleep(0.1)
+
     # Waiting
 
     def wait_online(self, count: int, seconds: float, within: float | None = None) -> None:
@@ -274,31 +282,3 @@ class Federation:
             if status.startswith("finished") or time.monotonic() > until:
                 return status
             time.sleep(0.5)
-
-    # Faults, for tests
-
-    def kill(self, node: int) -> None:
-        """kill -9 for all processes of a client."""
-        children.stop([self.nodes.pop(node)], grace=0)
-
-    def restart(self, node: int, seconds: float = 150.0) -> None:
-        """Start a client's processes again, after `kill`, and wait until it is online.
-
-        A SuperLink that knows its nodes by keys refuses one while it believes that it never left: for up to a minute.
-        """
-        self.start_node(node)
-        self.wait_online(1, seconds, within=0.0)
-
-    def kill_superlink(self) -> None:
-        """kill -9 for the SuperLink and what it started."""
-        if self.superlink:
-            children.stop([self.superlink], grace=0)
-            self.superlink = None
-
-    def restart_superlink(self, seconds: float = 60.0) -> None:
-        """Start the SuperLink, again after `kill_superlink`, and wait until it listens."""
-        until = time.monotonic() + seconds
-        self.superlink = children.spawn(self.superlink_command(), self.log("superlink"), self.environment("superlink"))
-        while not listens(self.port):
-            self.check_alive(until, "the SuperLink did not start")
-            time.sleep(0.1)

@@ -142,7 +142,7 @@ def one_form(key: bytes) -> bytes | None:
 class ClientRegistry:
     """Greets nodes. A node counts if it agrees to the contract and names a client of the population that is free.
 
-    Where `keys` are given (client -> public key, as `credentials.one_form` writes it), it must have registered with
+    Where `keys` are given (client -> public key, as `one_form` writes it), it must have registered with
     that client's key. One that does not count is greeted again after `terms.deadline` seconds, and when a client has
     gone whom it may be now.
     """
@@ -254,11 +254,11 @@ class ClientReply(NamedTuple):
 class Dispatcher:
     """Sends requests to clients and collects their responses."""
 
-    def __init__(self, transport: Transport, registry: ClientRegistry, terms: Terms, clock: ServerClock) -> None:
-        self.transport, self.registry, self.terms, self.clock = transport, registry, terms, clock
-        self.under_way: dict[
-            int, tuple[str, RequestMessage, float]
-        ] = {}  # client -> (message, question, when it is worthless)
+    def __init__(self, registry: ClientRegistry) -> None:
+        self.registry, self.transport = registry, registry.transport
+        self.terms, self.clock = registry.terms, registry.clock
+        # client -> (message, question, when it is worthless)
+        self.under_way: dict[int, tuple[str, RequestMessage, float]] = {}
         self.ready: list[ClientReply] = []  # arrived, and not taken yet
 
     def send(self, requests: dict[int, RequestMessage]) -> dict[int, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,33 +20,24 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import next_state
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import ExchangeError, NonFiniteError, diverged, require
+from fedbilevel.core.errors import AbsenceWarning, ExchangeError, NonFiniteError, diverged, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
-from fedbilevel.core.tree import nonfinite_leaves
+from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.cohort import RoundKeys, round_keys
 from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_costs
 from fedbilevel.engines.engine import Carry, Stretch
-from fedbilevel.engines.evaluation import PerClient
+from fedbilevel.engines.evaluation import PerClient, spread
+from fedbilevel.engines.history import Row
 from fedbilevel.engines.progress import AWAITING, doing
-from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
+from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time.clock import TICK
 from fedbilevel.engines.virtual_time.in_flight import InFlight, PhaseQueue
-from fedbilevel.flower.server.client_metrics import ClientMetrics
-from fedbilevel.flower.server.connections import (
-    ClientRegistry,
-    Dispatcher,
-    ServerClock,
-    Transport,
-    WallClock,
-    public_keys,
-)
-from fedbilevel.flower.server.fed import FlowerFed, contracts
-from fedbilevel.flower.server.session import CorruptedStateError, ExchangeLog, PhaseQueues, Rollback, Session
-from fedbilevel.flower.server.terms import Backoff, NormBounds, Terms
-from fedbilevel.flower.versions import quick_pulls, require_flower, tested
-from fedbilevel.flower.wire.contract import draw_up
-from fedbilevel.flower.wire.messages import is_run
+from fedbilevel.flower.server.connections import ClientReply
+from fedbilevel.flower.server.fed import FlowerFed
+from fedbilevel.flower.server.session import CorruptedStateError, Session
+from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire.messages import METRICS, Refusal, RequestMessage, is_run, reading, to_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +72,8 @@ class Flower:
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
         whole = not algorithm.needs_everyone or cohort == len(clients)
         require(whole, "cohort", cohort, f"None: {algorithm.label} needs all clients in every round")
-        return FlowerRun(open_session(self, algorithm, problem, clients, cohort, carry), key)
+        own = self.grid, self.terms, self.name, self.log, self.keys
+        return FlowerRun(Session(*own, algorithm, problem, clients, cohort, carry), key)
 
 
 class FlowerRun:
@@ -159,44 +153,6 @@ class FlowerRun:
         pass
 
 
-def open_session(
-    engine: Flower, algorithm: Algorithm, problem: Problem, clients: RemoteClients, cohort: int, carry: Carry
-) -> Session:
-    """The session of a run that begins, or is resumed, with this carry."""
-    terms, start = engine.terms, (carry.state.x if carry.own_x is None else carry.own_x, carry.state.y)
-    contract = draw_up(algorithm, problem, *start, clients.examples(), clients.local_steps is not None)
-    plan = SubmodelPlan.of(algorithm, problem, clients, *start)
-    clock: ServerClock = getattr(engine.grid, "clock", None) or WallClock()
-    if isinstance(clock, WallClock) and tested(require_flower()):
-        quick_pulls(terms.deadline)
-    transport = Transport(engine.grid)
-    own = {} if plan is None else contracts(contract, plan)
-    keys = {} if engine.keys is None else public_keys(Path(engine.keys), len(clients))
-    registry = ClientRegistry(transport, contract, engine.name, len(clients), terms, clock, own, keys)
-    backoff, log = Backoff(), ExchangeLog(None if engine.log is None else Path(engine.log))
-    stateful = contract.state is not None
-    return Session(
-        name=engine.name,
-        algorithm=algorithm,
-        problem=problem,
-        clients=clients,
-        cohort=cohort,
-        terms=terms,
-        clock=clock,
-        contract=contract,
-        submodel_plan=plan,
-        registry=registry,
-        dispatcher=Dispatcher(transport, registry, terms, clock),
-        backoff=backoff,
-        norms=NormBounds(terms),
-        rollback=Rollback(terms, backoff, log, stateful=stateful, asynchronous=algorithm.asynchronous),
-        exchange_log=log,
-        phase_queues=PhaseQueues.of(carry.queues),
-        counted=np.array(carry.clients),
-        settled=np.array(carry.clients),
-    )
-
-
 def await_clients(session: Session) -> None:
     """Wait until the population is online; go on with a quorum of it after `Terms.join` seconds.
 
@@ -225,3 +181,83 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
         main(grid, context.run_config)
 
     return app
+
+
+class ClientMetrics:
+    """The columns of per-client metrics, over the clients that are online and share them; NAME.clients is their number.
+
+    The questions are no exchange of the algorithm's: nothing of them is in the ledger, and no answer reaches a round.
+    """
+
+    def __init__(self, session: Session, metrics: Mapping[str, PerClient]) -> None:
+        whole = session.submodel_plan is None
+        require(whole, "metrics_per_client", list(metrics), "left out over Flower where clients hold submodels")
+        waits = not session.algorithm.asynchronous
+        name = session.algorithm.label
+        require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
+        alike = session.problem.local is None
+        require(alike, "metrics_per_client", list(metrics), "left out over Flower where clients keep their own x")
+        self.session, self.metrics, self.names, self.warned = session, metrics, sorted(metrics), False
+
+    def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
+        """Ask all clients that are online, wait for responses until the deadline, and summarise them in a row."""
+        shared, silent = self.collect(round, to_bytes(jax.tree.map(np.asarray, (x, y))))
+        population = len(self.session.clients)
+        if len(shared) < population and not self.warned:
+            reasons = "; ".join(sorted(set(silent.values()))[:3]) or "they are not online"
+            text = f"per-client metrics are those of {len(shared)} of {population} clients ({reasons})"
+            warnings.warn(AbsenceWarning(text), stacklevel=4)
+            self.warned = True
+        row: Row = {}
+        for name in self.names:
+            row[f"{name}.clients"] = len(shared)
+            if shared:
+                values = np.array([numbers[name] for numbers in shared.values()])
+                row |= spread(name, values, self.session.weights[list(shared)], self.metrics[name].larger_is_better)
+        return row
+
+    def collect(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
+        """Client -> its metrics by name; and client -> why it has sent none that can be used."""
+        dispatcher, registry = self.session.dispatcher, self.session.registry
+        registry.refresh()
+        requests = {
+            client: RequestMessage(
+                run=self.session.name,
+                contract=registry.contract_of(client).digest,
+                round=round,
+                phase=METRICS,
+                weight=float(self.session.weights[client]),
+                payload=payload,
+            )
+            for client in sorted(registry.nodes)
+        }
+        began = self.session.clock.time()
+        silent, shared = dispatcher.send(requests), {}
+        while any(request.phase == METRICS for _, request in dispatcher.requests()):
+            dispatcher.look(began)
+        for reply in [reply for reply in dispatcher.ready if reply.request.phase == METRICS]:
+            dispatcher.ready.remove(reply)
+            try:
+                with reading():
+                    shared[reply.client] = self.checked(reply)
+            except Refusal as refusal:
+                silent[reply.client] = str(refusal)
+        return dict(sorted(shared.items())), silent
+
+    def checked(self, reply: ClientReply) -> dict[str, float]:
+        """The metrics in a reply.
+
+        Raises:
+            Refusal: the reply is not valid.
+        """
+        client, request, outcome = reply
+        if isinstance(outcome, Refusal):
+            raise outcome
+        if (outcome.run, outcome.round, outcome.client) != (request.run, request.round, client):
+            raise Refusal("it answers another question")
+        numbers = outcome.numbers()
+        if sorted(numbers) != self.names:
+            raise Refusal(f"it measures {', '.join(sorted(numbers)) or 'nothing'}, not {', '.join(self.names)}")
+        if not all(map(math.isfinite, numbers.values())):
+            raise Refusal("its metrics are not finite")
+        return numbers

@@ -30,7 +30,7 @@ from fedbilevel.engines.costs import (
     weigh,
 )
 from fedbilevel.engines.engine import loop
-from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
+from fedbilevel.engines.submodels import RoundSubmodels, covered, put_back
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
 from fedbilevel.flower.server.session import CountedReply, Session
 from fedbilevel.flower.wire.contract import CallSignature, Contract
@@ -314,9 +314,3 @@ def programs(unit_layout: UnitLayout) -> SubmodelPrograms:
     if unit_layout not in PROGRAMS:
         PROGRAMS[unit_layout] = SubmodelPrograms(jax.jit(cut, static_argnums=0), jax.jit(restore, static_argnums=0))
     return PROGRAMS[unit_layout]
-
-
-def contracts(general: Contract, submodel_plan: SubmodelPlan) -> dict[int, Contract]:
-    """Client -> the contract with it, from `general`, that of the whole model."""
-    by_class = [general.cut(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
-    return {client: by_class[number] for client, number in enumerate(submodel_plan.number.tolist())}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.serverapp import Grid
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import CheckpointError, ExchangeError, NonFiniteError
@@ -20,9 +21,17 @@ from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.engines.virtual_time.in_flight import InFlight
-from fedbilevel.flower.server.connections import ClientRegistry, Dispatcher, ServerClock
+from fedbilevel.flower.server.connections import (
+    ClientRegistry,
+    Dispatcher,
+    ServerClock,
+    Transport,
+    WallClock,
+    public_keys,
+)
 from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms, ratios
-from fedbilevel.flower.wire.contract import Contract
+from fedbilevel.flower.versions import quick_pulls, require_flower, tested
+from fedbilevel.flower.wire.contract import Contract, draw_up
 from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
 
 log = logging.getLogger("fedbilevel.server")
@@ -227,16 +236,17 @@ def named(clients: Sequence[int]) -> str:
     return f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
 
 
-@dataclass
 class Session:
     """One run on the server: its clients, the connections to them, and what their replies have left behind.
 
     Args:
-        name: the run's name in every request, 8 to 64 hexadecimal digits.
+        grid, terms, name, log, keys: see `Flower`.
         algorithm, problem: as given to `solve`; the fields of the algorithm are not those of one round.
         clients: the population, M clients.
         cohort: how many clients a round draws.
-        contract: the contract of clients that hold the whole model.
+        carry: the one with which the run begins, or is resumed.
+
+    Attributes:
         submodel_plan: which clients hold which submodels; None where all hold the whole model.
         backoff: which clients are not asked for some rounds, since they failed.
         norms: which Euclidean norms of updates are usual, by phase.
@@ -244,26 +254,45 @@ class Session:
         settled: (M, 2) `counted` as it was when the current round began.
     """
 
-    name: str
-    algorithm: Algorithm
-    problem: Problem
-    clients: RemoteClients
-    cohort: int
-    terms: Terms
-    clock: ServerClock
-    contract: Contract
-    submodel_plan: SubmodelPlan | None
-    registry: ClientRegistry
-    dispatcher: Dispatcher
-    backoff: Backoff
-    norms: NormBounds
-    rollback: Rollback
-    exchange_log: ExchangeLog
-    phase_queues: PhaseQueues
-    counted: np.ndarray
-    settled: np.ndarray
+    def __init__(
+        self,
+        grid: Grid,
+        terms: Terms,
+        name: str,
+        log: str | Path | None,
+        keys: str | Path | None,
+        algorithm: Algorithm,
+        problem: Problem,
+        clients: RemoteClients,
+        cohort: int,
+        carry: Carry,
+    ) -> None:
+        self.name, self.terms = name, terms
+        self.algorithm, self.problem, self.clients, self.cohort = algorithm, problem, clients, cohort
+        start = carry.state.x if carry.own_x is None else carry.own_x, carry.state.y
+        contract = draw_up(algorithm, problem, *start, clients.examples(), clients.local_steps is not None)
+        self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
+        self.clock: ServerClock = getattr(grid, "clock", None) or WallClock()
+        if isinstance(self.clock, WallClock) and tested(require_flower()):
+            quick_pulls(terms.deadline)
+        own = {} if self.submodel_plan is None else contracts(contract, self.submodel_plan)
+        public = {} if keys is None else public_keys(Path(keys), len(clients))
+        self.registry = ClientRegistry(Transport(grid), contract, name, len(clients), terms, self.clock, own, public)
+        self.dispatcher = Dispatcher(self.registry)
+        self.backoff, self.norms = Backoff(), NormBounds(terms)
+        self.exchange_log = ExchangeLog(None if log is None else Path(log))
+        stateful, asynchronous = contract.state is not None, algorithm.asynchronous
+        self.rollback = Rollback(terms, self.backoff, self.exchange_log, stateful=stateful, asynchronous=asynchronous)
+        self.phase_queues = PhaseQueues.of(carry.queues)
+        self.counted, self.settled = np.array(carry.clients), np.array(carry.clients)
 
     @property
     def weights(self) -> np.ndarray:
         """(M,) the weight p_i of each client; their sum is 1."""
         return self.clients.weights
+
+
+def contracts(general: Contract, submodel_plan: SubmodelPlan) -> dict[int, Contract]:
+    """Client -> the contract with it, from `general`, that of the whole model."""
+    by_class = [general.cut(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
+    return {client: by_class[number] for client, number in enumerate(submodel_plan.number.tolist())}

@@ -156,7 +156,7 @@ class ResponseMessage:
 
 
 def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
-    """An Ask or an Answer from the fields of a record, each of its own type, none missing, none too many."""
+    """A request or a response from the fields of a record, each of its own type, none missing, none too many."""
     wanted = {f.name: f for f in dataclasses.fields(kind) if f.name != "payload"}
     if odd := sorted(set(fields) ^ set(wanted)):
         raise Refusal(f"the fields of the message differ in {', '.join(odd)[:200]}: another version of fedbilevel?")
@@ -210,7 +210,7 @@ def reading() -> Iterator[None]:
 
 
 def decode(kind: type[Any], message: Message) -> Any:
-    """The Ask or Answer in a message.
+    """The request or the response in a message.
 
     Raises:
         Refusal: Flower reports an error, or it is no message of ours.
