@@ -21,7 +21,7 @@ from fedbilevel.core.config import at, field_values
 from fedbilevel.core.errors import NonFiniteError, require, require_count, unknown
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import ImplicitTerm
-from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.diagnostics.measure import DifferentiablePoint, point, same_shapes
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.progress import doing
@@ -157,7 +157,7 @@ def check_hypergradient(
             else:
                 function = callable(given) and not isinstance(given, type)
                 require(function, f"estimators[{name!r}]", given, "a function (x, y) -> tree, or an algorithm")
-                rows.add_given(name, split(given(at.like_given(at.x), rows.full_y(y)))[0])
+                rows.add_given(name, split(given(join(at.x, at.x_fixed), join(found.inner.y, at.y_fixed)))[0])
         return rows.report(population, plan, dim)
 
 
@@ -226,13 +226,6 @@ class ReportRows:
         if failed:
             note = f"{int(failed)} of {len(clients)} clients' own Hessians are not positive definite"
         self.add("local", h, "1 exchange", note)
-
-    def full_y(self, given: PyTree) -> PyTree:
-        """y*(x) with what is no variable in the y that was given."""
-        fixed = split(given)[1]
-        return jax.tree.map(
-            lambda a, b: b if a is None else a, self.found.inner.y, fixed, is_leaf=lambda leaf: leaf is None
-        )
 
     def report(self, population: Population, plan: SamplingPlan, dim: int) -> HypergradientReport:
         found = self.found

@@ -40,7 +40,7 @@ from jax.flatten_util import ravel_pytree
 from fedbilevel.core.client import Clients, require_clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Bilevel, check_losses
-from fedbilevel.core.tree import XYV, PyTree, is_floating, join, nonfinite_leaves, split
+from fedbilevel.core.tree import XYV, PyTree, is_floating, nonfinite_leaves, split
 from fedbilevel.engines.progress import doing
 from fedbilevel.oracles.finite_differences import solve_inner
 from fedbilevel.oracles.inverse import conjugate_gradient
@@ -312,12 +312,9 @@ class DifferentiablePoint:
     problem: Any
     x: PyTree
     y: PyTree
-    x_fixed: PyTree
+    x_fixed: PyTree  # what is no variable in x, and in y
+    y_fixed: PyTree
     single: bool  # whether an array was given in less than float64
-
-    def like_given(self, x: PyTree) -> PyTree:
-        """x with what is no variable in it, as the user knows it."""
-        return join(x, self.x_fixed)
 
 
 def point(problem: object, clients: object, x: PyTree, y: PyTree) -> DifferentiablePoint:
@@ -336,7 +333,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
     x, y = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x, y))
     problem = problem.with_fixed(x_fixed, y_fixed)
     check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
-    return DifferentiablePoint(problem, x, y, x_fixed, single)
+    return DifferentiablePoint(problem, x, y, x_fixed, y_fixed, single)
 
 
 def same_shapes(name: str, got: PyTree, like: PyTree) -> None:

@@ -261,14 +261,7 @@ def _columns(groups: Sequence[RunGroup], metric: str) -> dict[str, list[str]]:
         columns["task"] = [_what(group.runs[0]) for group in groups]
     columns |= {
         "rounds": [f"{statistics.fmean(group.values('rounds')):,.0f}" for group in groups],
-        "exchanges": [f"{group.costs('exchanges'):,.0f}" for group in groups],
-        "MB": [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups],
-        "gradients": [f"{group.costs('gradients'):,.0f}" for group in groups],
-        "hvps": [f"{group.costs('hvps'):,.0f}" for group in groups],
-    }
-    if all(group.counted for group in groups):  # a gap in the column would look like no cost
-        columns["GFLOP"] = [gflop(group.costs("flops")) for group in groups]
-    columns |= {
+        **cost_columns(groups),
         "final": [mean_and_spread(metric, group.values("final")) for group in groups],
         "best": [mean_and_spread(metric, group.values("best")) for group in groups],
         **_over_clients(groups),
@@ -281,6 +274,19 @@ def _columns(groups: Sequence[RunGroup], metric: str) -> dict[str, list[str]]:
         for cost in ("exchanges", "time") if timed else ("exchanges",):
             heading = f"{cost}\nto {text(metric, target)}"
             columns[heading] = [_cost_to(group, metric, target, cost) for group in groups]
+    return columns
+
+
+def cost_columns(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
+    """What the groups cost, as means over their seeds; operations where all runs know them."""
+    columns = {
+        "exchanges": [f"{group.costs('exchanges'):,.0f}" for group in groups],
+        "MB": [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups],
+        "gradients": [f"{group.costs('gradients'):,.0f}" for group in groups],
+        "hvps": [f"{group.costs('hvps'):,.0f}" for group in groups],
+    }
+    if all(group.counted for group in groups):  # a gap in the column would look like no cost
+        columns["GFLOP"] = [gflop(group.costs("flops")) for group in groups]
     return columns
 
 

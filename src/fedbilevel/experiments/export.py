@@ -14,10 +14,18 @@ from typing import Any
 from fedbilevel.core.metrics import in_percent
 from fedbilevel.engines.curves import words
 from fedbilevel.engines.history import Row
-from fedbilevel.experiments.compare import RunGroup, common_seeds, common_targets, cost_to, costs_to, legend, tasks_of
+from fedbilevel.experiments.compare import (
+    RunGroup,
+    common_seeds,
+    common_targets,
+    cost_columns,
+    cost_to,
+    costs_to,
+    legend,
+    tasks_of,
+)
 from fedbilevel.experiments.folder import LoadedRun, write_json, write_text
 from fedbilevel.experiments.names import label
-from fedbilevel.experiments.tables import gflop
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
@@ -176,13 +184,9 @@ def latex_table(groups: Sequence[RunGroup]) -> str:
     metric = groups[0].metric
     name, unit = escape(words(metric)), r" (\%)" if in_percent(metric) else ""
     columns: dict[str, list[str]] = {"method": [escape(one) for one in legend(groups)]}
-    columns["exchanges"] = [f"{group.costs('exchanges'):,.0f}" for group in groups]
-    columns["MB"] = [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups]
-    if all(group.counted for group in groups):
-        columns["GFLOP"] = [gflop(group.costs("flops")) for group in groups]
-    else:
-        columns["gradients"] = [f"{group.costs('gradients'):,.0f}" for group in groups]
-        columns["hvps"] = [f"{group.costs('hvps'):,.0f}" for group in groups]
+    costs = cost_columns(groups)
+    work = ("GFLOP",) if "GFLOP" in costs else ("gradients", "hvps")
+    columns |= {name: costs[name] for name in ("exchanges", "MB", *work)}
     for kind in ("final", "best"):
         columns[f"{kind} {name}{unit}"] = _outcomes(groups, metric, kind)
     for target in common_targets(groups, metric):

@@ -409,8 +409,7 @@ def _accept_steps(place: str, value: Any, *below: Any) -> dict[str, Any]:
 def _accept_step(place: str, value: Any, allowed: str) -> Any:
     if isinstance(value, Mapping):
         return SCHEDULES.complete(place, value)
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-    require(fits, place, value, allowed)
+    require(errors.is_number(value) and value > 0, place, value, allowed)
     return value
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, is_number, require
 from fedbilevel.engines import lock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.spec import Spec
@@ -354,8 +354,8 @@ class Range:
             ends = [toml.parse_value(low.strip()), toml.parse_value(rest[0].strip())] if rest else []
         except ConfigurationError:
             ends = []
-        fits = len(ends) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
-        fits = fits and rest[1:] in ([], ["log"]) and ends[0] < ends[1] and bool(np.all(np.isfinite(ends)))
+        fits = len(ends) == 2 and all(map(is_number, ends))
+        fits = fits and rest[1:] in ([], ["log"]) and ends[0] < ends[1]
         log = rest[1:] == ["log"]
         require(fits and (not log or ends[0] > 0), f"--search {name}", text, form)
         return cls(ends[0], ends[1], log)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbilevel.core.errors import is_number
 from fedbilevel.core.metrics import in_percent, text
 from fedbilevel.engines.curves import COLOURS, axis_label, new_figure, typography
 from fedbilevel.sweeps.plan import Plan, Standing
@@ -123,7 +124,7 @@ def _draw_map(figure: Any, axes: Any, plan: Plan, standings: Sequence[Standing],
 
 def _places(axes: Any, values: Sequence[Any]) -> list[float]:
     """Where the values stand on the horizontal axis, which is prepared for them: numbers on a scale, else in order."""
-    if all(map(_is_number, values)):
+    if all(map(is_number, values)):
         if _apart(values):
             axes.set_xscale("log")
         if len(levels := sorted(set(values))) <= TICKS:
@@ -145,16 +146,12 @@ def _levels(plan: Plan, field: str) -> list[Any]:
     for point in plan.points:
         if field in point and point[field] not in found:
             found.append(point[field])
-    return sorted(found) if all(map(_is_number, found)) else found
+    return sorted(found) if all(map(is_number, found)) else found
 
 
 def _is_grid(plan: Plan) -> bool:
     first, second = (_levels(plan, field) for field in plan.fields)
     return len(first) * len(second) == len(plan.points)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _apart(values: Sequence[float]) -> bool:
@@ -163,4 +160,4 @@ def _apart(values: Sequence[float]) -> bool:
 
 
 def _label(value: Any) -> str:
-    return f"{value:g}" if _is_number(value) else str(value)
+    return f"{value:g}" if is_number(value) else str(value)

@@ -21,7 +21,7 @@ from types import TracebackType
 from fedbilevel.core.errors import ExchangeError, require, require_count
 from fedbilevel.flower.launch import children, credentials
 from fedbilevel.flower.launch.console import CommandError, Console
-from fedbilevel.flower.launch.supernode import environment
+from fedbilevel.flower.launch.supernode import environment, flower_command
 from fedbilevel.flower.versions import require_flower
 
 CONNECTION = "federation"
@@ -30,11 +30,6 @@ TAIL = 20  # lines of a log shown in an error
 
 class StartError(ExchangeError):
     """A process of the federation did not come up; the message has the end of its log."""
-
-
-def flower_command(name: str) -> list[str]:
-    """A command of Flower's, from the environment that this Python runs in."""
-    return [str(Path(sys.executable).parent / name)]
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:

@@ -40,6 +40,11 @@ def interval(quiet: float, fastest: float = FASTEST, slowest: float = SLOWEST) -
     return min(max(quiet / 10, fastest), slowest)
 
 
+def flower_command(name: str) -> list[str]:
+    """A command of Flower's, from the environment that this Python runs in."""
+    return [str(Path(sys.executable).parent / name)]
+
+
 def environment(base: Mapping[str, str]) -> dict[str, str]:
     """`base`, with no news sent to Flower's makers and with JAX keeping compiled programs in the client's directory."""
     home = Path(base.get("FLWR_HOME") or Path.home() / ".flwr")
@@ -130,7 +135,7 @@ def processes(arguments: list[str], version: str) -> dict[str, list[str]]:
             tried = ", ".join(TESTED)
             raise ConfigurationError(f"--app needs a Flower that was tried ({tried}); {version} would run any app")
         logger.warning("Flower %s was not tried (%s were): starting flower-supernode", version, ", ".join(TESTED))
-        return {"supernode": [str(Path(sys.executable).parent / "flower-supernode"), *passed]}
+        return {"supernode": [*flower_command("flower-supernode"), *passed]}
     polling = [str(options.fastest), str(options.slowest)]
     worker = [sys.executable, "-m", "fedbilevel.flower.launch.worker", "--address", f"{options.host}:{options.port}"]
     if options.ssl_ca_certfile:
