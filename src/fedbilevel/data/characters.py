@@ -149,15 +149,12 @@ def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, d
     return np.rint(255 * ink).astype(np.uint8)
 
 
-def _omniglot(progress: files.Progress | None) -> Characters:
-    return Characters("omniglot", *read_omniglot(progress), OMNIGLOT_MEAN, OMNIGLOT_STD)
-
-
-def _strokes(progress: files.Progress | None) -> Characters:
-    return strokes()
-
-
-CHARACTERS: dict[str, Callable[[Any], Characters]] = {"omniglot": _omniglot, "strokes": _strokes}
+CHARACTERS: dict[str, Callable[[Any], Characters]] = {
+    "omniglot": lambda progress: Characters(
+        "omniglot", *read_omniglot(progress), SOURCES["omniglot"].mean[0], SOURCES["omniglot"].std[0]
+    ),
+    "strokes": lambda progress: strokes(),
+}
 
 
 NAME = "omniglot"
@@ -165,7 +162,6 @@ DRAWINGS, EDGE = 20, 105
 LARGEST = 100_000  # bytes of an image file; drawings of the published archives have a few hundred
 ENCRYPTED = 0x1  # of a zip entry's flags
 PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 659)}  # alphabets, characters
-OMNIGLOT_MEAN, OMNIGLOT_STD = SOURCES[NAME].mean[0], SOURCES[NAME].std[0]
 
 
 def read_omniglot(progress: files.Progress | None = None) -> tuple[Drawings, Drawings]:

@@ -221,7 +221,10 @@ class Field:
     def build(self, value: Any) -> Any:
         """The program's form of an accepted value."""
         if self.parts:
-            return None if value is None else _build_part(self.parts[value["name"]], value)
+            if value is None:
+                return None
+            cls = self.parts[value["name"]]
+            return cls(**{name: field.build(value[name]) for name, field in of_class(cls).items()})
         if self.hint is XYV:
             return XYV(*(_number_or_schedule(value[part]) for part in "xyv"))
         if _is_optimizer(self.hint):
@@ -321,7 +324,7 @@ def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> Configu
 def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str, Any] | None:
     """A part as a complete table: its kind under "name", then its fields."""
     options = field.parts
-    if value in (None, "none") and _may_be_none(field.hint):
+    if value in (None, "none") and type(None) in _options(field.hint):
         return None
     table = _described(value)
     if not isinstance(table, Mapping) or not isinstance(table.get("name", ""), str):
@@ -345,10 +348,6 @@ def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str,
     return {"name": kind, **complete(place, fields, fields_given, current)}
 
 
-def _build_part(cls: Any, table: Mapping[str, Any]) -> Any:
-    return cls(**{name: field.build(table[name]) for name, field in of_class(cls).items()})
-
-
 def _parts(hint: Any) -> dict[str, Any]:
     """The classes of a part's annotation by their kinds; empty where anything in it is no such class."""
     if hint is LocalOptimizer:  # a protocol, so that one's own fit; a spec knows those of the library
@@ -366,10 +365,6 @@ def _kind(cls: Any) -> str:
 
 def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _may_be_none(hint: Any) -> bool:
-    return type(None) in _options(hint)
 
 
 def _described(value: Any) -> Any:

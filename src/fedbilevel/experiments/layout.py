@@ -63,7 +63,7 @@ def fitted(
         del shown[hidden[-1]]
     least = READABLE if width is None or _least_width(shown, texts, READABLE) <= width else LEAST
     whole = width is None or _least_width(shown, texts, least) <= width
-    wider = [f"on a wider terminal also: {', '.join(map(_in_one_line, hidden))}"] if hidden else []
+    wider = ["on a wider terminal also: " + ", ".join(hidden).replace("\n", " ")] if hidden else []
     table = titled(title, caption="\n".join([*wider, *notes]))
     _fill(table, shown, texts, least if whole else None)
     rows = list(zip(*shown.values(), strict=True))
@@ -95,7 +95,3 @@ def _least_width(columns: Mapping[str, Sequence[str]], texts: set[str], least: i
     table = titled("")
     _fill(table, columns, texts, least)
     return Console(width=10_000).measure(table).minimum
-
-
-def _in_one_line(heading: str) -> str:
-    return heading.replace("\n", " ")

@@ -78,7 +78,8 @@ def comparison_figure(
     for panel in panels:
         require_panel(panel, curves)
     number = len(panels) + len(each_client)
-    rows, columns = _grid(number)
+    columns = number if number < 4 else 2 if number == 4 else 3
+    rows = -(-number // columns)
     whole = size or (min(5.5 * columns, 13.0), 4.2 * rows)
     with typography(size):
         figure = new_figure(whole)
@@ -122,11 +123,6 @@ def save(figure: Any, path: Path) -> None:
     suffix = path.suffix.lower()
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedbilevel"}):  # type that journals take, ids that stay
         write_atomically(path, lambda file: figure.savefig(file, format=suffix[1:], dpi=130, metadata=_UNDATED[suffix]))
-
-
-def _grid(panels: int) -> tuple[int, int]:
-    columns = panels if panels < 4 else 2 if panels == 4 else 3
-    return -(-panels // columns), columns
 
 
 def _place_legend(figure: Any, cells: Sequence[Any], used: int) -> None:

@@ -128,10 +128,11 @@ def open_study(storage: str, recorded: Mapping[str, Any], swept: Swept) -> optun
 
     file = storage.partition("sqlite:///")[2] if storage.startswith("sqlite:///") else storage
     first = lock.turn(Path(f"{file}.begun")) if "://" not in file else nullcontext()  # who makes the tables
+    waiting = {"connect_args": {"timeout": 60}} if storage.startswith("sqlite") else {}  # while others write
     try:
         with first:
             opened: Any = (
-                optuna.storages.RDBStorage(storage, engine_kwargs=_waits(storage))
+                optuna.storages.RDBStorage(storage, engine_kwargs=waiting)
                 if "://" in storage
                 else optuna.storages.JournalStorage(JournalFileBackend(storage))
             )
@@ -158,11 +159,6 @@ def open_study(storage: str, recorded: Mapping[str, Any], swept: Swept) -> optun
 def without_password(text: str) -> str:
     """A text in which the password of a database's URL does not show."""
     return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
-
-
-def _waits(storage: str) -> dict[str, Any]:
-    """A worker waits while others write to the file of SQLite."""
-    return {"connect_args": {"timeout": 60}} if storage.startswith("sqlite") else {}
 
 
 class Worker:

@@ -58,16 +58,12 @@ Show = Callable[[Spec, Path, Task], AbstractContextManager[Watching]]
 Said = Callable[[str], None]
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str | None)
-
-
 def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 KINDS: dict[str, Callable[[Any], bool]] = {  # of what a definition on disk says
-    **dict.fromkeys(("task", "algorithm", "data", "select"), _is_text),
+    **dict.fromkeys(("task", "algorithm", "data", "select"), lambda value: isinstance(value, str | None)),
     "spec": lambda value: isinstance(value, dict | None),
     "settings": _are_texts,
     "grid": lambda value: isinstance(value, dict) and all(map(_are_texts, value.values())),
@@ -358,7 +354,8 @@ def chosen_metric(definition: Definition, spec: Spec, task: Task) -> str:
     if holdout == 0 and on_holdout:
         advice = f"--set task.holdout={SHARE} holds training data out and measures {on_holdout} in its place"
     else:
-        advice = f"Task {name} holds no data out; it can be chosen by {_listed(known)}"
+        others = " or ".join(one for one in known if not measured_on_test(one))
+        advice = f"Task {name} holds no data out; it can be chosen by {others}"
     if select not in known and "validation" in select and on_holdout:
         raise ConfigurationError(f"task {name} does not measure {select}: {advice}")
     require_known(select, known)
@@ -368,10 +365,6 @@ def chosen_metric(definition: Definition, spec: Spec, task: Task) -> str:
 
 def _directions(task: Task) -> dict[str, bool]:
     return directions({**task.metrics_per_client, **task.metrics})
-
-
-def _listed(metrics: Sequence[str]) -> str:
-    return " or ".join(name for name in metrics if not measured_on_test(name))
 
 
 def silently(spec: Spec, folder: Path, task: Task) -> AbstractContextManager[Watching]:

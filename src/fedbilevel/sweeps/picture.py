@@ -68,7 +68,8 @@ def _draw_field(axes: Any, plan: Plan, standings: Sequence[Standing], field: str
         axes.plot(x, mean, color=COLOURS[0])
         if good and all(one.sd is not None for _, one in good):
             spread = scale * np.array([one.sd for _, one in good])
-            least = scale * np.array([min(_seeds(plan, one)) for _, one in good])
+            each = [[outcome.row[plan.select] for outcome in one.outcomes.values()] for _, one in good]
+            least = scale * np.array(list(map(min, each)))
             low, name = np.maximum(mean - spread, least), f"± sd of {len(plan.seeds)} seeds"
             axes.fill_between(x, low, mean + spread, color=COLOURS[0], alpha=0.18, lw=0, label=name)
     for rung in sorted({one.rung for _, one in good}):
@@ -134,10 +135,6 @@ def _places(axes: Any, values: Sequence[Any]) -> list[float]:
     labels = list(dict.fromkeys(map(_label, values)))
     axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 40 else 0)
     return [float(labels.index(_label(value))) for value in values]
-
-
-def _seeds(plan: Plan, one: Standing) -> list[float]:
-    return [outcome.row[plan.select] for outcome in one.outcomes.values()]
 
 
 def _levels(plan: Plan, field: str) -> list[Any]:
