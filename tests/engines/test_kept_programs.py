@@ -9,7 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import Algorithm, Reply, phase, positive
-from fedbilevel.engines.kept import PROGRAMS, BoundedCache
+from fedbilevel.core.kept import PROGRAMS, BoundedCache
 from fedbilevel.tasks import quadratic
 
 SAMPLES = np.random.default_rng(0).normal(size=(4, 5, 3))

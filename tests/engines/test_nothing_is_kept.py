@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.core.kept import PROGRAMS
 from fedbilevel.engines import freed
-from fedbilevel.engines.kept import PROGRAMS
 
 
 def solved(engine):

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Project, SimpleBilevel
 from fedbilevel.core.tree import PyTree, epsilon
 
@@ -57,8 +58,8 @@ def points_around(x: PyTree, count: int) -> PyTree:
 
 
 def of_each(function: Callable[[PyTree], PyTree], points: PyTree) -> PyTree:
-    """function(point) of each, leaves (count, ...); compiled once."""
-    return jax.jit(partial(lax.map, function))(points)
+    """function(point) of each, leaves (count, ...)."""
+    return compiled(partial(lax.map, function), points)(points)
 
 
 def as_rows(points: PyTree) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from fedbilevel.core.tree import PyTree, join
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
 
+F = TypeVar("F", bound=Callable[..., Any])
 ImplicitTerm = Literal["inverse", "identity", "none"]
 LocalVariable = Literal["x"]
 
@@ -62,6 +63,11 @@ class Problem:
         if not jax.tree.leaves((x_fixed, y_fixed)):
             return self
         return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
+
+    def traced_once(self) -> Self:
+        """A copy of this problem whose losses JAX traces once for arguments of the same shapes, as long as it lives."""
+
+        return self.with_losses(_traced_once)
 
     def over_batches(self) -> Self:
         """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
@@ -216,6 +222,13 @@ class SimpleBilevel(Problem):
 
         self._set(h, lambda x, y, batch: inner(x, batch))
 
+    def traced_once(self) -> Self:
+        changed = super().traced_once()
+        object.__setattr__(changed, "project", _traced_once(self.project))
+        if self.subgradient is not None:
+            object.__setattr__(changed, "subgradient", _traced_once(self.subgradient))
+        return changed
+
     def preference(self, x: PyTree) -> tuple[Array, PyTree]:
         """H(x), and 𝓗 ∈ ∂H(x), like x."""
         if self.subgradient is not None:
@@ -247,6 +260,12 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return jax.tree.map(mean, each)
 
     return mean_function
+
+
+def _traced_once(function: F) -> F:
+    """The function, traced once for arguments of the same shapes. JAX remembers by the function, so this is another."""
+    made: Any = jax.jit(lambda *arguments: function(*arguments), inline=True)
+    return made
 
 
 def check_losses(

@@ -16,12 +16,12 @@ from fedbilevel.core.authored import first_state
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed
+from fedbilevel.core.kept import compiled
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
-from fedbilevel.engines.kept import PROGRAMS, program_key
 from fedbilevel.engines.virtual_time.clock import Clock, ClockState
 from fedbilevel.engines.virtual_time.in_flight import InFlight, early_answers, nothing_in_flight
 
@@ -77,11 +77,7 @@ def first_carry(
     and exchange of each one's last answer that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
     given = algorithm, server_x(problem, x), y
-    leaves, tree = jax.tree.flatten(given)
-    like = jax.eval_shape(lambda *given: first_state(*given), *given)
-    traced = jax.jit(lambda leaves: jax.tree.leaves(first_state(*jax.tree.unflatten(tree, leaves)))).trace(leaves)
-    made = PROGRAMS.get(program_key(traced.jaxpr, leaves), lambda: traced.lower().compile())(leaves)
-    state = jax.tree.unflatten(jax.tree.structure(like), made)
+    state = compiled(first_state, *given)(*given)
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
     else:

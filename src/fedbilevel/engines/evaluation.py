@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -16,10 +17,10 @@ import numpy as np
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.functions import explained, require_function
+from fedbilevel.core.kept import compiled
 from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.tree import PyTree, all_finite, join
 from fedbilevel.engines.history import Row
-from fedbilevel.engines.kept import PROGRAMS, program_key
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 
 BLOCK = 256  # samples that are vectorised together
@@ -60,13 +61,11 @@ class Evaluation:
         shapes = [aval.shape for aval in closed.out_avals]
         require(shapes == [()], f"the value of metrics[{name!r}]", shapes, "one number")
 
-        def run(constants: list[Any], leaves: list[Any]) -> Any:
-            return jax.core.eval_jaxpr(closed.jaxpr, constants, *leaves)[0]
+        def run(constants: list[Any], x: PyTree, y: PyTree) -> Any:
+            return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves((x, y)))[0]
 
-        given = jax.device_put(closed.consts), jax.tree.leaves((x, y))
-        traced = jax.jit(run).trace(*given)
-        program = PROGRAMS.get(program_key(traced.jaxpr, given), lambda: traced.lower().compile())
-        return lambda x, y: program(given[0], jax.tree.leaves((x, y)))
+        constants = jax.device_put(closed.consts)
+        return partial(compiled(run, constants, x, y), constants)
 
 
 @dataclass(frozen=True)

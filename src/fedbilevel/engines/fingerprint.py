@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
@@ -14,25 +11,21 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.config import Schedule, field_values, hyperparameters
+from fedbilevel.core.hashes import BLOCKS, ROWS, WHOLE, bytes_of, of_array, of_program, short, told
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.local.shares import Shares
 from fedbilevel.engines.multihost import ProcessGroup
 
-WHOLE = 2**24  # bytes up to which a memory-mapped array is read from end to end, and any array hashed by SHA-256
-BLOCKS = 64  # of clients, each with a hash of its own, so that what differs can be told by client
-ROWS = 32  # of a block that are read, evenly spaced, where a memory-mapped array is larger
 VERSIONS = f"jax {jax.__version__}, optax {optax.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process
 Hashes = dict[str, str]
 """By the name of what differs where they do."""
 
@@ -93,14 +86,14 @@ def take(
     parts = field_values(algorithm)
     for name, part in parts.items():
         if isinstance(part, optax.GradientTransformation):
-            functions[name] = _short(*_made_of(part))
+            functions[name] = short(*_made_of(part))
     hashed = {
         "x0": of_tree(x),
         "y0": of_tree(y),
         "clients' weights": of_tree(clients.weights),
         "clients' local steps": of_tree(clients.local_steps),
         "clients' capacities": of_tree(clients.capacity),
-        "samples' shapes and types": _short(*_shapes(clients.examples())),
+        "samples' shapes and types": short(*_shapes(clients.examples())),
     }
     if isinstance(clients, Clients):
         hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
@@ -148,12 +141,7 @@ def _any(words: Iterable[str | None]) -> str | None:
 def of_tree(tree: PyTree) -> str:
     """A hash of the arrays and numbers of a tree, and of where they are in it."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return _short(*(part for path, leaf in leaves for part in (jax.tree_util.keystr(path), _of_array(leaf))))
-
-
-def of_program(program: ClosedJaxpr) -> str:
-    """A hash of what a traced function computes, the same in every process: no names, no addresses."""
-    return _short(*_told(program))
+    return short(*(part for path, leaf in leaves for part in (jax.tree_util.keystr(path), of_array(leaf))))
 
 
 def _of_block(rows: Ragged, clients: slice) -> str:
@@ -172,8 +160,8 @@ def _of_block(rows: Ragged, clients: slice) -> str:
         chosen += start[client] - (ends - size)[client]
         array, together = np.asarray(leaf), bool(np.all(np.diff(chosen) == 1))
         samples = array[chosen[0] : chosen[-1] + 1] if together else array[chosen]
-        parts += [jax.tree_util.keystr(path), _bytes_of(samples, quickly=large and not some)]
-    return _short(*parts)
+        parts += [jax.tree_util.keystr(path), bytes_of(samples, quickly=large and not some)]
+    return short(*parts)
 
 
 def _bounds(population: int) -> np.ndarray:
@@ -200,75 +188,6 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [name for name in {**old, **new} if old.get(name) != new.get(name)]
 
 
-def _of_array(leaf: Any) -> str:
-    """A hash of an array's type, shape and content: of a large memory-mapped one, of rows evenly spaced."""
-    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-    some, large = array, array.nbytes > WHOLE
-    if mapped := large and isinstance(leaf, np.memmap):
-        some = array[np.linspace(0, len(array) - 1, min(len(array), BLOCKS * ROWS)).astype(np.int64)]
-    return _short(str(array.dtype), str(array.shape), _bytes_of(some, quickly=large and not mapped))
-
-
-def _bytes_of(array: np.ndarray, quickly: bool) -> bytes:
-    """The content, in JAX's precision: NumPy's float64 are float32 unless JAX computes in float64; or, quickly, its
-    CRC-32, which is not made to resist anybody and takes half the time of SHA-256."""
-    if array.dtype == object:
-        return ADDRESS.sub("", repr(array.tolist())).encode()
-    content = np.ascontiguousarray(array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False))
-    return zlib.crc32(content.reshape(-1).view(np.uint8).data).to_bytes(4) if quickly else content.tobytes()
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _told(value: Any) -> Iterator[str]:
-    """A description of a program, or of a parameter of one of its operations, to be hashed."""
-    if isinstance(value, ClosedJaxpr):
-        yield from (_of_array(constant) for constant in value.consts)
-        yield from _told(value.jaxpr)
-    elif isinstance(value, Jaxpr):
-        yield from _steps(value)
-    elif isinstance(value, np.ndarray | np.generic | jax.Array):
-        yield _of_array(value)
-    elif isinstance(value, Mapping):
-        for name in sorted(value):
-            yield f"{name}="
-            yield from _told(value[name])
-    elif isinstance(value, tuple | list):
-        yield f"{len(value)}("
-        for one in value:
-            yield from _told(one)
-    elif callable(value) and not isinstance(value, type):
-        yield type(value).__name__
-    elif isinstance(value, set | frozenset):
-        yield from sorted(ADDRESS.sub("", repr(one)) for one in value)
-    else:
-        yield ADDRESS.sub("", repr(value))
-
-
-def _steps(program: Jaxpr) -> Iterator[str]:
-    """A program's operations, its variables numbered as they come."""
-    number: dict[Any, int] = {}
-
-    def named(v: Any) -> Iterator[str]:
-        if isinstance(v, Literal):
-            yield from _told(v.val)
-        else:
-            yield str(number.setdefault(v, len(number)))
-        yield f":{v.aval}"
-
-    for given in (*program.constvars, *program.invars):
-        yield from named(given)
-    for step in program.eqns:
-        yield step.primitive.name
-        yield from _told({name: value for name, value in step.params.items() if name != "name"})  # of a user's function
-        for used in (*step.invars, *step.outvars):
-            yield from named(used)
-    for result in program.outvars:
-        yield from named(result)
-
-
 def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
     """A description of a function that a library made, as optax does: its name, and the values that it closes over."""
     if isinstance(function, FunctionType) and not any(function is one for one in within):
@@ -284,7 +203,7 @@ def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
     elif isinstance(function, Mapping):
         yield from _made_of(list(function.items()), within)
     elif not callable(function):
-        yield from _told(function)
+        yield from told(function)
     else:
         yield getattr(function, "__qualname__", type(function).__qualname__)
 
@@ -294,7 +213,7 @@ def _code(code: CodeType) -> Iterator[str]:
     yield code.co_code.hex()
     yield repr(code.co_names)
     for constant in code.co_consts:
-        yield from _code(constant) if isinstance(constant, CodeType) else _told(constant)
+        yield from _code(constant) if isinstance(constant, CodeType) else told(constant)
 
 
 def _closed_over(function: FunctionType) -> Iterator[Any]:
@@ -304,12 +223,3 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # an empty cell
             continue
-
-
-def _short(*parts: str | bytes) -> str:
-    """A hash of some parts, each counted with its length."""
-    digest = hashlib.sha256()
-    for part in parts:
-        content = part.encode() if isinstance(part, str) else part
-        digest.update(len(content).to_bytes(8) + content)
-    return digest.hexdigest()[:16]

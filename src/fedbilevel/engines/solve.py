@@ -21,6 +21,7 @@ from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
 from fedbilevel.core.functions import require_function
 from fedbilevel.core.influence import doubts
+from fedbilevel.core.kept import PROGRAMS
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
@@ -39,7 +40,6 @@ from fedbilevel.engines.evaluation import (
 )
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
-from fedbilevel.engines.kept import PROGRAMS
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.multihost import current_group
@@ -134,7 +134,7 @@ def solve(
         require(known, "SimpleBilevel.outer", None, "a function (x) where the server is: it alone asks for H")
     else:
         _check_start("y0", y0, y)
-    problem = problem.with_fixed(x_fixed, y_fixed)
+    problem = problem.with_fixed(x_fixed, y_fixed).traced_once()
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
     examples = clients.examples()
     losses, made = check_losses(problem, x, y, *examples), PROGRAMS.made

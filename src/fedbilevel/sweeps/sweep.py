@@ -25,6 +25,7 @@ from fedbilevel.core.errors import (
     require_count,
     unknown_field,
 )
+from fedbilevel.core.hashes import of_program
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.tree import XYV, PyTree, split
@@ -32,7 +33,7 @@ from fedbilevel.engines import checkpoint
 from fedbilevel.engines.budget import last_row, rounds_done, stop_after
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient
-from fedbilevel.engines.fingerprint import of_program, of_samples, of_tree
+from fedbilevel.engines.fingerprint import of_samples, of_tree
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.result import Result

@@ -9,10 +9,11 @@ import numpy as np
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NumericalWarning, require
+from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.lanczos import extreme_eigenvalues
-from fedbilevel.oracles.population import Population
+from fedbilevel.oracles.population import Population, Total
 
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 
@@ -48,7 +49,8 @@ def check_neumann_step(
         losses = [jax.tree.map(lambda leaf, k=k: leaf[k], several) for k in range(len(ids))]
     else:
         losses = [Population.of(problem, clients, SAMPLES_FOR_CHECK).inner]
-    ends = [extreme_eigenvalues(partial(loss.hess_v, x, y), y, seed=0, iterations=8) for loss in losses]
+    hess_v = compiled(Total.hess_v, losses[0], x, y, y)
+    ends = [extreme_eigenvalues(partial(hess_v, loss, x, y), y, seed=0, iterations=8) for loss in losses]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
     if smallest < -1e-3 * abs(largest):
         text = (

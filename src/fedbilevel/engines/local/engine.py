@@ -20,6 +20,7 @@ from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError, diverged, require, require_count
+from fedbilevel.core.kept import PROGRAMS, program_key
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
@@ -27,7 +28,6 @@ from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_o
 from fedbilevel.engines.costs import RoundCosts, packed, unpacked
 from fedbilevel.engines.disk_cache import MEGABYTES, keep_on_disk
 from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
-from fedbilevel.engines.kept import PROGRAMS, program_key
 from fedbilevel.engines.local.fed import (
     AXIS,
     HOST,
@@ -257,6 +257,7 @@ class LocalRun:
         `quick_keys`: with keys of the same bits whose program compiles quickly, see `written_out`.
         """
 
+        @partial(jax.jit, inline=True)  # traced once, here; the loop over rounds takes up what this gives
         def play(carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
             return self.one_round(carry, inputs._replace(key=written_out(inputs.key)) if quick_keys else inputs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -313,6 +313,7 @@ class LocalFed:
         *,
         until: Callable[[Any], Array] | None = None,
     ) -> PyTree:
+        @partial(jax.jit, inline=True)  # traced once, for its costs' shapes; the loop takes up what that gives
         def once(i: Array | int, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:
             fed = self.again(underway)
             carry = body(fed, carry, jax.random.fold_in(key, i))
@@ -329,7 +330,7 @@ class LocalFed:
             carry, underway, new = once(i, carry, underway)
             return i + 1, carry, underway, jax.tree.map(jnp.add, total, new)
 
-        shape = jax.eval_shape(once, 0, carry, self.underway)[2]
+        shape = jax.eval_shape(once, jnp.zeros((), jnp.int32), carry, self.underway)[2]
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         start = (jnp.zeros((), jnp.int32), carry, self.underway, zero)
         _, carry, self.underway, total = lax.while_loop(unfinished, step, start)

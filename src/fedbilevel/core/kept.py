@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from fedbilevel.core.hashes import of_program
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.fingerprint import of_program
 
 T = TypeVar("T")
 
@@ -52,6 +52,22 @@ class BoundedCache:
 
 PROGRAMS = BoundedCache(32)
 MUCH = 2**20  # bytes of constants, with which a program is not kept
+
+
+def compiled(function: Callable[..., PyTree], *like: PyTree) -> Callable[..., PyTree]:
+    """The function compiled for arguments like these: traced anew, and the program of an earlier one where it gives the
+    same."""
+    leaves, tree = jax.tree.flatten(like)
+    structures = []
+
+    def of_leaves(leaves: list[Any]) -> list[Any]:
+        results, structure = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+        structures.append(structure)
+        return results
+
+    traced = jax.jit(of_leaves).trace(leaves)
+    program = PROGRAMS.get(program_key(traced.jaxpr, leaves), lambda: traced.lower().compile())
+    return lambda *arguments: jax.tree.unflatten(structures[0], program(jax.tree.leaves(arguments)))
 
 
 def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable | None:
