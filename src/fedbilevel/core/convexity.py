@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.kept import compiled
@@ -50,16 +49,16 @@ def points_around(x: PyTree, count: int) -> PyTree:
     leaves, structure = jax.tree.flatten(x)
     rng, away = np.random.default_rng(0), 10.0 ** (np.arange(count) % 5 - 1)
 
-    def around(leaf: Any) -> Array:
+    def around(leaf: Any) -> np.ndarray:
         moves = rng.normal(size=(count, *np.shape(leaf))) * away.reshape(-1, *[1] * np.ndim(leaf))
-        return jnp.asarray(np.concatenate([np.zeros((1, *np.shape(leaf))), moves]) + leaf, leaf.dtype)
+        return (np.concatenate([np.zeros((1, *np.shape(leaf))), moves]) + np.asarray(leaf)).astype(leaf.dtype)
 
     return jax.tree.unflatten(structure, [around(leaf) for leaf in leaves])
 
 
 def of_each(function: Callable[[PyTree], PyTree], points: PyTree) -> PyTree:
     """function(point) of each, leaves (count, ...)."""
-    return compiled(partial(lax.map, function), points)(points)
+    return jax.tree.map(np.asarray, compiled(partial(lax.map, function), points)(points))
 
 
 def as_rows(points: PyTree) -> np.ndarray:

@@ -39,6 +39,7 @@ class Problem:
     structure: Structure | None
     local: LocalVariable | None
     implicit_term: ClassVar[ImplicitTerm]
+    remembered: dict[str, Any] | None  # what else was traced, of one that is `traced_once`
 
     def _set(
         self, outer: Loss, inner: Loss, structure: Structure | None = None, local: LocalVariable | None = None
@@ -51,6 +52,7 @@ class Problem:
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
         object.__setattr__(self, "local", local)
+        object.__setattr__(self, "remembered", None)
 
     def with_losses(self, change: Callable[[Loss], Loss]) -> Self:
         """A copy of this problem whose outer and inner losses are `change` of these."""
@@ -65,9 +67,11 @@ class Problem:
         return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
 
     def traced_once(self) -> Self:
-        """A copy of this problem whose losses JAX traces once for arguments of the same shapes, as long as it lives."""
+        """A copy for one run: JAX traces its losses once for arguments of the same shapes, and it remembers a round."""
 
-        return self.with_losses(_traced_once)
+        changed = self.with_losses(_traced_once)
+        object.__setattr__(changed, "remembered", {})
+        return changed
 
     def over_batches(self) -> Self:
         """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""

@@ -56,6 +56,11 @@ def rows_at(tree: PyTree, index: Array) -> PyTree:
     return jax.tree.map(taken, tree)
 
 
+def on_device(tree: PyTree) -> PyTree:
+    """NumPy's arrays as JAX's, in JAX's precision. Nothing is compiled for that, as it is by jnp.asarray."""
+    return jax.device_put(jax.tree.map(lambda leaf: leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)), tree))
+
+
 def nbytes(tree: PyTree) -> int:
     """Bytes that the leaves of `tree` (arrays or shape structs) take on the wire."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

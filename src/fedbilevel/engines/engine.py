@@ -76,19 +76,21 @@ def first_carry(
     """The carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2): round
     and exchange of each one's last answer that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
-    given = algorithm, server_x(problem, x), y
-    state = compiled(first_state, *given)(*given)
-    if remote:
-        states = jnp.full((population, 2), -1, jnp.int32)
-    else:
-        one = algorithm.client_state(problem, x, y)
-        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
-    queues = None
+    found = None
     if algorithm.asynchronous:
         found = early_answers(algorithm, problem, x, y, clients.examples(), clients.local_steps is not None)
-        queues = nothing_in_flight(found, population, remote)
-    kept = None if problem.local is None else x
-    return Carry(jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues, kept)
+
+    def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
+        state = first_state(algorithm, server_x(problem, x), y)
+        one = None if remote else algorithm.client_state(problem, x, y)
+        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
+        queues = None if found is None else nothing_in_flight(found, population, remote)
+        return jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues
+
+    round, state, states, now, queues = compiled(begin, algorithm, x, y)(algorithm, x, y)
+    if remote:
+        states = jnp.full((population, 2), -1, jnp.int32)
+    return Carry(round, state, states, now, queues, None if problem.local is None else x)
 
 
 def loop(

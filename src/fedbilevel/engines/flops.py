@@ -6,8 +6,7 @@ XLA's own analysis needs a compiled program, and counts the body of a loop once 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,13 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.config import at
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
-from fedbilevel.engines.costs import ExchangeKind, Sums, weigh
-from fedbilevel.engines.recorder import Recorder, record
+from fedbilevel.engines.costs import ExchangeKind
+from fedbilevel.engines.recorder import exchanges_of
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]
 """A capacity: where models can be cut, and how many units of each group are kept."""
@@ -56,8 +56,9 @@ def flops_of_calls(
 ) -> dict[ExchangeKind, int | None]:
     """What one client computes to answer each exchange of a round, in the operations of `count`; None: not known.
 
-    A round is traced, nothing is computed. Full batches count as many samples as the client with the most has, since
-    so long are those that engines compute on. Local steps that differ between clients are loops of unknown length.
+    Each phase is traced as the round asks it, nothing is computed. Full batches count as many samples as the client
+    with the most has, since so long are those that engines compute on. Local steps that differ between clients are
+    loops of unknown length.
 
     Args:
         x, y: the variables where the run starts; only shapes matter.
@@ -65,11 +66,34 @@ def flops_of_calls(
             its smaller messages. Exchanges of a phase that cost different operations but the same bytes have the
             larger number.
     """
-    examples = tuple(_longest(rows) for rows in (clients.outer, clients.inner))
-    costs: dict[ExchangeKind, int | None] = {}
-    recorder = partial(FlopsRecorder, population=clients, cut=cut, costs=costs)
-    has_client_steps, over_batches = clients.local_steps is not None, problem.over_batches()
-    record(algorithm, over_batches, x, y, examples, has_client_steps, lambda *_: None, recorder)
+    steps, costs = clients.local_steps, dict[ExchangeKind, int | None]()
+    differ = steps is not None and np.min(steps) != np.max(steps)
+    unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
+    rows, over_batches = (clients.outer, clients.inner), problem.over_batches()
+    given = np.int32(0), tuple(map(_longest, rows)), jax.random.key(0), unknown
+
+    def phase(
+        name: str, message: PyTree, state: PyTree, round: Array, values: tuple[PyTree, PyTree], key: Array, work: Any
+    ) -> Reply:
+        outer, inner = (_whole(own, leaves) for own, leaves in zip(rows, values, strict=True))
+        work = np.int32(np.max(steps)) if work is None and steps is not None else work  # known where all have the same
+        client = Client(over_batches, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
+        return at(algorithm, round).run_phase(name, client, message, key)
+
+    def enter(name: str, message: PyTree, state: PyTree) -> None:
+        traced, reply = jax.make_jaxpr(partial(phase, name), return_shape=True)(message, state, *given)
+        call, cost = (name, nbytes(message), nbytes(reply.update)), count(traced.jaxpr)
+        before = costs.get(call, 0)
+        costs[call] = None if cost is None or before is None else max(cost, before)
+
+    for exchange in exchanges_of(algorithm, problem, x, y, clients.examples(), steps is not None):
+        name, message = exchange.phase, exchange.message
+        if not cut:
+            enter(name, message, exchange.state)
+        for unit_layout, kept in cut:
+            takes, _ = parts_of(algorithm.named_phase(name))
+            units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
+            enter(name, jax.eval_shape(partial(unit_layout.cut, takes), message, units), exchange.state)
     return costs
 
 
@@ -87,64 +111,16 @@ def known_flops(
     return known if len(known) == len(costs) else None
 
 
-class FlopsRecorder(Recorder):
-    """A `Fed` for tracing that enters what exchanges cost in a table."""
-
-    def __init__(
-        self,
-        *given: Any,
-        population: Clients,
-        cut: Sequence[CapacityClass],
-        costs: dict[ExchangeKind, int | None],
-    ) -> None:
-        super().__init__(*given)
-        self.population, self.cut, self.costs = population, cut, costs
-        steps = population.local_steps
-        differ = steps is not None and np.min(steps) != np.max(steps)
-        self.unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
-
-    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> Sums:
-        name, message = self.algorithm.phase_name(phase), jax.tree.map(jnp.asarray, message)
-        client = self.client(None if fresh is not None else self.state)
-        if not self.cut:
-            reply = self.entered(name, client, message, key)
-        for unit_layout, kept in self.cut:
-            takes, gives = parts_of(phase)
-            units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
-            part = jax.eval_shape(partial(unit_layout.cut, takes), message, units)
-            reply = self.entered(name, client, part, key)
-            reply = reply._replace(update=jax.eval_shape(partial(unit_layout.put, gives), reply.update, units))
-        reply = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), reply)
-        return weigh(reply, client.weight, jnp.ones(()))
-
-    def entered(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
-        """The reply's shapes, after its cost has been entered."""
-
-        def program(message: PyTree, key: Array, work: Array | None) -> Reply:
-            worker = client if work is None else replace(client, work=work)
-            return self.algorithm.run_phase(name, worker, message, key)
-
-        traced, reply = jax.make_jaxpr(program, return_shape=True)(message, key, self.unknown)
-        call, cost = (name, nbytes(message), nbytes(reply.update)), count(traced.jaxpr)
-        before = self.costs.get(call, 0)
-        self.costs[call] = None if cost is None or before is None else max(cost, before)
-        return reply
-
-    def client(self, state: PyTree) -> Client:
-        def samples(rows: Ragged, values: PyTree) -> Samples:
-            longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
-            return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal)
-
-        outer, inner = map(samples, (self.population.outer, self.population.inner), self.examples)
-        steps = self.population.local_steps
-        work: Any = None if steps is None else np.int32(np.max(steps))  # known while tracing, where all have the same
-        return replace(super().client(state), outer=outer, inner=inner, work=work)
-
-
 def _longest(rows: Ragged) -> PyTree:
     """The shapes of the samples of the client with the most."""
     longest = int(rows.size.max())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((longest, *leaf.shape[1:]), leaf.dtype), rows.example())
+
+
+def _whole(rows: Ragged, values: PyTree) -> Samples:
+    """All samples of that client, as an engine has them."""
+    longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
+    return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal)
 
 
 def count(jaxpr: Jaxpr) -> int | None:

@@ -3,54 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.own_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, normalise, weigh
 
-Note = Callable[[str, PyTree, Reply, bool], None]
-"""(phase, message, its reply, whether it was asked by `first`), of shapes alone."""
+
+class Exchange(NamedTuple):
+    """One exchange of a round, as shapes."""
+
+    phase: str
+    message: PyTree
+    reply: Reply
+    early: bool  # whether it is asked by `first`
+    state: PyTree  # what the client keeps, None of one of a fresh cohort
 
 
-def record(
+def exchanges_of(
     algorithm: Algorithm,
     problem: Problem,
     x: PyTree,
     y: PyTree,
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
-    note: Note,
-    recorder: Callable[..., Recorder] | None = None,
-) -> None:
-    """Trace one round and have every exchange noted.
+) -> list[Exchange]:
+    """The exchanges of a round, by tracing one: once in the life of a problem that is `traced_once`.
 
     Args:
         x, y: the variables where the run starts; only shapes matter.
         examples: one sample of each loss, as `RemoteClients.examples` gives them.
         has_client_steps: whether the population says how many local steps a client makes.
-        recorder: what to make instead of a Recorder.
     """
-    kept = algorithm.client_state(problem, x, y)
+    given = jax.tree.flatten(_shapes((x, y, examples)))
+    if problem.remembered is not None and (found := problem.remembered.get("a round")):
+        before, *like, exchanges = found
+        if before is algorithm and like == [given, has_client_steps]:
+            return list(exchanges)
+    exchanges = []
 
-    def round(number: Array, x: PyTree, y: PyTree, kept: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
-        now = at(algorithm, number)
-        return now.round(
-            (recorder or Recorder)(now, problem, has_client_steps, kept, examples, note),
-            now.init(server_x(problem, x), y),
-            key,
-        )
+    def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
+        now, kept = at(algorithm, number), algorithm.client_state(problem, x, y)
+        fed = Recorder(now, problem, has_client_steps, kept, examples, exchanges)
+        return now.round(fed, now.init(server_x(problem, x), y), key)
 
-    jax.eval_shape(round, jnp.zeros((), jnp.int32), x, y, kept, examples, jax.random.key(0))
+    jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
+    if problem.remembered is not None:
+        problem.remembered["a round"] = algorithm, given, has_client_steps, exchanges
+    return list(exchanges)
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    """The tree with every array or number replaced by its shape and dtype, and whether that is weak."""
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        like = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, weak_type=like.weak_type)
+
+    return jax.tree.map(one, tree)
 
 
 class Recorder:
@@ -63,10 +84,10 @@ class Recorder:
         has_client_steps: bool,
         state: PyTree,
         examples: tuple[PyTree, PyTree],
-        note: Note,
+        exchanges: list[Exchange],
     ) -> None:
         self.algorithm, self.problem, self.has_client_steps, self.sampled = algorithm, problem, has_client_steps, False
-        self.state, self.examples, self.note = state, examples, note
+        self.state, self.examples, self.exchanges = state, examples, exchanges
 
     def mean(
         self,
@@ -95,7 +116,8 @@ class Recorder:
         message = jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
         reply = self.algorithm.run_phase(name, client, message, key)
-        self.note(name, message, reply, early)
+        check_plain(f"the update of phase {name}", reply.update)
+        self.exchanges.append(Exchange(name, _shapes(message), _shapes(reply), early, _shapes(client.state)))
         return weigh(reply, client.weight, jnp.ones(()))
 
     def repeat(
@@ -113,3 +135,13 @@ class Recorder:
         outer, inner = (Samples(one, jnp.asarray(0), jnp.asarray(1), 1, True) for one in self.examples)
         work = jnp.asarray(1, jnp.int32) if self.has_client_steps else None
         return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
+
+
+def check_plain(what: str, tree: PyTree) -> None:
+    """Refuse PRNG keys, which have no bytes of their own to send or keep."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            place = jax.tree_util.keystr(path) or "value"
+            raise ConfigurationError(
+                f"{what}: {place} is a PRNG key; use the one that a phase gets, or send jax.random.key_data of it"
+            )

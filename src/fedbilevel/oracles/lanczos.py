@@ -7,9 +7,8 @@ Problem", 1980, chapter 13).
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.errors import require_count
 from fedbilevel.core.tree import PyTree
@@ -38,8 +37,7 @@ def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iteratio
     spectrum whatever its multiplicities. Memory: 2k vectors of the size of `like`, in float64.
     """
     require_count("lanczos iterations", iterations)
-    flat, unravel = ravel_pytree(like)
-    rng, dim = np.random.default_rng(seed), flat.size
+    rng, dim = np.random.default_rng(seed), sum(leaf.size for leaf in jax.tree.leaves(like))
     k = min(iterations, dim)
     basis, images = np.zeros((k, dim)), np.zeros((k, dim))  # q_j and H q_j
     rest, scale = rng.normal(size=dim), 1.0
@@ -48,7 +46,7 @@ def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iteratio
         if np.linalg.norm(rest) <= dim * np.finfo(np.float64).eps * scale:  # False for NaN, which must reach the result
             rest = _orthogonal(basis[:j], rng.normal(size=dim))
         basis[j] = rest / np.linalg.norm(rest)
-        images[j] = ravel_pytree(operator(unravel(jnp.asarray(basis[j], flat.dtype))))[0]
+        images[j] = _flat(operator(_shaped(basis[j], like)))
         rest, scale = images[j], float(np.linalg.norm(images[j]))
     projected = basis @ images.T
     if not np.all(np.isfinite(projected)):
@@ -58,8 +56,21 @@ def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iteratio
     low, high = vectors[:, 0] @ basis, vectors[:, -1] @ basis
     low_residual = np.linalg.norm(vectors[:, 0] @ images - values[0] * low)
     high_residual = np.linalg.norm(vectors[:, -1] @ images - values[-1] * high)
-    ends = (unravel(jnp.asarray(u, flat.dtype)) for u in (low, high))
+    ends = (_shaped(u, like) for u in (low, high))
     return Extremes(float(values[0]), float(values[-1]), float(low_residual), float(high_residual), *ends)
+
+
+def _flat(tree: PyTree) -> np.ndarray:
+    """All entries of a tree, (dim,)."""
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def _shaped(entries: np.ndarray, like: PyTree) -> PyTree:
+    """Entries (dim,) as a tree of NumPy arrays of the shapes and types of `like`."""
+    leaves, structure = jax.tree.flatten(like)
+    parts = np.split(entries, np.cumsum([leaf.size for leaf in leaves])[:-1])
+    shaped = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
 
 
 def _orthogonal(basis: np.ndarray, w: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from jax import Array, lax
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Loss, Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, on_device
 
 CHUNK = 256  # samples that are vectorised together
 
@@ -101,7 +101,8 @@ class Population:
 
         def total(loss: Loss, rows: Ragged) -> Total:
             index, weights = chosen(rows, every, clients.weights, max_samples)
-            return Total(*_chunked(rows, index, weights), loss)
+            samples, share = on_device(_chunked(rows, index, weights))
+            return Total(samples, share, loss)
 
         return cls(total(problem.outer, clients.outer), total(problem.inner, clients.inner))
 
@@ -161,11 +162,13 @@ def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> t
 def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> Total:
     """A loss for each of `parts`, (places, weights of these), padded to `length` samples."""
     chunks = [_chunked(rows, index, weights, length) for index, weights in parts]
-    samples, weight = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
+    samples, weight = on_device(jax.tree.map(lambda *leaves: np.stack(leaves), *chunks))
     return Total(samples, weight, loss)
 
 
-def _chunked(rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None) -> tuple[PyTree, Array]:
+def _chunked(
+    rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None
+) -> tuple[PyTree, np.ndarray]:
     """The samples at `index`, as (chunks, size, ...), padded with copies of the first; and weights, there 0."""
     length = length or len(index)
     chunks = -(-length // CHUNK)
@@ -174,13 +177,13 @@ def _chunked(rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int |
     index = np.concatenate([index, np.repeat(index[:1], padding)])
     weights = np.concatenate([weights, np.zeros(padding)])
 
-    def take(path: tuple, leaf: np.ndarray) -> Array:
+    def take(path: tuple, leaf: np.ndarray) -> np.ndarray:
         taken = leaf[index]
         if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
             check_finite(f"samples{jax.tree_util.keystr(path)}", taken, lambda row: rows.place(int(index[row])))
-        return jnp.asarray(taken.reshape(chunks, size, *leaf.shape[1:]))
+        return np.asarray(taken).reshape(chunks, size, *leaf.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(take, rows.values), jnp.asarray(weights.reshape(chunks, size), float)
+    return jax.tree_util.tree_map_with_path(take, rows.values), weights.reshape(chunks, size)
 
 
 def _real(a: Array) -> bool:

@@ -19,7 +19,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import Schedule, positive, static
-from fedbilevel.core.convexity import INEXACT, check_projection, points_around, strong_convexity
+from fedbilevel.core.convexity import INEXACT, as_rows, check_projection, points_around, strong_convexity
 from fedbilevel.core.errors import is_number, require
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.tree import PyTree, move
@@ -106,11 +106,12 @@ class IterativeRegularization(Algorithm):
         assert isinstance(problem, SimpleBilevel)
         size = sum(leaf.size for leaf in jax.tree.leaves(x))
         count = max(2, min(POINTS, ENTRIES // (2 * size)))
-        around = [points_around(center, count) for center in (x, optax.tree.zeros_like(x))]
-        points = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *around)
+        around = [points_around(center, count) for center in (x, jax.tree.map(np.zeros_like, x))]
+        points = jax.tree.map(lambda *leaves: np.concatenate(leaves), *around)
         images = check_projection("SimpleBilevel.project", problem.project, x, points)
-        away = float(optax.tree.norm(optax.tree.sub(jax.tree.map(lambda leaf: leaf[0], images), x)))
-        inside = away <= INEXACT * (1 + float(optax.tree.norm(x)))
+        start = as_rows(points)[0]  # x
+        away = float(np.linalg.norm(as_rows(images)[0] - start))
+        inside = away <= INEXACT * (1 + float(np.linalg.norm(start)))
         require(inside, "x0", f"{away:.3g} away from X", "in X, as SimpleBilevel.project(x0) is")
         mu = strong_convexity(problem, images)
         if not isinstance(self.lr, Schedule) and not isinstance(self.regularization, Schedule):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NumericalWarning, require
@@ -46,11 +47,12 @@ def check_neumann_step(
             several = Population.each(problem, clients, ids, SAMPLES_FOR_CHECK).inner
         else:
             several = Population.batches(problem, clients, ids, batch_size, seed=0).inner
-        losses = [jax.tree.map(lambda leaf, k=k: leaf[k], several) for k in range(len(ids))]
+        hess_v = compiled(_hess_v, several, np.int32(0), x, y, y)
+        operators = [partial(hess_v, several, np.int32(k), x, y) for k in range(len(ids))]
     else:
-        losses = [Population.of(problem, clients, SAMPLES_FOR_CHECK).inner]
-    hess_v = compiled(Total.hess_v, losses[0], x, y, y)
-    ends = [extreme_eigenvalues(partial(hess_v, loss, x, y), y, seed=0, iterations=8) for loss in losses]
+        whole = Population.of(problem, clients, SAMPLES_FOR_CHECK).inner
+        operators = [partial(compiled(Total.hess_v, whole, x, y, y), whole, x, y)]
+    ends = [extreme_eigenvalues(operator, y, seed=0, iterations=8) for operator in operators]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
     if smallest < -1e-3 * abs(largest):
         text = (
@@ -62,3 +64,8 @@ def check_neumann_step(
             f"below 2/ℓ = {2 / largest:.4g}: at the start {whose} inner Hessian's largest eigenvalue is about ℓ = "
         )
         require(float(step) * largest < 2, field, float(step), f"{allowed}{largest:.4g}")
+
+
+def _hess_v(several: Total, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+    """The product with the Hessian in y of one of several losses, whose leaves are stacked."""
+    return jax.tree.map(lambda leaf: leaf[k], several).hess_v(x, y, v)

@@ -16,11 +16,10 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, weigh
-from fedbilevel.engines.recorder import record
+from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.engines.virtual_time.clock import ClockState, Pace
 
 IDLE = -1
@@ -73,21 +72,21 @@ def early_answers(
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
 ) -> dict[str, Sums]:
-    """What one client contributes to each exchange that does not wait for everyone, by phase, as shapes; see `record`.
+    """What one client contributes to each exchange that does not wait for everyone, by phase, as shapes.
 
     Raises:
         ConfigurationError: a phase is asked so for answers of different shapes.
     """
     found: dict[str, Sums] = {}
 
-    def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
-        if early:
-            sums = weigh(reply, jnp.ones(()), jnp.ones(()))
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
-            if found.setdefault(phase, shapes) != shapes:
-                raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
-
-    record(algorithm, problem, x, y, examples, has_client_steps, note)
+    for exchange in exchanges_of(algorithm, problem, x, y, examples, has_client_steps):
+        if exchange.early:
+            one = jax.ShapeDtypeStruct((), jnp.result_type(float))
+            shapes = jax.eval_shape(weigh, exchange.reply, one, one)
+            if found.setdefault(exchange.phase, shapes) != shapes:
+                raise ConfigurationError(
+                    f"phase {exchange.phase} is asked by fed.first with answers of different shapes"
+                )
     return found
 
 

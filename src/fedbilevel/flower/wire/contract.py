@@ -15,12 +15,11 @@ from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.config import Schedule, hyperparameters
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
-from fedbilevel.engines.recorder import record
+from fedbilevel.engines.recorder import check_plain, exchanges_of
 from fedbilevel.flower.wire.messages import digest, layout, shapes
 
 PROTOCOL = 2
@@ -116,7 +115,7 @@ def draw_up(
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
 ) -> Contract:
-    """The contract of a run; for the arguments see `engines.recorder.record`.
+    """The contract of a run; for the arguments see `engines.recorder.exchanges_of`.
 
     Raises:
         ConfigurationError: a message, an update or what clients keep holds a PRNG key.
@@ -126,9 +125,8 @@ def draw_up(
     first: dict[str, PyTree] = {}  # what is asked by fed.first, and the updates' shapes
     calls: dict[str, CallSignature] = {}
 
-    def note(phase: str, message: PyTree, reply: Reply, early: bool) -> None:
+    for phase, message, reply, early, _ in exchanges_of(algorithm, problem, x, y, examples, has_client_steps):
         check_plain(f"the message of phase {phase}", message)
-        check_plain(f"the update of phase {phase}", reply.update)
         if early and not algorithm.asynchronous:
             name = algorithm.label
             raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asynchronous = True")
@@ -136,20 +134,8 @@ def draw_up(
             raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         calls[call.name] = call
-
-    record(algorithm, problem, x, y, examples, has_client_steps, note)
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
     return Contract(algorithm, calls, kept, has_client_steps)
-
-
-def check_plain(what: str, tree: PyTree) -> None:
-    """Refuse PRNG keys, which have no bytes of their own to send or keep."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-            place = jax.tree_util.keystr(path) or "value"
-            raise ConfigurationError(
-                f"{what}: {place} is a PRNG key; use the one that a phase gets, or send jax.random.key_data of it"
-            )
 
 
 def difference(mine: str, theirs: str) -> str:

@@ -1,0 +1,98 @@
+"""How often one `solve` calls what the user wrote: JAX traces each function once for arguments of the same shapes.
+
+Shapes that a run may ask for: one sample, for the checks before the first round, and where the samples of a padded
+batch, or of a population, are taken one by one; and a batch, as clients draw them.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines.local import engine as engine_module
+from fedbilevel.engines.progress import COMPILING
+
+SAMPLES = [np.random.default_rng(i).normal(size=(n, 3)) for i, n in enumerate((4, 6))]
+CLIENTS = fb.Clients(SAMPLES, [2 * rows for rows in SAMPLES])
+BOTH = {"outer": 2, "inner": 2}  # one sample, and a batch of two
+LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, step=0.01))
+CASES = {
+    "SimFBO": (fb.SimFBO(batch_size=2), BOTH),
+    "SimFBO, all samples": (fb.SimFBO(batch_size=None), {"outer": 1, "inner": 1}),  # unequal clients: one by one
+    "ShroFBO": (fb.ShroFBO(batch_size=2, independent_batches=True), BOTH),
+    "FedBiO": (fb.FedBiO(batch_size=2), BOTH),
+    "FedBiOAcc": (fb.FedBiOAcc(batch_size=2), BOTH),
+    "FedNest": (fb.FedNest(batch_size=2, outer_steps=2), BOTH),
+    "FedNest-SGD": (fb.FedNestSGD(batch_size=2), BOTH),
+    "LFedNest": (fb.LFedNest(batch_size=2, hypergradient=LOCAL), BOTH),
+    "FedMBO": (fb.FedMBO(batch_size=2), BOTH),
+    "AggITD": (fb.AggITD(batch_size=2, inner=fb.parts.LocalSGD(lr=0.01)), BOTH),
+    "RABO": (fb.RABO(batch_size=2, hypergradient=LOCAL), BOTH),
+    "AFBO, asynchronous": (fb.Asynchronous(fb.AFBO(batch_size=2, hypergradient=LOCAL), wait_for=1), BOTH),
+    "FedAvg-S": (fb.FedAvgS(batch_size=2), {"loss": 3}),  # both losses are this one, checked twice and drawn for once
+    "FedAvg": (fb.FedAvg(batch_size=2), {"loss": 2}),
+    "FedLin": (fb.FedLin(batch_size=2), {"loss": 2}),
+    "FISM": (fb.FISM(), {"preference": 2, "inner": 1, "project": 1}),  # H with the samples that it ignores, and without
+}
+
+
+class Traced(Exception):
+    """All is traced; the test needs no compiled program."""
+
+
+def problem_for(algorithm, counted):
+    def loss(x, y, batch):
+        return jnp.mean((batch @ y - jnp.sum(x)) ** 2) + jnp.vdot(y, y)
+
+    kind = algorithm.kinds_of_problem[0]
+    if kind is fb.SimpleBilevel:
+        preference = counted("preference", lambda x: jnp.vdot(x, x))
+        project = counted("project", fb.projections.box(-1.0, 1.0))
+        return kind(preference, counted("inner", lambda x, batch: loss(x, jnp.ones(3), batch)), project)
+    if kind is fb.SingleLevel:
+        return kind(counted("loss", lambda x, batch: loss(x, jnp.ones(3), batch)))
+    if kind is fb.Minimax:
+        return kind(counted("loss", lambda x, y, batch: -loss(x, y, batch) + jnp.vdot(x, x)))
+    return fb.Bilevel(counted("outer", loss), counted("inner", lambda *at: loss(*at) + at[1] @ at[1]))
+
+
+def calls(algorithm, monkeypatch, **options):
+    """By the function's name, how often a `solve` calls it."""
+    found = {}
+
+    def counted(name, function):
+        def watched(*arguments):
+            found[name] = found.get(name, 0) + 1
+            return function(*arguments)
+
+        return watched
+
+    def stop(what):
+        if what == COMPILING:
+            raise Traced
+
+    problem = problem_for(algorithm, counted)
+    start = [jnp.ones(2)] if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else [jnp.ones(2), jnp.zeros(3)]
+    clients = fb.Clients(SAMPLES) if isinstance(problem, fb.Minimax) else CLIENTS
+    monkeypatch.setattr(engine_module, "doing", stop)
+    fb.Local.forget()
+    with pytest.raises(Traced):
+        fb.solve(algorithm, problem, clients, *start, rounds=3, **options)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_function_is_called_once_for_arguments_of_the_same_shapes(case, monkeypatch):
+    algorithm, expected = CASES[case]
+    assert calls(algorithm, monkeypatch) == expected
+
+
+def test_counting_operations_calls_them_for_shapes_of_its_own_alone(monkeypatch):
+    """Of all a client's samples: whole batches are counted as long as the longest, sample by sample."""
+    assert calls(fb.SimFBO(batch_size=2), monkeypatch, count_flops=True) == BOTH
+
+
+def test_each_run_calls_them_anew(monkeypatch):
+    """What they read may have changed, which JAX, who remembers by the function, would not see."""
+    algorithm = fb.SimFBO(batch_size=2)
+    assert [calls(algorithm, monkeypatch) for _ in range(2)] == [BOTH, BOTH]
