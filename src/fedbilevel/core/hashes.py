@@ -82,14 +82,15 @@ def told(value: Any) -> Iterator[str]:
 
 def _steps(program: Jaxpr) -> Iterator[str]:
     """A program's operations, its variables numbered as they come."""
-    number: dict[Any, int] = {}
+    known: dict[Any, tuple[str, str]] = {}
 
     def named(v: Any) -> Iterator[str]:
         if isinstance(v, Literal):
-            yield from told(v.val)
+            yield from (*told(v.val), f":{v.aval}")
         else:
-            yield str(number.setdefault(v, len(number)))
-        yield f":{v.aval}"
+            if v not in known:
+                known[v] = str(len(known)), f":{v.aval}"
+            yield from known[v]
 
     for given in (*program.constvars, *program.invars):
         yield from named(given)

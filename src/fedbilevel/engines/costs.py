@@ -56,14 +56,13 @@ def empty_costs() -> RoundCosts:
 
 def add_costs(a: RoundCosts, b: RoundCosts) -> RoundCosts:
     """The sum of the costs of exchanges `a` and `b`."""
-    calls = _added(a.calls, b.calls, ExchangeCount(0, 0, 0))
-    metrics = _added(a.metrics, b.metrics, (jnp.zeros(()), jnp.zeros(())))
+    calls, metrics = _added(a.calls, b.calls), _added(a.metrics, b.metrics)
     return RoundCosts(calls, a.gradients + b.gradients, a.hvps + b.hvps, metrics, a.time + b.time)
 
 
-def _added(a: dict[Any, Any], b: dict[Any, Any], nothing: Any) -> dict[Any, Any]:
-    """The sum of two tables by key; a key that one of them lacks counts as `nothing` there."""
-    return {k: jax.tree.map(operator.add, a.get(k, nothing), b.get(k, nothing)) for k in {**a, **b}}
+def _added(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
+    """The sum of two tables by key; a key that one of them lacks counts as nothing there."""
+    return {**a, **b} | {k: jax.tree.map(operator.add, a[k], b[k]) for k in a.keys() & b.keys()}
 
 
 def stack_costs(costs: Sequence[RoundCosts]) -> RoundCosts:
