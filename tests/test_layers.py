@@ -182,6 +182,20 @@ def test_docs_and_examples_import_nothing_private(file: Path) -> None:
     assert {name for name in imports if not re.fullmatch(PUBLIC_MODULES, name)} == set()
 
 
+@pytest.mark.slow
+def test_type_checkers_see_the_fields_of_every_method(tmp_path: Path) -> None:
+    """What is unknown to them is `Any`, of which every call is right."""
+    from mypy import api
+
+    from fedbilevel import algorithms
+
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(["import fedbilevel as fb", *(f"fb.{name}(wrong=1)" for name in algorithms.__all__)]))
+    shown, _, _ = api.run(["--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(program)])
+    found = re.findall(r'"wrong" for "(\w+)"', shown)
+    assert sorted(set(found)) == sorted(algorithms.__all__)
+
+
 def test_public_names_are_what_a_user_is_shown() -> None:
     import fedbilevel
 

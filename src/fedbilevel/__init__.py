@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedbilevel.algorithms import *  # noqa: F403
     from fedbilevel.public import *  # noqa: F403
 
 __version__ = "0.2.0"
