@@ -10,7 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.authoring import Algorithm, Reply, phase, positive
 from fedbilevel.core.kept import PROGRAMS, BoundedCache
-from fedbilevel.tasks import quadratic
+from fedbilevel.tasks import location, quadratic
 
 SAMPLES = np.random.default_rng(0).normal(size=(4, 5, 3))
 CLIENTS = fb.Clients(SAMPLES, SAMPLES[::-1].copy())
@@ -270,3 +270,16 @@ def test_a_task_made_twice_shares_its_programs():
         result = fb.solve(fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, rounds=2, key=seed)
         assert result.round == 2
     assert len(PROGRAMS.values) == 2  # the rounds, and what the server begins with
+
+
+def test_metrics_follow_a_run_to_two_devices() -> None:
+    """x and y lie on one device at the start, and on both after a round; a metric is compiled for each."""
+    task = location(dim=3, targets=16, clients=4)
+    first, second = (
+        fb.solve(
+            fb.FISM(), task.problem, task.clients, task.x0, rounds=4, eval_every=2, engine=engine, metrics=task.metrics
+        )
+        for engine in (fb.Local(), fb.Local(devices=2))
+    )
+    for name in task.metrics:
+        np.testing.assert_allclose(first.history[name], second.history[name], rtol=1e-12)

@@ -56,7 +56,7 @@ MUCH = 2**20  # bytes of constants, with which a program is not kept
 
 def compiled(function: Callable[..., PyTree], *like: PyTree) -> Callable[..., PyTree]:
     """The function compiled for arguments like these: traced anew, and the program of an earlier one where it gives the
-    same."""
+    same. Arguments that lie on other devices later are compiled for when they come."""
     leaves, tree = jax.tree.flatten(like)
     structures = []
 
@@ -65,9 +65,25 @@ def compiled(function: Callable[..., PyTree], *like: PyTree) -> Callable[..., Py
         structures.append(structure)
         return results
 
-    traced = jax.jit(of_leaves).trace(leaves)
-    program = PROGRAMS.get(program_key(traced.jaxpr, leaves), lambda: traced.lower().compile())
-    return lambda *arguments: jax.tree.unflatten(structures[0], program(jax.tree.leaves(arguments)))
+    def program_for(leaves: list[Any]) -> Callable[[list[Any]], list[Any]]:
+        traced = jax.jit(of_leaves).trace(leaves)
+        return PROGRAMS.get(program_key(traced.jaxpr, leaves), lambda: traced.lower().compile())
+
+    programs = {_placement(leaves): program_for(leaves)}
+
+    def call(*arguments: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(arguments)
+        place = _placement(leaves)
+        if place not in programs:
+            programs[place] = program_for(leaves)
+        return jax.tree.unflatten(structures[0], programs[place](leaves))
+
+    return call
+
+
+def _placement(leaves: list[Any]) -> Hashable:
+    """Where arrays lie; nothing of others."""
+    return tuple(leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves)
 
 
 def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable | None:
