@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+import fedbilevel as fb
 from fedbilevel import cli
 
 QUADRATIC = ["run", "quadratic", "--rounds", "20", "--eval-every", "10", "--set", "clients=3"]
@@ -40,6 +41,7 @@ def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("length", [["--rounds", "20"], ["--exchanges", "20"]], ids=" ".join)
 def test_a_terminal_is_shown_each_phase_and_then_the_rounds(tmp_path, monkeypatch, length) -> None:
+    fb.Local.forget()  # what an earlier test has compiled is not compiled again
     monkeypatch.chdir(tmp_path)
     code, text = on_a_terminal(monkeypatch, "run", "quadratic", *length, "--set", "clients=3", "--out", "one")
     assert code == 0

@@ -21,7 +21,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, normalise, weigh
 
 
-class TracedExchange(NamedTuple):
+class RecordedExchange(NamedTuple):
     """One exchange of a round, as shapes."""
 
     phase: str
@@ -38,7 +38,7 @@ def exchanges_of(
     y: PyTree,
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
-) -> list[TracedExchange]:
+) -> list[RecordedExchange]:
     """The exchanges of a round, by tracing one: once in the life of a problem that is `traced_once`.
 
     Args:
@@ -84,7 +84,7 @@ class Recorder:
         has_client_steps: bool,
         state: PyTree,
         examples: tuple[PyTree, PyTree],
-        exchanges: list[TracedExchange],
+        exchanges: list[RecordedExchange],
     ) -> None:
         self.algorithm, self.problem, self.has_client_steps, self.sampled = algorithm, problem, has_client_steps, False
         self.state, self.examples, self.exchanges = state, examples, exchanges
@@ -117,7 +117,7 @@ class Recorder:
         client = self.client(None if fresh is not None else self.state)
         reply = self.algorithm.run_phase(name, client, message, key)
         check_plain(f"the update of phase {name}", reply.update)
-        self.exchanges.append(TracedExchange(name, _shapes(message), _shapes(reply), early, _shapes(client.state)))
+        self.exchanges.append(RecordedExchange(name, _shapes(message), _shapes(reply), early, _shapes(client.state)))
         return weigh(reply, client.weight, jnp.ones(()))
 
     def repeat(
