@@ -118,6 +118,15 @@ def test_costs_are_compared_by_their_ratio() -> None:
     assert (found.difference, found.state) == (pytest.approx(0.3 * 100 - 20), "holds")  # 20 against 100
 
 
+def test_errors_may_be_compared_by_powers_of_ten() -> None:
+    """1e-6 against 1e-4 and 1e-9 against 1e-7.1: two and 1.9 powers, though the first error is a thousand others."""
+    made = entry([{"says": "-", "better": "A", "than": ["B"], "log": True}], metric="relative_error")
+    ends = {"A": (1e-6, 1e-9, 1e-8), "B": (1e-4, 10**-7.1, 1e-6)}
+    runs = {name: [history([value], "relative_error") for value in values] for name, values in ends.items()}
+    (found,) = findings(made, {"iid": runs})
+    assert (found.state, found.difference) == ("holds", pytest.approx((2 + 1.9 + 2) / 3))
+
+
 def test_failed_runs() -> None:
     good, bad = [history([0.5])] * 2, [None, None]
     assert only({}, good, bad).state == "holds"

@@ -30,8 +30,8 @@ class Finding:
         panel: "" where it spans several.
         better, than: the methods; no `than` for a slope.
         better_mean, than_mean: of what was read off their runs; None where a run failed or never got there.
-        difference: the mean over the seeds of how much better it is, in the unit of what is read off; of a slope the
-            fitted one less the predicted one.
+        difference: the mean over the seeds of how much better it is, in the unit of what is read off, or in powers of
+            ten; of a slope the fitted one less the predicted one.
         half_width: of its confidence interval; None where it has none.
         state: what the interval says.
         note: what a reader has to know besides.
@@ -137,7 +137,8 @@ def _comparison(entry: Entry, claim: Claim, panel: str, than: str, runs: Runs) -
     mine = [reading(entry, claim, one) for one in left if one is not None]
     other = [reading(entry, claim, one) for one in right if one is not None]
     sign = next(_sign(entry, claim, one) for one in left if one is not None)
-    apart = [sign * (a.value - claim.ratio * b.value) for a, b in zip(mine, other, strict=True)]
+    scale = math.log10 if claim.log else float
+    apart = [sign * (scale(a.value) - scale(claim.ratio * b.value)) for a, b in zip(mine, other, strict=True)]
     mean, half = interval(apart)
     state, note = _state(mean, half, claim.level), ""
     if not all(one.reached for one in mine):

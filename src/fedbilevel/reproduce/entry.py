@@ -56,6 +56,7 @@ class Claim:
         reach: of "first": the value that is to be reached.
         of: of "first" and "mean": the cost; None takes the entry's `against`.
         ratio: what `better` has is compared with `ratio` times what the other has.
+        log: readings are compared by their decimal logarithms, as errors are that fall by powers of ten.
         level: the claim is that both are level: their difference lies within ±level.
         slope: the claim is that, on logarithmic axes, what is read off grows with the panels' values by this slope.
         within: of a slope: the fitted one may differ by so much and twice its standard error, which may be no more.
@@ -70,6 +71,7 @@ class Claim:
     reach: float | None = None
     of: str | None = None
     ratio: float = 1.0
+    log: bool = False
     level: float | None = None
     slope: float | None = None
     within: float = 0.1
