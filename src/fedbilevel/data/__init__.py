@@ -2,6 +2,7 @@
 
 from fedbilevel.data.characters import CHARACTERS, Characters, Drawings, load_characters
 from fedbilevel.data.files import Progress
+from fedbilevel.data.heart import load_heart
 from fedbilevel.data.loaders import LOADERS, TABLES, Dataset, load, load_table, standardise
 from fedbilevel.data.packing import Packed, open_clients, pack, pack_arrays, write_clients
 from fedbilevel.data.partitions import (
@@ -31,6 +32,7 @@ __all__ = [
     "iid",
     "load",
     "load_characters",
+    "load_heart",
     "load_table",
     "one_label",
     "open_clients",

@@ -29,12 +29,12 @@ class File:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A public home and the files below it; `mean` and `std` are of the training pixels in [0, 1]."""
+    """A public home and the files below it; `mean` and `std` are of the training pixels in [0, 1], if there are any."""
 
     home: str
     files: tuple[File, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
 
 # The sizes and checksums are those of the makers' own files: the md5 sums they publish (MNIST f68b3c2d...,
@@ -70,6 +70,31 @@ SOURCES: dict[str, DataSource] = {
     ),
     "omniglot": DataSource(
         "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/", OMNIGLOT, (0.0779,), (0.2303,)
+    ),
+    "heart": DataSource(
+        home="https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease/",
+        files=(
+            File(
+                "processed.cleveland.data",
+                18_461,
+                "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8",
+            ),
+            File(
+                "processed.hungarian.data",
+                10_263,
+                "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796",
+            ),
+            File(
+                "processed.switzerland.data",
+                4_109,
+                "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314",
+            ),
+            File(
+                "processed.va.data",
+                6_737,
+                "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f",
+            ),
+        ),
     ),
 }
 

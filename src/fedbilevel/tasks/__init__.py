@@ -6,6 +6,7 @@ from fedbilevel.tasks.classification import classification
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.fair_classification import fair_classification
 from fedbilevel.tasks.few_shot import few_shot
+from fedbilevel.tasks.hospitals import hospitals
 from fedbilevel.tasks.hyper_cleaning import hyper_cleaning
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.location import location
@@ -22,6 +23,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "compositional": compositional,
     "fair_classification": fair_classification,
     "few_shot": few_shot,
+    "hospitals": hospitals,
     "hyper_cleaning": hyper_cleaning,
     "hyper_representation": hyper_representation,
     "location": location,
@@ -34,7 +36,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 """Every task by its command-line name."""
 
-MEASURED_PER_CLIENT = ("classification", "hyper_cleaning", "hyper_representation", "loss_tuning")
+MEASURED_PER_CLIENT = ("classification", "hospitals", "hyper_cleaning", "hyper_representation", "loss_tuning")
 """The tasks that have `metrics_per_client`."""
 
 __all__ = ["MEASURED_PER_CLIENT", "TASKS", "Task", *sorted(TASKS)]

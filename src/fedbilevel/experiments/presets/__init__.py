@@ -7,6 +7,7 @@ One module per task; in it, one table of algorithms per data set.
 from fedbilevel.experiments.presets import (
     closed_forms,
     few_shot,
+    hospitals,
     hyper_cleaning,
     hyper_representation,
     images,
@@ -19,6 +20,7 @@ from fedbilevel.experiments.presets.table import Preset
 
 TASKS: dict[str, dict[str | None, Preset]] = {
     "few_shot": few_shot.PRESETS,
+    "hospitals": hospitals.PRESETS,
     "hyper_cleaning": hyper_cleaning.PRESETS,
     "hyper_representation": hyper_representation.PRESETS,
     "location": location.PRESETS,

@@ -1,0 +1,203 @@
+"""Heart disease in four hospitals: a penalty per feature and a weight per hospital, found by cross-validation.
+
+The patients, the features and the split of FLamby's Fed-Heart-Disease (Ogier du Terrail et al., NeurIPS 2022), one
+client for each hospital; the bilevel problem is cross-validation's (Bennett et al., "Model selection via bilevel
+optimization", IJCNN 2006). Hospital i's n_i training patients, with rows a_j and disease c_j of 0 or 1, are dealt into
+K folds, k_j being the fold of j. y holds K + 1 logistic models: model k < K is trained without fold k, model K on
+everyone. With ℓ the logistic loss,
+
+    g_i = (1/n_i) Σ_j w_i [ℓ(a_jᵀy_K, c_j) + Σ_{k ≠ k_j} K/(K − 1) ℓ(a_jᵀy_k, c_j)] + Σ_k Σ_l exp(x.penalty_l) y_kl²
+    f_i = (1/n_i) Σ_j ℓ(a_jᵀy_{k_j}, c_j)               w = M softmax(x.weight)
+
+x starts at penalty_l = log(ridge) and weight = 0. The models have no term in common; f sees each patient with the model
+that has not seen it, and never model K, which is the one that is used. Every entry of a model has its penalty, those of
+the intercepts included: g is strongly convex in y.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.problem import Bilevel, SingleLevel
+from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.tree import PyTree
+from fedbilevel.data import load_heart, pack_arrays
+from fedbilevel.data.heart import FLAMBY, HOSPITALS, TRAINING, stratified
+from fedbilevel.tasks.task import Floats, Task
+
+Weighting = Literal["size", "equal"]
+Batch = Mapping[str, Array]
+
+
+def hospitals(
+    *,
+    only: Sequence[str] = (),
+    tuned: bool = True,
+    folds: int = 5,
+    offsets: bool = True,
+    ridge: float = 0.01,
+    weighting: Weighting = "size",
+    holdout: float = 0.0,
+    local_steps: Any = None,
+    seed: int = 0,
+    party: int | str = "all",
+) -> Task:
+    """One logistic model of four hospitals' patients; each hospital standardises by its own training patients.
+
+    Args:
+        only: hospitals to take, of "cleveland", "hungarian", "switzerland" and "va"; empty: all, in this order.
+        tuned: whether x is found; False: the single-level problem of the model alone, with `ridge` for every penalty,
+            which FedAvg and FedLin solve.
+        folds: K.
+        offsets: give each hospital an intercept of its own beside the common one: a feature that is 1 for its patients.
+        ridge: every penalty at the start.
+        weighting: p_i, in both losses: by training patients ("size"), or "equal".
+        holdout: the share of each hospital's training patients that is measured in place of its test patients.
+        local_steps: see Clients.
+        seed: of the split into training and test, 0 being FLamby's own, of the holdout and of the folds.
+        party: a client's number, of a federation, makes a task of its patients alone, from its own file.
+
+    Measured: accuracy and mean loss on all test patients, and each hospital's accuracy.
+    """
+    names = list(only) or list(HOSPITALS)
+    for name in names:
+        if name not in HOSPITALS:
+            raise unknown("only", name, HOSPITALS)
+    require(len(set(names)) == len(names), "only", names, "hospitals, each once")
+    require(0 < ridge < np.inf, "ridge", ridge, "positive and finite")
+    require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
+    require_count("folds", folds)
+    require(folds >= 2, "folds", folds, "at least 2")
+    if weighting not in ("size", "equal"):
+        raise unknown("weighting", weighting, ("size", "equal"))
+    numbers = list(range(len(names)))
+    if not isinstance(party, str):
+        require(party in numbers, "party", party, f"one of 0 to {len(names) - 1}, the hospitals")
+        numbers, local_steps = [party], [local_steps[party]] if isinstance(local_steps, list) else local_steps
+    wards = [_ward(names[i], i, len(names) if offsets else 0, folds, holdout, seed) for i in numbers]
+    clients = Clients(
+        Ragged(*pack_arrays(_joined([one.training for one in wards]), _parts([one.training for one in wards]))),
+        weights="size" if weighting == "size" else None,
+        local_steps=local_steps,
+    )
+    features = wards[0].training["row"].shape[1]
+    problem, x0, y0, model = _tuned(len(names), features, folds, ridge) if tuned else _single(features, ridge)
+    return Task(
+        name="hospitals",
+        problem=problem,
+        clients=RemoteClients.of(clients) if party == "server" else clients,
+        x0=x0,
+        y0=y0,
+        metrics=_metrics(model, wards, "validation" if holdout else "test"),
+        metrics_per_client={"client_accuracy": lambda x, y, batch: _accuracy(model(x, y), batch)},
+    )
+
+
+@dataclass(frozen=True)
+class _Ward:
+    """A hospital's patients: arrays by name, of one length each."""
+
+    name: str
+    training: dict[str, Floats]
+    measured: dict[str, Floats]
+
+
+def _ward(name: str, number: int, indicators: int, folds: int, holdout: float, seed: int) -> _Ward:
+    """Hospital `number` of the federation, its features followed by that many indicators of hospitals, and by 1."""
+    found = load_heart(name)
+    training, measured = stratified(found.labels, TRAINING, FLAMBY + seed)
+    if holdout:
+        kept, aside = stratified(found.labels[training], 1 - holdout, FLAMBY + seed)
+        training, measured = training[kept], training[aside]
+    own = found.rows[training].astype(float)
+    spread = np.where(np.ptp(own, axis=0) > 0, own.std(0), 1)
+    rows = (found.rows - own.mean(0)) / spread
+    constant = [float(i == number) for i in range(indicators)] + [1.0]
+    rows = np.column_stack([rows, np.tile(constant, (len(rows), 1))]).astype(np.float32)
+
+    def some(chosen: np.ndarray) -> dict[str, Floats]:
+        return {"row": rows[chosen], "label": found.labels[chosen]}
+
+    fold = dealt(found.labels[training], folds, np.random.default_rng([seed, number, 7]))
+    at = np.full(len(training), number, np.int32)
+    return _Ward(name, {**some(training), "fold": fold, "hospital": at}, some(measured))
+
+
+def dealt(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
+    """The fold of each patient, (n,) int32: one class after the other, each in random order, is dealt out in turn."""
+    mixed = rng.permutation(len(labels))
+    order = mixed[np.argsort(labels[mixed], kind="stable")]
+    fold = np.empty(len(labels), np.int32)
+    fold[order] = np.arange(len(labels)) % folds
+    return fold
+
+
+def _joined(tables: list[dict[str, Floats]]) -> dict[str, Floats]:
+    return {name: np.concatenate([one[name] for one in tables]) for name in tables[0]}
+
+
+def _parts(tables: list[dict[str, Floats]]) -> list[np.ndarray]:
+    sizes = [len(one["label"]) for one in tables]
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+def hospital_weights(x: Mapping[str, Array]) -> Array:
+    """w, shape (M,), of mean 1."""
+    return len(x["weight"]) * jax.nn.softmax(x["weight"])
+
+
+def _losses(models: Array, batch: Batch) -> Array:
+    """(n, models): the logistic loss of each patient by each model, a column of `models`."""
+    z = batch["row"] @ models
+    return jax.nn.softplus(z) - batch["label"][:, None] * z
+
+
+Model = Callable[[PyTree, PyTree], Array]
+"""(x, y) -> the coefficients (features,) that are used."""
+
+
+def _tuned(count: int, features: int, folds: int, ridge: float) -> tuple[Bilevel, PyTree, PyTree, Model]:
+    counted = jnp.append(jnp.full(folds, folds / (folds - 1)), 1.0)
+
+    def outer(x: PyTree, y: Array, batch: Batch) -> Array:
+        return jnp.mean(jnp.take_along_axis(_losses(y, batch), batch["fold"][:, None], axis=1))
+
+    def inner(x: PyTree, y: Array, batch: Batch) -> Array:
+        seen = jnp.where(batch["fold"][:, None] == jnp.arange(folds + 1), 0, counted)
+        each = hospital_weights(x)[batch["hospital"]] * jnp.sum(seen * _losses(y, batch), axis=1)
+        return jnp.mean(each) + jnp.vdot(jnp.exp(x["penalty"]), jnp.sum(y**2, axis=1))
+
+    x0 = {"penalty": jnp.full(features, jnp.log(ridge)), "weight": jnp.zeros(count)}
+    return Bilevel(outer, inner), x0, jnp.zeros((features, folds + 1)), lambda x, y: y[:, -1]
+
+
+def _single(features: int, ridge: float) -> tuple[SingleLevel, PyTree, None, Model]:
+    def loss(x: Array, batch: Batch) -> Array:
+        return jnp.mean(_losses(x[:, None], batch)) + ridge * jnp.vdot(x, x)
+
+    return SingleLevel(loss), jnp.zeros(features), None, lambda x, y: x
+
+
+def _accuracy(model: Array, batch: Batch) -> Array:
+    return jnp.mean((batch["row"] @ model > 0) == (batch["label"] > 0))
+
+
+def _metrics(model: Model, wards: list[_Ward], part: str) -> dict[str, Callable[[PyTree, PyTree], Array]]:
+    def of(patients: dict[str, Floats]) -> Callable[[PyTree, PyTree], Array]:
+        known = jax.tree.map(jnp.asarray, patients)
+        return lambda x, y: _accuracy(model(x, y), known)
+
+    everyone = _joined([one.measured for one in wards])
+    known = jax.tree.map(jnp.asarray, everyone)
+    return {
+        f"{part}_accuracy": of(everyone),
+        f"{part}_loss": lambda x, y: jnp.mean(_losses(model(x, y)[:, None], known)),
+        **{f"{part}_accuracy.{one.name}": of(one.measured) for one in wards},
+    }

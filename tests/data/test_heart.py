@@ -1,0 +1,95 @@
+"""Are the hospitals' files read as FLamby prepares them, and files with other content refused?"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hospital_files
+from fedbilevel import data
+from fedbilevel.data import heart
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    hospital_files.write(tmp_path, monkeypatch)
+    return tmp_path / "heart"
+
+
+def file_of(folder, hospital):
+    return folder / f"processed.{hospital}.data"
+
+
+@pytest.mark.parametrize("hospital", heart.HOSPITALS)
+def test_columns_are_kept_or_made_into_indicators(folder, hospital):
+    """Against the lines themselves: `?` or NaN drops a patient where the column is kept, and only there."""
+    found = data.load_heart(hospital)
+    complete, diseased = hospital_files.SIZES[hospital]
+    assert found.rows.shape == (complete, 13)
+    assert found.labels.sum() == diseased
+    for row, label, line in zip(found.rows, found.labels, hospital_files.lines(hospital)[:complete], strict=True):
+        age, sex, pain, pressure, chol, fbs, ecg, rate, angina, peak, _, _, _, num = line.split(",")
+        plain = [float(one) for one in (age, sex, pressure, chol, fbs, rate, angina, peak)]
+        indicators = [pain == "2", pain == "3", pain == "4", ecg == "1", ecg == "2"]
+        np.testing.assert_array_equal(row, np.array([*plain, *indicators], np.float32))
+        assert label == (num != "0")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: text.index("\n") + 1], "1 patients; expected 18"),
+        (lambda text: text.replace(",?,", ",", 1), "line 1: expected 14 numbers"),
+        (lambda text: text.replace(",?,", ",none,", 1), "line 1: expected 14 numbers"),
+        (lambda text: text.replace(",?,", ",inf,", 1), "line 1: expected 14 numbers"),
+        (lambda text: text.replace(",?,", ",1e5,", 1), "line 1: expected 14 numbers"),
+        (lambda text: "?" + text[text.index(",") :], "15 patients without a missing value, 1[45] of them diseased"),
+        (lambda text: text.replace(",0\n", ",1\n"), "16 patients without a missing value, 16 of them"),
+        (lambda text: "", "0 patients; expected 18"),
+    ],
+)
+def test_other_content_is_refused(folder, change, words):
+    file = file_of(folder, "switzerland")
+    file.write_text(change(file.read_text()))
+    with pytest.raises(data.DataError, match=words):
+        data.load_heart("switzerland")
+
+
+def test_unknown_names_are_refused_and_no_other_file_is_touched(folder):
+    with pytest.raises(data.DataError, match=r"hospital 'zurich' is unknown.*cleveland, hungarian, switzerland, va"):
+        data.load_heart("zurich")
+    for hospital in ("cleveland", "hungarian", "switzerland"):
+        file_of(folder, hospital).write_text("not this one's")
+    assert len(data.load_heart("va").labels) == 24
+
+
+def test_both_classes_are_divided_in_proportion():
+    labels = (np.arange(200) % 4 == 0).astype(np.int32)
+    chosen, rest = heart.stratified(labels, 0.66, 5)
+    assert sorted([*chosen, *rest]) == list(range(200))
+    assert (labels[chosen].sum(), labels[rest].sum()) == (33, 17)
+    again, other = heart.stratified(labels, 0.66, 5)[0], heart.stratified(labels, 0.66, 6)[0]
+    np.testing.assert_array_equal(chosen, again)
+    assert set(chosen) != set(other)
+    assert sorted(map(len, heart.stratified(labels[:10], 0.7, 0))) == [3, 7]  # no patient is lost to rounding
+    assert list(map(len, heart.stratified(labels, 0.001, 0))) == [1, 199]
+    one_healthy = (np.arange(46) > 0).astype(np.int32)  # nobody can be in both parts
+    assert list(map(len, heart.stratified(one_healthy, 0.66, 43))) == [30, 16]
+
+
+@pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
+def test_the_real_files_have_the_counts_that_flamby_publishes():
+    if not (Path(os.environ["FEDBILEVEL_DATA"]) / "heart").is_dir():
+        pytest.skip("no folder heart")
+    found = {}
+    for hospital in heart.HOSPITALS:
+        patients = data.load_heart(hospital)
+        parts = heart.stratified(patients.labels, heart.TRAINING, heart.FLAMBY)
+        found[hospital] = (len(patients.labels), *map(len, parts))
+    assert found == {
+        "cleveland": (303, 199, 104),
+        "hungarian": (261, 172, 89),
+        "switzerland": (46, 30, 16),
+        "va": (130, 85, 45),
+    }

@@ -1,0 +1,39 @@
+"""Files like those of the four hospitals, with fewer patients, made up."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedbilevel.data import heart
+
+SIZES = {"cleveland": (40, 18), "hungarian": (30, 11), "switzerland": (16, 15), "va": (24, 17)}  # complete, diseased
+MISSING = {"cleveland": "?", "hungarian": "NaN", "switzerland": "?", "va": "NaN"}
+INCOMPLETE = 2  # patients of each hospital, at the end of its file
+
+
+def lines(hospital: str) -> list[str]:
+    """A file's lines: disease goes with age, sex and chest pain; slope is missing throughout, as it mostly is."""
+    rng = np.random.default_rng(sorted(SIZES).index(hospital))
+    count, diseased = SIZES[hospital]
+    sick = rng.permutation(np.arange(count) < diseased).tolist() + [True] * INCOMPLETE
+    out = []
+    for number, ill in enumerate(sick):
+        age, pressure, rate = rng.normal([50 + 8 * ill, 130, 150 - 20 * ill], [8, 15, 20]).round()
+        other = MISSING[hospital] if number >= count else f"{rng.normal(230, 40):.0f}"
+        sex, pain, ecg = rng.random() < 0.5 + 0.3 * ill, 4 if rng.random() < 0.5 * ill else number % 4 + 1, number % 3
+        angina, peak = rng.random() < 0.2 + 0.5 * ill, rng.gamma(1 + ill)
+        kept = f"{age},{sex:d},{pain},{pressure},{other},{number % 7 == 0:d},{ecg},{rate},{angina:d},{peak:.1f}"
+        out.append(f"{kept},{MISSING[hospital]},{number % 4},3,{rng.integers(1, 5) if ill else 0}")
+    return out
+
+
+def write(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Write the four files to where data are looked for, FOLDER/heart, and make their counts the expected ones."""
+    (folder / "heart").mkdir()
+    for hospital, (count, diseased) in SIZES.items():
+        text = "\n".join(lines(hospital)) + "\n"
+        (folder / "heart" / f"processed.{hospital}.data").write_text(text)
+        patch.setitem(heart.HOSPITALS, hospital, heart.Counts(count + INCOMPLETE, count, diseased))
+    patch.setenv("FEDBILEVEL_DATA", str(folder))
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
