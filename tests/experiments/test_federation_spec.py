@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+import hospital_files
 from fedbilevel.cli import main
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.federation import write_app
@@ -59,6 +60,40 @@ def test_a_spec_gives_the_same_numbers_as_a_simulation(spec, tmp_path):
     exchanges = [json.loads(line) for line in (tmp_path / "a" / "exchanges.jsonl").read_text().splitlines()]
     assert [line["answered"] for line in exchanges] == [[0, 1, 2]] * 4
     assert sum(line["bytes_down"] for line in exchanges) == a.ledger["bytes_down"]
+
+
+def test_four_hospitals_give_the_same_numbers_as_a_simulation(tmp_path, monkeypatch):
+    """Clients' programs differ from the simulation's, in which four clients are one batch: float64 rounding apart."""
+    hospital_files.write(tmp_path, monkeypatch)
+    spec = configure(task="hospitals", algorithm="simfbo", settings=["run.rounds=3", "run.eval_every=3"])
+    federation.serve(spec, InProcess(federation.client_app(spec), 4), {"out": str(tmp_path / "a")})
+    run(spec, tmp_path / "b")
+    assert_same_result(tmp_path / "a", tmp_path / "b", 1e-12)
+    last = [load_run(tmp_path / name).history.rows[-1] for name in "ab"]
+    assert {name: last[0][name] for name in last[0] if "test" in name} == pytest.approx(
+        {name: last[1][name] for name in last[1] if "test" in name}, rel=1e-12
+    )
+    assert "test_accuracy.va" in last[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "clients", "rounds"),
+    [
+        ([], "hyper_representation", 4, 50),
+        (["--clients", "3", "--rounds", "7"], "hyper_representation", 3, 7),
+        (["--task", "hospitals"], "hospitals", 4, 50),
+        (["--spec", "SPEC", "--set", "run.rounds=5"], "quadratic", 3, 5),
+    ],
+)
+def test_a_demo_plays_the_task_that_is_asked_for(given, task, clients, rounds, spec, tmp_path, monkeypatch):
+    hospital_files.write(tmp_path, monkeypatch)
+    (tmp_path / "spec.toml").write_text(spec.to_toml())
+    played = []
+    monkeypatch.setattr(federation, "play_demo", lambda spec, count, out, persistent: played.append((spec, count)))
+    given = [str(tmp_path / "spec.toml") if one == "SPEC" else one for one in given]
+    assert main(["flower", "demo", *given]) == 0
+    ((asked, count),) = played
+    assert (asked.task.name, count, asked.run.rounds) == (task, clients, rounds)
 
 
 def test_settings_of_the_run_configuration_change_both_sides(spec, tmp_path):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from fedbilevel.cli.shared import ALGORITHM_HELP, OK, TASK_HELP, Add, count, prepare_jax, settings, spec_tables
 
 DEMO_TEXT = """\
 Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
-trains a network on handwritten digits that are divided over the clients, and stops everything it started.
+plays a task (a network on handwritten digits that are divided over the clients), and stops everything it started.
 """
 
 
@@ -19,8 +20,9 @@ def add_to(add: Add) -> None:
     inside = Add(commands)
     new = inside("new", _new, "write a Flower app for a task")
     new.add_argument("folder", type=Path, metavar="DIR", help="where to: new or empty")
-    new.add_argument("--task", metavar="TASK", help=TASK_HELP)
     for command in (new, demo := inside("demo", _demo, "run a federation of processes on this machine", DEMO_TEXT)):
+        command.add_argument("--task", metavar="TASK", help=TASK_HELP)
+        command.add_argument("--spec", metavar="FILE", help="a spec in TOML; the other options change it")
         command.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
         command.add_argument(
             "--set", action="append", default=[], metavar="FIELD=VALUE", help="see `fedbilevel run -h`"
@@ -31,7 +33,6 @@ def add_to(add: Add) -> None:
     keys.add_argument("folder", type=Path, metavar="DIR", help="where to: nothing is overwritten")
     keys.add_argument("--clients", type=count, metavar="N", required=True, help="how many clients")
     keys.add_argument("--host", action="append", metavar="NAME", help="how the server is reached: name or address")
-    new.add_argument("--spec", metavar="FILE", help="a spec in TOML; the other options change it")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
     demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
@@ -68,10 +69,13 @@ def _keys(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     prepare_jax()
     from fedbilevel.experiments import configure
-    from fedbilevel.experiments.federation import play_demo
+    from fedbilevel.experiments.federation import play_demo, seen_by
 
-    clients = options.clients or 4
-    given = [f"task.clients={clients}", "run.cohort=none", "run.rounds=50", "run.eval_every=5", *settings(options)]
-    spec = configure(algorithm=options.algorithm, settings=given)
-    play_demo(spec, clients, options.out, persistent=not options.stock)
+    base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
+    named: dict[str, Any] = {"task": options.task, "algorithm": options.algorithm}
+    given = [] if base else ["run.cohort=none", "run.rounds=50", "run.eval_every=5"]
+    if options.clients or (not base and "clients" in configure(**named).task.fields):
+        given.append(f"task.clients={options.clients or 4}")
+    spec = configure(base, **named, settings=[*given, *settings(options)])
+    play_demo(spec, len(seen_by(spec, "server").clients), options.out, persistent=not options.stock)
     return OK

@@ -1,0 +1,150 @@
+"""Heart disease in four hospitals: every method on the same splits, its steps chosen on held-out training patients.
+
+    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/hospitals.py play --out DIR [--splits 0,1,2,3,4]
+    .venv/bin/python benchmarks/hospitals.py table --out DIR
+
+`play` makes, for each split and method, the sweep of nine trials that is in METHODS (`fedbilevel sweep` with
+task.holdout=0.25, by validation_loss), and the chosen spec's run on all training patients (`fedbilevel run`); what is
+finished is not made again. Nothing is chosen with patients that are test patients of the same split. `table` prints
+each method's test accuracy in each hospital beside FLamby's, and paired differences to FedAvg with 95 % intervals.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import t as student
+
+from fedbilevel.cli import main as fedbilevel
+
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+TRAINED, TESTED = (199, 172, 30, 85), (104, 89, 16, 45)
+RIDGES = ["--grid", "task.ridge=0.0003,0.003,0.03"]
+SINGLE = ["--set", "task.tuned=false", "--grid", "outer_lr=0.3,1,2", *RIDGES]
+METHODS: dict[str, list[str]] = {
+    "FedAvg": ["--algorithm", "fedavg", *SINGLE],
+    "FedLin": ["--algorithm", "fedlin", *SINGLE],
+    "pooled": ["--algorithm", "fedavg", "--set", "run.pooled=true", *SINGLE],
+    **{f"alone-{one}": ["--algorithm", "fedavg", "--set", f'task.only=["{one}"]', *SINGLE] for one in HOSPITALS},
+    "SimFBO": ["--algorithm", "simfbo", "--grid", "server_lr.x=1,3,10", *RIDGES],
+    "FedBiO": ["--algorithm", "fedbio", "--grid", "client_lr.x=0.2,0.6,2", *RIDGES],
+    "FedNest": ["--algorithm", "fednest", "--grid", "outer_lr=1,3,10", *RIDGES],
+    "FedAvg, one intercept": ["--algorithm", "fedavg", "--set", "task.offsets=false", *SINGLE],
+    "SimFBO, one intercept": [
+        *("--algorithm", "simfbo", "--set", "task.offsets=false"),
+        *("--grid", "server_lr.x=1,3,10", *RIDGES),
+    ],
+}
+FLAMBY = {  # published means of five training seeds on one split
+    "pooled": (0.783, 0.764, 0.750, 0.644),
+    "alone": (0.746, 0.746, 0.725, 0.702),
+    "FedAvg": (0.731, 0.719, 0.650, 0.640),
+    "FedAdam": (0.752, 0.746, 0.738, 0.667),
+    "FedYogi": (0.760, 0.753, 0.738, 0.676),
+}
+FEDERATED = ("FedAvg", "FedAdam", "FedYogi")
+
+
+def done(*arguments: str) -> None:
+    if code := fedbilevel(arguments):
+        raise SystemExit(f"fedbilevel {' '.join(arguments)} ended with {code}")
+
+
+def play(out: Path, splits: Sequence[int]) -> None:
+    """One sweep and one run for each split and method."""
+    for split in splits:
+        for name, options in METHODS.items():
+            place = out / f"split-{split}" / name.replace(", ", "-").replace(" ", "-")
+            if (place / "run" / "summary.json").is_file():
+                continue
+            seeds, sweep = ["--seeds", str(split), "--quiet"], place / "sweep"
+            if (sweep / "definition.json").is_file():
+                done("sweep", "--resume", str(sweep))
+            else:
+                selecting = ["--set", "task.holdout=0.25", "--select", "validation_loss"]
+                done("sweep", "hospitals", *options, *selecting, *seeds, "--out", str(sweep))
+            done(
+                *("run", "--spec", str(sweep / "chosen.toml"), "--set", "task.holdout=0"),
+                *("--set", f"task.seed={split}", "--set", f"run.seed={split}", "--quiet", "--out", str(place / "run")),
+            )
+
+
+def accuracies(out: Path) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The splits that are finished, and (splits, hospitals) of each method; the four alone are one method."""
+    splits = sorted(int(place.name.removeprefix("split-")) for place in out.glob("split-*"))
+    found: dict[str, list[list[float]]] = {}
+    kept = []
+    for split in splits:
+        rows = {}
+        for name in METHODS:
+            place = out / f"split-{split}" / name.replace(", ", "-").replace(" ", "-") / "run"
+            if (place / "summary.json").is_file():
+                rows[name] = last_row(place)
+        if len(rows) < len(METHODS):
+            continue
+        kept.append(split)
+        for name, row in rows.items():
+            if not name.startswith("alone-"):
+                found.setdefault(name, []).append([row[f"test_accuracy.{one}"] for one in HOSPITALS])
+        found.setdefault("alone", []).append([rows[f"alone-{one}"][f"test_accuracy.{one}"] for one in HOSPITALS])
+    return kept, {name: np.array(rows) for name, rows in found.items()}
+
+
+def last_row(run: Path) -> dict[str, float]:
+    """The last row of a run's history."""
+    return json.loads((run / "history.jsonl").read_text().splitlines()[-1])
+
+
+def interval(values: np.ndarray, shared: float = 0.0) -> np.ndarray:
+    """Half the 95 % Student interval of the mean over splits, (hospitals,).
+
+    shared: the test patients over the training patients. Splits of the same patients are not independent: with it the
+    variance of the mean is s²(1/J + shared), Nadeau and Bengio's (Machine Learning 52, 2003), in place of s²/J.
+    """
+    count = len(values)
+    return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
+
+
+def table(out: Path) -> None:
+    """Print everything as tables in Markdown."""
+    splits, found = accuracies(out)
+    print(f"splits {splits}\n\n| test accuracy | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
+    for name, published in FLAMBY.items():
+        print(f"| FLamby: {name} | " + " | ".join(f"{value:.3f}" for value in published) + " |")
+    for name, rows in found.items():
+        cells = zip(rows.mean(0), interval(rows), strict=True)
+        print(f"| {name} | " + " | ".join(f"{mean:.3f} ± {half:.3f}" for mean, half in cells) + " |")
+    shared = np.array(TESTED) / np.array(TRAINED)
+    print(f"\n| paired difference to FedAvg | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
+    for name, rows in found.items():
+        change = rows - found["FedAvg"]
+        cells = zip(change.mean(0), interval(change), interval(change, shared), strict=True)
+        print(f"| {name} | " + " | ".join(f"{mean:+.3f} ± {a:.3f} ({b:.3f})" for mean, a, b in cells) + " |")
+    best = np.max([FLAMBY[name] for name in FEDERATED], axis=0)
+    print(f"\n| above FLamby's best federated | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
+    for name, rows in found.items():
+        cells = zip(rows.mean(0) - best, interval(rows), interval(rows, shared), strict=True)
+        print(f"| {name} | " + " | ".join(f"{mean:+.3f} ± {a:.3f} ({b:.3f})" for mean, a, b in cells) + " |")
+    first = splits.index(0) if 0 in splits else None
+    if first is not None:
+        print(f"\n| on FLamby's own split | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
+        for name, rows in found.items():
+            print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in rows[first]) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("play", "table"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--splits", default="0,1,2,3,4")
+    options = parser.parse_args()
+    if options.what == "play":
+        play(options.out, [int(one) for one in options.splits.split(",")])
+    else:
+        table(options.out)
+
+
+if __name__ == "__main__":
+    main()
