@@ -1,7 +1,7 @@
 """Heart disease in four hospitals: every method on the same splits, its steps chosen on held-out training patients.
 
     FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/hospitals.py play --out DIR [--splits 0,1,2,3,4]
-    .venv/bin/python benchmarks/hospitals.py table --out DIR
+    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/hospitals.py table --out DIR
 
 `play` makes, for each split and method, the sweep of nine trials that is in METHODS (`fedbilevel sweep` with
 task.holdout=0.25, by validation_loss), and the chosen spec's run on all training patients (`fedbilevel run`); what is
@@ -18,6 +18,9 @@ import numpy as np
 from scipy.stats import t as student
 
 from fedbilevel.cli import main as fedbilevel
+from fedbilevel.data import load_heart
+from fedbilevel.data.heart import FLAMBY as FLAMBY_SEED
+from fedbilevel.data.heart import TRAINING, stratified
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 TRAINED, TESTED = (199, 172, 30, 85), (104, 89, 16, 45)
@@ -89,7 +92,15 @@ def accuracies(out: Path) -> tuple[list[int], dict[str, np.ndarray]]:
             if not name.startswith("alone-"):
                 found.setdefault(name, []).append([row[f"test_accuracy.{one}"] for one in HOSPITALS])
         found.setdefault("alone", []).append([rows[f"alone-{one}"][f"test_accuracy.{one}"] for one in HOSPITALS])
+        found.setdefault("majority", []).append([majority(one, split) for one in HOSPITALS])
     return kept, {name: np.array(rows) for name, rows in found.items()}
+
+
+def majority(hospital: str, split: int) -> float:
+    """The test accuracy of saying of everyone what most of that hospital's training patients are."""
+    labels = load_heart(hospital).labels
+    training, test = stratified(labels, TRAINING, FLAMBY_SEED + split)
+    return float(np.mean(labels[test] == (np.mean(labels[training]) > 0.5)))
 
 
 def last_row(run: Path) -> dict[str, float]:
@@ -117,21 +128,21 @@ def table(out: Path) -> None:
         cells = zip(rows.mean(0), interval(rows), strict=True)
         print(f"| {name} | " + " | ".join(f"{mean:.3f} ± {half:.3f}" for mean, half in cells) + " |")
     shared = np.array(TESTED) / np.array(TRAINED)
-    print(f"\n| paired difference to FedAvg | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
-    for name, rows in found.items():
-        change = rows - found["FedAvg"]
-        cells = zip(change.mean(0), interval(change), interval(change, shared), strict=True)
-        print(f"| {name} | " + " | ".join(f"{mean:+.3f} ± {a:.3f} ({b:.3f})" for mean, a, b in cells) + " |")
     best = np.max([FLAMBY[name] for name in FEDERATED], axis=0)
-    print(f"\n| above FLamby's best federated | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
-    for name, rows in found.items():
-        cells = zip(rows.mean(0) - best, interval(rows), interval(rows, shared), strict=True)
-        print(f"| {name} | " + " | ".join(f"{mean:+.3f} ± {a:.3f} ({b:.3f})" for mean, a, b in cells) + " |")
-    first = splits.index(0) if 0 in splits else None
-    if first is not None:
+    compared("paired difference to FedAvg", {name: rows - found["FedAvg"] for name, rows in found.items()}, shared)
+    compared("above FLamby's best federated", {name: rows - best for name, rows in found.items()}, shared)
+    if 0 in splits:
         print(f"\n| on FLamby's own split | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
         for name, rows in found.items():
-            print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in rows[first]) + " |")
+            print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in rows[splits.index(0)]) + " |")
+
+
+def compared(title: str, changes: dict[str, np.ndarray], shared: np.ndarray) -> None:
+    """Print mean differences, each with the half of both intervals."""
+    print(f"\n| {title} | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
+    for name, change in changes.items():
+        cells = zip(change.mean(0), interval(change), interval(change, shared), strict=True)
+        print(f"| {name} | " + " | ".join(f"{mean:+.3f} ± {a:.3f} ({b:.3f})" for mean, a, b in cells) + " |")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from fedbilevel.experiments.presets.table import (
 
 ALGORITHMS: dict[str, Fields] = {
     **each(SINGLE_LOOP, {"local_steps": 1, "client_lr": 1.0, "server_lr": xyv(3.0, 1.0, 1.0)}),
-    **each(FEDBIO, {"client_lr": xyv(0.6, 0.2, 0.2)}),
+    **each(FEDBIO, {"client_lr": xyv(2.0, 0.2, 0.2)}),
     **each(HESSIAN_INVERTING, {**inner(rounds=3, lr=1.0), "outer_lr": 3.0, **neumann(name="cg")}),
     **each(("fedavg", "fedlin"), {"outer_lr": 1.0}),
 }
