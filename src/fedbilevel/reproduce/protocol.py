@@ -26,7 +26,7 @@ from fedbilevel.experiments.search import specs_of
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec, configure
 from fedbilevel.experiments.sweep import Definition, Said, sweep_specs
-from fedbilevel.reproduce.claims import Runs
+from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale
 from fedbilevel.sweeps.outcome import Sweep
 
@@ -169,8 +169,10 @@ def _run(
 
 
 def _last(entry: Entry, history: History | None) -> str:
-    row = history.rows[-1] if history else {}
-    return f"{entry.metric} {row.get(entry.metric, float('nan')):.4g} ({row.get('exchanges', 0):,.0f} exchanges)"
+    assert history is not None
+    row = history.rows[-1]
+    found = metric_in(row, entry.metric)
+    return f"{entry.metric} {'–' if found is None else f'{found:.4g}'} ({row['exchanges']:,.0f} exchanges)"
 
 
 def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line: None) -> None:
