@@ -18,35 +18,50 @@ from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
-class InnerSteps(Part):
-    """What the ways to step on y share.
+class InnerRounds(Part):
+    """Rounds of local steps on y, each with exchanges of its own.
 
     Args:
         rounds: T, rounds of steps on y for each step on x.
         local_steps: τ_i, a client's local steps in each of these rounds; a number that the clients bring themselves
             (`Clients.local_steps`) takes precedence.
+    """
+
+    rounds: int = positive_integer(default=1)
+    local_steps: int = positive_integer(default=5)
+
+    @abstractmethod
+    def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool) -> PyTree:
+        """y after one round; `merged` leaves out exchanges whose result is known to be zero."""
+
+    def descend(
+        self, fed: Fed, x: PyTree, y: PyTree, key: Array, *, rounds: int | Array | None = None, merged: bool = False
+    ) -> PyTree:
+        """y after `rounds` of steps (None: those of the field)."""
+        number = self.rounds if rounds is None else rounds
+        return fed.repeat(number, lambda fed, y, key: self.once(fed, x, y, key, merged), y, key)
+
+    def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
+        """(y, key) -> ∇y g_i(x, y) on drawn samples."""
+        return inner_loss_at(client, x, y, client.batch_size, self.local_steps).gradient
+
+
+class InnerSteps(InnerRounds):
+    """Rounds of local steps on y whose mean change the server takes.
+
+    Args:
         lr: β; a client's step is β/τ_i.
         server_lr: the server takes so many times the mean change of y: 1 in the papers, up to M where each client has
             inner unknowns of its own, which all others leave as they are. Of submodels the mean is over the clients
             that hold an entry, and the smallest number of holders is the bound.
     """
 
-    rounds: int = positive_integer(default=1)
-    local_steps: int = positive_integer(default=5)
     lr: float = positive(default=0.5)
     server_lr: float = positive(default=1.0)
 
     @abstractmethod
-    def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array, *, merged: bool = False) -> PyTree:
-        """y after `rounds` of steps."""
-
-    @abstractmethod
     def leaves_out(self) -> bool:
         """Whether `merged` leaves out an exchange of these rounds."""
-
-    def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
-        """(y, key) -> ∇y g_i(x, y) on drawn samples."""
-        return inner_loss_at(client, x, y, client.batch_size, self.local_steps).gradient
 
 
 class LocalSGD(InnerSteps):
@@ -54,15 +69,8 @@ class LocalSGD(InnerSteps):
 
     kind: ClassVar[str] = "sgd"
 
-    def descend(
-        self, fed: Fed, x: PyTree, y: PyTree, key: Array, *, rounds: int | Array | None = None, merged: bool = False
-    ) -> PyTree:
-        """y after `rounds` of steps (None: those of the field)."""
-
-        def once(fed: Fed, y: PyTree, key: Array) -> PyTree:
-            return move(y, self.server_lr, fed.mean(self.descent, (x, y), key, unbiased=True))
-
-        return fed.repeat(self.rounds if rounds is None else rounds, once, y, key)
+    def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool) -> PyTree:
+        return move(y, self.server_lr, fed.mean(self.descent, (x, y), key, unbiased=True))
 
     def leaves_out(self) -> bool:
         return False
@@ -84,18 +92,13 @@ class SVRG(InnerSteps):
 
     kind: ClassVar[str] = "svrg"
 
-    def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array, *, merged: bool = False) -> PyTree:
-        """y after `rounds` of steps; `merged` leaves out what is known to be zero: the drift of a single step."""
-
-        def once(fed: Fed, y: PyTree, key: Array) -> PyTree:
-            first, second = jax.random.split(key)
-            q = fed.mean(self.gradient, (x, y), first, unbiased=True)
-            change = scaled(-self.lr, q)
-            if not (merged and self.local_steps == 1 and not fed.has_client_steps):
-                change = optax.tree.add(change, fed.mean(self.corrected_descent, (x, y, q), second))
-            return move(y, self.server_lr, change)
-
-        return fed.repeat(self.rounds, once, y, key)
+    def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool) -> PyTree:
+        first, second = jax.random.split(key)
+        q = fed.mean(self.gradient, (x, y), first, unbiased=True)
+        change = scaled(-self.lr, q)
+        if not (merged and self.local_steps == 1 and not fed.has_client_steps):  # the drift of a single step is zero
+            change = optax.tree.add(change, fed.mean(self.corrected_descent, (x, y, q), second))
+        return move(y, self.server_lr, change)
 
     def leaves_out(self) -> bool:
         return self.local_steps == 1
@@ -125,36 +128,25 @@ def mean_gradient(gradient: Gradient, y: PyTree, count: int | Array, lr: Any, ke
     return jax.tree.map(lambda leaf: leaf / count, total)
 
 
-class MeanGradient(Part):
+class MeanGradient(InnerRounds):
     """AFBO's inner rounds: clients reply with the mean gradient along their local steps, the server steps along it.
 
     Args:
-        rounds: K, rounds of steps on y for each step on x.
-        local_steps: E_i, a client's local steps in each of these rounds; a number that the clients bring themselves
-            (`Clients.local_steps`) takes precedence.
         client_lr: η, a client's step.
         lr: β, the server's step.
     """
 
     kind: ClassVar[str] = "mean-gradient"
 
-    rounds: int = positive_integer(default=1)
-    local_steps: int = positive_integer(default=5)
     client_lr: float = positive(default=0.01)
     lr: float = positive(default=0.5)
 
-    def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """y after `rounds` of steps."""
-
-        def once(fed: Fed, y: PyTree, key: Array) -> PyTree:
-            return move(y, -self.lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
-
-        return fed.repeat(self.rounds, once, y, key)
+    def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool) -> PyTree:
+        return move(y, -self.lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
 
     @phase(takes=("x", "y"), gives="y")
     def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """G_i, the mean of the gradients along E_i local steps on y."""
         x, y = at
         count = client.local_steps(self.local_steps)
-        gradient = inner_loss_at(client, x, y, client.batch_size, self.local_steps).gradient
-        return Reply(mean_gradient(gradient, y, count, self.client_lr, key), gradients=count)
+        return Reply(mean_gradient(self.gradient_at(client, x, y), y, count, self.client_lr, key), gradients=count)
