@@ -135,7 +135,8 @@ def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
         yield f"- Nothing is chosen: {entry.untuned}"
     made, seeds = one["environment"], ", ".join(map(str, one["seeds"]))
     software = f"jax {made['jax']}, NumPy {made['numpy']}, Python {made['python']}"
-    yield f"- Seeds {seeds}; {one['minutes']:.1f} minutes, {one['processor_seconds']:.0f} processor seconds, which other"
+    spent = f"{one['minutes']:.1f} minutes, {one['processor_seconds']:.0f} processor seconds"
+    yield f"- Seeds {seeds}; {spent}, which other"
     yield f"  programs shared; {software}, {made['cpus']} cores."
     yield ""
 
