@@ -25,6 +25,7 @@ PAPERS = {
     "fism": "Federated incremental subgradient method (FISM, Boontawee et al.)",
     "rabo": "RABO and RAFBO (Li et al.)",
     "simfbo": "SimFBO and ShroFBO (Yang et al., NeurIPS 2023)",
+    "theory": "What theorems claim",
 }
 NOT_RUN = "not run"
 MARK = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", NOT_RUN: "–"}

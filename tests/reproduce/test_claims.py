@@ -111,6 +111,11 @@ def test_the_mean_over_the_cost_is_trapezoidal() -> None:
     assert mean_over([0, 10, 100], [0.0, 1.0, 1.0]) == pytest.approx(0.95)
 
 
+def test_the_late_half_is_a_mean_over_rows() -> None:
+    found = only({"by": "late"}, [history([9.0, 9.0, 0.2, 0.4])] * 2, [history([9.0, 0.1, 0.1])] * 2)
+    assert (found.better_mean, found.than_mean) == (pytest.approx(0.3), pytest.approx(0.1))
+
+
 def test_costs_are_compared_by_their_ratio() -> None:
     made = entry([{"says": "-", "better": "A", "than": ["B"], "metric": "exchanges", "ratio": 0.3}])
     runs = {"A": [history([0.1] * 3)] * 2, "B": [history([0.1] * 11)] * 2}
@@ -136,12 +141,13 @@ def test_failed_runs() -> None:
 
 def test_a_slope_and_its_error() -> None:
     x = np.array([1.0, 10.0, 100.0, 1000.0])
-    assert fitted_slope(x, 3 * x**-0.5) == pytest.approx((-0.5, 0.0), abs=1e-12)
+    seeds = np.array([3.0, 700.0])  # each with an intercept of its own, which the error does not count
+    assert fitted_slope(x, np.outer(x**-0.5, seeds)) == pytest.approx((-0.5, 0.0), abs=1e-12)
     rng = np.random.default_rng(0)
-    noisy = [fitted_slope(x, 3 * x**-0.5 * np.exp(0.1 * rng.normal(size=4))) for _ in range(2000)]
+    noisy = [fitted_slope(x, np.outer(x**-0.5, seeds) * np.exp(0.1 * rng.normal(size=(4, 2)))) for _ in range(2000)]
     slopes, errors = np.transpose(noisy)
-    # Var = σ²/Σ(u − ū)², with log x of spacing ln 10: Σ = 5 (ln 10)².
-    expected = 0.1 / math.sqrt(5) / math.log(10)
+    # Var = σ²/Σ(u − ū)², with log x of spacing ln 10 and two seeds: Σ = 2·5 (ln 10)².
+    expected = 0.1 / math.sqrt(10) / math.log(10)
     assert np.std(slopes) == pytest.approx(expected, rel=0.1)
     assert np.sqrt(np.mean(errors**2)) == pytest.approx(expected, rel=0.1)
 
@@ -152,8 +158,9 @@ def test_a_claim_of_a_slope() -> None:
     made = entry(claims, panels=panels, series="clients", metric="relative_error")
 
     def runs(power: float, noise: float = 0.0) -> Any:
+        signs = {1.0: (1, -1), 2.0: (-1, 1), 4.0: (1, -1)}
         return {
-            str(value): {"A": [history([value**power * (1 + sign * noise)], "relative_error") for sign in (1, -1)]}
+            str(value): {"A": [history([value**power * (1 + sign * noise)], "relative_error") for sign in signs[value]]}
             for value in (1.0, 2.0, 4.0)
         }
 

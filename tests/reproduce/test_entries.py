@@ -60,6 +60,7 @@ def test_every_figure_and_table_has_an_entry() -> None:
         "fism": ["2", "3", "table-1"],
         "rabo": ["2", "3", "4", "5", "6", "table-2", "table-3"],
         "simfbo": ["2", "3", "4", "5"],
+        "theory": ["clients", "drift", "participation", "unequal-work"],
     }
     assert [entry.id for entry in ENTRIES] == [f"{paper}-{part}" for paper, parts in papers.items() for part in parts]
     assert all(entry.id.startswith(entry.paper) for entry in ENTRIES)
@@ -115,3 +116,21 @@ def test_tables_are_merged_in_their_order() -> None:
     assert (runs["task"].get("holdout"), trial["task"]["holdout"]) == (None, 0.1)
     assert made.tables("iid", "A", "full")["run"]["rounds"] == 1
     assert made.trials == 2
+
+
+def test_a_method_leaves_what_spec_and_panel_say_of_the_algorithm() -> None:
+    """Its name does not take their fields away; a part that it names takes the place of theirs."""
+    made = read(
+        "made-up",
+        {
+            **CONTENT,
+            "spec": {**CONTENT["spec"], "algorithm": {"batch_size": 7, "local_optimizer": {"name": "momentum"}}},
+            "panels": {"iid": {"algorithm": {"client_lr": 0.5}}},
+            "methods": {"A": {"algorithm": {"name": "simfbo", "local_optimizer": {"name": "sgd"}}}},
+            "tuning": None,
+            "untuned": "-",
+            "claims": [{"says": "-", "better": "A", "than": ["A"]}],
+        },
+    )
+    fields = {"batch_size": 7, "client_lr": 0.5, "name": "simfbo", "local_optimizer": {"name": "sgd"}}
+    assert made.tables("iid", "A", "quick")["algorithm"] == fields

@@ -10,5 +10,5 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def test_pages_are_as_they_are_written() -> None:
     found = list(runpy.run_path(str(ROOT / "scripts" / "papers.py"))["written"]())
-    assert [file.stem for file, _ in found] == ["README", "afbo", "fednest", "fism", "rabo", "simfbo"]
+    assert [file.stem for file, _ in found] == ["README", "afbo", "fednest", "fism", "rabo", "simfbo", "theory"]
     assert [file.name for file, text in found if file.read_text("utf-8") != text] == []

@@ -65,6 +65,23 @@ def test_an_entry_that_was_played_is_not_played_again(entry: Entry, place: Path)
     assert len(said) == 4  # runs; no trial
 
 
+def test_runs_of_another_setting_are_not_taken_for_the_entrys(place: Path) -> None:
+    changed = read(
+        "made-up",
+        {
+            **CONTENT,
+            "spec": {"task": {"name": "quadratic", "clients": 3, "noise": 0.2}},
+            "tuning": None,
+            "untuned": "-",
+            "methods": {name: {"algorithm": of["algorithm"]} for name, of in CONTENT["methods"].items()},
+        },
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"seed-0 holds a run of another setting \(task.noise: 0.1 there, 0.2 now"
+    ):
+        protocol.play(changed, "quick", place, seeds=(0,))
+
+
 def test_the_seeds_of_trials_are_refused_for_runs(entry: Entry, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="100"):
         protocol.play(entry, "quick", tmp_path, seeds=(0, 100))

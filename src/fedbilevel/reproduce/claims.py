@@ -96,6 +96,8 @@ def reading(entry: Entry, claim: Claim, history: History) -> Reading:
         return Reading(values[-1])
     if claim.by == "best":
         return Reading(best(values, larger))
+    if claim.by == "late":
+        return Reading(float(np.mean(values[len(values) // 2 :])))
     costs = [float(metric_in(row, cost) or 0.0) for row in rows]
     if claim.by == "mean":
         return Reading(mean_over(costs, values))
@@ -194,19 +196,23 @@ def _slope(entry: Entry, claim: Claim, runs: Runs) -> Finding:
     sides = {panel: runs[panel][claim.better] for panel in panels}
     if any(one is None for side in sides.values() for one in side):
         return Finding(claim.says, "", claim.better, "", None, None, None, None, "open", "a run failed")
-    at = [entry.panels[panel].value for panel, side in sides.items() for _ in side]
-    read = [reading(entry, claim, one).value for side in sides.values() for one in side if one is not None]
-    slope, error = fitted_slope([float(value or 0.0) for value in at], read)
+    at = [float(entry.panels[panel].value or 0.0) for panel in panels]
+    read = [[reading(entry, claim, one).value for one in side if one is not None] for side in sides.values()]
+    slope, error = fitted_slope(at, read)
     apart, half = slope - claim.slope, 2 * error
     state: State = "contradicted" if abs(apart) > half + claim.within else "open" if half > claim.within else "holds"
     return Finding(claim.says, "", claim.better, "", slope, claim.slope, apart, half, state)
 
 
-def fitted_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """The least-squares slope of log y over log x, and its standard error."""
-    u, v = np.log(x), np.log(y)
-    centred = u - u.mean()
-    slope = float(centred @ v / (centred @ centred))
-    left = v - v.mean() - slope * centred
-    free = max(len(u) - 2, 1)
-    return slope, float(math.sqrt(left @ left / free / (centred @ centred)))
+def fitted_slope(x: Sequence[float], y: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The least-squares slope of log y over log x, and its standard error; every seed has an intercept of its own.
+
+    Args:
+        x: shape (values,).
+        y: shape (values, seeds).
+    """
+    u, v = np.log(x)[:, None], np.log(y)
+    u, v = np.broadcast_to(u - u.mean(), v.shape), v - v.mean(axis=0)
+    slope = float(np.sum(u * v) / np.sum(u * u))
+    free = max(v.size - v.shape[1] - 1, 1)
+    return slope, float(np.sqrt(np.sum((v - slope * u) ** 2) / free / np.sum(u * u)))

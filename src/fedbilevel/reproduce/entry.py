@@ -50,8 +50,8 @@ class Claim:
         better: the method that it is about.
         than: the methods that it is compared with, one after the other; none for a slope.
         panels: in which it is made; none given: in all.
-        by: what is read off each run: the metric at the "end", its "best" value, its "mean" over the cost, or the cost
-            of the "first" row that has `reach`.
+        by: what is read off each run: the metric at the "end", its "best" value, its "mean" over the cost, its mean
+            over the rows of the "late" half of the run, or the cost of the "first" row that has `reach`.
         metric: the column; None takes the entry's.
         reach: of "first": the value that is to be reached.
         of: of "first" and "mean": the cost; None takes the entry's `against`.
@@ -66,7 +66,7 @@ class Claim:
     better: str
     than: Sequence[str] = ()
     panels: Sequence[str] = ()
-    by: Literal["end", "best", "mean", "first"] = "end"
+    by: Literal["end", "best", "mean", "late", "first"] = "end"
     metric: str | None = None
     reach: float | None = None
     of: str | None = None
@@ -138,7 +138,7 @@ class Entry:
 
     Args:
         id: by which it is asked for.
-        paper: "simfbo", "rabo", "fednest", "afbo", "fism".
+        paper: "simfbo", "rabo", "fednest", "afbo", "fism"; or "theory", for what theorems of several claim.
         part: of the paper, such as "Figure 2(a)".
         title: in a line.
         shows: what the paper says that it shows, in a sentence.
@@ -246,7 +246,11 @@ class Entry:
         layers += [self.methods[method].spec, size.methods.get(method, {})]
         if tuning and self.tuning is not None:
             layers += [self.tuning.spec, size.tuning]
-        return merged(self.spec, *layers)
+        found: dict[str, Any] = {}
+        for layer in (self.spec, *layers):
+            for section, fields in layer.items():
+                found[section] = merged(found.get(section, {}), fields)
+        return found
 
 
 def _require_known(what: str, names: Any, known: Mapping[str, Any]) -> None:

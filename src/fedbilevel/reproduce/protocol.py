@@ -20,11 +20,11 @@ from typing import Any
 from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.folder import load_run, path_word, write_json, write_text
+from fedbilevel.experiments.folder import Folder, load_run, path_word, write_json, write_text
 from fedbilevel.experiments.runner import build, complete
 from fedbilevel.experiments.search import specs_of
-from fedbilevel.experiments.series import TaskCache, seeded
-from fedbilevel.experiments.spec import Spec, configure
+from fedbilevel.experiments.series import TaskCache, difference, seeded
+from fedbilevel.experiments.spec import Spec, configure, read_like
 from fedbilevel.experiments.sweep import Definition, Said, sweep_specs
 from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale
@@ -160,6 +160,11 @@ def _run(
     if (folder / FAILED).is_file():
         return None, (folder / FAILED).read_text(encoding="utf-8")
     spec = spec_of(entry, panel, method, scale, chosen, seed)
+    there = Folder(folder).spec
+    if there.is_file() and (changed := difference(read_like(there, spec), spec)):
+        raise ConfigurationError(
+            f"{folder} holds a run of another setting ({changed}): remove it to play the entry anew"
+        )
     try:
         complete(spec, folder, experiment=build(spec, tasks(spec)), plot=False, progress=False)
     except NumericalError as error:
