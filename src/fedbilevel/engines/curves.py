@@ -160,13 +160,16 @@ def draw_history(
 
 def draw_panel(
     axes: Any, curves: Sequence[Curve], panel: str, *, percent: bool, places: Sequence[int] | None = None
-) -> None:
+) -> list[list[Any]]:
     """Curves against one cost. They share one axis, from a cost of 0 on: a logarithmic one where their ends are far
-    apart, which below its first power of ten is linear. `places` choose the colours; None: 0, 1, … in turn."""
+    apart, which below its first power of ten is linear. `places` choose the colours; None: 0, 1, … in turn. Returns
+    the Matplotlib artists of each curve."""
     values = np.concatenate([line.value for line in curves])
-    log = not percent and _ratio(values) > 50
-    for i, line in zip(range(len(curves)) if places is None else places, curves, strict=True):
-        _draw_curve(axes, line, panel, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], 100 if percent else 1, log)
+    log, scale = not percent and _ratio(values) > 50, 100 if percent else 1
+    drawn = [
+        _draw_curve(axes, line, panel, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], scale, log)
+        for i, line in zip(range(len(curves)) if places is None else places, curves, strict=True)
+    ]
     axes.set_xlabel(SHORT.get(panel, PANELS[panel]) if axes.figure.get_figwidth() < NARROW else PANELS[panel])
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -181,26 +184,27 @@ def draw_panel(
         axes.set_yscale("log")
     if percent and (learnt := _range_after_start(curves)):
         axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
+    return drawn
 
 
-def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> None:
+def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> list[Any]:
     """The mean, in a band of one standard deviation; on a log axis it ends below at the smallest of the runs' values,
     since mean - deviation may be below 0. Of a per-client metric the band goes from the first to the last decile of the
     clients, and a dotted line is the worst one's."""
     y = scale * line.value
     if line.level:
-        axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=line.label)
-        return
+        return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=line.label)]
     x = line.costs[panel]
-    axes.plot(x, y, color=colour, linestyle=dashes, label=line.label)
+    drawn = axes.plot(x, y, color=colour, linestyle=dashes, label=line.label)
     if line.spread is not None and line.least is not None:
         low, high = y - scale * line.spread, y + scale * line.spread
         low = np.maximum(low, scale * line.least) if log else low
     elif line.clients is not None:
         low, high = scale * line.clients["p10"], scale * line.clients["p90"]
-        axes.plot(x, scale * line.clients["worst"], color=colour, linestyle=":", linewidth=1.0)
+        drawn += axes.plot(x, scale * line.clients["worst"], color=colour, linestyle=":", linewidth=1.0)
     if line.spread is not None or line.clients is not None:
-        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+        drawn.append(axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0))
+    return drawn
 
 
 def require_panel(panel: str, curves: Sequence[Curve]) -> None:
