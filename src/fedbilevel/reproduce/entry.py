@@ -20,7 +20,7 @@ from fedbilevel.experiments.spec import SECTIONS
 from fedbilevel.sweeps.plan import measured_on_test, product
 
 Scale = Literal["quick", "full"]
-SCALES = ("quick", "full")
+SCALES: tuple[Scale, ...] = ("quick", "full")
 Tables = Mapping[str, Mapping[str, Any]]
 """As much of a spec as is given, by section."""
 SUFFIX = ".toml"
@@ -297,7 +297,7 @@ def read(id: str, content: Mapping[str, Any]) -> Entry:
             "claims": [Claim(**claim) for claim in content["claims"]],
             "reported": [Reported(**one) for one in content.get("reported", ())],
             "tuning": Tuning(**tuning) if tuning else None,
-            **{scale: Size(**content[scale]) for scale in SCALES},
+            **{str(scale): Size(**content[scale]) for scale in SCALES},
         }
         return Entry(**made)
     except KeyError as error:

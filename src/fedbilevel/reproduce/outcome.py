@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.curves import Curve, costs_of, curve
-from fedbilevel.engines.history import History
+from fedbilevel.engines.curves import PANELS, Curve, costs_of, curve
+from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments.folder import as_damage, write_json
 from fedbilevel.experiments.runner import describe_environment
 from fedbilevel.quoting import require_object
-from fedbilevel.reproduce.claims import findings, metric_in, verdict
-from fedbilevel.reproduce.entry import Entry, Scale
+from fedbilevel.reproduce.claims import State, Verdict, findings, metric_in, verdict
+from fedbilevel.reproduce.entry import SCALES, Entry, Scale
 from fedbilevel.reproduce.protocol import Played, place_of
 
 SCHEMA = 1
@@ -132,4 +132,88 @@ def read(path: Path) -> Record:
         require_object(found, "what came of an entry")
         if found.get("schema") != SCHEMA:
             raise ConfigurationError(f"{path} was written by another version: play the entry again")
+        for name, fits in CONTENT.items():
+            if name not in found or not fits(found[name]):
+                raise ValueError(f"{name} is missing or is not as it was written")
         return dict(found)
+
+
+Fits = Callable[[Any], bool]
+LARGEST = 1e300  # of a number: sums of some are floats yet
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _finite(value: Any) -> bool:
+    return is_number(value) and abs(value) <= LARGEST
+
+
+def _plain_value(value: Any) -> bool:
+    return value is None or isinstance(value, str | bool) or _finite(value)
+
+
+def _one_of(*names: str) -> Fits:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _or_none(of: Fits) -> Fits:
+    return lambda value: value is None or of(value)
+
+
+def _list(of: Fits) -> Fits:
+    return lambda value: isinstance(value, list) and all(map(of, value))
+
+
+def _by_name(of: Fits) -> Fits:
+    return lambda value: isinstance(value, dict) and all(map(of, value.values()))
+
+
+def _record(**fields: Fits) -> Fits:
+    return lambda value: (
+        isinstance(value, dict) and all(name in value and of(value[name]) for name, of in fields.items())
+    )
+
+
+def _columns(value: Any) -> bool:
+    """Whether a curve has a cost, a mean and a spread at each of its points."""
+    alike = _record(cost=_list(_finite), mean=_list(_finite), sd=_list(_finite))(value)
+    return alike and 0 < len(value["cost"]) == len(value["mean"]) == len(value["sd"])
+
+
+_seeds = _list(_count)
+CONTENT: dict[str, Fits] = {  # of the file
+    **dict.fromkeys(("id", "date", "selected_on", "metric"), _text),
+    "scale": _one_of(*SCALES),
+    "verdict": _one_of(*get_args(Verdict)),
+    "against": _one_of(*PANELS),
+    "seeds": lambda value: _seeds(value) and len(value) > 0,
+    "trials": _count,
+    **dict.fromkeys(("minutes", "processor_seconds"), _finite),
+    "environment": _by_name(_plain_value),
+    "errors": _by_name(_text),
+    "findings": _list(
+        _record(
+            **dict.fromkeys(("says", "panel", "better", "than", "note"), _text),
+            **dict.fromkeys(("better_mean", "than_mean", "difference", "half_width"), _or_none(_finite)),
+            state=_one_of(*get_args(State)),
+        )
+    ),
+    "panels": _by_name(
+        _by_name(
+            _record(
+                chosen=_or_none(lambda value: isinstance(value, dict)),
+                **dict.fromkeys(("failed_trials", "failed_runs"), _count),
+                values=_list(_finite),
+                **dict.fromkeys(("mean", "sd"), _or_none(_finite)),
+                costs=_by_name(_finite),
+                curve=_or_none(_columns),
+            )
+        )
+    ),
+}
