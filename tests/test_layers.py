@@ -32,7 +32,8 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "tasks": {"core", "data"},
     "experiments": {"root", "extras", "quoting", *BELOW_EXPERIMENTS},
     "reproduce": {"core", "data", "engines", "experiments", "quoting", "sweeps"},
-    "cli": {"root", "extras", "quoting", "experiments", "reproduce", *BELOW_EXPERIMENTS},
+    "report": {"core", "data", "engines", "experiments", "extras", "quoting", "reproduce", "sweeps"},
+    "cli": {"root", "extras", "quoting", "experiments", "reproduce", "report", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
 }
 FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them

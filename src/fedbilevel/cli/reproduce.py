@@ -39,6 +39,7 @@ def add_to(add: Add) -> None:
     reproduce.add_argument("--seeds", type=seeds, metavar="N,N,…", help="of the runs (0,1,2)")
     reproduce.add_argument("--out", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="(runs/reproduce)")
     reproduce.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
+    reproduce.add_argument("--report", action="store_true", help="write a page for people about each, and one over all")
     reproduce.add_argument("--quiet", action="store_true", help="print nothing but the outcome")
 
 
@@ -52,13 +53,17 @@ def _reproduce(options: argparse.Namespace) -> int:
     if not options.ids:
         raise ConfigurationError("which entry? fedbilevel reproduce --list names them")
     entries = _entries(options.ids)
-    if len(entries) > 1:
-        return _each(entries, options)
+    code = OK
     try:
-        _one(entries[0], scale, options)
+        if len(entries) > 1:
+            code = _each(entries, options)
+        else:
+            _one(entries[0], scale, options)
     except KeyboardInterrupt:
         return fail(INTERRUPTED, "interrupted; the same command goes on where it was")
-    return OK
+    if options.report and not options.rehearse and code != INTERRUPTED:
+        _report(options.out)
+    return code
 
 
 def _each(entries: list[Entry], options: argparse.Namespace) -> int:
@@ -115,6 +120,16 @@ def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
         terminal.print(table)
     terminal.print(f"{found['verdict']}  ({found['minutes']:.1f} minutes)  {file}", highlight=False, soft_wrap=True)
     return None
+
+
+def _report(out: Path) -> None:
+    """Write the pages of all entries that have been played below `out`."""
+    from fedbilevel.report.entries import write_index
+    from fedbilevel.reproduce.entry import ids, load
+
+    index, *pages = write_index([load(id) for id in ids()], out)
+    for path in (*pages, index):
+        console().print(f"report {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _listing(scale: Scale, out: Path) -> Any:

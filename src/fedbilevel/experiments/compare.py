@@ -182,7 +182,7 @@ def draw(
     metric = groups[0].metric
     chosen = default_panels(groups) if panels is None else panels
     costs = [panel for panel in chosen if not is_per_client(panel)]
-    each_client = [one for panel in chosen if is_per_client(panel) for one in _client_panels(groups, panel)]
+    each_client = [one for panel in chosen if is_per_client(panel) for one in client_panels(groups, panel)]
     curves = [
         curve(name, [run.history for run in group.runs], metric, level=group.pooled)
         for name, group in zip(legend(groups), groups, strict=True)
@@ -201,7 +201,7 @@ def is_per_client(panel: str) -> bool:
     return per_client
 
 
-def _client_panels(groups: Sequence[RunGroup], panel: str) -> list[plots.ClientPanel]:
+def client_panels(groups: Sequence[RunGroup], panel: str) -> list[plots.ClientPanel]:
     """A panel for each metric that some groups measured per client."""
     cost, names = panel.partition(":")[2] or "exchanges", legend(groups)
     has = [set.intersection(*(set(run.history.per_client) for run in group.runs)) for group in groups]

@@ -1,0 +1,297 @@
+"""Pages of the papers' figures and tables: one for each entry that was played, and an index of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.metrics import text
+from fedbilevel.engines.curves import PANELS, SHORT, Curve, words
+from fedbilevel.experiments import toml
+from fedbilevel.experiments.folder import as_damage, write_text
+from fedbilevel.report.chart import Chart, amount, chart, series
+from fedbilevel.report.page import FILE, PageTable, pairs, render, table
+from fedbilevel.reproduce import outcome
+from fedbilevel.reproduce.entry import SCALES, Claim, Entry, Scale, ids, load
+from fedbilevel.reproduce.outcome import Record
+from fedbilevel.reproduce.protocol import Chosen, spec_of
+
+INDEX = "index.html"
+
+
+def write_entry(entry: Entry, folder: Path, index: str = "") -> Path:
+    """Write the page of an entry that was played into the folder with its outcome; the page's path.
+
+    Args:
+        index: a link to the page over all entries; "" for none.
+
+    Raises:
+        ConfigurationError: the outcome cannot be read, or is that of another version of the entry.
+    """
+    found = outcome.read(folder / outcome.FILE)
+    with as_damage(folder / outcome.FILE):
+        page = entry_page(entry, found, index)
+    write_text(folder / FILE, page)
+    return folder / FILE
+
+
+def write_index(entries: Sequence[Entry], out: Path) -> list[Path]:
+    """Write the pages of all entries that were played below `out`, and the one over all entries, which comes first.
+
+    An outcome that cannot be shown has its reason there in place of a page.
+    """
+    papers = dict[str, list[dict[str, Any]]]()
+    for entry in entries:
+        row = {"id": entry.id, "part": entry.part, "title": entry.title}
+        papers.setdefault(entry.paper, []).append(row | {"states": [_state(entry, scale, out) for scale in SCALES]})
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / INDEX, index_page(papers))
+    links = [state["link"] for rows in papers.values() for row in rows for state in row["states"]]
+    return [out / INDEX, *(out / link for link in links if link)]
+
+
+def _state(entry: Entry, scale: Scale, out: Path) -> dict[str, str]:
+    """What the index says of an entry, whose page is written."""
+    folder = outcome.file_of(entry, scale, out).parent
+    if not (folder / outcome.FILE).is_file():
+        minutes = entry.size(scale).minutes
+        note = f"about {minutes:g} minutes" if minutes else "time not known"
+        return {"scale": scale, "verdict": "not run", "link": "", "note": note}
+    try:
+        found = outcome.read(folder / outcome.FILE)
+        page = write_entry(entry, folder, index=f"../../{INDEX}")
+    except ConfigurationError as error:
+        return {"scale": scale, "verdict": "not readable", "link": "", "note": str(error)}
+    note = f"{found['date']}, {found['minutes']:.1f} minutes"
+    return {"scale": scale, "verdict": found["verdict"], "link": page.relative_to(out).as_posix(), "note": note}
+
+
+def index_page(papers: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The page over all entries: by paper a row for each, with a state for each scale."""
+    rows = [row for of in papers.values() for row in of]
+    summary = f"{len(rows)} entries. " + " ".join(_in_all(rows, place) for place in range(len(SCALES)))
+    return render("index.html", title="Figures and tables of the papers", papers=papers, summary=summary)
+
+
+def _in_all(rows: Sequence[Mapping[str, Any]], place: int) -> str:
+    """How many entries have each state, in one of the scales."""
+    counts = Counter(row["states"][place]["verdict"] for row in rows)
+    return f"{SCALES[place].capitalize()}: {', '.join(f'{count} {state}' for state, count in counts.most_common())}."
+
+
+def found_below(folder: Path) -> list[Entry]:
+    """The entries with an outcome below the folder that `fedbilevel reproduce --out` names."""
+    every = [load(id) for id in ids()]
+    return [one for one in every if any(outcome.file_of(one, scale, folder).is_file() for scale in SCALES)]
+
+
+def entry_page(entry: Entry, found: Record, index: str = "") -> str:
+    """The page of an entry.
+
+    Args:
+        found: its outcome, as `outcome.read` gives it.
+        index: a link to the page over all entries; "" for none.
+    """
+    _require_same(entry, found)
+    seeds = ", ".join(map(str, found["seeds"]))
+    band = "the band is one standard deviation over the seeds" if len(found["seeds"]) > 1 else "of one seed"
+    return render(
+        "entry.html",
+        title=f"{entry.id}: {found['verdict']}",
+        index=index,
+        entry=entry,
+        found=found,
+        counts=_counts(found),
+        several=len(found["panels"]) > 1,
+        claims=[_claim(entry, one) for one in found["findings"]],
+        caption=f"Means over seeds {seeds}; {band}.",
+        legend=[(number, name) for number, name in enumerate(entry.methods) if _is_played(found, name)],
+        panels=_panels(entry, found),
+        methods=_methods(entry, found),
+        reported=_reported(entry),
+        costs=_costs(entry, found),
+        tuning=_tuning(entry, found),
+        chosen=_chosen(entry, found),
+        command=_command(found),
+        specs=_specs(entry, found),
+        effort=_effort(found),
+        versions=pairs("Versions and machine", found["environment"]),
+        errors=pairs("What failed", found["errors"]),
+    )
+
+
+def _require_same(entry: Entry, found: Record) -> None:
+    """Refuse an outcome that is not of the entry as it is now: what it says was chosen becomes a spec."""
+    panels = {panel: set(methods) for panel, methods in found["panels"].items()}
+    now = {panel: set(entry.methods_of(panel)) for panel in entry.panels_at(found["scale"])}
+    same = found["id"] == entry.id and panels == now
+    for methods in found["panels"].values() if same else ():
+        for name, of in methods.items():
+            grid = entry.methods[name].grid
+            chosen = of["chosen"] or {}
+            same &= all(field in grid and value in grid[field] for field, value in chosen.items())
+    if not same:
+        raise ConfigurationError(f"it is not of entry {entry.id} as it is now: play the entry again")
+
+
+def _is_played(found: Record, method: str) -> bool:
+    """Whether a method was run in some panel."""
+    return any(method in methods for methods in found["panels"].values())
+
+
+def _counts(found: Record) -> str:
+    states = [one["state"] for one in found["findings"]]
+    others = [f"{state}: {states.count(state)}" for state in ("contradicted", "open") if state in states]
+    return "; ".join([f"{states.count('holds')} of {len(states)} comparisons hold", *others])
+
+
+def _claim(entry: Entry, one: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the claims: its numbers in the unit of what was read off the runs."""
+    claim = next((claim for claim in entry.claims if claim.says == one["says"]), None)
+
+    def said(value: float | None) -> str:
+        return "–" if value is None else _reading(entry, claim, value)
+
+    difference = said(one["difference"])
+    if one["half_width"] is not None:
+        low, high = (said(one["difference"] + sign * one["half_width"]) for sign in (-1, 1))
+        difference = f"{difference} [{low}, {high}]"
+    readings = f"{said(one['better_mean'])} / {said(one['than_mean'])}"
+    return {
+        **one,
+        "than": f"{one['better']} / {one['than']}" if one["than"] else one["better"],
+        "readings": readings,
+        "difference": difference,
+    }
+
+
+def _reading(entry: Entry, claim: Claim | None, value: float) -> str:
+    if claim is None or claim.slope is not None:
+        return f"{value:.3g}"
+    if claim.by == "first":
+        return amount(value)
+    return text(claim.metric or entry.metric, value)
+
+
+def _panels(entry: Entry, found: Record) -> list[Chart]:
+    if entry.series:
+        return _series(entry, found)
+    made = []
+    for panel, methods in found["panels"].items():
+        curves = {name: of["curve"] for name, of in methods.items() if of["curve"]}
+        numbers = [list(entry.methods).index(name) for name in curves]
+        lines = [_line(name, of, entry.against) for name, of in curves.items()]
+        if lines:
+            made.append(chart(lines, entry.metric, entry.against, title=panel, numbers=numbers))
+    return made
+
+
+def _line(name: str, of: Mapping[str, Sequence[float]], against: str) -> Curve:
+    cost, mean, spread = (np.array(of[column], float) for column in ("cost", "mean", "sd"))
+    return Curve(name, {"rounds": np.arange(len(cost)), against: cost}, mean, spread, mean - spread)
+
+
+def _series(entry: Entry, found: Record) -> list[Chart]:
+    """A single panel: the metric at the end against the panels' values."""
+    lines, numbers = [], []
+    for number, method in enumerate(entry.methods):
+        of = {entry.panels[name].value: methods.get(method) for name, methods in found["panels"].items()}
+        of = {value: one for value, one in of.items() if one and one["mean"] is not None}
+        if of:
+            at, mean = np.array(list(of), float), np.array([one["mean"] for one in of.values()])
+            spread = np.array([one["sd"] or 0.0 for one in of.values()])
+            lines.append(Curve(method, {entry.series: at}, mean, spread))
+            numbers.append(number)
+    return [series(lines, entry.metric, entry.series, title=entry.title, numbers=numbers)] if lines else []
+
+
+def _methods(entry: Entry, found: Record) -> PageTable:
+    methods = [name for name in entry.methods if _is_played(found, name)]
+    columns = {"method": methods}
+    for panel, of in found["panels"].items():
+        columns[panel] = [_mean(entry, of[name]) if name in of else "not run" for name in methods]
+    caption = f"Ours: {words(entry.metric)} at the end, mean ± standard deviation over {len(found['seeds'])} seeds"
+    return table(caption, columns, texts=["method"])
+
+
+def _mean(entry: Entry, of: Mapping[str, Any]) -> str:
+    if of["mean"] is None:
+        return "failed"
+    if of["sd"] is None:
+        return text(entry.metric, of["mean"])
+    return f"{text(entry.metric, of['mean']).removesuffix(' %')} ± {text(entry.metric, of['sd'])}"
+
+
+def _reported(entry: Entry) -> PageTable:
+    columns = {name: [getattr(one, name) for one in entry.reported] for name in ("what", "value", "source")}
+    return table("The paper reports", columns, texts=list(columns))
+
+
+def _costs(entry: Entry, found: Record) -> PageTable:
+    rows = [(panel, name, of["costs"]) for panel, methods in found["panels"].items() for name, of in methods.items()]
+    known = [name for name in PANELS if any(name in costs for *_, costs in rows)]
+    columns = {"panel": [panel for panel, *_ in rows], "method": [name for _, name, _ in rows]}
+    for cost in known:
+        columns[SHORT.get(cost, cost)] = [amount(costs[cost]) if cost in costs else "–" for *_, costs in rows]
+    return table("What the runs cost, as means over the seeds", columns, texts=["panel", "method"])
+
+
+def _tuning(entry: Entry, found: Record) -> str:
+    if not found["trials"]:
+        return entry.untuned or "Nothing was chosen."
+    metric = words(found["selected_on"])
+    tried = f"In every panel each method was tried at {found['trials']} points"
+    return f"{tried}; the best {metric} decided, which is not measured on test data."
+
+
+def _chosen(entry: Entry, found: Record) -> PageTable:
+    rows = [(panel, name, of) for panel, methods in found["panels"].items() for name, of in methods.items()]
+    columns = {
+        "panel": [panel for panel, *_ in rows],
+        "method": [name for _, name, _ in rows],
+        "chosen": [_values(of["chosen"]) for *_, of in rows],
+        "failed trials": [f"{of['failed_trials']}" for *_, of in rows],
+        "failed runs": [f"{of['failed_runs']}" for *_, of in rows],
+        entry.metric: [", ".join(text(entry.metric, value) for value in of["values"]) or "–" for *_, of in rows],
+    }
+    caption = f"Chosen values, and the {words(entry.metric)} of each seed"
+    return table(caption, columns, texts=["panel", "method", "chosen"])
+
+
+def _values(chosen: Mapping[str, Any] | None) -> str:
+    if chosen is None:
+        return "every trial failed"
+    return ", ".join(f"{name} = {toml.value(value)}" for name, value in chosen.items()) or "–"
+
+
+def _command(found: Record) -> str:
+    seeds = ",".join(map(str, found["seeds"]))
+    return f"fedbilevel reproduce {found['id']} --{found['scale']} --seeds {seeds}"
+
+
+def _specs(entry: Entry, found: Record) -> list[tuple[str, str]]:
+    specs = []
+    for panel, methods in found["panels"].items():
+        for name, of in methods.items():
+            spec = spec_of(entry, panel, name, found["scale"], Chosen(of["chosen"]), found["seeds"][0])
+            specs.append((f"{panel}: {name}", spec.to_toml()))
+    return specs
+
+
+def _effort(found: Record) -> PageTable:
+    return pairs(
+        "Effort",
+        {
+            "date": found["date"],
+            "scale": found["scale"],
+            "seeds": ", ".join(map(str, found["seeds"])),
+            "trials of each method in each panel": found["trials"],
+            "minutes, trials included": f"{found['minutes']:.1f}",
+            "processor seconds": f"{found['processor_seconds']:,.0f}",
+        },
+    )
