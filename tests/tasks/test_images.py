@@ -120,7 +120,9 @@ def test_training_accuracy_is_measured_on_drawn_training_images():
     few = [hyper_representation(train_samples=50) for _ in range(2)]
     assert len({float(one.metrics["train_accuracy"](one.x0, one.y0)) for one in few}) == 1
     left = total - round(0.2 * total)
-    with pytest.raises(fb.errors.ConfigurationError, match=f"train_samples = {total} is not allowed: at most {left}"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=f"train_samples = {total} is not allowed: it must be at most {left}"
+    ):
         hyper_representation(train_samples=total, holdout=0.2)
 
 
