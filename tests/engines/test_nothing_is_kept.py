@@ -1,5 +1,6 @@
 """Does all that a `solve` was given go when its caller lets go of it, and what it compiled when that is asked for?"""
 
+import dataclasses
 import gc
 import weakref
 
@@ -12,8 +13,9 @@ from fedbilevel.core.kept import PROGRAMS
 from fedbilevel.engines import freed
 
 
-def solved(engine):
+def solved(engine, algorithm=fb.SimFBO(local_steps=1, batch_size=2)):  # noqa: B008
     """Weak references to what one solve was given and to what it compiled, by name."""
+    algorithm = dataclasses.replace(algorithm)
     rng = np.random.default_rng(0)
     scale, samples = jnp.asarray(rng.normal(size=3)), rng.normal(size=(4, 5, 3))
 
@@ -27,7 +29,6 @@ def solved(engine):
         return scale @ y
 
     problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
-    algorithm = fb.SimFBO(local_steps=1, batch_size=2)
     fb.Local.forget()
     start = jnp.zeros(2), jnp.zeros(3)
     result = fb.solve(algorithm, problem, clients, *start, rounds=1, engine=engine, metrics={"size": size})
@@ -46,6 +47,16 @@ def test_nothing_is_kept(engine):
     fb.Local.forget()
     gc.collect()
     assert [name for name, thing in kept.items() if thing() is not None] == []
+
+
+@pytest.mark.parametrize(
+    "algorithm", [fb.FedNest(), fb.LFedNest(), fb.AggITD(), fb.RABO()], ids=lambda one: type(one).__name__
+)
+def test_checks_of_steps_keep_no_losses(algorithm):
+    """The largest eigenvalues of the inner Hessians are taken before the first round."""
+    kept = solved(fb.Local(), algorithm)
+    gc.collect()
+    assert [name for name, thing in kept.items() if thing() is not None and not name.startswith("program")] == []
 
 
 @pytest.mark.parametrize("has_it", [True, False])

@@ -25,6 +25,11 @@ from fedbilevel.core.tree import PyTree, on_device
 CHUNK = 256  # samples that are vectorised together
 
 
+def hess_v(total: Total, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+    """∇²yy F·v, like y. Not compiled: of a compiled method JAX keeps the loss, and with it all that it closes over."""
+    return total.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, 1)(x, y), (y,), (v,))[1])
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Total:
@@ -56,7 +61,7 @@ class Total:
     @jax.jit
     def hess_v(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
         """∇²yy F·v, like y."""
-        return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, 1)(x, y), (y,), (v,))[1])
+        return hess_v(self, x, y, v)
 
     def stream(self, of_chunk: Callable[[Callable[[PyTree, PyTree], Array]], PyTree]) -> PyTree:
         """Σ over chunks of `of_chunk`(that chunk's share of the loss), which must be linear in the loss."""

@@ -14,7 +14,7 @@ from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.lanczos import extreme_eigenvalues
-from fedbilevel.oracles.population import Population, Total
+from fedbilevel.oracles.population import Population, Total, hess_v
 
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 
@@ -47,11 +47,11 @@ def check_neumann_step(
             several = Population.each(problem, clients, ids, SAMPLES_FOR_CHECK).inner
         else:
             several = Population.batches(problem, clients, ids, batch_size, seed=0).inner
-        hess_v = compiled(_hess_v, several, np.int32(0), x, y, y)
-        operators = [partial(hess_v, several, np.int32(k), x, y) for k in range(len(ids))]
+        product = compiled(_hess_v, several, np.int32(0), x, y, y)
+        operators = [partial(product, several, np.int32(k), x, y) for k in range(len(ids))]
     else:
         whole = Population.of(problem, clients, SAMPLES_FOR_CHECK).inner
-        operators = [partial(compiled(Total.hess_v, whole, x, y, y), whole, x, y)]
+        operators = [partial(compiled(hess_v, whole, x, y, y), whole, x, y)]
     ends = [extreme_eigenvalues(operator, y, seed=0, iterations=8) for operator in operators]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
     if smallest < -1e-3 * abs(largest):
@@ -68,4 +68,4 @@ def check_neumann_step(
 
 def _hess_v(several: Total, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
     """The product with the Hessian in y of one of several losses, whose leaves are stacked."""
-    return jax.tree.map(lambda leaf: leaf[k], several).hess_v(x, y, v)
+    return hess_v(jax.tree.map(lambda leaf: leaf[k], several), x, y, v)
