@@ -101,6 +101,16 @@ def test_help_says_what_each_field_means(name: str) -> None:
     assert not re.search(r"those of `|[Ff]ields: see|see `", doc)
 
 
+@pytest.mark.parametrize("name", PUBLIC)
+def test_help_says_what_each_method_and_property_does(name: str) -> None:
+    cls = PUBLIC[name]
+    made = {attribute: inspect.getattr_static(cls, attribute) for attribute in dir(cls) if attribute[0] != "_"}
+    kinds = (property, classmethod, staticmethod)
+    ours = [attribute for attribute, value in made.items() if inspect.isfunction(value) or isinstance(value, kinds)]
+    docs = {attribute: inspect.getdoc(getattr(cls, attribute)) or "" for attribute in ours}
+    assert [attribute for attribute, doc in docs.items() if not doc or "attrgetter" in doc] == []
+
+
 def test_a_field_is_explained_where_it_is_declared_or_nearer() -> None:
     class Base(Part):
         """A base.

@@ -95,10 +95,12 @@ class SingleLoop(LocalDirections):
     server_optimizer: optax.GradientTransformation = static(default=optax.sgd(1.0))
 
     def first_state(self, x: PyTree, y: PyTree) -> State:
+        """The state before round 0: v = 0."""
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return State(iterate, self.server_optimizer.init(iterate))
 
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
+        """q_i, the sum of a client's directions over its τ_i local steps from `start`."""
         tau = client.local_steps(self.local_steps)
         return self.counted(self.local_sum(client, start, tau, key, self.local_optimizer), tau)
 

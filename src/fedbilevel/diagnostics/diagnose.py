@@ -81,9 +81,11 @@ class Diagnosis(Shown):
 
     @property
     def radius(self) -> float:
+        """A radius for SimFBO's ball: ten times ‖∇y F‖/μ, which bounds ‖v*‖ where it was measured."""
         return radius(self.scales())
 
     def scales(self, batch_size: int | None = None, cohort: int | None = None) -> Scales:
+        """Smoothness, curvature and noise for batches and cohorts of these sizes; None: all samples, all clients."""
         partial = cohort is not None and cohort < self.population
         return scales(self.measurements, self.dim_y, batch_size, self.weight, partial)
 

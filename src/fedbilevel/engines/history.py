@@ -52,6 +52,7 @@ class History(Shown):
 
     @property
     def columns(self) -> list[str]:
+        """The names of all columns, in the order in which rows first had them."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     @property

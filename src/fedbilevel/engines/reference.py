@@ -267,6 +267,7 @@ class Reference:
     def start(
         self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> ReferenceRun:
+        """Prepare a run of the algorithm on simulated clients; `carry` gives shapes and dtypes of all states."""
         check_simulated(clients)
         check_availability(self.clock, algorithm, len(clients), cohort)
         away = self.clock.never_available(len(clients))

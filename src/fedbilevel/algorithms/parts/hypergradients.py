@@ -205,6 +205,7 @@ class Implicit(SolvedSystem):
     fresh_cohorts: bool = static(default=True)
 
     def validate(self) -> None:
+        """Refuse a Neumann series with a number of terms for each client: all clients sum one series together."""
         one = not isinstance(self.solver, Neumann) or isinstance(self.solver.terms, int)
         terms = self.solver.terms if isinstance(self.solver, Neumann) else None
         require(one, "Implicit.solver.terms", terms, "one number: only LocalImplicit has one for each client")
@@ -266,6 +267,7 @@ class Implicit(SolvedSystem):
         return Estimate(optax.tree.sub(f_x, end.image), info)
 
     def cohort(self, number: Any) -> Any:
+        """`number`, the fresh cohort of an exchange; None where all exchanges of a round ask the same cohort."""
         return number if self.extra_cohorts else None
 
     @phase(takes=("x", "y"), gives="y")
@@ -327,6 +329,7 @@ class LocalSystem(SolvedSystem):
     paired: bool = static(default=False)
 
     def validate(self) -> None:
+        """Refuse a Neumann series with sampling "random_per_client", which has no meaning on a client alone."""
         sampling = self.solver.sampling if isinstance(self.solver, Neumann) else None
         allowed = "None or 'random': a client alone has one length"
         require(sampling != "random_per_client", f"{type(self).__name__}.solver.sampling", sampling, allowed)

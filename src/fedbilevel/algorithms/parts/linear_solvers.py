@@ -81,6 +81,7 @@ class Neumann(Part):
     sampling: Sampling | None = static(default=None)
 
     def validate(self) -> None:
+        """Refuse a value of `sampling` that is not known."""
         if self.sampling is not None and self.sampling not in get_args(Sampling):
             raise unknown("Neumann.sampling", self.sampling, get_args(Sampling))
 
@@ -136,6 +137,7 @@ class Neumann(Part):
         return ""
 
     def warning(self, info: SolveInfo, where: str) -> str:
+        """A sentence about negative curvature that a product met, or "" where none did."""
         return negative_curvature(info, "product", where)
 
 
@@ -184,9 +186,11 @@ class CG(Part):
         return end, SolveInfo(end.negative, residual.astype(float))
 
     def complaint(self, info: SolveInfo, where: str) -> str:
+        """Why the run has to end, a sentence about negative curvature that an iteration met, or ""."""
         return negative_curvature(info, "iteration", where)
 
     def warning(self, info: SolveInfo, where: str) -> str:
+        """A sentence about a residual that stayed above `tolerance`, or "" where it did not."""
         residual = float(info.residual)
         if residual <= 1.01 * float(np.max(self.tolerance)):
             return ""

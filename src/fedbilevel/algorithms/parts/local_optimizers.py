@@ -46,12 +46,15 @@ class Plain:
     kind: ClassVar[str] = "plain"
 
     def begin(self, like: PyTree) -> PyTree:
+        """Nothing is remembered between steps."""
         return None
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """q + d, and no memory: the next sum of directions after the gradient d."""
         return optax.tree.add(q, d), None
 
     def total(self, tau: Count) -> Array:
+        """‖a‖₁ = τ, the sum of the coefficients of τ steps."""
         return jnp.asarray(tau, float)
 
 
@@ -68,13 +71,16 @@ class Momentum:
     decay: float = fraction(default=0.9)
 
     def begin(self, like: PyTree) -> PyTree:
+        """The momentum m before the first step: zeros in the shapes of `like`."""
         return optax.tree.zeros_like(like)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """(q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after the gradient d."""
         m = move(d, self.decay, memory)
         return optax.tree.add(q, m), m
 
     def total(self, tau: Count) -> Array:
+        """‖a‖₁, the sum of the coefficients of τ steps."""
         return added_up(self, tau)
 
 
@@ -91,12 +97,15 @@ class Proximal:
     pull: float = fraction(default=0.1)
 
     def begin(self, like: PyTree) -> PyTree:
+        """Nothing is remembered between steps."""
         return None
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """((1 − α) q + d, no memory): the next sum of steps after the gradient d."""
         return optax.tree.add(scaled(1 - self.pull, q), d), None
 
     def total(self, tau: Count) -> Array:
+        """‖a‖₁, the sum of the coefficients of τ steps."""
         return added_up(self, tau)
 
 

@@ -29,9 +29,15 @@ class Wrapper(Algorithm):
             is_default = getattr_static(cls, name) is hook and name not in OWN
             if is_default and (is_property or callable(hook)) and not name.startswith("_"):
                 inside = attrgetter(f"algorithm.{name}")
-                setattr(cls, name, property(inside) if is_property else _asked(inside))
+                setattr(cls, name, property(inside, doc=hook.__doc__) if is_property else _asked(inside, hook))
         super().__init_subclass__(**options)
 
 
-def _asked(inside: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda self, *given: inside(self)(*given)
+def _asked(inside: Callable[[Any], Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, asked of the method inside; `help()` shows what it is."""
+
+    def asked(self: Any, *given: Any) -> Any:
+        return inside(self)(*given)
+
+    asked.__doc__, asked.__name__ = hook.__doc__, hook.__name__
+    return asked

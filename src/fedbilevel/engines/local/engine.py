@@ -106,6 +106,7 @@ class Local:
     def start(
         self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
     ) -> LocalRun:
+        """Prepare a run of the algorithm on simulated clients; `carry` gives shapes and dtypes of all states."""
         check_simulated(clients)
         check_availability(self.clock, algorithm, len(clients), cohort)
         group = current_group()
