@@ -78,7 +78,7 @@ class Incremental(DecreasingSteps):
     @property
     @abstractmethod
     def anew(self) -> bool:
-        """Whether clients take 𝓗 anew at every step, at z."""
+        """True if clients evaluate 𝓗 at z at every local step; False if once, at the server's point."""
 
     def init_own(self, x: PyTree) -> Array:
         return jnp.zeros(())

@@ -181,12 +181,12 @@ class Algorithm(Part):
         """The server's state after one round, whose exchanges go through `fed`: like `state` in all leaves."""
 
     def init_client(self, x: PyTree, y: PyTree) -> PyTree:
-        """What each client keeps between rounds, at the start; None: nothing."""
+        """The state of each client before round 0, kept between rounds and never sent; None: clients keep nothing."""
         return None
 
     @property
     def label(self) -> str:
-        """What messages call the method: the name of its class."""
+        """The name of the method in messages to the user: that of its class."""
         return type(self).__name__
 
     @property
@@ -260,7 +260,7 @@ class Algorithm(Part):
         return None
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """What each client keeps between rounds, at the start, with its block of x where x is split by client."""
+        """The state of each client before round 0: `init_client`, and its block of x where clients keep x."""
         if problem.local is None:
             return self.init_client(x, y)
         return own_x.OwnX(own_x.own_block(x), self.init_client(None, y))
@@ -275,23 +275,23 @@ class Algorithm(Part):
         )
 
     def finished(self, state: Any) -> Any:
-        """A boolean: whether nothing is left to do, so that the run ends."""
+        """True if the run may end at this state because nothing is left to do."""
         return False
 
     def complaint(self, state: Any) -> str:
-        """Why the run must not go on from this state, or ""."""
+        """Why the run must end with an error at this state; "" where it may go on."""
         return ""
 
     def warning(self, state: Any) -> str:
-        """What the user should know of this state, or "". It is said once in a run."""
+        """A warning for the user about this state, given once in a run; "" for none."""
         return ""
 
     def noise_objection(self) -> str:
-        """Why the method cannot do with replies that clients clip and noise, or "" where it can."""
+        """Why the method does not work with replies that clients clip and add noise to; "" where it does."""
         return ""
 
     def columns(self, state: Any) -> dict[str, Any]:
-        """Numbers by name that the server can say of itself, for the rows of the history."""
+        """Further columns of the history: numbers by name, computed from the server's state at each evaluation."""
         return {}
 
     def named_phase(self, name: str) -> Callable[..., Reply]:
@@ -305,7 +305,7 @@ class Algorithm(Part):
         return self.get_phase(name)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
-        """What a client replies when the server asks for the phase of that name.
+        """The reply of a client that runs the phase of this name.
 
         Raises:
             ConfigurationError: the method has no such phase, or its reply is not what engines need.

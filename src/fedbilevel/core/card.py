@@ -44,7 +44,7 @@ class Shown(ABC):
 
     @abstractmethod
     def card(self) -> Card:
-        """What it says of itself."""
+        """A title and at most five named lines that describe this object, for `repr` and notebooks."""
 
     def __repr__(self) -> str:
         return repr(self.card())

@@ -89,7 +89,7 @@ class Ragged(Shown):
         return self
 
     def place(self, i: int) -> str:
-        """Whose sample stands at place i of the flat arrays, in words."""
+        """The client that holds the sample at index i of the flat arrays, and the sample's number there, in words."""
         holders = np.flatnonzero((self.start <= i) & (i < self.start + self.size))
         if not holders.size:
             return f"in row {i} of what is stored, which is no client's sample"
@@ -384,7 +384,7 @@ DEFAULT = Default.DEFAULT
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Client:
-    """What a phase may use of the client that runs it.
+    """The client that runs a phase: its losses, samples, number of local steps and state.
 
     Args:
         problem: with the losses `outer` and `inner`.

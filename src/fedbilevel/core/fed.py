@@ -12,7 +12,7 @@ from fedbilevel.core.tree import PyTree
 
 @renamed(REPLY)
 class Reply(NamedTuple):
-    """What a phase returns.
+    """A client's reply to one exchange, which a phase returns.
 
     Args:
         update: what is averaged over the cohort: any pytree. Under privacy it is clipped and noised, but for the parts

@@ -55,7 +55,7 @@ class RemoteClients(Shown):
 
     @classmethod
     def of(cls, clients: Clients) -> RemoteClients:
-        """What a server would know of these clients."""
+        """The remote clients with the numbers, shapes, local steps and capacities of these simulated ones."""
         outer, inner = clients.examples()
         one = clients.inner is clients.outer
         known = {"local_steps": clients.local_steps, "capacity": clients.capacity}

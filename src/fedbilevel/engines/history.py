@@ -79,7 +79,7 @@ class History(Shown):
         )
 
     def last_in_words(self) -> str:
-        """What the last row measured, of a per-client metric the mean and the worst."""
+        """The metrics and losses of the last row as one text; of a metric per client the mean and the worst value."""
         last = self.rows[-1] if self.rows else {}
         names = [name for name in self.measured if name in last and not re.search(r"\.(best|p\d0)$", name)]
         return listed([f"{name} {text(name, last[name])}" for name in names])

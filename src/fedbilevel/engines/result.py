@@ -16,7 +16,7 @@ from fedbilevel.engines.history import History, Row
 
 @dataclass(repr=False)
 class Result(Shown):
-    """Where a run stands: at its end, or, for callbacks, on the way.
+    """The state of a run at its end; callbacks get it at each evaluation.
 
     Args:
         x: the outer variable, like x0.

@@ -47,7 +47,7 @@ class CoordinateSlopes(Hypergradient):
 
     @abstractmethod
     def scaling(self, dim: int, drawn: int) -> float:
-        """What slopes along `drawn` of `dim` coordinates are multiplied by."""
+        """The factor that multiplies the sum of slopes along `drawn` of the `dim` coordinates of x."""
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
         return Estimate(fed.mean(self.slopes, (x, y), key, unbiased=True), SolveInfo.unknown())

@@ -65,7 +65,7 @@ class Exact(Part):
 
     @property
     def oracle(self) -> Any:
-        """What has the functions `hess_v`, `hess_of`, `cross_v`, `cross_of` and `hypergradient`."""
+        """The module or object with the functions `hess_v`, `hess_of`, `cross_v`, `cross_of` and `hypergradient`."""
         return products
 
     def counted(self, reply: Reply) -> Reply:
@@ -86,7 +86,7 @@ class Differences(Part):
 
     @property
     def oracle(self) -> Any:
-        """What has the functions `hess_v`, `hess_of`, `cross_v`, `cross_of` and `hypergradient`."""
+        """The module or object with the functions `hess_v`, `hess_of`, `cross_v`, `cross_of` and `hypergradient`."""
         return differences.CentralDifferences(self.perturbation)
 
     def counted(self, reply: Reply) -> Reply:
@@ -118,10 +118,10 @@ class Hypergradient(Part):
 
     @abstractmethod
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
-        """An estimate of ∇Φ(x) at y, in the shape of x; `merged`: by as few exchanges as give the same."""
+        """An estimate of ∇Φ(x) at y, in the shape of x; `merged=True` makes the fewest exchanges that give the same."""
 
     def start(self, y: PyTree) -> PyTree:
-        """What the server keeps for it between rounds, at the start; None: nothing."""
+        """The state of this part on the server before round 0; None: it keeps nothing between rounds."""
         return None
 
     @property
@@ -131,12 +131,12 @@ class Hypergradient(Part):
 
     @property
     def mergeable(self) -> bool:
-        """Whether `merged` leaves out an exchange."""
+        """True if `estimate` makes fewer exchanges with `merged=True` than without."""
         return False
 
     @property
     def stops(self) -> bool:
-        """Whether negative curvature ends the run."""
+        """True if negative curvature of the inner loss ends the run with an error."""
         return False
 
     def check_problem(self, population: int) -> None:
@@ -148,15 +148,15 @@ class Hypergradient(Part):
         return
 
     def noise_objection(self) -> str:
-        """Why it cannot do with replies that clients clip and noise, or "" where it can."""
+        """Why the estimate does not work with replies that clients clip and add noise to; "" where it does."""
         return ""
 
     def complaint(self, info: SolveInfo) -> str:
-        """Why the run must not go on after what a solution met, or ""."""
+        """Why the run must end after a solution of the linear system with this outcome; "" where it may go on."""
         return ""
 
     def warning(self, info: SolveInfo) -> str:
-        """What the user should know of what a solution met, or ""."""
+        """A warning for the user about a solution of the linear system with this outcome; "" for none."""
         return ""
 
 
@@ -360,7 +360,7 @@ class LocalSystem(SolvedSystem):
         return self.second_order.counted(own.reply((own.estimate.h, own.estimate.info.to_average())))
 
     def own(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Own:
-        """What the client finds alone."""
+        """The client's own estimate at (x, y), by its own Hessian, with the counts of its work."""
         problem, oracle = client.problem, self.second_order.oracle
         outer_key, system_key, last_key = jax.random.split(key, 3)
         last_key = outer_key if self.paired else last_key

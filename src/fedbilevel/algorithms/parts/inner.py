@@ -32,12 +32,12 @@ class InnerRounds(Part):
 
     @abstractmethod
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool) -> PyTree:
-        """y after one round; `merged` leaves out exchanges whose result is known to be zero."""
+        """y after one round of steps from y at a fixed x; `merged=True` omits exchanges that are known to give 0."""
 
     def descend(
         self, fed: Fed, x: PyTree, y: PyTree, key: Array, *, rounds: int | Array | None = None, merged: bool = False
     ) -> PyTree:
-        """y after `rounds` of steps (None: those of the field)."""
+        """y after so many rounds of steps from y at a fixed x; None: as many as the field `rounds` says."""
         number = self.rounds if rounds is None else rounds
         return fed.repeat(number, lambda fed, y, key: self.once(fed, x, y, key, merged), y, key)
 
@@ -61,7 +61,7 @@ class InnerSteps(InnerRounds):
 
     @abstractmethod
     def leaves_out(self) -> bool:
-        """Whether `merged` leaves out an exchange of these rounds."""
+        """True if these rounds make fewer exchanges with `merged=True` than without."""
 
 
 class LocalSGD(InnerSteps):

@@ -94,7 +94,7 @@ class IterativeRegularization(Algorithm):
 
     @abstractmethod
     def init_own(self, x: PyTree) -> Any:
-        """What else the server keeps at the start."""
+        """The further part of the server's state before round 0, beside x and its average."""
 
     @property
     def needs_everyone(self) -> bool:

@@ -27,15 +27,15 @@ class LocalOptimizer(Protocol):
     """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0."""
 
     def begin(self, like: PyTree) -> PyTree:
-        """What is remembered beside q, at the start; q and d have the shapes of `like`."""
+        """The optimizer's memory before the first step; q and d have the shapes of `like`."""
         ...
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """The next q, and what is remembered then, d being the gradient at z_0 − ηq."""
+        """The next q and the next memory, d being the gradient at z_0 − ηq."""
         ...
 
     def total(self, tau: Count) -> Array:
-        """‖a‖₁ = Σ_{k<τ} a_k."""
+        """‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
         ...
 
 
