@@ -139,6 +139,20 @@ def test_failed_runs() -> None:
     assert only({}, good, [None, history([0.1])]).state == "open"
 
 
+def test_what_never_gets_there_is_no_better_than_what_fails() -> None:
+    claim = {"by": "first", "reach": 0.8}
+    there, never = history([0.1, 0.9]), history([0.1, 0.7])
+    assert only(claim, [there, there], [None, None]).state == "holds"
+    assert only(claim, [there, never], [None, None]).state == "open"
+
+
+def test_an_error_of_0_has_no_logarithm() -> None:
+    errors = [history([1.0, value], "relative_error") for value in (1e-9, 0.0)]
+    found = only({"log": True, "metric": "relative_error"}, errors, [history([1.0, 0.1], "relative_error")] * 2)
+    assert (found.state, found.difference) == ("open", None)
+    assert "logarithm" in found.note
+
+
 def test_a_slope_and_its_error() -> None:
     x = np.array([1.0, 10.0, 100.0, 1000.0])
     seeds = np.array([3.0, 700.0])  # each with an intercept of its own, which the error does not count

@@ -102,6 +102,17 @@ def test_a_method_that_fails_is_a_finding(tmp_path: Path, steps: list[float], er
     assert error in found["errors"]["all · FedBiO · seed 0"]
 
 
+def test_a_failure_of_another_setting_is_not_taken_for_the_entrys(tmp_path: Path) -> None:
+    def made(step: float) -> Entry:
+        fedbio = {"algorithm": {"name": "fedbio", "client_lr": {"x": step}}}
+        methods = {"FedBiO": fedbio, "SimFBO": {"algorithm": {"name": "simfbo"}}}
+        return read("made-up", {**CONTENT, "tuning": None, "untuned": "-", "methods": methods})
+
+    assert protocol.play(made(1e9), "quick", tmp_path, seeds=(0,)).errors
+    with pytest.raises(ConfigurationError, match="another setting"):
+        protocol.play(made(0.01), "quick", tmp_path, seeds=(0,))
+
+
 def test_a_rehearsal_is_one_round(entry: Entry, tmp_path: Path) -> None:
     said: list[str] = []
     protocol.rehearse(entry, "full", tmp_path, said=said.append)

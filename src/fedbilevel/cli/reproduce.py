@@ -134,13 +134,20 @@ def _report(out: Path) -> None:
 
 def _listing(scale: Scale, out: Path) -> Any:
     """All entries: what they show, how long they take, and the verdict of their last run."""
+    from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.experiments.layout import fitted
     from fedbilevel.reproduce.entry import ids, load
-    from fedbilevel.reproduce.outcome import file_of, read
+    from fedbilevel.reproduce.outcome import Record, file_of, read
+
+    def kept(entry: Entry) -> Record:
+        file = file_of(entry, scale, out)
+        try:
+            return read(file) if file.is_file() else {}
+        except ConfigurationError:
+            return {"verdict": "not readable"}
 
     every = [load(id) for id in ids()]
-    files = [file_of(entry, scale, out) for entry in every]
-    found = [read(file) if file.is_file() else {} for file in files]
+    found = [kept(entry) for entry in every]
     columns = {
         "id": [entry.id for entry in every],
         "part": [entry.part for entry in every],
@@ -149,7 +156,7 @@ def _listing(scale: Scale, out: Path) -> Any:
         "state": [one.get("verdict", "not run") for one in found],
         "on": [one.get("date", "") for one in found],
     }
-    done = sum(bool(one) for one in found)
+    done = sum("date" in one for one in found)
     notes = [f"{done} of {len(every)} entries have been run in {out}, scale {scale}."]
     return fitted("Figures and tables", columns, console().width, texts=list(columns), droppable=("on",), notes=notes)
 

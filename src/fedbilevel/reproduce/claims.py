@@ -135,10 +135,14 @@ def larger_is_better(history: History, metric: str) -> bool:
 def _comparison(entry: Entry, claim: Claim, panel: str, than: str, runs: Runs) -> Finding:
     left, right = runs[panel][claim.better], runs[panel][than]
     if any(one is None for one in [*left, *right]):
-        return _of_failed(claim, panel, than, left, right)
+        return _of_failed(entry, claim, panel, than, left, right)
     mine = [reading(entry, claim, one) for one in left if one is not None]
     other = [reading(entry, claim, one) for one in right if one is not None]
     sign = next(_sign(entry, claim, one) for one in left if one is not None)
+    first, second = (float(np.mean([one.value for one in side])) for side in (mine, other))
+    if claim.log and any(one.value <= 0 for one in [*mine, *other]):
+        note = "what is read off some run is not above 0: it has no logarithm"
+        return Finding(claim.says, panel, claim.better, than, first, second, None, None, "open", note)
     scale = math.log10 if claim.log else float
     apart = [sign * (scale(a.value) - scale(claim.ratio * b.value)) for a, b in zip(mine, other, strict=True)]
     mean, half = interval(apart)
@@ -149,16 +153,21 @@ def _comparison(entry: Entry, claim: Claim, panel: str, than: str, runs: Runs) -
     elif not all(one.reached for one in other):
         note = f"{than} does not get there in every run: counted with the cost at which it ended"
         state = "open" if state == "contradicted" else state
-    first, second = (float(np.mean([one.value for one in side])) for side in (mine, other))
     return Finding(claim.says, panel, claim.better, than, first, second, mean, half, state, note)
 
 
-def _of_failed(claim: Claim, panel: str, than: str, left: Sequence[object], right: Sequence[object]) -> Finding:
-    """A method that fails with every seed is worse than one that does with none; else nothing can be said."""
+def _of_failed(
+    entry: Entry, claim: Claim, panel: str, than: str, left: Sequence[History | None], right: Sequence[History | None]
+) -> Finding:
+    """A method that fails with every seed is worse than one that does with none; else nothing can be said.
+
+    One that is to get somewhere first, and does not in every run, is not better than one that fails.
+    """
     lost = [sum(one is None for one in side) for side in (left, right)]
     state: State = "open"
     if lost == [0, len(right)] and claim.level is None:
-        state = "holds"
+        there = all(reading(entry, claim, one).reached for one in left if one is not None)
+        state = "holds" if there else "open"
     elif lost == [len(left), 0]:
         state = "contradicted"
     note = "; ".join(
@@ -198,6 +207,9 @@ def _slope(entry: Entry, claim: Claim, runs: Runs) -> Finding:
         return Finding(claim.says, "", claim.better, "", None, None, None, None, "open", "a run failed")
     at = [float(entry.panels[panel].value or 0.0) for panel in panels]
     read = [[reading(entry, claim, one).value for one in side if one is not None] for side in sides.values()]
+    if any(value <= 0 for side in read for value in side):
+        note = "what is read off some run is not above 0: it has no logarithm"
+        return Finding(claim.says, "", claim.better, "", None, None, None, None, "open", note)
     slope, error = fitted_slope(at, read)
     apart, half = slope - claim.slope, 2 * error
     state: State = "contradicted" if abs(apart) > half + claim.within else "open" if half > claim.within else "holds"

@@ -157,14 +157,14 @@ def _run(
     if chosen.values is None:
         return None, chosen.error
     folder = place / "runs" / path_word(panel) / path_word(method) / f"seed-{seed}"
-    if (folder / FAILED).is_file():
-        return None, (folder / FAILED).read_text(encoding="utf-8")
     spec = spec_of(entry, panel, method, scale, chosen, seed)
     there = Folder(folder).spec
     if there.is_file() and (changed := difference(read_like(there, spec), spec)):
         raise ConfigurationError(
             f"{folder} holds a run of another setting ({changed}): remove it to play the entry anew"
         )
+    if (folder / FAILED).is_file():
+        return None, (folder / FAILED).read_text(encoding="utf-8")
     try:
         complete(spec, folder, experiment=build(spec, tasks(spec)), plot=False, progress=False)
     except NumericalError as error:
