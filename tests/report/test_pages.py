@@ -155,6 +155,11 @@ def test_an_entrys_page_says_what_was_found() -> None:
     assert "Five clients in place of ten." in Elements(html).text("li")
 
 
+def test_a_difference_of_logarithms_has_their_unit() -> None:
+    entry = made_up(claims=[{"says": "SimFBO ends higher", "better": "SimFBO", "than": ["FedBiO"], "log": True}])
+    assert "0.1 [0.08, 0.12] powers of ten" in entry_page(entry, outcome_for(entry))
+
+
 def test_a_method_that_failed_has_a_row_and_no_curve() -> None:
     entry = made_up()
     found = outcome_for(entry)

@@ -157,10 +157,14 @@ def _claim(entry: Entry, one: Mapping[str, Any]) -> dict[str, Any]:
     def said(value: float | None) -> str:
         return "–" if value is None else _reading(entry, claim, value)
 
-    difference = said(one["difference"])
+    log = claim is not None and claim.log
+    apart = (lambda value: f"{value:.3g}") if log else said
+    difference = "–" if one["difference"] is None else apart(one["difference"])
     if one["half_width"] is not None:
-        low, high = (said(one["difference"] + sign * one["half_width"]) for sign in (-1, 1))
+        low, high = (apart(one["difference"] + sign * one["half_width"]) for sign in (-1, 1))
         difference = f"{difference} [{low}, {high}]"
+    if log and one["difference"] is not None:
+        difference += " powers of ten"
     readings = f"{said(one['better_mean'])} / {said(one['than_mean'])}"
     return {
         **one,
