@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedbilevel.cli import main
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.reproduce import outcome, picture, protocol
 from fedbilevel.reproduce.entry import Entry, read
@@ -132,3 +133,14 @@ def test_another_versions_outcome_is_refused(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text('{"schema": 0}')
     with pytest.raises(ConfigurationError, match="another version"):
         outcome.read(tmp_path / "outcome.json")
+
+
+def test_the_list_goes_past_an_outcome_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "simfbo-4" / "quick" / outcome.FILE
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    assert main(["reproduce", "simfbo", "--list", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "not readable" in said
+    assert "0 of 4 entries" in said
+    assert main(["reproduce", "simfb", "--list"]) == 2

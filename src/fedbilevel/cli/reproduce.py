@@ -32,7 +32,9 @@ def add_to(add: Add) -> None:
     """The command."""
     reproduce = add("reproduce", _reproduce, "run a figure or table of a paper, and say whether it holds", EPILOG)
     reproduce.add_argument("ids", nargs="*", metavar="ID", help="see --list; a paper's name takes its entries; or all")
-    reproduce.add_argument("--list", action="store_true", help="all entries, with the state of their last run")
+    reproduce.add_argument(
+        "--list", action="store_true", help="entries (all, or those of ID) with the state of their last run"
+    )
     scale = reproduce.add_mutually_exclusive_group()
     scale.add_argument("--quick", action="store_true", help="on two cores at most ten minutes an entry (the default)")
     scale.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU")
@@ -48,7 +50,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
     scale: Scale = "full" if options.full else "quick"
     if options.list:
-        console().print(_listing(scale, options.out))
+        console().print(_listing(_entries(options.ids or [ALL]), scale, options.out))
         return OK
     if not options.ids:
         raise ConfigurationError("which entry? fedbilevel reproduce --list names them")
@@ -132,11 +134,10 @@ def _report(out: Path) -> None:
         console().print(f"report {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _listing(scale: Scale, out: Path) -> Any:
-    """All entries: what they show, how long they take, and the verdict of their last run."""
+def _listing(every: list[Entry], scale: Scale, out: Path) -> Any:
+    """Entries: what they show, how long they take, and the verdict of their last run."""
     from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.experiments.layout import fitted
-    from fedbilevel.reproduce.entry import ids, load
     from fedbilevel.reproduce.outcome import Record, file_of, read
 
     def kept(entry: Entry) -> Record:
@@ -146,7 +147,6 @@ def _listing(scale: Scale, out: Path) -> Any:
         except ConfigurationError:
             return {"verdict": "not readable"}
 
-    every = [load(id) for id in ids()]
     found = [kept(entry) for entry in every]
     columns = {
         "id": [entry.id for entry in every],
