@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import fedbilevel as fb
+import hospital_files
 from fedbilevel.core.influence import doubts
 from fedbilevel.core.tree import split
 from fedbilevel.tasks import TASKS
@@ -142,7 +143,9 @@ OWN = [*sorted(set(TASKS) - {"few_shot"}), pytest.param("few_shot", marks=pytest
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_nothing_is_said_of_the_librarys_own_tasks(name):
+def test_nothing_is_said_of_the_librarys_own_tasks(name, tmp_path, monkeypatch):
+    if name == "hospitals":
+        hospital_files.write(tmp_path, monkeypatch)
     task = TASKS[name]()
     (x, x_fixed), (y, y_fixed) = split(task.x0), split(task.y0)
     assert said(task.problem.with_fixed(x_fixed, y_fixed), x, y, *task.clients.examples()) == []

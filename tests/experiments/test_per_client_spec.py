@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 import fedbilevel as fb
+import hospital_files
 from fedbilevel import authoring
 from fedbilevel.engines.curves import COLOURS
 from fedbilevel.experiments import compare, configure, federation, load_run, run, tables
@@ -112,10 +113,10 @@ def test_a_panel_of_clients_whom_no_run_will_measure_is_refused_before_anything_
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_tasks_that_an_error_names_are_those_that_have_such_metrics(name):
-    assert bool(task_of(configure(task=name, settings=["task.clients=6"])).metrics_per_client) == (
-        name in MEASURED_PER_CLIENT
-    )
+def test_the_tasks_that_an_error_names_are_those_that_have_such_metrics(name, tmp_path, monkeypatch):
+    hospital_files.write(tmp_path, monkeypatch)
+    settings = [] if name == "hospitals" else ["task.clients=6"]
+    assert bool(task_of(configure(task=name, settings=settings)).metrics_per_client) == (name in MEASURED_PER_CLIENT)
 
 
 def test_a_node_tells_only_if_its_configuration_says_so(spec):
