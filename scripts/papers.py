@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.metrics import text
 from fedbilevel.experiments import toml
-from fedbilevel.reproduce.entry import Entry, ids, load
-from fedbilevel.reproduce.outcome import FILE, read
+from fedbilevel.reproduce.entry import Entry, load_all
+from fedbilevel.reproduce.outcome import FILE, difference_in_words, mean_in_words, read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "papers"
@@ -43,7 +42,7 @@ def keep(folder: Path) -> None:
 
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated."""
-    entries = [load(id) for id in ids()]
+    entries = load_all()
     found = {entry.id: read(file) for entry in entries if (file := PAGES / f"{entry.id}.json").is_file()}
     yield PAGES / "README.md", index(entries, found)
     for paper, name in PAPERS.items():
@@ -93,7 +92,8 @@ def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     yield "| claim | panel | beside | better by | state |\n|---|---|---|---:|---|"
     for claim in one["findings"]:
         note = f" ({claim['note']})" if claim["note"] else ""
-        yield f"| {claim['says']} | {claim['panel']} | {claim['than']} | {_by(claim)} | {claim['state']}{note} |"
+        cells = [claim["says"], claim["panel"], claim["than"], difference_in_words(claim), claim["state"] + note]
+        yield f"| {' | '.join(cells)} |"
     yield ""
     yield f"`{entry.metric}` at the end, mean ± standard deviation over the seeds:\n"
     yield "| method | " + " | ".join(one["panels"]) + " |\n|---|" + "---:|" * len(one["panels"])
@@ -110,20 +110,8 @@ def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     yield from _provenance(entry, one)
 
 
-def _by(claim: dict[str, Any]) -> str:
-    if claim["difference"] is None:
-        return "–"
-    half = f" ± {claim['half_width']:.2g}" if claim["half_width"] is not None else ""
-    return f"{claim['difference']:.3g}{half}"
-
-
 def _cell(entry: Entry, of: dict[str, Any] | None) -> str:
-    if of is None:
-        return ""
-    if of["mean"] is None:
-        return "failed"
-    spread = f" ± {text(entry.metric, of['sd'])}" if of["sd"] is not None else ""
-    return text(entry.metric, of["mean"]).removesuffix(" %" if spread else "") + spread
+    return "" if of is None else mean_in_words(entry.metric, of)
 
 
 def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:

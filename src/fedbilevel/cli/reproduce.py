@@ -75,10 +75,7 @@ def _each(entries: list[Entry], options: argparse.Namespace) -> int:
     failed = []
     for entry in entries:
         command = [sys.executable, "-m", "fedbilevel.cli", "reproduce", entry.id, *flags, "--out", str(options.out)]
-        try:
-            code = subprocess.run(command, check=False).returncode
-        except KeyboardInterrupt:
-            code = INTERRUPTED
+        code = subprocess.run(command, check=False).returncode
         if code == INTERRUPTED:
             return fail(INTERRUPTED, "interrupted; the same command goes on where it was")
         failed += [entry.id] if code else []
@@ -88,9 +85,9 @@ def _each(entries: list[Entry], options: argparse.Namespace) -> int:
 def _entries(asked: list[str]) -> list[Entry]:
     """The entries that are asked for, each once, in the order of the list."""
     from fedbilevel.core.errors import unknown
-    from fedbilevel.reproduce.entry import ids, load
+    from fedbilevel.reproduce.entry import load_all
 
-    every = [load(id) for id in ids()]
+    every = load_all()
     known = [ALL, *dict.fromkeys(entry.paper for entry in every), *(entry.id for entry in every)]
     for name in asked:
         if name not in known:
@@ -127,9 +124,9 @@ def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
 def _report(out: Path) -> None:
     """Write the pages of all entries that have been played below `out`."""
     from fedbilevel.report.entries import write_index
-    from fedbilevel.reproduce.entry import ids, load
+    from fedbilevel.reproduce.entry import load_all
 
-    index, *pages = write_index([load(id) for id in ids()], out)
+    index, *pages = write_index(load_all(), out)
     for path in (*pages, index):
         console().print(f"report {path}", markup=False, highlight=False, soft_wrap=True)
 
@@ -163,22 +160,14 @@ def _listing(every: list[Entry], scale: Scale, out: Path) -> Any:
 
 def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
     """The metric of each method in each panel."""
-    from fedbilevel.core.metrics import text
     from fedbilevel.experiments.layout import fitted
+    from fedbilevel.reproduce.outcome import mean_in_words
 
     panels = found["panels"]
     columns = {"method": list(entry.methods)}
     for panel in panels:
-        cells = []
-        for method in entry.methods:
-            one = panels[panel].get(method)
-            if one is None:
-                cells.append("–")
-                continue
-            spread = f" ± {text(entry.metric, one['sd'])}" if one["sd"] is not None else ""
-            mean = text(entry.metric, one["mean"]).removesuffix(" %" if spread else "")
-            cells.append(f"{mean}{spread}" if one["mean"] is not None else "failed")
-        columns[panel] = cells
+        cells = [panels[panel].get(method) for method in entry.methods]
+        columns[panel] = ["–" if one is None else mean_in_words(entry.metric, one) for one in cells]
     notes = [f"Mean ± standard deviation over seeds {', '.join(map(str, found['seeds']))} at the end of the runs."]
     return fitted(f"{entry.title}: {entry.metric}", columns, width, texts=["method"], notes=notes)
 
@@ -186,20 +175,15 @@ def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
 def _claims(found: dict[str, Any], width: int) -> Any:
     """What came of each claim."""
     from fedbilevel.experiments.layout import fitted
+    from fedbilevel.reproduce.outcome import difference_in_words
 
     rows = found["findings"]
     columns = {
         "claim": [one["says"] for one in rows],
         "panel": [one["panel"] for one in rows],
         "beside": [one["than"] for one in rows],
-        "better by": [_by(one) for one in rows],
+        "better by": [difference_in_words(one) for one in rows],
         "state": [one["state"] for one in rows],
     }
     notes = dict.fromkeys(f"{one['note']}." for one in rows if one["note"])
     return fitted("Claims", columns, width, texts=["claim", "panel", "beside", "state"], notes=notes)
-
-
-def _by(one: dict[str, Any]) -> str:
-    if one["difference"] is None:
-        return "–"
-    return f"{one['difference']:.3g}" + (f" ± {one['half_width']:.2g}" if one["half_width"] is not None else "")

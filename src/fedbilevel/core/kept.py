@@ -124,7 +124,7 @@ def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def _settings() -> Hashable:
-    """Those settings of JAX by which the same traced program is compiled differently."""
+    """The settings of JAX by which one traced program is compiled differently."""
     named = (
         "jax_default_matmul_precision",
         "jax_debug_nans",

@@ -25,7 +25,7 @@ FLAMBY = 43  # random_state of the split that FLamby publishes
 
 
 class Patients(NamedTuple):
-    """Those of one hospital, without those of whom a kept column is missing, in the order of its file."""
+    """The patients of one hospital of whom no kept column is missing, in the order of its file."""
 
     rows: NDArray[np.float32]  # (n, 13), the columns FEATURES, as published
     labels: NDArray[np.int32]  # (n,), 1 where there is a disease

@@ -17,8 +17,8 @@ from fedbilevel.experiments.folder import as_damage, write_text
 from fedbilevel.report.chart import Chart, amount, chart, series
 from fedbilevel.report.page import FILE, PageTable, pairs, render, table
 from fedbilevel.reproduce import outcome
-from fedbilevel.reproduce.entry import SCALES, Claim, Entry, Scale, ids, load
-from fedbilevel.reproduce.outcome import Record
+from fedbilevel.reproduce.entry import SCALES, Claim, Entry, Scale, load_all
+from fedbilevel.reproduce.outcome import Record, kept_curve, mean_in_words
 from fedbilevel.reproduce.protocol import Chosen, spec_of
 
 INDEX = "index.html"
@@ -86,8 +86,7 @@ def _in_all(rows: Sequence[Mapping[str, Any]], place: int) -> str:
 
 def found_below(folder: Path) -> list[Entry]:
     """The entries with an outcome below the folder that `fedbilevel reproduce --out` names."""
-    every = [load(id) for id in ids()]
-    return [one for one in every if any(outcome.file_of(one, scale, folder).is_file() for scale in SCALES)]
+    return [one for one in load_all() if any(outcome.file_of(one, scale, folder).is_file() for scale in SCALES)]
 
 
 def entry_page(entry: Entry, found: Record, index: str = "") -> str:
@@ -189,15 +188,10 @@ def _panels(entry: Entry, found: Record) -> list[Chart]:
     for panel, methods in found["panels"].items():
         curves = {name: of["curve"] for name, of in methods.items() if of["curve"]}
         numbers = [list(entry.methods).index(name) for name in curves]
-        lines = [_line(name, of, entry.against) for name, of in curves.items()]
+        lines = [kept_curve(name, of, entry.against) for name, of in curves.items()]
         if lines:
             made.append(chart(lines, entry.metric, entry.against, title=panel, numbers=numbers))
     return made
-
-
-def _line(name: str, of: Mapping[str, Sequence[float]], against: str) -> Curve:
-    cost, mean, spread = (np.array(of[column], float) for column in ("cost", "mean", "sd"))
-    return Curve(name, {"rounds": np.arange(len(cost)), against: cost}, mean, spread, mean - spread)
 
 
 def _series(entry: Entry, found: Record) -> list[Chart]:
@@ -218,17 +212,9 @@ def _methods(entry: Entry, found: Record) -> PageTable:
     methods = [name for name in entry.methods if _is_played(found, name)]
     columns = {"method": methods}
     for panel, of in found["panels"].items():
-        columns[panel] = [_mean(entry, of[name]) if name in of else "not run" for name in methods]
+        columns[panel] = [mean_in_words(entry.metric, of[name]) if name in of else "not run" for name in methods]
     caption = f"Ours: {words(entry.metric)} at the end, mean ± standard deviation over {len(found['seeds'])} seeds"
     return table(caption, columns, texts=["method"])
-
-
-def _mean(entry: Entry, of: Mapping[str, Any]) -> str:
-    if of["mean"] is None:
-        return "failed"
-    if of["sd"] is None:
-        return text(entry.metric, of["mean"])
-    return f"{text(entry.metric, of['mean']).removesuffix(' %')} ± {text(entry.metric, of['sd'])}"
 
 
 def _reported(entry: Entry) -> PageTable:

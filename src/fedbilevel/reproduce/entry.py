@@ -6,7 +6,6 @@ An entry is written before its runs, with the claims that decide. Specs are merg
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -265,6 +264,11 @@ def ids() -> list[str]:
     return sorted(name.removesuffix(SUFFIX) for name in names)
 
 
+def load_all() -> list[Entry]:
+    """All entries, in their order."""
+    return [load(id) for id in ids()]
+
+
 def load(id: str) -> Entry:
     """An entry by its id.
 
@@ -317,8 +321,3 @@ def _spec(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _folder() -> Any:
     return resources.files("fedbilevel.reproduce") / "entries"
-
-
-def fields() -> list[str]:
-    """What the file of an entry may say."""
-    return [one.name for one in dataclasses.fields(Entry) if one.name != "id"]

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.metrics import text
 from fedbilevel.engines.curves import PANELS, Curve, costs_of, curve
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments.folder import as_damage, write_json
@@ -107,6 +108,29 @@ def _plain(finding: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in kept.items()
     }
+
+
+def mean_in_words(metric: str, of: Mapping[str, Any]) -> str:
+    """What a method's runs ended with, from its record: mean ± standard deviation over the seeds, or "failed"."""
+    if of["mean"] is None:
+        return "failed"
+    if of["sd"] is None:
+        return text(metric, of["mean"])
+    return f"{text(metric, of['mean']).removesuffix(' %')} ± {text(metric, of['sd'])}"
+
+
+def difference_in_words(finding: Mapping[str, Any]) -> str:
+    """By how much a method is better, from a finding's record, with half the width of the interval where it has one."""
+    if finding["difference"] is None:
+        return "–"
+    half = f" ± {finding['half_width']:.2g}" if finding["half_width"] is not None else ""
+    return f"{finding['difference']:.3g}{half}"
+
+
+def kept_curve(name: str, of: Mapping[str, Sequence[float]], against: str) -> Curve:
+    """The curve of a method as it is drawn, from its record."""
+    cost, mean, spread = (np.array(of[column], float) for column in ("cost", "mean", "sd"))
+    return Curve(name, {"rounds": np.arange(len(cost)), against: cost}, mean, spread, mean - spread)
 
 
 def keep(outcome: Record, folder: Path) -> Path:

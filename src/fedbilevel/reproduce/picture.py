@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.core.metrics import in_percent
-from fedbilevel.engines.curves import COLOURS, DASHES, PANELS, Curve, axis_label, draw_panel, new_figure, typography
+from fedbilevel.engines.curves import COLOURS, DASHES, PANELS, axis_label, draw_panel, new_figure, typography
 from fedbilevel.reproduce.entry import Entry
-from fedbilevel.reproduce.outcome import Record
+from fedbilevel.reproduce.outcome import Record, kept_curve
 
 CELL = (3.6, 3.2)  # inches
 COLUMNS = 3  # of panels, at most
@@ -31,7 +31,7 @@ def _curves(entry: Entry, outcome: Record) -> Any:
         cells = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel, axes in zip(panels, cells, strict=False):
             found = {name: of["curve"] for name, of in outcome["panels"][panel].items() if of["curve"]}
-            lines = [_line(name, of, entry.against) for name, of in found.items()]
+            lines = [kept_curve(name, of, entry.against) for name, of in found.items()]
             places = [list(entry.methods).index(name) for name in found]
             if lines:
                 draw_panel(axes, lines, entry.against, percent=in_percent(entry.metric), places=places)
@@ -42,12 +42,6 @@ def _curves(entry: Entry, outcome: Record) -> Any:
             axes.set_ylabel(axis_label([entry.metric]))
         _legend(figure, cells, entry)
     return figure
-
-
-def _line(name: str, of: dict[str, list[float]], against: str) -> Curve:
-    cost, mean, spread = (np.array(of[column]) for column in ("cost", "mean", "sd"))
-    rounds = np.arange(len(cost))
-    return Curve(name, {"rounds": rounds, against: cost}, mean, spread, mean - spread)
 
 
 def _series(entry: Entry, outcome: Record) -> Any:

@@ -10,6 +10,7 @@ interrupted entry goes on where it was.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from fedbilevel.experiments.spec import Spec, configure, read_like
 from fedbilevel.experiments.sweep import Definition, Said, sweep_specs
 from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale
+from fedbilevel.sweeps.journal import DEFINITION
 from fedbilevel.sweeps.outcome import Sweep
 
 SEEDS = (0, 1, 2)
@@ -124,7 +126,7 @@ def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, sai
         select=entry.tuning.select,
     )
     folder = place / "tuning" / path_word(panel) / path_word(method)
-    begun = (folder / "definition.json").is_file()
+    begun = (folder / DEFINITION).is_file()
     prefix = f"{panel} · {method} · trial "
     sweep = sweep_specs(definition, specs_of(definition), folder, resume=begun, said=lambda line: said(prefix + line))
     return _chosen(sweep)
@@ -211,8 +213,6 @@ def _timed(place: Path) -> Iterator[None]:
 
 def _spent(place: Path) -> tuple[float, float]:
     """Seconds and processor seconds so far."""
-    import json
-
     if not (place / SPENT).is_file():
         return 0.0, 0.0
     seconds, processor_seconds = json.loads((place / SPENT).read_text(encoding="utf-8"))

@@ -165,7 +165,7 @@ class TrialOutcome:
 
     @classmethod
     def failed(cls, error: Exception, rows: Sequence[Row] = ()) -> TrialOutcome:
-        """That of a run that failed after some rows of its history, whose last says what it had cost."""
+        """The outcome of a run that failed after some rows of its history, whose last says what it had cost."""
         row = {name: value for name, value in rows[-1].items() if name != "seconds"} if rows else {}
         return cls(row, error=str(error))
 
