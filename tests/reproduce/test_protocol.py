@@ -129,6 +129,15 @@ def test_a_picture_is_drawn(entry: Entry, place: Path) -> None:
     assert axes.get_title() == "all"
 
 
+def test_what_is_compared_by_a_cost_is_drawn_as_bars(place: Path) -> None:
+    entry = read("made-up", {**CONTENT, "metric": "megabytes", "against": "rounds"})
+    found = outcome.outcome_of(protocol.play(entry, "quick", place, seeds=(0, 1)))
+    assert all(of["curve"] is None for of in found["panels"]["all"].values())
+    bars = [patch.get_height() for patch in picture.draw(entry, found).axes[0].patches]
+    assert bars == [found["panels"]["all"][name]["mean"] for name in entry.methods]
+    assert min(bars) > 0
+
+
 def test_another_versions_outcome_is_refused(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text('{"schema": 0}')
     with pytest.raises(ConfigurationError, match="another version"):

@@ -79,7 +79,7 @@ def _numbers(entry: Entry, method: str, histories: Sequence[History], runs: int)
         "mean": _rounded(float(np.mean(values))),
         "sd": _rounded(float(np.std(values, ddof=1))) if len(values) > 1 else None,
         "costs": {name: _rounded(float(np.mean([one[name] for one in spent]))) for name in spent[0]},
-        "curve": _thinned(curve(method, histories, entry.metric), entry.against),
+        "curve": None if entry.metric in PANELS else _thinned(curve(method, histories, entry.metric), entry.against),
     }
 
 

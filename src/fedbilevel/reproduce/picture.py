@@ -1,4 +1,5 @@
-"""The picture of an entry: a panel for each setting, with a curve for each method; of a series, one panel."""
+"""The picture of an entry: a panel for each setting, with a curve for each method; of a series, one panel; bars where
+what is compared is itself a cost."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ COLUMNS = 3  # of panels, at most
 
 def draw(entry: Entry, outcome: Record) -> Any:
     """The Matplotlib figure of an outcome."""
-    return _series(entry, outcome) if entry.series else _curves(entry, outcome)
+    if entry.series:
+        return _series(entry, outcome)
+    return _bars(entry, outcome) if entry.metric in PANELS else _curves(entry, outcome)
 
 
 def _curves(entry: Entry, outcome: Record) -> Any:
@@ -65,6 +68,30 @@ def _series(entry: Entry, outcome: Record) -> Any:
         axes.grid(alpha=0.3, linewidth=0.6)
         axes.set_ylabel(PANELS.get(entry.metric) or axis_label([entry.metric]))
         axes.set_xlabel(entry.series)
+        _legend(figure, [axes], entry)
+    return figure
+
+
+def _bars(entry: Entry, outcome: Record) -> Any:
+    """What the runs cost, with a standard deviation over the seeds: a group of bars for each panel, on one axis."""
+    panels, width = list(outcome["panels"]), 0.8 / len(entry.methods)
+    size = (max(6.0, 1.4 * len(panels)), 4.0)
+    with typography(size):
+        figure = new_figure(size)
+        axes = figure.subplots()
+        for place, method in enumerate(entry.methods):
+            found = [
+                (at + (place - (len(entry.methods) - 1) / 2) * width, of["mean"], of["sd"] or 0.0)
+                for at, panel in enumerate(panels)
+                if (of := outcome["panels"][panel].get(method)) and of["mean"] is not None
+            ]
+            if found:
+                at, mean, spread = zip(*found, strict=True)
+                axes.bar(at, mean, width, yerr=spread, capsize=2, label=method, color=COLOURS[place % len(COLOURS)])
+        axes.set_xticks(range(len(panels)), panels)
+        axes.grid(axis="y", alpha=0.3, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_ylabel(PANELS[entry.metric])
         _legend(figure, [axes], entry)
     return figure
 
