@@ -93,6 +93,8 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
         ({"quick": {"minutes": 1, "panels": {"non": {}}}}, "iid"),
         ({"methods": {**CONTENT["methods"], "B": {"algorithm": {"name": "fednest"}}}}, "as many points"),
         ({"title": None, "shown": "-"}, "shown"),
+        ({"spec": {**CONTENT["spec"], "run": {"exchanges": 40, "eval_every": 1000}}}, "eval_every"),
+        ({"quick": {"tuning": {"run": {"time": 60, "eval_every": 5}}}}, "at most 4 beside a budget"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:

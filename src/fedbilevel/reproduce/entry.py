@@ -6,6 +6,7 @@ An entry is written before its runs, with the claims that decide. Specs are merg
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ SCALES: tuple[Scale, ...] = ("quick", "full")
 Tables = Mapping[str, Mapping[str, Any]]
 """As much of a spec as is given, by section."""
 SUFFIX = ".toml"
+MOST_ROUNDS = 4  # between two rows of a run with a budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +187,7 @@ class Entry:
         valued = all(panel.value is not None for panel in self.panels.values())
         require(valued == bool(self.series), "series", self.series, "what the panels' values are, where all have one")
         self._check_tuning()
+        self._check_rows()
         for claim in self.claims:
             self._check_claim(claim)
         for panel in self.panels.values():
@@ -204,6 +207,15 @@ class Entry:
         require(same, "grid", trials, "as many points for every method")
         select = self.tuning.select
         require(not measured_on_test(select), "tuning.select", select, "a metric that is not measured on test data")
+
+    def _check_rows(self) -> None:
+        """A run ends at the first row at which its budget is spent: with few rows it would go far beyond."""
+        for scale, panel, tuning in itertools.product(SCALES, self.panels, (False, True)):
+            for method in self.methods_of(panel):
+                run = self.tables(panel, method, scale, tuning=tuning).get("run", {})
+                dense = not {"exchanges", "bytes", "time"} & set(run) or run.get("eval_every", 1) <= MOST_ROUNDS
+                allowed = f"at most {MOST_ROUNDS} beside a budget, or left out for about fifty rows"
+                require(dense, "run.eval_every", run.get("eval_every"), allowed)
 
     def _check_claim(self, claim: Claim) -> None:
         _require_known("claims.better", [claim.better], self.methods)
