@@ -14,7 +14,7 @@ from typing import Any
 
 from fedbilevel.experiments import toml
 from fedbilevel.reproduce.entry import Entry, load_all
-from fedbilevel.reproduce.outcome import FILE, difference_in_words, mean_in_words, read
+from fedbilevel.reproduce.outcome import FILE, STALE, difference_in_words, mean_in_words, read, state_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "papers"
@@ -27,7 +27,7 @@ PAPERS = {
     "theory": "What theorems claim",
 }
 NOT_RUN = "not run"
-MARK = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", NOT_RUN: "–"}
+MARK = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", NOT_RUN: "–", STALE: "!"}
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -51,7 +51,7 @@ def written() -> Iterator[tuple[Path, str]]:
 
 
 def state(entry: Entry, found: Outcomes) -> str:
-    return str(found[entry.id]["verdict"]) if entry.id in found else NOT_RUN
+    return state_of(entry, found[entry.id]) if entry.id in found else NOT_RUN
 
 
 def index(entries: list[Entry], found: Outcomes) -> str:
@@ -87,7 +87,8 @@ def page(name: str, entries: list[Entry], found: Outcomes) -> Iterator[str]:
 
 def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     """What came of an entry."""
-    yield f"{MARK[one['verdict']]} **{one['verdict']}** (`fedbilevel reproduce {entry.id}`, {one['date']})\n"
+    came = state_of(entry, one)
+    yield f"{MARK[came]} **{came}** (`fedbilevel reproduce {entry.id}`, {one['date']})\n"
     yield f"![{entry.title}]({entry.id}.png)\n"
     yield "| claim | panel | beside | better by | state |\n|---|---|---|---:|---|"
     for claim in one["findings"]:

@@ -36,8 +36,22 @@ CONTENT: dict[str, Any] = {
     "full": {"minutes": 60},
 }
 FINDING = {"says": "SimFBO ends higher", "panel": "iid", "better": "SimFBO", "than": "FedBiO", "note": ""}
-HOLDS = {"better_mean": 0.9, "than_mean": 0.8, "difference": 0.1, "half_width": 0.02, "state": "holds"}
-LATER = {"better_mean": 1200, "than_mean": 1000, "difference": -200, "half_width": 50, "state": "contradicted"}
+HOLDS = {
+    "better_mean": 0.9,
+    "than_mean": 0.8,
+    "difference": 0.1,
+    "half_width": 0.02,
+    "state": "holds",
+    "unit": "percentage points",
+}
+LATER = {
+    "better_mean": 1200,
+    "than_mean": 1000,
+    "difference": -200,
+    "half_width": 50,
+    "state": "contradicted",
+    "unit": "exchanges",
+}
 
 
 def made_up(**changed: Any) -> Entry:
@@ -65,6 +79,7 @@ def outcome_for(entry: Entry, **changed: Any) -> dict[str, Any]:
             }
     return {
         **{"schema": outcome.SCHEMA, "id": entry.id, "scale": "quick", "verdict": "partly reproduced"},
+        "played_for": outcome.fingerprint(entry, "quick"),
         "findings": [{**FINDING, **HOLDS}, {**FINDING, **LATER, "says": "SimFBO is there first"}],
         **{"date": "2026-01-31", "seeds": [0, 1], "trials": 2, "selected_on": "validation_accuracy", "minutes": 3.2},
         **{"processor_seconds": 210.0, "environment": {"jax": "0.10.2"}, "metric": entry.metric},

@@ -143,9 +143,9 @@ def test_an_entrys_page_says_what_was_found() -> None:
     entry = made_up()
     html = entry_page(entry, outcome_for(entry))
     rows = Elements(html).text("tr")
-    claim = "SimFBO ends higher ✓ holds iid SimFBO / FedBiO 90.00 % / 80.00 % 10.00 % [8.00 %, 12.00 %]"
+    claim = "SimFBO ends higher ✓ holds iid SimFBO / FedBiO 90.00 % / 80.00 % 10 [8, 12] percentage points"
     assert claim in rows
-    assert "1,200 / 1,000 -200 [-250, -150]" in " | ".join(rows)
+    assert "1,200 / 1,000 -200 [-250, -150] exchanges" in " | ".join(rows)
     assert "1 of 2 comparisons hold; contradicted: 1, in the quick setting" in " ".join(Elements(html).text("p"))
     said = " ".join(Elements(html).text("td"))
     for text in ("90.00 ± 1.41 %", "91.2 ± 0.3 %", "client_lr.x = 0.01", "79.00 %, 81.00 %", "0.10.2", "12.5", "3.2"):
@@ -153,11 +153,6 @@ def test_an_entrys_page_says_what_was_found() -> None:
     assert "fedbilevel reproduce made-up --quick --seeds 0,1" in Elements(html).text("code")
     assert 'partition_by = "shards"' in " ".join(Elements(html).text("code"))  # in a spec
     assert "Five clients in place of ten." in Elements(html).text("li")
-
-
-def test_a_difference_of_logarithms_has_their_unit() -> None:
-    entry = made_up(claims=[{"says": "SimFBO ends higher", "better": "SimFBO", "than": ["FedBiO"], "log": True}])
-    assert "0.1 [0.08, 0.12] powers of ten" in entry_page(entry, outcome_for(entry))
 
 
 def test_a_method_that_failed_has_a_row_and_no_curve() -> None:
@@ -223,6 +218,12 @@ def test_the_index_has_every_entry_with_its_state(tmp_path: Path) -> None:
     assert index.parent / link == page
     (back,) = [one["href"] for one in Elements(page.read_text()).all("a") if "index" in one["href"]]
     assert (page.parent / back).resolve() == index.resolve()
+
+
+def test_the_index_says_which_outcome_is_stale(tmp_path: Path) -> None:
+    keep(made_up(), tmp_path)
+    (index,) = write_index([made_up(spec={"task": {"name": "quadratic"}})], tmp_path)
+    assert "! stale: play it again played on 2026-01-31" in Elements(index.read_text()).text("tr")[1]
 
 
 def test_an_outcome_that_cannot_be_shown_leaves_the_index_to_the_others(tmp_path: Path) -> None:

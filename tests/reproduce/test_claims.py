@@ -132,6 +132,22 @@ def test_errors_may_be_compared_by_powers_of_ten() -> None:
     assert (found.state, found.difference) == ("holds", pytest.approx((2 + 1.9 + 2) / 3))
 
 
+@pytest.mark.parametrize(
+    ("claim", "unit"),
+    [
+        ({}, "percentage points"),
+        ({"metric": "outer_loss"}, "outer loss"),
+        ({"metric": "outer_loss", "log": True}, "powers of ten"),
+        ({"metric": "megabytes"}, "MB"),
+        ({"by": "first", "reach": 0.8}, "exchanges"),
+        ({"by": "first", "reach": 0.8, "of": "time"}, "virtual seconds"),
+        ({"by": "mean", "of": "time"}, "percentage points"),
+    ],
+)
+def test_a_difference_has_a_unit(claim: dict[str, Any], unit: str) -> None:
+    assert only(claim, [None], [None]).unit == unit
+
+
 def test_failed_runs() -> None:
     good, bad = [history([0.5])] * 2, [None, None]
     assert only({}, good, bad).state == "holds"

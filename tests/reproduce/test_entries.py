@@ -91,6 +91,7 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
         ({"claims": [{"says": "-", "better": "A", "slope": 1.0}]}, "slope"),
         ({"panels": {"iid": {"tsak": {}}}}, "task"),
         ({"quick": {"minutes": 1, "panels": {"non": {}}}}, "iid"),
+        ({"quick": {"minutes": 1, "tuning_of": {"non": {}}}}, "iid"),
         ({"methods": {**CONTENT["methods"], "B": {"algorithm": {"name": "fednest"}}}}, "as many points"),
         ({"title": None, "shown": "-"}, "shown"),
         ({"spec": {**CONTENT["spec"], "run": {"exchanges": 40, "eval_every": 1000}}}, "eval_every"),
@@ -118,6 +119,17 @@ def test_tables_are_merged_in_their_order() -> None:
     assert (runs["task"].get("holdout"), trial["task"]["holdout"]) == (None, 0.1)
     assert made.tables("iid", "A", "full")["run"]["rounds"] == 1
     assert made.trials == 2
+
+
+def test_a_panel_may_have_trials_of_its_own_at_a_scale() -> None:
+    of_all, of_one = {"run": {"rounds": 3, "cohort": 2}}, {"other": {"run": {"rounds": 1}}}
+    panels: dict[str, Any] = {"iid": {}, "other": {}}
+    quick = {"minutes": 1, "tuning": of_all, "tuning_of": of_one}
+    made = read("made-up", {**CONTENT, "panels": panels, "quick": quick})
+    assert made.tables("iid", "A", "quick", tuning=True)["run"] == {"rounds": 3, "cohort": 2}
+    assert made.tables("other", "A", "quick", tuning=True)["run"] == {"rounds": 1, "cohort": 2}
+    assert "run" not in made.tables("other", "A", "quick")
+    assert "run" not in made.tables("other", "A", "full", tuning=True)
 
 
 def test_a_method_leaves_what_spec_and_panel_say_of_the_algorithm() -> None:

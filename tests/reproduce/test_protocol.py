@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,57 @@ def test_what_is_compared_by_a_cost_is_drawn_as_bars(place: Path) -> None:
     bars = [patch.get_height() for patch in picture.draw(entry, found).axes[0].patches]
     assert bars == [found["panels"]["all"][name]["mean"] for name in entry.methods]
     assert min(bars) > 0
+
+
+def test_a_difference_is_said_with_its_unit() -> None:
+    found = {"difference": 0.1234, "half_width": 0.05, "unit": "percentage points"}
+    assert outcome.difference_in_words(found) == "12.3 ± 5 percentage points"
+    found |= {"difference": -1234.5, "half_width": None, "unit": "exchanges"}
+    assert outcome.difference_in_words(found) == "-1,234 exchanges"  # to even
+
+
+@pytest.mark.parametrize(
+    ("change", "stale"),
+    [
+        ({"claims": [{**CONTENT["claims"][0], "by": "best"}]}, True),
+        ({"spec": {"task": {"name": "quadratic", "clients": 4}}}, True),
+        ({"tuning": {**CONTENT["tuning"], "seeds": [101]}}, True),
+        ({"quick": {"minutes": 1, "spec": {"run": {"rounds": 5, "eval_every": 2}}}}, True),
+        ({"full": {"minutes": 9, "spec": {"run": {"rounds": 5, "eval_every": 2}}}}, False),
+        ({"quick": {"minutes": 2, "spec": ROUNDS}, "setting": "other words"}, False),
+        ({"claims": [{**CONTENT["claims"][0], "says": "other words"}]}, False),
+    ],
+    ids=["claim", "setting", "seeds of trials", "scale", "other scale", "prose", "words of a claim"],
+)
+def test_an_outcome_of_other_claims_or_another_setting_is_stale(
+    entry: Entry, place: Path, change: dict[str, Any], stale: bool
+) -> None:
+    found = outcome.read(outcome.file_of(entry, "quick", place))
+    assert outcome.state_of(entry, found) == found["verdict"]
+    assert outcome.state_of(read("made-up", {**CONTENT, **change}), found) == (
+        "stale: play it again" if stale else found["verdict"]
+    )
+
+
+def test_an_interruption_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal interrupts the entry's own process, too, which says so and ends with 130."""
+
+    class Interrupted:
+        ends = iter([KeyboardInterrupt, 130])
+
+        def __init__(self, command: list[str]) -> None:
+            pass
+
+        def wait(self) -> int:
+            if (end := next(self.ends)) is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return end
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    assert main(["reproduce", "simfbo", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_another_versions_outcome_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ with every seed. A claim holds if the 95 % confidence interval of the difference
 An interrupted entry goes on where it was. Data sets are read from $FEDBILEVEL_DATA or downloaded.
 """
 ALL = "all"
+AGAIN = "interrupted; the same command goes on where it was"
 
 
 def add_to(add: Add) -> None:
@@ -62,7 +63,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         else:
             _one(entries[0], scale, options)
     except KeyboardInterrupt:
-        return fail(INTERRUPTED, "interrupted; the same command goes on where it was")
+        return fail(INTERRUPTED, AGAIN)
     if options.report and not options.rehearse and code != INTERRUPTED:
         _report(options.out)
     return code
@@ -75,9 +76,13 @@ def _each(entries: list[Entry], options: argparse.Namespace) -> int:
     failed = []
     for entry in entries:
         command = [sys.executable, "-m", "fedbilevel.cli", "reproduce", entry.id, *flags, "--out", str(options.out)]
-        code = subprocess.run(command, check=False).returncode
+        process = subprocess.Popen(command)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # which the terminal sends to both: the entry's own process ends, and says so
+            code = process.wait() or fail(INTERRUPTED, AGAIN)
         if code == INTERRUPTED:
-            return fail(INTERRUPTED, "interrupted; the same command goes on where it was")
+            return code
         failed += [entry.id] if code else []
     return fail(NUMBERS_FAIL, f"failed: {', '.join(failed)}") if failed else OK
 
@@ -135,12 +140,13 @@ def _listing(every: list[Entry], scale: Scale, out: Path) -> Any:
     """Entries: what they show, how long they take, and the verdict of their last run."""
     from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.experiments.layout import fitted
-    from fedbilevel.reproduce.outcome import Record, file_of, read
+    from fedbilevel.reproduce.outcome import Record, file_of, read, state_of
 
     def kept(entry: Entry) -> Record:
         file = file_of(entry, scale, out)
         try:
-            return read(file) if file.is_file() else {}
+            found = read(file) if file.is_file() else {}
+            return found | {"verdict": state_of(entry, found)} if found else {}
         except ConfigurationError:
             return {"verdict": "not readable"}
 

@@ -18,7 +18,15 @@ from fedbilevel.report.chart import Chart, amount, chart, series
 from fedbilevel.report.page import FILE, PageTable, pairs, render, table
 from fedbilevel.reproduce import outcome
 from fedbilevel.reproduce.entry import SCALES, Claim, Entry, Scale, load_all
-from fedbilevel.reproduce.outcome import Record, kept_curve, mean_in_words
+from fedbilevel.reproduce.outcome import (
+    STALE,
+    Record,
+    difference_in_words,
+    in_unit,
+    kept_curve,
+    mean_in_words,
+    state_of,
+)
 from fedbilevel.reproduce.protocol import Chosen, spec_of
 
 INDEX = "index.html"
@@ -64,6 +72,8 @@ def _state(entry: Entry, scale: Scale, out: Path) -> dict[str, str]:
         return {"scale": scale, "verdict": "not run", "link": "", "note": note}
     try:
         found = outcome.read(folder / outcome.FILE)
+        if state_of(entry, found) == STALE:
+            return {"scale": scale, "verdict": STALE, "link": "", "note": f"played on {found['date']}"}
         page = write_entry(entry, folder, index=f"../../{INDEX}")
     except ConfigurationError as error:
         return {"scale": scale, "verdict": "not readable", "link": "", "note": str(error)}
@@ -128,7 +138,7 @@ def _require_same(entry: Entry, found: Record) -> None:
     """Refuse an outcome that is not of the entry as it is now: what it says was chosen becomes a spec."""
     panels = {panel: set(methods) for panel, methods in found["panels"].items()}
     now = {panel: set(entry.methods_of(panel)) for panel in entry.panels_at(found["scale"])}
-    same = found["id"] == entry.id and panels == now
+    same = found["id"] == entry.id and panels == now and state_of(entry, found) != STALE
     for methods in found["panels"].values() if same else ():
         for name, of in methods.items():
             grid = entry.methods[name].grid
@@ -156,14 +166,10 @@ def _claim(entry: Entry, one: Mapping[str, Any]) -> dict[str, Any]:
     def said(value: float | None) -> str:
         return "–" if value is None else _reading(entry, claim, value)
 
-    log = claim is not None and claim.log
-    apart = (lambda value: f"{value:.3g}") if log else said
-    difference = "–" if one["difference"] is None else apart(one["difference"])
+    difference = difference_in_words(one)
     if one["half_width"] is not None:
-        low, high = (apart(one["difference"] + sign * one["half_width"]) for sign in (-1, 1))
-        difference = f"{difference} [{low}, {high}]"
-    if log and one["difference"] is not None:
-        difference += " powers of ten"
+        low, high = (in_unit(one, one["difference"] + sign * one["half_width"]) for sign in (-1, 1))
+        difference = f"{in_unit(one, one['difference'])} [{low}, {high}] {one['unit']}"
     readings = f"{said(one['better_mean'])} / {said(one['than_mean'])}"
     return {
         **one,

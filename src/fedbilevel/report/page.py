@@ -17,6 +17,7 @@ from rich.text import Text
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.extras import missing
 from fedbilevel.report.chart import COLOURS, LEGEND_DASHES
+from fedbilevel.reproduce.outcome import STALE
 
 FILE = "report.html"
 POLICY = (
@@ -30,6 +31,7 @@ STATES = {  # of an entry and of a finding: a sign, and the colour's name in the
     "undecided": ("?", "unsure"),
     "not run": ("–", "muted"),
     "not readable": ("!", "bad"),
+    STALE: ("!", "muted"),
     "holds": ("✓", "good"),
     "contradicted": ("✗", "bad"),
     "open": ("?", "unsure"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from fedbilevel.core.metrics import best
-from fedbilevel.engines.curves import PANELS, costs_of
+from fedbilevel.core.metrics import best, in_percent
+from fedbilevel.engines.curves import PANELS, costs_of, words
 from fedbilevel.engines.history import History, Row
 from fedbilevel.reproduce.entry import Claim, Entry
 
@@ -30,11 +30,11 @@ class Finding:
         panel: "" where it spans several.
         better, than: the methods; no `than` for a slope.
         better_mean, than_mean: of what was read off their runs; None where a run failed or never got there.
-        difference: the mean over the seeds of how much better it is, in the unit of what is read off, or in powers of
-            ten; of a slope the fitted one less the predicted one.
+        difference: the mean over the seeds of how much better it is; of a slope the fitted one less the predicted one.
         half_width: of its confidence interval; None where it has none.
         state: what the interval says.
         note: what a reader has to know besides.
+        unit: of the difference, in words.
     """
 
     says: str
@@ -47,11 +47,31 @@ class Finding:
     half_width: float | None
     state: State
     note: str = ""
+    unit: str = ""
 
 
 def findings(entry: Entry, runs: Runs) -> list[Finding]:
     """What came of every claim of an entry."""
-    return [found for claim in entry.claims for found in _of_claim(entry, claim, runs)]
+    return [
+        replace(found, unit=unit_of(entry, claim)) for claim in entry.claims for found in _of_claim(entry, claim, runs)
+    ]
+
+
+PERCENTAGE_POINTS = "percentage points"
+UNITS = {"megabytes": "MB", "evaluations": "gradients and hvps", "gflop": "GFLOP", "time": "virtual seconds"}
+"""Of costs whose names are no unit."""
+
+
+def unit_of(entry: Entry, claim: Claim) -> str:
+    """Of a claim's differences: a cost's, percentage points of an accuracy, powers of ten, or the name of a metric."""
+    if claim.slope is not None:
+        return "in slope"
+    if claim.log:
+        return "powers of ten"
+    name = (claim.of or entry.against) if claim.by == "first" else claim.metric or entry.metric
+    if name in PANELS:
+        return UNITS.get(name, name)
+    return PERCENTAGE_POINTS if in_percent(name) else words(name)
 
 
 def _of_claim(entry: Entry, claim: Claim, runs: Runs) -> Iterator[Finding]:

@@ -121,12 +121,14 @@ class Size:
     """What a scale changes: tables of the spec, of the tuning, of single panels and of single methods.
 
     Args:
+        tuning_of: tables of the tuning in single panels, after those of all.
         minutes: that it takes on two cores; None where that is not known.
         only: the panels that are played; none given: all. Claims of others stay open.
     """
 
     spec: Tables = field(default_factory=dict)
     tuning: Tables = field(default_factory=dict)
+    tuning_of: Mapping[str, Tables] = field(default_factory=dict)
     panels: Mapping[str, Tables] = field(default_factory=dict)
     methods: Mapping[str, Tables] = field(default_factory=dict)
     only: Sequence[str] = ()
@@ -193,7 +195,7 @@ class Entry:
         for panel in self.panels.values():
             _require_known("methods of a panel", panel.methods, self.methods)
         for size in (self.quick, self.full):
-            _require_known("panels of a scale", [*size.panels, *size.only], self.panels)
+            _require_known("panels of a scale", [*size.panels, *size.tuning_of, *size.only], self.panels)
             _require_known("methods of a scale", size.methods, self.methods)
 
     def _check_tuning(self) -> None:
@@ -256,7 +258,7 @@ class Entry:
         layers = [size.spec, self.panels[panel].spec, size.panels.get(panel, {})]
         layers += [self.methods[method].spec, size.methods.get(method, {})]
         if tuning and self.tuning is not None:
-            layers += [self.tuning.spec, size.tuning]
+            layers += [self.tuning.spec, size.tuning, size.tuning_of.get(panel, {})]
         found: dict[str, Any] = {}
         for layer in (self.spec, *layers):
             for section, fields in layer.items():

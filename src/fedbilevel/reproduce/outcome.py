@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -19,12 +20,13 @@ from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments.folder import as_damage, write_json
 from fedbilevel.experiments.runner import describe_environment
 from fedbilevel.quoting import require_object
-from fedbilevel.reproduce.claims import State, Verdict, findings, metric_in, verdict
+from fedbilevel.reproduce.claims import PERCENTAGE_POINTS, State, Verdict, findings, metric_in, verdict
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale
 from fedbilevel.reproduce.protocol import Played, place_of
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "outcome.json"
+STALE = "stale: play it again"
 POINTS = 60  # of a curve that is kept
 DIGITS = 5  # of a number that is kept
 Record = dict[str, Any]
@@ -38,6 +40,7 @@ def outcome_of(played: Played) -> Record:
         "schema": SCHEMA,
         "id": entry.id,
         "scale": played.scale,
+        "played_for": fingerprint(entry, played.scale),
         "verdict": verdict(found),
         "findings": [_plain(asdict(one)) for one in found],
         "date": time.strftime("%Y-%m-%d"),
@@ -52,6 +55,27 @@ def outcome_of(played: Played) -> Record:
         "errors": played.errors,
         "panels": {panel: _panel(played, panel) for panel in played.runs},
     }
+
+
+def fingerprint(entry: Entry, scale: Scale) -> str:
+    """A short hash of what an entry claims and plays at a scale: all but prose, minutes, and the other scale."""
+    played = {
+        panel: {
+            name: [entry.tables(panel, name, scale, tuning=tuning) for tuning in (False, True)] + [dict(of.grid)]
+            for name, of in entry.methods_of(panel).items()
+        }
+        for panel in entry.panels_at(scale)
+    }
+    claims = [{**asdict(claim), "says": ""} for claim in entry.claims]
+    values = [panel.value for panel in entry.panels.values()]
+    chosen = [entry.tuning.select, entry.tuning.seeds] if entry.tuning else []
+    content = [claims, played, values, chosen, entry.metric, entry.against]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def state_of(entry: Entry, found: Record) -> str:
+    """The verdict of an outcome; or, where it was played for other claims or another setting, that it is stale."""
+    return found["verdict"] if found["played_for"] == fingerprint(entry, found["scale"]) else STALE
 
 
 def _panel(played: Played, panel: str) -> dict[str, Any]:
@@ -123,8 +147,14 @@ def difference_in_words(finding: Mapping[str, Any]) -> str:
     """By how much a method is better, from a finding's record, with half the width of the interval where it has one."""
     if finding["difference"] is None:
         return "–"
-    half = f" ± {finding['half_width']:.2g}" if finding["half_width"] is not None else ""
-    return f"{finding['difference']:.3g}{half}"
+    half = f" ± {in_unit(finding, finding['half_width'])}" if finding["half_width"] is not None else ""
+    return f"{in_unit(finding, finding['difference'])}{half} {finding['unit']}"
+
+
+def in_unit(finding: Mapping[str, Any], value: float) -> str:
+    """A number in the unit of a finding's difference."""
+    value = 100 * value if finding["unit"] == PERCENTAGE_POINTS else value
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def kept_curve(name: str, of: Mapping[str, Sequence[float]], against: str) -> Curve:
@@ -212,7 +242,7 @@ def _columns(value: Any) -> bool:
 
 _seeds = _list(_count)
 CONTENT: dict[str, Fits] = {  # of the file
-    **dict.fromkeys(("id", "date", "selected_on", "metric"), _text),
+    **dict.fromkeys(("id", "date", "played_for", "selected_on", "metric"), _text),
     "scale": _one_of(*SCALES),
     "verdict": _one_of(*get_args(Verdict)),
     "against": _one_of(*PANELS),
@@ -223,7 +253,7 @@ CONTENT: dict[str, Fits] = {  # of the file
     "errors": _by_name(_text),
     "findings": _list(
         _record(
-            **dict.fromkeys(("says", "panel", "better", "than", "note"), _text),
+            **dict.fromkeys(("says", "panel", "better", "than", "note", "unit"), _text),
             **dict.fromkeys(("better_mean", "than_mean", "difference", "half_width"), _or_none(_finite)),
             state=_one_of(*get_args(State)),
         )
