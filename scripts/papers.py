@@ -1,4 +1,4 @@
-"""Write docs/papers, a page for each paper, and the table of the README: what came of every entry that was played.
+"""Write docs/papers, a page for each paper, and the table in README.md: what came of every entry that was played.
 
     python scripts/papers.py [FOLDER]
 
@@ -15,19 +15,30 @@ from typing import Any
 from fedbilevel.experiments import toml
 from fedbilevel.reproduce.entry import Entry, load_all
 from fedbilevel.reproduce.outcome import FILE, STALE, difference_in_words, mean_in_words, read, state_of
+from fedbilevel.reproduce.ranking import budget_in_words, overview, place_in_words, told_apart
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "papers"
+README = ROOT / "README.md"
 PAPERS = {
     "afbo": "Anarchic federated bilevel optimization (AFBO)",
     "fednest": "FedNest (Tarzanagh et al., ICML 2022)",
     "fism": "Federated incremental subgradient method (FISM, Boontawee et al.)",
+    "leaderboard": "Leaderboard: methods under equal budgets",
     "rabo": "RABO and RAFBO (Li et al.)",
     "simfbo": "SimFBO and ShroFBO (Yang et al., NeurIPS 2023)",
     "theory": "What theorems claim",
 }
 NOT_RUN = "not run"
-MARK = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", NOT_RUN: "–", STALE: "!"}
+MARK = {
+    "reproduced": "✔",
+    "partly reproduced": "◐",
+    "not reproduced": "✘",
+    "undecided": "?",
+    "ranked": "✔",
+    NOT_RUN: "–",
+    STALE: "!",
+}
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -45,9 +56,23 @@ def written() -> Iterator[tuple[Path, str]]:
     entries = load_all()
     found = {entry.id: read(file) for entry in entries if (file := PAGES / f"{entry.id}.json").is_file()}
     yield PAGES / "README.md", index(entries, found)
+    yield README, numbers(entries, found)
     for paper, name in PAPERS.items():
         own = [entry for entry in entries if entry.paper == paper]
         yield PAGES / f"{paper}.md", "\n".join(page(name, own, found))
+
+
+def numbers(entries: list[Entry], found: Outcomes) -> str:
+    """README.md with the table of the papers' figures and tables."""
+    head, begin, rest = README.read_text("utf-8").partition("<!-- papers -->\n")
+    _, end, tail = rest.partition("<!-- -->\n")
+    rows = [
+        f"| [`{entry.id}`](docs/papers/{entry.paper}.md#{entry.id}) | {entry.title} "
+        f"| {MARK[state(entry, found)]} {state(entry, found)} |\n"
+        for entry in entries
+        if entry.paper not in ("theory", "leaderboard")
+    ]
+    return "".join([head, begin, "| entry | shows | state |\n|---|---|---|\n", *rows, end, tail])
 
 
 def state(entry: Entry, found: Outcomes) -> str:
@@ -90,6 +115,20 @@ def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     came = state_of(entry, one)
     yield f"{MARK[came]} **{came}** (`fedbilevel reproduce {entry.id}`, {one['date']})\n"
     yield f"![{entry.title}]({entry.id}.png)\n"
+    yield from board(entry, one) if entry.ranked else claims(entry, one)
+    if entry.reported:
+        yield "What the paper reports:\n\n| | | from |\n|---|---|---|"
+        yield from (f"| {said.what} | {said.value} | {said.source} |" for said in entry.reported)
+        yield ""
+    if not entry.ranked:
+        yield f"Its setting: {' '.join(entry.setting.split())}\n"
+    yield "Here:\n"
+    yield from (f"- {difference}" for difference in entry.differences)
+    yield from _provenance(entry, one)
+
+
+def claims(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
+    """What came of each claim, and what the runs ended with."""
     yield "| claim | panel | beside | better by | state |\n|---|---|---|---:|---|"
     for claim in one["findings"]:
         note = f" ({claim['note']})" if claim["note"] else ""
@@ -101,14 +140,64 @@ def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     for method in entry.methods:
         yield f"| {method} | " + " | ".join(_cell(entry, of.get(method)) for of in one["panels"].values()) + " |"
     yield ""
-    if entry.reported:
-        yield "What the paper reports:\n\n| | | from |\n|---|---|---|"
-        yield from (f"| {said.what} | {said.value} | {said.source} |" for said in entry.reported)
+
+
+def board(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
+    """A leaderboard: ranks over all, what cannot be told apart, and the numbers of each panel."""
+    found, budgets = one["ranks"], {panel: entry.panels[panel].budgets for panel in one["ranks"]}
+    yield RULE
+    yield from _table(overview(found))
+    yield "Budgets, in the order of the ranks in a cell:\n"
+    for panel, of in budgets.items():
+        yield f"- {panel}: {', '.join(budget_in_words(cost, amount) for cost, amount in of.items())}"
+    yield "\n### Where each is first\n"
+    yield "Those in a row share rank 1: none of all methods is better than they are for sure.\n"
+    rows = told_apart(found)
+    yield from _table(
+        {
+            "task": [panel for panel, *_ in rows],
+            "after": [budget_in_words(cost, budgets[panel][cost]) for panel, cost, *_ in rows],
+            "first": [", ".join(first) for *_, first, _ in rows],
+            "of": [str(count) for *_, count in rows],
+        }
+    )
+    for panel, of in found.items():
+        metric = entry.measured_in(panel)
+        yield f"### {panel[0].upper()}{panel[1:]}\n"
+        yield f"Rank, and the mean of `{metric}` over the seeds:\n"
+        columns = {
+            budget_in_words(cost, budgets[panel][cost]): [place_in_words(metric, place) for place in at.values()]
+            for cost, at in of.items()
+        }
+        yield from _table({"method": list(next(iter(of.values()))), **columns})
+    if one["errors"]:
+        yield "### What failed\n"
+        yield from (f"- {what}: {' '.join(why.split())}" for what, why in one["errors"].items())
         yield ""
-    yield f"Its setting: {' '.join(entry.setting.split())}\n"
-    yield "Here:\n"
-    yield from (f"- {difference}" for difference in entry.differences)
-    yield from _provenance(entry, one)
+    yield AGAIN
+    yield "### What was run\n"
+
+
+RULE = """\
+In each cell of the table stand a method's ranks in a task at four budgets; a method's rank is one more than the number
+of methods that are better for sure: the 95 % confidence interval of the difference (Student's, paired by seed; of an
+error in powers of ten) lies above 0. So all that cannot be told apart from the best is first, too, and with three seeds
+that is often much. Nothing is corrected for the number of comparisons. "first" counts the places with rank 1.
+"""
+AGAIN = """\
+### Run it again, add a method
+
+`fedbilevel reproduce leaderboard` plays it, and goes on where it was interrupted; `--full` adds MNIST; `--seeds
+0,1,2,3,4` tells more apart. Its file is `src/fedbilevel/reproduce/entries/leaderboard.toml`: a method is a table
+`[methods.NAME]` there, with its `algorithm` and, as `ladder`, the step that is tuned, and its name in the `methods` of
+the panels that it can play. What it is to be ranked beside is there already, if `--out` names the same folder.
+"""
+
+
+def _table(columns: dict[str, list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+    yield from (f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True))
+    yield ""
 
 
 def _cell(entry: Entry, of: dict[str, Any] | None) -> str:

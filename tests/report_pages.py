@@ -83,7 +83,7 @@ def outcome_for(entry: Entry, **changed: Any) -> dict[str, Any]:
         "findings": [{**FINDING, **HOLDS}, {**FINDING, **LATER, "says": "SimFBO is there first"}],
         **{"date": "2026-01-31", "seeds": [0, 1], "trials": 2, "selected_on": "validation_accuracy", "minutes": 3.2},
         **{"processor_seconds": 210.0, "environment": {"jax": "0.10.2"}, "metric": entry.metric},
-        **{"against": entry.against, "errors": {}, "panels": panels},
+        **{"against": entry.against, "errors": {}, "panels": panels, "ranks": {}},
         **changed,
     }
 

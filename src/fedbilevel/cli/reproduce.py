@@ -120,7 +120,9 @@ def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
     file = outcome.file_of(entry, scale, options.out)
     outcome.keep(found, file.parent)
     plots.save(picture.draw(entry, found), file.with_name("figure.png"))
-    for table in (_numbers(entry, found, terminal.width), _claims(found, terminal.width)):
+    tables = [_ranks(entry, found, terminal.width)] if entry.ranked else []
+    tables += [] if entry.ranked else [_numbers(entry, found, terminal.width), _claims(found, terminal.width)]
+    for table in tables:
         terminal.print(table)
     terminal.print(f"{found['verdict']}  ({found['minutes']:.1f} minutes)  {file}", highlight=False, soft_wrap=True)
     return None
@@ -176,6 +178,21 @@ def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
         columns[panel] = ["–" if one is None else mean_in_words(entry.metric, one) for one in cells]
     notes = [f"Mean ± standard deviation over seeds {', '.join(map(str, found['seeds']))} at the end of the runs."]
     return fitted(f"{entry.title}: {entry.metric}", columns, width, texts=["method"], notes=notes)
+
+
+def _ranks(entry: Entry, found: dict[str, Any], width: int) -> Any:
+    """The rank of each method in each panel, at each budget."""
+    from fedbilevel.experiments.layout import fitted
+    from fedbilevel.reproduce.ranking import budget_in_words, overview
+
+    budgets = {panel: entry.panels[panel].budgets for panel in found["ranks"]}
+    at = [
+        f"{panel}: {', '.join(budget_in_words(cost, amount) for cost, amount in of.items())}."
+        for panel, of in budgets.items()
+    ]
+    notes = ["Ranks at each budget; what cannot be told apart from the best is first, too (95 %).", *at]
+    notes += [f"{what}: {why}" for what, why in found["errors"].items()]
+    return fitted(entry.title, overview(found["ranks"]), width, texts=["method"], notes=notes)
 
 
 def _claims(found: dict[str, Any], width: int) -> Any:

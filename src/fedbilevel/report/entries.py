@@ -28,6 +28,7 @@ from fedbilevel.reproduce.outcome import (
     state_of,
 )
 from fedbilevel.reproduce.protocol import Chosen, spec_of
+from fedbilevel.reproduce.ranking import budget_in_words, overview, place_in_words
 
 INDEX = "index.html"
 
@@ -115,9 +116,10 @@ def entry_page(entry: Entry, found: Record, index: str = "") -> str:
         index=index,
         entry=entry,
         found=found,
-        counts=_counts(found),
+        counts=_counts(entry, found),
         several=len(found["panels"]) > 1,
         claims=[_claim(entry, one) for one in found["findings"]],
+        ranks=_ranks(entry, found) if entry.ranked else [],
         caption=f"Means over seeds {seeds}; {band}.",
         legend=[(number, name) for number, name in enumerate(entry.methods) if _is_played(found, name)],
         panels=_panels(entry, found),
@@ -139,9 +141,9 @@ def _require_same(entry: Entry, found: Record) -> None:
     panels = {panel: set(methods) for panel, methods in found["panels"].items()}
     now = {panel: set(entry.methods_of(panel)) for panel in entry.panels_at(found["scale"])}
     same = found["id"] == entry.id and panels == now and state_of(entry, found) != STALE
-    for methods in found["panels"].values() if same else ():
+    for panel, methods in found["panels"].items() if same else ():
         for name, of in methods.items():
-            grid = entry.methods[name].grid
+            grid = entry.grid(panel, name, found["scale"])
             chosen = of["chosen"] or {}
             same &= all(field in grid and value in grid[field] for field, value in chosen.items())
     if not same:
@@ -153,7 +155,9 @@ def _is_played(found: Record, method: str) -> bool:
     return any(method in methods for methods in found["panels"].values())
 
 
-def _counts(found: Record) -> str:
+def _counts(entry: Entry, found: Record) -> str:
+    if entry.ranked:
+        return f"{len(entry.methods)} methods, {len(found['ranks'])} tasks"
     states = [one["state"] for one in found["findings"]]
     others = [f"{state}: {states.count(state)}" for state in ("contradicted", "open") if state in states]
     return "; ".join([f"{states.count('holds')} of {len(states)} comparisons hold", *others])
@@ -179,6 +183,25 @@ def _claim(entry: Entry, one: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _ranks(entry: Entry, found: Record) -> list[PageTable]:
+    """The ranks of a leaderboard: over all panels, and of each panel with its metric."""
+    ranks = found["ranks"]
+    tables = [
+        table(
+            "Ranks in each panel at its budgets, in the order of the tables below",
+            overview(ranks),
+            texts=list(overview(ranks)),
+        )
+    ]
+    for panel, of in ranks.items():
+        budgets, metric = entry.panels[panel].budgets, entry.measured_in(panel)
+        columns = {"method": list(next(iter(of.values())))}
+        for cost, at in of.items():
+            columns[budget_in_words(cost, budgets[cost])] = [place_in_words(metric, place) for place in at.values()]
+        tables.append(table(f"{panel}: rank, and mean {words(metric)} over the seeds", columns, texts=["method"]))
+    return tables
+
+
 def _reading(entry: Entry, claim: Claim | None, value: float) -> str:
     if claim is None or claim.slope is not None:
         return f"{value:.3g}"
@@ -196,7 +219,7 @@ def _panels(entry: Entry, found: Record) -> list[Chart]:
         numbers = [list(entry.methods).index(name) for name in curves]
         lines = [kept_curve(name, of, entry.against) for name, of in curves.items()]
         if lines:
-            made.append(chart(lines, entry.metric, entry.against, title=panel, numbers=numbers))
+            made.append(chart(lines, entry.measured_in(panel), entry.against, title=panel, numbers=numbers))
     return made
 
 
@@ -218,8 +241,10 @@ def _methods(entry: Entry, found: Record) -> PageTable:
     methods = [name for name in entry.methods if _is_played(found, name)]
     columns = {"method": methods}
     for panel, of in found["panels"].items():
-        columns[panel] = [mean_in_words(entry.metric, of[name]) if name in of else "not run" for name in methods]
-    caption = f"Ours: {words(entry.metric)} at the end, mean ± standard deviation over {len(found['seeds'])} seeds"
+        metric = entry.measured_in(panel)
+        columns[panel] = [mean_in_words(metric, of[name]) if name in of else "not run" for name in methods]
+    what = "the metric" if entry.ranked else words(entry.metric)
+    caption = f"Ours: {what} at the end, mean ± standard deviation over {len(found['seeds'])} seeds"
     return table(caption, columns, texts=["method"])
 
 
@@ -253,9 +278,11 @@ def _chosen(entry: Entry, found: Record) -> PageTable:
         "chosen": [_values(of["chosen"]) for *_, of in rows],
         "failed trials": [f"{of['failed_trials']}" for *_, of in rows],
         "failed runs": [f"{of['failed_runs']}" for *_, of in rows],
-        entry.metric: [", ".join(text(entry.metric, value) for value in of["values"]) or "–" for *_, of in rows],
+        "metric" if entry.ranked else entry.metric: [
+            ", ".join(text(entry.measured_in(panel), value) for value in of["values"]) or "–" for panel, _, of in rows
+        ],
     }
-    caption = f"Chosen values, and the {words(entry.metric)} of each seed"
+    caption = f"Chosen values, and the {'metric' if entry.ranked else words(entry.metric)} of each seed"
     return table(caption, columns, texts=["panel", "method", "chosen"])
 
 

@@ -31,6 +31,7 @@ STATES = {  # of an entry and of a finding: a sign, and the colour's name in the
     "undecided": ("?", "unsure"),
     "not run": ("–", "muted"),
     "not readable": ("!", "bad"),
+    "ranked": ("✓", "good"),
     STALE: ("!", "muted"),
     "holds": ("✓", "good"),
     "contradicted": ("✗", "bad"),

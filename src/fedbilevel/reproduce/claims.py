@@ -16,7 +16,7 @@ from fedbilevel.reproduce.entry import Claim, Entry
 
 CONFIDENCE = 0.95
 State = Literal["holds", "contradicted", "open"]
-Verdict = Literal["reproduced", "partly reproduced", "not reproduced", "undecided"]
+Verdict = Literal["reproduced", "partly reproduced", "not reproduced", "undecided", "ranked"]
 Runs = Mapping[str, Mapping[str, Sequence[History | None]]]
 """By panel, then by method: the history of each seed, None of a run that failed."""
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from typing import Any, Literal
 
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.engines.curves import PANELS
 from fedbilevel.experiments.presets.table import merged
-from fedbilevel.experiments.spec import SECTIONS
+from fedbilevel.experiments.spec import SECTIONS, configure
 from fedbilevel.sweeps.plan import measured_on_test, product
 
 Scale = Literal["quick", "full"]
@@ -86,19 +86,35 @@ class Panel:
         spec: tables of a spec.
         methods: those that are run in it; none given: all.
         value: of a series of settings, its place on the axis.
+        metric, select: where they are not the entry's and the tuning's.
+        tuning: tables of the trials' spec in this panel.
+        budgets: of a leaderboard: amounts of costs, at which methods are ranked. A run ends when it has spent all.
+        log: methods are ranked by the logarithm of the metric.
     """
 
     spec: Tables = field(default_factory=dict)
     methods: Sequence[str] = ()
     value: float | None = None
+    metric: str | None = None
+    select: str | None = None
+    tuning: Tables = field(default_factory=dict)
+    budgets: Mapping[str, float] = field(default_factory=dict)
+    log: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A curve or a row: tables of a spec, and the values of its fields that the holdout chooses among."""
+    """A curve or a row.
+
+    Args:
+        spec: tables of a spec.
+        grid: the values of its fields that the holdout chooses among.
+        ladder: in place of a grid: a step, whose value in a panel is multiplied by the factors of the tuning.
+    """
 
     spec: Tables
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    ladder: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +125,13 @@ class Tuning:
         select: the metric that decides; it is not measured on test data.
         spec: what differs from the runs: the holdout, a shorter budget.
         seeds: of every point; none of those of the runs.
+        factors: of the steps of methods with a ladder.
     """
 
     select: str
     spec: Tables = field(default_factory=dict)
     seeds: Sequence[int] = (100,)
+    factors: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +200,12 @@ class Entry:
     def __post_init__(self) -> None:
         require(bool(self.panels), "panels", dict(self.panels), "one or more")
         require(bool(self.methods), "methods", dict(self.methods), "one or more")
-        require(bool(self.claims), "claims", list(self.claims), "one or more, written before the runs")
-        for cost in (self.against, *(claim.of for claim in self.claims if claim.of is not None)):
+        ranked = [bool(panel.budgets) for panel in self.panels.values()]
+        require(all(ranked) or not any(ranked), "budgets", ranked, "given for all panels, or for none")
+        one = self.claims if not any(ranked) else not self.claims
+        require(bool(one), "claims", list(self.claims), "one or more, written before the runs; none of a leaderboard")
+        budgets = [cost for panel in self.panels.values() for cost in panel.budgets]
+        for cost in (self.against, *budgets, *(claim.of for claim in self.claims if claim.of is not None)):
             if cost not in PANELS:
                 raise unknown("cost", cost, PANELS)
         valued = all(panel.value is not None for panel in self.panels.values())
@@ -200,15 +222,21 @@ class Entry:
 
     def _check_tuning(self) -> None:
         """Every method is tuned by as many trials, on anything but test data."""
-        trials = {name: len(product(method.grid)) if method.grid else 1 for name, method in self.methods.items()}
+        trials = {name: self._points(method) for name, method in self.methods.items()}
         if self.tuning is None:
             require(bool(self.untuned), "untuned", self.untuned, "the reason, where there is no [tuning]")
             require(set(trials.values()) == {1}, "grid", trials, "left out, where there is no [tuning]")
             return
         same = len(set(trials.values())) == 1
         require(same, "grid", trials, "as many points for every method")
-        select = self.tuning.select
-        require(not measured_on_test(select), "tuning.select", select, "a metric that is not measured on test data")
+        for select in (self.tuning.select, *(panel.select or "" for panel in self.panels.values())):
+            require(not measured_on_test(select), "tuning.select", select, "a metric that is not measured on test data")
+
+    def _points(self, method: Method) -> int:
+        """How many points a method is tuned over."""
+        if method.ladder:
+            return len(self.tuning.factors) if self.tuning else 0
+        return len(product(method.grid)) if method.grid else 1
 
     def _check_rows(self) -> None:
         """A run ends at the first row at which its budget is spent: with few rows it would go far beyond."""
@@ -247,7 +275,30 @@ class Entry:
     @property
     def trials(self) -> int:
         """How many points each method was tuned over, in each panel; 0 where nothing is chosen."""
-        return len(product(next(iter(self.methods.values())).grid)) if self.tuning else 0
+        return self._points(next(iter(self.methods.values()))) if self.tuning else 0
+
+    @property
+    def ranked(self) -> bool:
+        """Whether this is a leaderboard."""
+        return any(panel.budgets for panel in self.panels.values())
+
+    def measured_in(self, panel: str) -> str:
+        """The metric of a panel."""
+        return self.panels[panel].metric or self.metric
+
+    def selected_in(self, panel: str) -> str:
+        """The metric that chooses steps in a panel; "" where nothing is chosen."""
+        return (self.panels[panel].select or self.tuning.select) if self.tuning else ""
+
+    def grid(self, panel: str, method: str, scale: Scale) -> Mapping[str, Sequence[Any]]:
+        """The values that are tried of a method's fields in a panel."""
+        of = self.methods[method]
+        if not of.ladder or self.tuning is None:
+            return of.grid
+        step: Any = configure(self.tables(panel, method, scale)).algorithm.fields
+        for part in of.ladder.split("."):
+            step = step[part]
+        return {of.ladder: [float(f"{factor * step:.4g}") for factor in self.tuning.factors]}
 
     def size(self, scale: Scale) -> Size:
         return self.quick if scale == "quick" else self.full
@@ -258,11 +309,11 @@ class Entry:
         layers = [size.spec, self.panels[panel].spec, size.panels.get(panel, {})]
         layers += [self.methods[method].spec, size.methods.get(method, {})]
         if tuning and self.tuning is not None:
-            layers += [self.tuning.spec, size.tuning, size.tuning_of.get(panel, {})]
+            layers += [self.tuning.spec, self.panels[panel].tuning, size.tuning, size.tuning_of.get(panel, {})]
         found: dict[str, Any] = {}
         for layer in (self.spec, *layers):
-            for section, fields in layer.items():
-                found[section] = merged(found.get(section, {}), fields)
+            for section, table in layer.items():
+                found[section] = merged(found.get(section, {}), table)
         return found
 
 
@@ -306,13 +357,14 @@ def read(id: str, content: Mapping[str, Any]) -> Entry:
             "id": id,
             "runs": content.get("runs", id),
             "panels": {
-                name: Panel(value=of.get("value"), methods=of.get("methods", ()), spec=_spec(of))
+                name: Panel(spec=_spec(of, PANEL), **{field: of[field] for field in PANEL if field in of})
                 for name, of in content["panels"].items()
             },
             "methods": {
-                name: Method(grid=of.get("grid", {}), spec=_spec(of)) for name, of in content["methods"].items()
+                name: Method(spec=_spec(of, METHOD), **{field: of[field] for field in METHOD if field in of})
+                for name, of in content["methods"].items()
             },
-            "claims": [Claim(**claim) for claim in content["claims"]],
+            "claims": [Claim(**claim) for claim in content.get("claims", ())],
             "reported": [Reported(**one) for one in content.get("reported", ())],
             "tuning": Tuning(**tuning) if tuning else None,
             **{str(scale): Size(**content[scale]) for scale in SCALES},
@@ -324,9 +376,12 @@ def read(id: str, content: Mapping[str, Any]) -> Entry:
         raise ConfigurationError(f"entry {id}: {error}") from error
 
 
-def _spec(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a spec in that of a panel or a method; anything else is unknown."""
-    found = {name: table for name, table in content.items() if name not in ("grid", "methods", "value")}
+PANEL, METHOD = ({one.name for one in fields(of)} - {"spec"} for of in (Panel, Method))
+
+
+def _spec(content: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """The tables of a spec in that of a panel or a method, beside its own fields; anything else is unknown."""
+    found = {name: table for name, table in content.items() if name not in own}
     for name in found:
         if name not in SECTIONS:
             raise unknown("section", name, SECTIONS)

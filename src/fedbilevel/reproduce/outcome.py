@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from fedbilevel.quoting import require_object
 from fedbilevel.reproduce.claims import PERCENTAGE_POINTS, State, Verdict, findings, metric_in, verdict
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale
 from fedbilevel.reproduce.protocol import Played, place_of
+from fedbilevel.reproduce.ranking import ranks
 
 SCHEMA = 2
 FILE = "outcome.json"
@@ -41,7 +42,7 @@ def outcome_of(played: Played) -> Record:
         "id": entry.id,
         "scale": played.scale,
         "played_for": fingerprint(entry, played.scale),
-        "verdict": verdict(found),
+        "verdict": "ranked" if entry.ranked else verdict(found),
         "findings": [_plain(asdict(one)) for one in found],
         "date": time.strftime("%Y-%m-%d"),
         "seeds": list(played.seeds),
@@ -54,6 +55,7 @@ def outcome_of(played: Played) -> Record:
         "against": entry.against,
         "errors": played.errors,
         "panels": {panel: _panel(played, panel) for panel in played.runs},
+        "ranks": _rounded_in(ranks(entry, played.runs)),
     }
 
 
@@ -61,15 +63,15 @@ def fingerprint(entry: Entry, scale: Scale) -> str:
     """A short hash of what an entry claims and plays at a scale: all but prose, minutes, and the other scale."""
     played = {
         panel: {
-            name: [entry.tables(panel, name, scale, tuning=tuning) for tuning in (False, True)] + [dict(of.grid)]
+            name: [entry.tables(panel, name, scale, tuning=tuning) for tuning in (False, True)] + [of.grid, of.ladder]
             for name, of in entry.methods_of(panel).items()
         }
         for panel in entry.panels_at(scale)
     }
     claims = [{**asdict(claim), "says": ""} for claim in entry.claims]
-    values = [panel.value for panel in entry.panels.values()]
-    chosen = [entry.tuning.select, entry.tuning.seeds] if entry.tuning else []
-    content = [claims, played, values, chosen, entry.metric, entry.against]
+    panels = [[one.value, one.metric, one.select, one.budgets, one.log] for one in entry.panels.values()]
+    tuning = [entry.tuning.select, entry.tuning.seeds, entry.tuning.factors] if entry.tuning else []
+    content = [claims, played, panels, tuning, entry.metric, entry.against]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
@@ -80,7 +82,7 @@ def state_of(entry: Entry, found: Record) -> str:
 
 def _panel(played: Played, panel: str) -> dict[str, Any]:
     """Of each method in a panel: what was chosen for it, and what its runs came to."""
-    entry, methods = played.entry, played.runs[panel]
+    entry, methods = replace(played.entry, metric=played.entry.measured_in(panel)), played.runs[panel]
     return {
         method: {
             "chosen": played.chosen[panel][method].values,
@@ -124,6 +126,15 @@ def _thinned(line: Curve, against: str) -> dict[str, list[float]] | None:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
+
+
+def _rounded_in(found: Any) -> Any:
+    """The same, with its numbers rounded."""
+    if isinstance(found, dict):
+        return {name: _rounded_in(one) for name, one in found.items()}
+    if isinstance(found, list):
+        return [_rounded_in(one) for one in found]
+    return _rounded(found) if isinstance(found, float) else found
 
 
 def _plain(finding: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,6 +268,9 @@ CONTENT: dict[str, Fits] = {  # of the file
             **dict.fromkeys(("better_mean", "than_mean", "difference", "half_width"), _or_none(_finite)),
             state=_one_of(*get_args(State)),
         )
+    ),
+    "ranks": _by_name(
+        _by_name(_by_name(_record(rank=_or_none(_count), values=_list(_finite), mean=_or_none(_finite))))
     ),
     "panels": _by_name(
         _by_name(

@@ -1,5 +1,5 @@
 """The picture of an entry: a panel for each setting, with a curve for each method; of a series, one panel; bars where
-what is compared is itself a cost."""
+what is compared is itself a cost; a field of ranks for a leaderboard."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fedbilevel.core.metrics import in_percent
 from fedbilevel.engines.curves import COLOURS, DASHES, PANELS, axis_label, draw_panel, new_figure, typography
 from fedbilevel.reproduce.entry import Entry
 from fedbilevel.reproduce.outcome import Record, kept_curve
+from fedbilevel.reproduce.ranking import overview
 
 CELL = (3.6, 3.2)  # inches
 COLUMNS = 3  # of panels, at most
@@ -18,6 +19,8 @@ COLUMNS = 3  # of panels, at most
 
 def draw(entry: Entry, outcome: Record) -> Any:
     """The Matplotlib figure of an outcome."""
+    if entry.ranked:
+        return _ranks(outcome)
     if entry.series:
         return _series(entry, outcome)
     return _bars(entry, outcome) if entry.metric in PANELS else _curves(entry, outcome)
@@ -44,6 +47,33 @@ def _curves(entry: Entry, outcome: Record) -> Any:
         for axes in cells[::columns]:
             axes.set_ylabel(axis_label([entry.metric]))
         _legend(figure, cells, entry)
+    return figure
+
+
+def _ranks(outcome: Record) -> Any:
+    """Ranks: methods down, panels and their budgets across; the darker, the nearer to the first; "–" for failures."""
+    found = outcome["ranks"]
+    methods = overview(found)["method"]
+    columns = [(panel, cost) for panel, of in found.items() for cost in of]
+    places = [[found[panel][cost].get(name, {}).get("rank") for panel, cost in columns] for name in methods]
+    ranks = np.array([[np.nan if one is None else one for one in row] for row in places], float)
+    size = (0.42 * len(columns) + 2.0, 0.28 * len(methods) + 1.6)
+    with typography(size):
+        figure = new_figure(size)
+        axes = figure.subplots()
+        axes.imshow(-ranks, cmap="Blues", aspect="auto", vmin=-len(methods) * 1.2, vmax=0)
+        for (row, column), rank in np.ndenumerate(ranks):
+            shade = "white" if rank < len(methods) / 2 else "black"
+            panel, cost = columns[column]
+            said = f"{rank:.0f}" if not np.isnan(rank) else "–" if methods[row] in found[panel][cost] else ""
+            axes.text(column, row, said, ha="center", va="center", color=shade)
+        axes.set_yticks(range(len(methods)), methods)
+        axes.set_xticks(range(len(columns)), [cost for _, cost in columns], rotation=60, ha="right")
+        start = -0.5
+        for panel, of in found.items():
+            axes.axvline(start, color="white", linewidth=3)
+            axes.text(start + 0.1, -0.7, panel, va="bottom")
+            start += len(of)
     return figure
 
 

@@ -29,6 +29,7 @@ from fedbilevel.experiments.spec import Spec, configure, read_like
 from fedbilevel.experiments.sweep import Definition, Said, sweep_specs
 from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale
+from fedbilevel.reproduce.ranking import ends_after
 from fedbilevel.sweeps.journal import DEFINITION
 from fedbilevel.sweeps.outcome import Sweep
 
@@ -109,21 +110,21 @@ def play(
                 found.append(history)
                 if error:
                     played.errors[f"{panel} · {method} · seed {seed}"] = error
-                said(f"{panel} · {method} · seed {seed}: {error or _last(entry, history)}")
+                said(f"{panel} · {method} · seed {seed}: {error or _last(entry.measured_in(panel), history)}")
     played.seconds, played.processor_seconds = _spent(place)
     return played
 
 
 def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, said: Said) -> Chosen:
     """The values of the swept fields with the best metric on the holdout."""
-    grid = entry.methods[method].grid
+    grid = entry.grid(panel, method, scale)
     if entry.tuning is None or not grid:
         return Chosen({})
     definition = Definition(
         spec=entry.tables(panel, method, scale, tuning=True),
         grid={name: [toml.value(value) for value in values] for name, values in grid.items()},
         seeds=list(entry.tuning.seeds),
-        select=entry.tuning.select,
+        select=entry.selected_in(panel),
     )
     folder = place / "tuning" / path_word(panel) / path_word(method)
     begun = (folder / DEFINITION).is_file()
@@ -168,18 +169,19 @@ def _run(
     if (folder / FAILED).is_file():
         return None, (folder / FAILED).read_text(encoding="utf-8")
     try:
-        complete(spec, folder, experiment=build(spec, tasks(spec)), plot=False, progress=False)
+        ends = [ends_after(entry.panels[panel].budgets)] if entry.ranked else []
+        complete(spec, folder, callbacks=ends, experiment=build(spec, tasks(spec)), plot=False, progress=False)
     except NumericalError as error:
         write_text(folder / FAILED, str(error))
         return None, str(error)
     return load_run(folder).history, ""
 
 
-def _last(entry: Entry, history: History | None) -> str:
+def _last(metric: str, history: History | None) -> str:
     assert history is not None
     row = history.rows[-1]
-    found = metric_in(row, entry.metric)
-    return f"{entry.metric} {'–' if found is None else f'{found:.4g}'} ({row['exchanges']:,.0f} exchanges)"
+    found = metric_in(row, metric)
+    return f"{metric} {'–' if found is None else f'{found:.4g}'} ({row['exchanges']:,.0f} exchanges)"
 
 
 def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line: None) -> None:
@@ -189,8 +191,8 @@ def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line:
         FedbilevelError: it cannot.
     """
     for panel in entry.panels_at(scale):
-        for method, of in entry.methods_of(panel).items():
-            chosen = Chosen({name: values[0] for name, values in of.grid.items()})
+        for method in entry.methods_of(panel):
+            chosen = Chosen({name: values[0] for name, values in entry.grid(panel, method, scale).items()})
             spec = spec_of(entry, panel, method, scale, chosen, seed=0)
             once = {"rounds": 1, "exchanges": None, "bytes": None, "time": None, "eval_every": 1}
             folder = place_of(entry, scale, out) / "rehearsal" / path_word(panel) / path_word(method)
