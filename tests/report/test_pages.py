@@ -209,7 +209,7 @@ def test_the_index_has_every_entry_with_its_state(tmp_path: Path) -> None:
     keep(entry, tmp_path)
     index, page = write_index([entry, other], tmp_path)
     rows = Elements(index.read_text()).text("tr")
-    assert "◐ partly reproduced 2026-01-31, 3.2 minutes – not run about 60 minutes" in rows[1]
+    assert "◐ partly reproduced 2026-01-31, 3.2 minutes – not run takes 60 min" in rows[1]
     assert "simfbo-4" in rows[2]
     said = "2 entries. Quick: 1 partly reproduced, 1 not run. Full: 2 not run."
     assert said in Elements(index.read_text()).text("p")

@@ -9,7 +9,7 @@ import pytest
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments.spec import configure
 from fedbilevel.reproduce.claims import findings
-from fedbilevel.reproduce.entry import SCALES, Entry, ids, load, read
+from fedbilevel.reproduce.entry import SCALES, Entry, Size, ids, load, read
 from fedbilevel.sweeps.plan import measured_on_test
 
 ENTRIES = [load(id) for id in ids()]
@@ -51,6 +51,16 @@ def test_no_entry_chooses_by_test_data(entry: Entry) -> None:
         assert len({len(method.grid) > 0 for method in entry.methods.values()}) == 1
     assert entry.quick.minutes
     assert entry.quick.minutes <= (20 if entry.ranked else 10)  # a leaderboard has every method
+
+
+def test_how_long_an_entry_takes_is_said_in_words() -> None:
+    assert [Size(minutes=minutes).takes for minutes in (None, 7, 119, 120, 11000)] == [
+        "?",
+        "7 min",
+        "119 min",
+        "2 h",
+        "183 h",
+    ]
 
 
 def test_every_figure_and_table_has_an_entry() -> None:

@@ -157,7 +157,7 @@ def _listing(every: list[Entry], scale: Scale, out: Path) -> Any:
         "id": [entry.id for entry in every],
         "part": [entry.part for entry in every],
         "shows": [entry.title for entry in every],
-        "minutes": [f"{minutes:g}" if (minutes := entry.size(scale).minutes) else "?" for entry in every],
+        "takes": [entry.size(scale).takes for entry in every],
         "state": [one.get("verdict", "not run") for one in found],
         "on": [one.get("date", "") for one in found],
     }

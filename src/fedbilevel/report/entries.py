@@ -68,9 +68,7 @@ def _state(entry: Entry, scale: Scale, out: Path) -> dict[str, str]:
     """What the index says of an entry, whose page is written."""
     folder = outcome.file_of(entry, scale, out).parent
     if not (folder / outcome.FILE).is_file():
-        minutes = entry.size(scale).minutes
-        note = f"about {minutes:g} minutes" if minutes else "time not known"
-        return {"scale": scale, "verdict": "not run", "link": "", "note": note}
+        return {"scale": scale, "verdict": "not run", "link": "", "note": f"takes {entry.size(scale).takes}"}
     try:
         found = outcome.read(folder / outcome.FILE)
         if state_of(entry, found) == STALE:

@@ -140,7 +140,8 @@ class Size:
 
     Args:
         tuning_of: tables of the tuning in single panels, after those of all.
-        minutes: that it takes on two cores; None where that is not known.
+        minutes: that it takes: quick, on two cores; full, on a GPU at 5·10¹² of the operations that its rounds count a
+            second. None where that is not known.
         only: the panels that are played; none given: all. Claims of others stay open.
     """
 
@@ -151,6 +152,13 @@ class Size:
     methods: Mapping[str, Tables] = field(default_factory=dict)
     only: Sequence[str] = ()
     minutes: float | None = None
+
+    @property
+    def takes(self) -> str:
+        """The minutes for people."""
+        if self.minutes is None:
+            return "?"
+        return f"{self.minutes:g} min" if self.minutes < 120 else f"{self.minutes / 60:,.0f} h"
 
 
 @dataclass(frozen=True, kw_only=True)
