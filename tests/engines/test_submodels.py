@@ -118,7 +118,7 @@ def test_engines_agree(case):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
     assert replace(have.ledger, flops=want.ledger.flops) == want.ledger
     columns = [name for name in want.history.columns if name != "seconds"]
-    assert {"coverage_x", "uncovered_x"} <= set(columns)
+    assert {"coverage_x", "uncovered_x", "mask_noise_x"} <= set(columns)
     for name in columns:
         np.testing.assert_allclose(have.history[name], want.history[name], rtol=1e-12, err_msg=name)
     moved = [
@@ -223,6 +223,30 @@ def test_coverage_is_in_the_history(one_round):
     """All hold units 0 and 1, four clients 2 and 3, one of them 4 to 7."""
     last = one_round.history.rows[-1]
     assert (last["coverage_x"], last["coverage_y"], last["uncovered_x"], last["uncovered_y"]) == (1, 1, 0, 0)
+
+
+def test_mask_noise_is_in_the_history(one_round):
+    """The weakest clients hold units 0 and 1: what the others weigh of ‖x‖² and of ‖y‖², at the start of the round."""
+    (x, y), least = start(), min(KEPT)
+    cut = {name: float(jnp.sum(leaf[..., least:] ** 2)) for name, leaf in x.items()}
+    total = {name: float(jnp.sum(leaf**2)) for name, leaf in x.items()}
+    last = one_round.history.rows[-1]
+    assert last["mask_noise_x"] == pytest.approx(sum(cut.values()) / sum(total.values()), rel=1e-12)
+    share = jnp.sum(y["weight"][least:] ** 2) / jnp.sum(y["weight"] ** 2)
+    assert last["mask_noise_y"] == pytest.approx(float(share), rel=1e-12)
+
+
+def test_mask_noise_is_that_of_the_cohort_and_none_of_a_model_that_is_zero():
+    """A cohort of one each round, of each class in turn: the noise of its class alone; y starts at 0."""
+    x, y = start()
+    algorithm = fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None, server_lr=1e-12), policy="static")
+    given = algorithm, BILEVEL, population(), x, jax.tree.map(jnp.zeros_like, y)
+    history = fb.solve(*given, rounds=8, cohort=1, key=0, eval_every=1).history
+    total = sum(float(jnp.sum(leaf**2)) for leaf in x.values())
+    left = {k: sum(float(jnp.sum(leaf[..., k:] ** 2)) for leaf in x.values()) / total for k in set(KEPT.tolist())}
+    seen = {round(float(value), 9) for value in history["mask_noise_x"][1:]}
+    assert seen == {round(value, 9) for value in left.values()}
+    assert history.rows[1]["mask_noise_y"] == 0
 
 
 def test_what_nobody_holds_stays_and_is_counted():

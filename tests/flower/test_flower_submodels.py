@@ -105,7 +105,8 @@ def test_agrees_with_local(algorithm, cohort, tmp_path):
     there = solved(algorithm, fb.RemoteClients.of(population()), cohort=cohort, engine=over(app(algorithm), log))
     federations.same(here, there)
     assert replace(here.ledger, flops=None) == there.ledger
-    assert {"coverage_x", "coverage_y", "uncovered_x"} <= set(there.history.columns)
+    assert {"coverage_x", "coverage_y", "uncovered_x", "mask_noise_x"} <= set(there.history.columns)
+    np.testing.assert_allclose(here.history["mask_noise_y"], there.history["mask_noise_y"], rtol=1e-12)
     np.testing.assert_array_equal(here.history["bytes_down"], there.history["bytes_down"])
     for a, b in zip(jax.tree.leaves((here.x, here.y)), jax.tree.leaves(start()), strict=True):
         assert float(jnp.max(jnp.abs(a - b))) > 1e-4  # agreement on a state that stood still would prove nothing

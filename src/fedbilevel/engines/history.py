@@ -28,8 +28,9 @@ class History(Shown):
 
     Every row has: round, exchanges, bytes_down, bytes_up, gradients, hvps, time (totals so far, see Ledger), seconds
     (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
-    hold submodels: coverage_x, uncovered_x and the same of y. From the algorithm's phases: e.g. outer_loss and
-    inner_loss. These are means over the rounds since the row before. From the user's metrics: each by its name.
+    hold submodels: coverage_x, uncovered_x, mask_noise_x and the same of y. From the algorithm's phases: e.g.
+    outer_loss and inner_loss. These are means over the rounds since the row before. From the user's metrics: each by
+    its name.
 
     Args:
         rows: the numbers by the names of their columns, one dict for each evaluation.

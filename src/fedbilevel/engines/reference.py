@@ -194,8 +194,8 @@ class ReferenceFed:
         if (submodels := self.submodels) is None:
             return self.round_costs
         available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i in self.own[0].tolist()]
-        held = [submodels.held(self.units(submodels, i), counts) for i, counts in available]
-        return covered(self.round_costs, held)
+        holders = [submodels.holders(self.units(submodels, i), counts) for i, counts in available]
+        return covered(self.round_costs, holders)
 
     def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
         """The ids of a cohort, (P,), and how many local steps each member makes, (P,) or None."""

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +118,13 @@ def classes(
     return [] if submodel_plan is None else [(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
 
 
+class Holders(NamedTuple):
+    """Which entries some clients hold, and how much of the model they lack: all from what the server has."""
+
+    counts: PyTree  # (x, y), filled with how many of these clients hold an entry
+    noise: tuple[Array, ...]  # of x and of y, the largest share of its squared norm that any of these clients lacks
+
+
 class RoundSubmodels:
     """The submodels of one round, from the x and y that it begins with."""
 
@@ -143,9 +150,21 @@ class RoundSubmodels:
         holder = ClientSlot(self.round, self.key, id, rank, self.submodel_plan.peers[number])
         return self.policy.units(self.unit_layout, self.submodel_plan.kept[number], self.importance, holder)
 
-    def held(self, units: Units, amount: Array) -> PyTree:
-        """(x, y) filled with `amount` where these units have an entry."""
-        return self.unit_layout.held(("x", "y"), self.model, units, amount)
+    def holders(self, units: Units, count: Array) -> Holders:
+        """Of so many clients that hold these units."""
+        x_and_y, model = ("x", "y"), self.model
+        mask = self.unit_layout.held(x_and_y, model, units, jnp.ones(()))
+        noise = jax.tree.map(lambda m, leaf: jnp.sum((1 - m) * jnp.square(leaf)), mask, model)
+        whole = jax.tree.map(lambda leaf: jnp.sum(jnp.square(leaf)), model)
+        shares = (_share(left, of) for left, of in zip(noise, whole, strict=True))
+        counts = self.unit_layout.held(x_and_y, model, units, count)
+        return Holders(counts, tuple(jnp.where(count > 0, share, 0) for share in shares))
+
+
+def _share(part: PyTree, whole: PyTree) -> Array:
+    """Σ part / Σ whole over all leaves; 0 of nothing."""
+    some, total = (jnp.asarray(sum(jax.tree.leaves(tree)), float) for tree in (part, whole))
+    return jnp.where(total > 0, some / jnp.where(total > 0, total, 1), 0)
 
 
 def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -> Sums:
@@ -154,24 +173,27 @@ def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -
     return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
 
 
-def covered(round_costs: RoundCosts, holders: Sequence[PyTree]) -> RoundCosts:
-    """The costs of a round, with its coverage; `holders`: trees (x, y), how many clients hold an entry, to be added."""
-    counts = reduce(partial(jax.tree.map, jnp.add), holders)
-    return round_costs._replace(metrics={**round_costs.metrics, **coverage(counts)})
+def covered(round_costs: RoundCosts, holders: Sequence[Holders]) -> RoundCosts:
+    """The costs of a round, with its coverage and mask noise, from those of groups of clients."""
+    counts = reduce(partial(jax.tree.map, jnp.add), [group.counts for group in holders])
+    noise = reduce(partial(jax.tree.map, jnp.maximum), [group.noise for group in holders])
+    return round_costs._replace(metrics={**round_costs.metrics, **coverage(Holders(counts, noise))})
 
 
-def coverage(counts: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:
-    """Metrics of a round, from how many clients hold each entry of x and of y.
+def coverage(holders: Holders) -> dict[tuple[str, str], tuple[Array, Array]]:
+    """Metrics of a round, from who holds what of x and of y.
 
     coverage_x is the least number of clients that hold an entry which anyone holds (C_x* of RABO), uncovered_x the
-    number of entries that nobody holds and which therefore stay.
+    number of entries that nobody holds and which therefore stay, mask_noise_x the least w₁² for which RABO's
+    Assumption 5 is true in this round: ‖x − x⊙m_i‖² ≤ w₁²‖x‖² for each client's mask m_i; mask_noise_y is w₂².
     """
     metrics, one = {}, jnp.ones(())
-    for part, tree in zip("xy", counts, strict=True):
+    for part, tree, noise in zip("xy", holders.counts, holders.noise, strict=True):
         leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
         if leaves:
             least = jnp.min(jnp.stack([jnp.min(jnp.where(leaf > 0, leaf, jnp.inf)).astype(float) for leaf in leaves]))
             nobody = sum(jnp.sum(leaf == 0) for leaf in leaves)
             metrics["submodels", f"coverage_{part}"] = least, one
             metrics["submodels", f"uncovered_{part}"] = jnp.asarray(nobody, float), one
+            metrics["submodels", f"mask_noise_{part}"] = noise, one
     return metrics

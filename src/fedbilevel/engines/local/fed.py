@@ -29,7 +29,7 @@ from fedbilevel.engines.costs import (
 from fedbilevel.engines.engine import check_first
 from fedbilevel.engines.local.rows import DeviceRows
 from fedbilevel.engines.local.shares import Shares
-from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
+from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import in_flight
 from fedbilevel.engines.virtual_time.clock import Clock, ClockState, Pace
 from fedbilevel.engines.virtual_time.in_flight import InFlight
@@ -341,22 +341,24 @@ class LocalFed:
         """The costs of the round, at its end; with submodels also how many clients of its cohort hold each entry."""
         if self.submodels is None:
             return self.round_costs
-        counts = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
-        return covered(self.round_costs, counts)
+        holders = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
+        return covered(self.round_costs, holders)
 
-    def holders(self, submodels: RoundSubmodels, number: int, members: Members) -> PyTree:
-        """(x, y) filled with the number of members of a class that hold an entry, over all devices."""
+    def holders(self, submodels: RoundSubmodels, number: int, members: Members) -> Holders:
+        """The members of a class, over all devices."""
+        axis = self.layout.axis
 
-        def one(member: Members, _: Any) -> tuple[Any, tuple[None, None]]:
+        def one(member: Members, _: Any) -> tuple[Any, tuple[None, Any]]:
             units = submodels.units(number, member.id, member.rank)
-            return submodels.held(units, member.counts), (None, None)
+            counts, noise = submodels.holders(units, member.counts)
+            return counts, (None, noise)
 
         if submodels.alike:
-            counts = jnp.sum(members.counts)
-            counts = lax.psum(counts, self.layout.axis) if self.layout.axis else counts
-            return submodels.held(submodels.units(number), counts)
-        total, _ = sum_over_clients(one, members, None, 1)
-        return lax.psum(total, self.layout.axis) if self.layout.axis else total
+            count = jnp.sum(members.counts)
+            return submodels.holders(submodels.units(number), lax.psum(count, axis) if axis else count)
+        counts, (_, noise) = sum_over_clients(one, members, None, 1)
+        most = jax.tree.map(jnp.max, noise)
+        return Holders(lax.psum(counts, axis), lax.pmax(most, axis)) if axis else Holders(counts, most)
 
     def again(self, underway: ExchangeState) -> LocalFed:
         """A Fed for this round that goes on from `underway`, with costs of zero."""

@@ -259,7 +259,7 @@ class FlowerFed:
             return self.round_costs
         alike = Counter(map(self.representative, sorted(self.answered or self.own)))
         holders = [
-            self.submodels.held(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()
+            self.submodels.holders(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()
         ]
         return covered(self.round_costs, holders)
 
