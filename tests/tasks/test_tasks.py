@@ -8,7 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.oracles.exact import implicit_gradient
 from fedbilevel.tasks import TASKS, hyper_representation, quadratic
-from fedbilevel.tasks.quadratic import solution
+from fedbilevel.tasks.quadratic import Units, solution
 
 
 @pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
@@ -28,6 +28,31 @@ def test_the_closed_form_is_stationary(condition, weights):
     assert float(jnp.linalg.norm(found.inner_gradient)) < scale
     assert float(jnp.linalg.norm(found.hypergradient)) < scale
     np.testing.assert_allclose(found.v, exact.v, rtol=1e-6)
+
+
+def test_the_closed_form_of_units_is_stationary():
+    """Units of another size than the core, tied to it; x* is not that of the core alone."""
+    units = Units(3, scale=0.5, tie=0.1)
+    task = quadratic(condition=2.0, units=3, unit_scale=0.5, tie=0.1)
+    exact = solution(task.clients, units=units)
+
+    def form(z):
+        parts = jnp.asarray(z).reshape(4, -1)
+        return {"core": parts[0], "units": parts[1:]}
+
+    found = implicit_gradient(task.problem, task.clients, form(exact.x), form(exact.y))
+    for part in (found.inner_gradient, found.hypergradient):
+        assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(part)) < 1e-12
+    assert float(task.metrics["relative_error"](form(exact.x), None)) < 1e-15
+    alone = solution(task.clients)
+    assert np.linalg.norm(exact.x[:5] - alone.x) > 0.01 * np.linalg.norm(alone.x)
+    np.testing.assert_allclose(exact.x[5:10], exact.x[10:15], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("wrong", "named"), [({"tie": 0.1}, "units"), ({"units": 4, "tie": 0.25}, "tie")])
+def test_ties_without_units_or_too_strong_are_refused(wrong, named):
+    with pytest.raises(fb.errors.ConfigurationError, match=named):
+        quadratic(condition=2.0, **wrong)
 
 
 def test_the_quadratic_is_what_it_says():

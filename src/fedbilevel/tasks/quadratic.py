@@ -6,11 +6,20 @@ with symmetric positive definite A_i, D_i, dense B_i and E_i of no symmetry, all
 samples of a client scatter c_i and t_i about their means. With bars for means weighted by any w:
 
     y*(x) = Ā⁻¹(B̄x + c̄),   v*(x) = Ā⁻¹∇y F,   Φ quadratic, hence x* the solution of a linear system.
+
+With units, for clients of limited capacity, x and y are a core (x_0, y_0), which everyone holds, and units (x_u, y_u),
+u = 1..U, each with these losses for itself, c_i and t_i being s times as large for units, and tied to the core by κ:
+
+    g_i = Σ_u g_i(x_u, y_u) + κ y_0ᵀ Σ_{u≥1} y_u          f_i = Σ_u f_i(x_u, y_u) + κ x_0ᵀ Σ_{u≥1} x_u
+
+so that a client that lacks units is wrong about the core by what κ times these are. Without ties it is right.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -18,13 +27,18 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Bilevel
-from fedbilevel.tasks.task import Task
+from fedbilevel.core.submodel import Structure
+from fedbilevel.core.tree import PyTree
+from fedbilevel.tasks.task import Task, in_turn
 
 RIDGE = 1.0  # ρ
 NORMS = {
     "B": 1.0,
     "E": 0.5,
 }  # spectral; ‖E‖² < ρ·λ_min(D) makes Φ strongly convex: ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾
+
+
+UNITS = {"core": "_", "units": "unit _"}  # the structure of x and of y, where they have units
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,48 @@ def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
     return jnp.mean(0.5 * jnp.einsum("i,nij,j->n", y, batch["A"], y) - linear @ y)
 
 
+@dataclass(frozen=True)
+class Units:
+    """A core and the units tied to it.
+
+    Args:
+        count: U.
+        scale: s, the size of a unit's c and t.
+        tie: κ.
+    """
+
+    count: int
+    scale: float
+    tie: float
+
+    @property
+    def scales(self) -> np.ndarray:
+        """(1 + U,) of the core and of each unit."""
+        return np.array([1.0, *[self.scale] * self.count])
+
+    def tied(self, size: int) -> np.ndarray:
+        """The Hessian of κ z_0ᵀ Σ z_u, each z of this size."""
+        star = np.zeros((1 + self.count, 1 + self.count))
+        star[0, 1:] = star[1:, 0] = self.tie
+        return np.kron(star, np.eye(size))
+
+    def each(self, matrix: np.ndarray) -> np.ndarray:
+        """A matrix for the core, and again for each unit."""
+        return np.kron(np.eye(1 + self.count), matrix)
+
+    def loss(self, of_one: Callable[..., Array], vector: str, variable: int) -> Callable[..., Array]:
+        """The loss of core and units, from that of one: its `vector` is scaled, x (0) or y (1) is tied."""
+
+        def total(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+            small = {**batch, vector: self.scale * batch[vector]}
+            units = jax.vmap(lambda x, y: of_one(x, y, small))(x["units"], y["units"])
+            z = (x, y)[variable]
+            tie = self.tie * jnp.vdot(z["core"], jnp.sum(z["units"], axis=0))
+            return of_one(x["core"], y["core"], batch) + jnp.sum(units) + tie
+
+        return total
+
+
 def quadratic(
     *,
     clients: int = 10,
@@ -60,6 +116,10 @@ def quadratic(
     samples: tuple[int, int] = (5, 10),
     weighted: bool = True,
     local_steps: Any = None,
+    units: int = 0,
+    unit_scale: float = 1.0,
+    tie: float = 0.0,
+    capacities: Sequence[float] = (),
     seed: int = 0,
 ) -> Task:
     """Draw a problem.
@@ -73,6 +133,10 @@ def quadratic(
         samples: fewest and most samples per client and loss.
         weighted: unequal client weights; else 1/M each.
         local_steps: see Clients.
+        units: U, beside the core, what clients of limited capacity may lack; 0: x and y are plain vectors.
+        unit_scale: s, how large a unit's c and t are beside the core's.
+        tie: κ, of units to the core.
+        capacities: the shares of the units that clients can hold, dealt out in turn; none given: all hold everything.
         seed: of the draw.
     """
     require(clients >= 1, "clients", clients, "positive")
@@ -82,6 +146,11 @@ def quadratic(
     require(heterogeneity >= 0, "heterogeneity", heterogeneity, "at least 0")
     require(noise >= 0, "noise", noise, "at least 0")
     require(1 <= samples[0] <= samples[1], "samples", samples, "a pair (fewest, most), at least 1 each")
+    require(isinstance(units, int) and units >= 0, "units", units, "a whole number, at least 0")
+    require(unit_scale > 0, "unit_scale", unit_scale, "positive")
+    most = min(1 / condition, 0.5) / max(units, 1) ** 0.5
+    require(0 <= tie < most, "tie", tie, f"from 0 to below {most:.4g}, so that the losses stay convex")
+    require(units > 0 or (tie == 0 and not len(capacities)), "units", units, "1 or more, with a tie or capacities")
     rng = np.random.default_rng(seed)
 
     def scatter(name: str) -> np.ndarray:
@@ -109,21 +178,37 @@ def quadratic(
         inner=[draw(own, ("A", "B", "c")) for own in members],
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
         local_steps=local_steps,
+        capacity=in_turn(capacities, clients),
     )
-    exact = solution(population)
+    parts = Units(units, unit_scale, tie)
+    exact = solution(population, units=parts)
     size = float(np.linalg.norm(exact.x))
+    form = UNITS if units else None
     return Task(
         name="quadratic",
-        problem=Bilevel(outer=outer, inner=inner),
+        problem=Bilevel(
+            outer=parts.loss(outer, "t", 0), inner=parts.loss(inner, "c", 1), structure=Structure(form, form)
+        )
+        if units
+        else Bilevel(outer=outer, inner=inner),
         clients=population,
-        x0=jnp.zeros(dim_x),
-        y0=jnp.zeros(dim_y),
-        metrics={"relative_error": lambda x, y: jnp.linalg.norm(x - exact.x) / size},
+        x0=_start(dim_x, units),
+        y0=_start(dim_y, units),
+        metrics={"relative_error": lambda x, y: jnp.linalg.norm(_flat(x) - exact.x) / size},
     )
 
 
-def solution(clients: Clients, weights: np.ndarray | None = None) -> ClosedForm:
-    """The closed form, for the clients' own weights or for others (summing to 1)."""
+def _start(size: int, units: int) -> PyTree:
+    return {"core": jnp.zeros(size), "units": jnp.zeros((units, size))} if units else jnp.zeros(size)
+
+
+def _flat(x: PyTree) -> Array:
+    """x as the closed form has it: the core, then one unit after the other."""
+    return jnp.concatenate([x["core"], x["units"].ravel()]) if isinstance(x, dict) else x
+
+
+def solution(clients: Clients, weights: np.ndarray | None = None, units: Units = Units(0, 1.0, 0.0)) -> ClosedForm:
+    """The closed form, for the clients' own weights or for others (summing to 1); the core first, then the units."""
     w = clients.weights if weights is None else weights
     mean: dict[str, np.ndarray] = {}
     for rows in (clients.outer, clients.inner):
@@ -131,13 +216,15 @@ def solution(clients: Clients, weights: np.ndarray | None = None) -> ClosedForm:
         mean |= {k: sum(p * own[k] for p, own in zip(w, per_client, strict=True)) for k in rows.values}
     dt = sum(p * np.mean([d @ t for d, t in zip(row["D"], row["t"], strict=True)], axis=0)
              for p, row in zip(w, (clients.outer.row(i) for i in range(len(clients))), strict=True))  # fmt: skip
-    # y*(x) = Jx + k;  ∇Φ = ρx + E y* + Jᵀ(D y* − Dt + Eᵀx) = 0
-    j, k = np.linalg.solve(mean["A"], mean["B"]), np.linalg.solve(mean["A"], mean["c"])
-    d, e = mean["D"], mean["E"]
-    hessian = RIDGE * np.eye(j.shape[1]) + e @ j + j.T @ e.T + j.T @ d @ j
+    # y*(x) = Jx + k;  ∇Φ = Rx + E y* + Jᵀ(D y* − Dt + Eᵀx) = 0
+    b, d, e = (units.each(mean[name]) for name in "BDE")
+    a = units.each(mean["A"]) + units.tied(mean["A"].shape[0])
+    j, k = np.linalg.solve(a, b), np.linalg.solve(a, np.kron(units.scales, mean["c"]))
+    dt, ridge = np.kron(units.scales, dt), RIDGE * np.eye(j.shape[1]) + units.tied(mean["B"].shape[1])
+    hessian = ridge + e @ j + j.T @ e.T + j.T @ d @ j
     x = np.linalg.solve(hessian, -(e @ k + j.T @ (d @ k - dt)))
     y = j @ x + k
-    return ClosedForm(x, y, np.linalg.solve(mean["A"], d @ y - dt + e.T @ x))
+    return ClosedForm(x, y, np.linalg.solve(a, d @ y - dt + e.T @ x))
 
 
 def _samples(
