@@ -71,7 +71,18 @@ def test_every_figure_and_table_has_an_entry() -> None:
         "leaderboard": [""],
         "rabo": ["2", "3", "4", "5", "6", "table-2", "table-3"],
         "simfbo": ["2", "3", "4", "5"],
-        "theory": ["clients", "drift", "participation", "unequal-work"],
+        "theory": [
+            "clients",
+            "coverage",
+            "delay",
+            "drift",
+            "local-steps",
+            "mask-noise",
+            "mask-step",
+            "participation",
+            "unequal-work",
+            "work-spread",
+        ],
     }
     assert [entry.id for entry in ENTRIES] == [
         f"{paper}-{part}".strip("-") for paper, parts in papers.items() for part in parts
