@@ -190,6 +190,24 @@ def test_an_interruption_is_said_once(
     assert capsys.readouterr().err == ""
 
 
+def test_a_series_has_a_line_of_the_predicted_slope() -> None:
+    """Readings of 8, 4, 2 at values of 1, 2, 4: slope −1, drawn beside a prediction of −1/2 through (2, 4)."""
+    method = {"algorithm": {"name": "simfbo"}}
+    panels = {str(value): {"value": value} for value in (1, 2, 4)}
+    claims = [{"says": "-", "better": "A", "by": "late", "slope": -0.5}]
+    bare = {**CONTENT, "tuning": None, "untuned": "-", "series": "clients"}
+    entry = read("made-up", {**bare, "panels": panels, "methods": {"A": method}, "claims": claims})
+    found = {"says": "-", "better_mean": -1.0, "difference": -0.5, "half_width": 0.125, "note": ""}
+    curves = {name: {"cost": [0, 1, 2, 3], "mean": [9, 9, 4 / int(name), 12 / int(name)]} for name in panels}
+    kept = {name: {"A": {"mean": 99.0, "sd": 1.0, "curve": of}} for name, of in curves.items()}
+    (axes,) = picture.draw(entry, {"findings": [found], "panels": kept}).axes
+    points, *_, predicted = axes.get_lines()
+    assert list(points.get_ydata()) == pytest.approx([8, 4, 2])
+    assert list(predicted.get_ydata()) == pytest.approx([4 * 2**0.5, 4, 4 / 2**0.5])
+    label = "A, mean over the second half: slope -1.00 ± 0.12, predicted -0.5 (grey)"
+    assert axes.get_legend_handles_labels()[1] == [label]
+
+
 def test_another_versions_outcome_is_refused(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text('{"schema": 0}')
     with pytest.raises(ConfigurationError, match="another version"):

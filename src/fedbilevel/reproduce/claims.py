@@ -112,19 +112,22 @@ def reading(entry: Entry, claim: Claim, history: History) -> Reading:
     rows = [row for row in history.rows if metric_in(row, metric) is not None]
     values = [float(metric_in(row, metric) or 0.0) for row in rows]
     larger = larger_is_better(history, metric)
-    if claim.by == "end":
-        return Reading(values[-1])
     if claim.by == "best":
         return Reading(best(values, larger))
-    if claim.by == "late":
-        return Reading(float(np.mean(values[len(values) // 2 :])))
     costs = [float(metric_in(row, cost) or 0.0) for row in rows]
-    if claim.by == "mean":
-        return Reading(mean_over(costs, values))
+    if claim.by != "first":
+        return Reading(of_curve(claim, costs, values))
     assert claim.reach is not None
     there = (at for at, value in zip(costs, values, strict=True) if _reaches(value, claim.reach, larger))
     first = next(there, None)
     return Reading(costs[-1], reached=False) if first is None else Reading(first)
+
+
+def of_curve(claim: Claim, costs: Sequence[float], values: Sequence[float]) -> float:
+    """What a claim by "end", "late" or "mean" reads off a curve."""
+    if claim.by == "late":
+        return float(np.mean(values[len(values) // 2 :]))
+    return mean_over(costs, values) if claim.by == "mean" else values[-1]
 
 
 def metric_in(row: Row, name: str) -> float | None:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.core.metrics import in_percent
-from fedbilevel.engines.curves import COLOURS, DASHES, PANELS, axis_label, draw_panel, new_figure, typography
-from fedbilevel.reproduce.entry import Entry
+from fedbilevel.engines.curves import COLOURS, DASHES, LEVEL, PANELS, axis_label, draw_panel, new_figure, typography
+from fedbilevel.reproduce.claims import of_curve
+from fedbilevel.reproduce.entry import Claim, Entry
 from fedbilevel.reproduce.outcome import Record, kept_curve
 from fedbilevel.reproduce.ranking import overview
 
@@ -78,28 +79,58 @@ def _ranks(outcome: Record) -> Any:
 
 
 def _series(entry: Entry, outcome: Record) -> Any:
-    """The metric at the end against the panels' values, on logarithmic axes."""
-    size = (6.0, 4.0)
+    """The metric against the panels' values, on logarithmic axes: at the end with a standard deviation over the seeds,
+    or as a claim of a slope reads it off the mean curve, with a line of the predicted slope beside the points."""
+    size = (6.0, 4.4)
+    slopes = {one.better: one for one in entry.claims if one.slope is not None and one.metric in (None, entry.metric)}
     with typography(size):
         figure = new_figure(size)
         axes = figure.subplots()
         for place, method in enumerate(entry.methods):
+            claim = slopes.get(method)
             found = [
-                (panel.value, of["mean"], of["sd"] or 0.0)
+                (panel.value, *_point(claim, of))
                 for name, panel in entry.panels.items()
                 if (of := outcome["panels"].get(name, {}).get(method)) and of["mean"] is not None
             ]
-            if found:
-                at, mean, spread = (np.array(column) for column in zip(*found, strict=True))
-                style = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
-                axes.errorbar(at, mean, spread, marker="o", capsize=3, label=method, **style)
+            if not found:
+                continue
+            at, mean, spread = (np.array(column) for column in zip(*found, strict=True))
+            label = method if claim is None else f"{method}{_slope_in_words(claim, outcome)}"
+            axes.errorbar(at, mean, spread, marker="o", linestyle="", capsize=3, label=label, color=_colour(place))
+            if claim is None:
+                axes.plot(at, mean, color=_colour(place), linestyle=DASHES[place % len(DASHES)])
+            else:
+                through = np.exp(np.mean(np.log(mean)) + claim.slope * (np.log(at) - np.mean(np.log(at))))
+                axes.plot(at, through, color=LEVEL, linewidth=0.8, zorder=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.grid(alpha=0.3, linewidth=0.6)
         axes.set_ylabel(PANELS.get(entry.metric) or axis_label([entry.metric]))
         axes.set_xlabel(entry.series)
-        _legend(figure, [axes], entry)
+        figure.legend(loc="outside lower center", ncols=1, frameon=False)
     return figure
+
+
+def _point(claim: Claim | None, of: Record) -> tuple[float, float]:
+    """A method's place in a series, and its standard deviation over the seeds, which a mean curve does not know."""
+    if claim is None or claim.by == "end":
+        return of["mean"], of["sd"] or 0.0
+    return of_curve(claim, of["curve"]["cost"], of["curve"]["mean"]), np.nan
+
+
+def _slope_in_words(claim: Claim, outcome: Record) -> str:
+    """The fitted slope beside the predicted one, which the grey line has."""
+    read = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}[claim.by]
+    (found,) = (one for one in outcome["findings"] if one["says"] == claim.says)
+    if found["difference"] is None:
+        return f", {read}: predicted slope {claim.slope:g} (grey), not fitted: {found['note']}"
+    fitted = f"{found['better_mean']:.2f} ± {found['half_width']:.2g}"
+    return f", {read}: slope {fitted}, predicted {claim.slope:g} (grey)"
+
+
+def _colour(place: int) -> str:
+    return COLOURS[place % len(COLOURS)]
 
 
 def _bars(entry: Entry, outcome: Record) -> Any:
@@ -117,7 +148,7 @@ def _bars(entry: Entry, outcome: Record) -> Any:
             ]
             if found:
                 at, mean, spread = zip(*found, strict=True)
-                axes.bar(at, mean, width, yerr=spread, capsize=2, label=method, color=COLOURS[place % len(COLOURS)])
+                axes.bar(at, mean, width, yerr=spread, capsize=2, label=method, color=_colour(place))
         axes.set_xticks(range(len(panels)), panels)
         axes.grid(axis="y", alpha=0.3, linewidth=0.6)
         axes.set_axisbelow(True)
