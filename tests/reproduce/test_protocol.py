@@ -204,7 +204,7 @@ def test_a_series_has_a_line_of_the_predicted_slope() -> None:
     points, *_, predicted = axes.get_lines()
     assert list(points.get_ydata()) == pytest.approx([8, 4, 2])
     assert list(predicted.get_ydata()) == pytest.approx([4 * 2**0.5, 4, 4 / 2**0.5])
-    label = "A, mean over the second half: slope -1.00 ± 0.12, predicted -0.5 (grey)"
+    label = "A, mean over the second half: slope −1.00 ± 0.12, predicted −0.5 (grey)"
     assert axes.get_legend_handles_labels()[1] == [label]
 
 

@@ -16,6 +16,7 @@ from fedbilevel.reproduce.ranking import overview
 
 CELL = (3.6, 3.2)  # inches
 COLUMNS = 3  # of panels, at most
+MARKERS = "ox+v"  # one shows through another
 
 
 def draw(entry: Entry, outcome: Record) -> Any:
@@ -97,7 +98,8 @@ def _series(entry: Entry, outcome: Record) -> Any:
                 continue
             at, mean, spread = (np.array(column) for column in zip(*found, strict=True))
             label = method if claim is None else f"{method}{_slope_in_words(claim, outcome)}"
-            axes.errorbar(at, mean, spread, marker="o", linestyle="", capsize=3, label=label, color=_colour(place))
+            marked = {"marker": MARKERS[place % len(MARKERS)], "linestyle": "", "capsize": 3}
+            axes.errorbar(at, mean, spread, label=label, color=_colour(place), **marked)
             if claim is None:
                 axes.plot(at, mean, color=_colour(place), linestyle=DASHES[place % len(DASHES)])
             else:
@@ -105,6 +107,9 @@ def _series(entry: Entry, outcome: Record) -> Any:
                 axes.plot(at, through, color=LEVEL, linewidth=0.8, zorder=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        places = [panel.value for panel in entry.panels.values()]
+        axes.set_xticks(places, [f"{value:.2g}" for value in places])
+        axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3, linewidth=0.6)
         axes.set_ylabel(PANELS.get(entry.metric) or axis_label([entry.metric]))
         axes.set_xlabel(entry.series)
@@ -125,8 +130,8 @@ def _slope_in_words(claim: Claim, outcome: Record) -> str:
     (found,) = (one for one in outcome["findings"] if one["says"] == claim.says)
     if found["difference"] is None:
         return f", {read}: predicted slope {claim.slope:g} (grey), not fitted: {found['note']}"
-    fitted = f"{found['better_mean']:.2f} ± {found['half_width']:.2g}"
-    return f", {read}: slope {fitted}, predicted {claim.slope:g} (grey)"
+    fitted = f"{round(found['better_mean'], 2) + 0.0:.2f} ± {found['half_width']:.2g}"
+    return f", {read}: slope {fitted}, predicted {claim.slope:g} (grey)".replace("-", "−")
 
 
 def _colour(place: int) -> str:
