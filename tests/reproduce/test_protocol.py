@@ -197,7 +197,7 @@ def test_a_series_has_a_line_of_the_predicted_slope() -> None:
     claims = [{"says": "-", "better": "A", "by": "late", "slope": -0.5}]
     bare = {**CONTENT, "tuning": None, "untuned": "-", "series": "clients"}
     entry = read("made-up", {**bare, "panels": panels, "methods": {"A": method}, "claims": claims})
-    found = {"says": "-", "better_mean": -1.0, "difference": -0.5, "half_width": 0.125, "note": ""}
+    found = {"than": "", "better_mean": -1.0, "difference": -0.5, "half_width": 0.125, "note": ""}
     curves = {name: {"cost": [0, 1, 2, 3], "mean": [9, 9, 4 / int(name), 12 / int(name)]} for name in panels}
     kept = {name: {"A": {"mean": 99.0, "sd": 1.0, "curve": of}} for name, of in curves.items()}
     (axes,) = picture.draw(entry, {"findings": [found], "panels": kept}).axes

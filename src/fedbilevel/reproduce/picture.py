@@ -16,6 +16,7 @@ from fedbilevel.reproduce.ranking import overview
 
 CELL = (3.6, 3.2)  # inches
 COLUMNS = 3  # of panels, at most
+READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # off a curve
 MARKERS = "ox+v"  # one shows through another
 
 
@@ -83,12 +84,18 @@ def _series(entry: Entry, outcome: Record) -> Any:
     """The metric against the panels' values, on logarithmic axes: at the end with a standard deviation over the seeds,
     or as a claim of a slope reads it off the mean curve, with a line of the predicted slope beside the points."""
     size = (6.0, 4.4)
-    slopes = {one.better: one for one in entry.claims if one.slope is not None and one.metric in (None, entry.metric)}
+    fitted = (found for found in outcome["findings"] if not found["than"])  # of claims of slopes, in their order
+    claimed = zip((claim for claim in entry.claims if claim.slope is not None), fitted, strict=True)
+    slopes = {
+        claim.better: (claim, found)
+        for claim, found in claimed
+        if claim.metric in (None, entry.metric) and claim.by in READ
+    }
     with typography(size):
         figure = new_figure(size)
         axes = figure.subplots()
         for place, method in enumerate(entry.methods):
-            claim = slopes.get(method)
+            claim, fit = slopes.get(method, (None, {}))
             found = [
                 (panel.value, *_point(claim, of))
                 for name, panel in entry.panels.items()
@@ -97,7 +104,7 @@ def _series(entry: Entry, outcome: Record) -> Any:
             if not found:
                 continue
             at, mean, spread = (np.array(column) for column in zip(*found, strict=True))
-            label = method if claim is None else f"{method}{_slope_in_words(claim, outcome)}"
+            label = method if claim is None else f"{method}{_slope_in_words(claim, fit)}"
             marked = {"marker": MARKERS[place % len(MARKERS)], "linestyle": "", "capsize": 3}
             axes.errorbar(at, mean, spread, label=label, color=_colour(place), **marked)
             if claim is None:
@@ -124,14 +131,12 @@ def _point(claim: Claim | None, of: Record) -> tuple[float, float]:
     return of_curve(claim, of["curve"]["cost"], of["curve"]["mean"]), np.nan
 
 
-def _slope_in_words(claim: Claim, outcome: Record) -> str:
-    """The fitted slope beside the predicted one, which the grey line has."""
-    read = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}[claim.by]
-    (found,) = (one for one in outcome["findings"] if one["says"] == claim.says)
+def _slope_in_words(claim: Claim, found: Record) -> str:
+    """The fitted slope of a finding beside the predicted one, which the grey line has."""
     if found["difference"] is None:
-        return f", {read}: predicted slope {claim.slope:g} (grey), not fitted: {found['note']}"
+        return f", {READ[claim.by]}: predicted slope {claim.slope:g} (grey), not fitted: {found['note']}"
     fitted = f"{round(found['better_mean'], 2) + 0.0:.2f} ± {found['half_width']:.2g}"
-    return f", {read}: slope {fitted}, predicted {claim.slope:g} (grey)".replace("-", "−")
+    return f", {READ[claim.by]}: slope {fitted}, predicted {claim.slope:g} (grey)".replace("-", "−")
 
 
 def _colour(place: int) -> str:
