@@ -1,10 +1,12 @@
 """Does the wrapper leave the method inside as it is, where nobody is late, and refuse those that cannot be late?"""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import cases
+from agreement import Case, cases
 
 import fedbilevel as fb
 from fedbilevel import authoring
@@ -13,6 +15,14 @@ from fedbilevel.tasks.quadratic import quadratic
 WORK = np.array([1, 2, 3, 1])
 METHODS = {type(case.algorithm): case for case in reversed(cases().values()) if case.algorithm.asynchronous_phases}
 """The first case of each method that can be late."""
+LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2, step=0.1))
+WITH_FIELDS = {
+    fb.FedNest: Case(fb.FedNest(batch_size=None, hypergradient=LOCAL, outer_steps=2)),
+    fb.FedNestSGD: Case(fb.FedNestSGD(batch_size=None, hypergradient=LOCAL, outer_steps=2)),
+}
+"""Methods that can be late with other fields than the defaults."""
+COMPILED_BEFORE = (fb.FISM, fb.ShroFBO, fb.RABO, fb.FedNest, fb.FedNestSGD)
+"""Others have the same phases; of the first two other tests make them late."""
 
 
 def outcome(algorithm, problem, rounds=4):
@@ -29,8 +39,8 @@ def outcome(algorithm, problem, rounds=4):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=cls.__name__, marks=[pytest.mark.slow] if cls in (fb.FISM, fb.ShroFBO) else [])
-        for cls, case in METHODS.items()  # tests of these two make them late
+        pytest.param(case, id=cls.__name__, marks=[pytest.mark.slow] if cls in COMPILED_BEFORE else [])
+        for cls, case in (METHODS | WITH_FIELDS).items()
     ],
 )
 def test_waiting_for_everyone_is_the_method_itself(case):
@@ -48,6 +58,44 @@ def test_waiting_for_everyone_is_the_method_itself(case):
 def test_every_method_that_can_be_late_is_here():
     able = {cls for cls in authoring.ALGORITHMS.values() if cls().asynchronous_phases}
     assert able == METHODS.keys()
+
+
+REASONS = {
+    "adbo": "set its own field wait_for",
+    "aggitd": "belongs to another r",
+    "bi-fista": "iterates grow without bound",
+    "fedbioacc": "would add the same change again",
+    "fedmbo": "an earlier reply belongs to another vector",
+    "fednest": "an earlier reply belongs to another vector",
+    "fednest-sgd": "an earlier reply belongs to another vector",
+    "irig": "a single client holds all samples",
+    "sdbo": "it is there to compare ADBO with",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, cls in authoring.ALGORITHMS.items() if not cls().asynchronous_phases])
+def test_why_a_method_cannot_be_late_is_said(name):
+    cls = authoring.ALGORITHMS[name]
+    with pytest.raises(fb.errors.ConfigurationError) as error:
+        fb.Asynchronous(cls(), wait_for=2)
+    said = f"{cls.__name__} cannot be Asynchronous: .*{REASONS[name]}.*; methods that can: AFBO, FISM, FedAvg, "
+    assert re.match(said, str(error.value))
+
+
+def test_late_replies_leave_fedlin_its_fixed_point():
+    """f_i = a_i (x − c_i)²/2: at x* = Σ p a c / Σ p a the mean gradient is 0, and with it every corrected step; so late
+    replies change the way, not the end. FedAvg with as many local steps ends elsewhere."""
+    a, c, weights = np.array([1.0, 2.0, 4.0]), np.array([-1.0, 3.0, 0.5]), np.array([0.5, 0.2, 0.3])
+    clients = fb.Clients([{"a": a[i : i + 1], "c": c[i : i + 1]} for i in range(3)], weights=weights)
+    problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch["a"] * (x - batch["c"]) ** 2) / 2)
+    star, ends = np.sum(weights * a * c) / np.sum(weights * a), []
+    for method in (fb.FedLin, fb.FedAvg):
+        late = fb.Asynchronous(method(outer_lr=0.1, local_steps=4, batch_size=None), wait_for=1)
+        clock = fb.Clock(network=(1.0, 2.0, 5.0))
+        result = fb.solve(late, problem, clients, jnp.zeros(()), None, rounds=600, engine=fb.Local(clock=clock))
+        ends.append(float(result.x))
+        assert result.history["staleness"][-1] > 0.5
+    assert abs(ends[0] - star) < 1e-9 < abs(ends[1] - star)
 
 
 def test_the_penalty_divides_the_step_by_one_and_the_delay():
@@ -70,14 +118,23 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
     ("make", "words"),
     [
         (
-            lambda: fb.Asynchronous(fb.FedNest(), wait_for=2),
-            "FedNest cannot be Asynchronous: it declares no asynchronous_phases, phases whose replies may be late",
+            lambda: fb.Asynchronous(fb.Asynchronous(fb.SimFBO(), wait_for=2), wait_for=2),
+            "SimFBO cannot be Asynchronous: it is inside Asynchronous already",
+        ),
+        (lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2), "its tolerance compares F at one x"),
+        (
+            lambda: fb.Asynchronous(fb.FedNest(hypergradient=LOCAL, merged=True), wait_for=2),
+            "with merged = True not all of its phases are asked",
         ),
         (
-            lambda: fb.Asynchronous(fb.Asynchronous(fb.SimFBO(), wait_for=2), wait_for=2),
-            "SimFBO cannot be Asynchronous",
+            lambda: fb.Submodels(fb.ADBO()),
+            "ADBO cannot be given Submodels: each client keeps an x, a y and planes of its own",
         ),
-        (lambda: fb.Asynchronous(fb.ADBO(), wait_for=2), "ADBO cannot be Asynchronous"),
+        (lambda: fb.Submodels(fb.IRG()), "the projection on X and the preference H are of the whole x"),
+        (
+            lambda: fb.Submodels(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG()))),
+            "are not symmetric, as CG needs; use a Neumann series; methods that can: AFBO, AggITD, FedAvg, FedAvgS, ",
+        ),
         (lambda: fb.Asynchronous("simfbo", wait_for=2), "an instance of a subclass of Algorithm"),
         (
             lambda: fb.Asynchronous(fb.SimFBO(), wait_for=0),

@@ -48,6 +48,12 @@ def population(capacity=CAPACITY, **fields):
     return fb.Clients(rows(4), rows(5), weights=np.arange(1, CLIENTS + 1), capacity=capacity, **fields)
 
 
+ROWS = [
+    {"input": rng.normal(size=(4, INPUTS)), "target": rng.normal(size=(4, OUTPUTS))}
+    for rng in map(np.random.default_rng, range(3))
+]
+
+
 def start():
     rng = np.random.default_rng(1)
     x = {"weight": jnp.asarray(rng.normal(size=(INPUTS, HIDDEN))), "bias": jnp.asarray(rng.normal(size=HIDDEN))}
@@ -125,6 +131,50 @@ def test_engines_agree(case):
         float(jnp.max(jnp.abs(a - b))) for a, b in zip(everything(want)[-3:], jax.tree.leaves(start()), strict=True)
     ]
     assert min(moved) > 1e-4
+
+
+SERIES = fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, step=0.1))
+LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2, step=0.1))
+ON_A_SLICE = {
+    "FedNest": fb.FedNest(batch_size=None, hypergradient=SERIES, outer_steps=2),
+    "AggITD": fb.AggITD(batch_size=3, inner=fb.parts.LocalSGD(rounds=2, lr=0.1)),
+    "FedBiOAcc": fb.FedBiOAcc(batch_size=3, local_steps=2),
+    "FedAvgS": fb.FedAvgS(batch_size=3, local_steps=2),
+    "FedMBO": fb.FedMBO(batch_size=3, hypergradient=SERIES),
+    "FedNestSGD": fb.FedNestSGD(batch_size=3, hypergradient=LOCAL),
+    "LFedNest": fb.LFedNest(batch_size=3, hypergradient=LOCAL),
+    "AFBO": fb.AFBO(batch_size=3, hypergradient=LOCAL),
+    "AFBO, SystemSteps": fb.AFBO(batch_size=3, hypergradient=fb.parts.SystemSteps()),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if at > 1 else []) for at, name in enumerate(ON_A_SLICE)]
+)
+def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
+    """Everyone holds the first half of the units: their part is that of the sliced problem, trained whole, and no
+    other entry moves."""
+    half, algorithm, (x, y) = HIDDEN // 2, ON_A_SLICE[name], start()
+    problem = BILEVEL
+    if name == "FedAvgS":
+        problem = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - jnp.sum(y["weight"] ** 2), structure=STRUCTURE)
+    rows = [{"input": rows["input"][:4], "target": rows["target"][:4]} for rows in ROWS]
+    both = (rows,) if name == "FedAvgS" else (rows, rows)
+
+    def ends(algorithm, capacity, x, y):
+        clients = fb.Clients(*both, weights=(1, 2, 3), capacity=capacity)
+        result = fb.solve(algorithm, problem, clients, x, y, rounds=2)
+        return result.x | {"head": result.y["weight"]}
+
+    cut = ends(fb.Submodels(algorithm, policy="static"), (0.5, 0.5, 0.5), x, y)
+    small = {"weight": x["weight"][:, :half], "bias": x["bias"][:half]}
+    whole = ends(algorithm, None, small, {"weight": y["weight"][:half]})
+    for key, before in (x | {"head": y["weight"]}).items():
+        axis = 0 if key == "head" else -1
+        held, rest = (np.split(np.asarray(one), [half], axis) for one in (cut[key], before))
+        np.testing.assert_allclose(held[0], whole[key], rtol=1e-12, atol=1e-14)
+        np.testing.assert_array_equal(held[1], rest[1])
+        assert np.max(np.abs(held[0] - rest[0])) > 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +325,10 @@ def test_with_all_capacities_1_it_is_the_method_itself():
 
 
 def test_a_method_without_submodels_says_that_it_trains_whole_models():
-    with pytest.warns(
-        fb.errors.CapacityWarning, match="FedNest trains whole models, on 6 clients of a capacity below 1"
-    ):
-        solved(fb.FedNest(batch_size=3), rounds=1)
+    method = fb.FedNest(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2)))
+    said = "FedNest trains whole models, on 6 clients of a capacity below 1 too: means of products over unequal holders"
+    with pytest.warns(fb.errors.CapacityWarning, match=said):
+        solved(method, rounds=1)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,9 @@ class CuttingPlanes(Algorithm):
         """How many planes there are, and Σ_l λ_l."""
         return {"planes": int(jnp.sum(state.planes.active)), "multipliers": float(jnp.sum(state.planes.multiplier))}
 
+    def submodels_objection(self) -> str:
+        return "each client keeps an x, a y and planes of its own between rounds, of all units"
+
     def warning(self, state: State) -> str:
         if float(state.totals.excluded) == 0:
             return ""
@@ -310,6 +313,9 @@ class SDBO(CuttingPlanes):
     def needs_everyone(self) -> bool:
         return True
 
+    def asynchronous_objection(self) -> str:
+        return "it is there to compare ADBO with, which is the same without waiting for everyone"
+
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
         theta, inner, weight, excluded = fed.mean(self.local_step, message, key)
         excluded = jnp.maximum(state.totals.excluded, excluded.public)
@@ -346,6 +352,9 @@ class ADBO(CuttingPlanes):
             self.wait_for,
             f"at most {len(clients)}, the number of clients",
         )
+
+    def asynchronous_objection(self) -> str:
+        return "it goes on with the first replies by itself: set its own field wait_for"
 
     def noise_objection(self) -> str:
         return "its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"

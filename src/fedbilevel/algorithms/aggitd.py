@@ -77,6 +77,7 @@ class AggITD(Algorithm):
     """
 
     name = "aggitd"
+    trains_submodels = True
 
     inner: LocalSGD = LocalSGD(rounds=5)
     sampling: Literal["random"] | None = static(default=None)
@@ -87,6 +88,12 @@ class AggITD(Algorithm):
         if self.sampling not in (None, "random"):
             raise unknown("AggITD.sampling", self.sampling, ["random"])
 
+    def asynchronous_objection(self) -> str:
+        return (
+            "each exchange asks for a product with the r that the exchange before it gave, so that an earlier reply "
+            "belongs to another r"
+        )
+
     def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
         """Refuse a λ at which r would grow; y alone may bear larger ones where it is taken in several local steps."""
         check_neumann_step("AggITD.inner.lr", at_round(self, 0).inner.lr, problem, clients, x, y)
@@ -94,7 +101,7 @@ class AggITD(Algorithm):
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)
 
-    @phase
+    @phase(takes=("x", "y"), gives=InnerIterate("y", "y"))
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """The steps on y, and ∇y f_i at y^n."""
         descent_key, gradient_key = jax.random.split(key)
@@ -102,7 +109,7 @@ class AggITD(Algorithm):
         gradient = outer_gradient(client, at, gradient_key).update
         return reply._replace(update=InnerIterate(reply.update, gradient), gradients=reply.gradients + 1)
 
-    @phase
+    @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_product(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
         """The steps on y, and the change of r: −λ H_i(x, y^n) r."""
         x, (y, r) = at
@@ -111,7 +118,7 @@ class AggITD(Algorithm):
         product = hess_v(client.problem, x, y, r, client.inner_batch(product_key))
         return reply._replace(update=InnerIterate(reply.update, scaled(-self.inner.lr, product)), hvps=1)
 
-    @phase
+    @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
         """The steps on y, and the change of r in the series: ∇y f_i − λ H_i r, both at y^n."""
         x, (y, _) = at
@@ -121,7 +128,7 @@ class AggITD(Algorithm):
         change = optax.tree.add(reply.update.r, gradient)
         return reply._replace(update=reply.update._replace(r=change), gradients=reply.gradients + 1)
 
-    @phase
+    @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """∇x f_i − ∇²xy g_i v."""
         return hypergradient_given(client, at, key, Exact())

@@ -54,6 +54,7 @@ class FedAvgS(Algorithm):
 
     name = "fedavg-s"
     asynchronous_phases = ("descent_ascent",)
+    trains_submodels = True
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
     local_steps: int = positive_integer(default=5)

@@ -46,6 +46,7 @@ from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
 
@@ -108,15 +109,22 @@ class FedBiOAcc(LocalDirections):
     """
 
     name = "fedbioacc"
+    trains_submodels = True
 
     forgetting: float = fraction(default=0.1)
     horizon: float = positive(default=float("inf"))
+
+    def asynchronous_objection(self) -> str:
+        return (
+            "its momenta add up the changes of gradients along the clients' last steps, and a last reply that counts "
+            "again would add the same change again"
+        )
 
     def init(self, x: PyTree, y: PyTree) -> State:
         start = XYV(x, y, optax.tree.zeros_like(y))
         return State(start, optax.tree.zeros_like(start), jnp.zeros((), jnp.int32))
 
-    @phase
+    @phase(takes=State(LIKE, LIKE, NUMBER), gives=(LIKE, LIKE))  # type: ignore[arg-type]  # a prefix of a State
     def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
         """τ_i steps along the momentum; the reply is the change of (x, y, v) and of the momentum."""
         tau = client.local_steps(self.local_steps)

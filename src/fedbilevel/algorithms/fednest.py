@@ -78,6 +78,8 @@ class Nested(Algorithm):
         outer_lr: α, the server's step on x.
     """
 
+    trains_submodels = True
+
     hypergradient: Any
     batch_size: int | None = positive_integer(default=32, optional=True)
     outer_lr: float = positive(default=0.1)
@@ -106,6 +108,9 @@ class Nested(Algorithm):
     def noise_objection(self) -> str:
         return str(self.hypergradient.noise_objection())
 
+    def submodels_objection(self) -> str:
+        return str(self.hypergradient.submodels_objection())
+
     def complaint(self, state: State) -> str:
         return str(self.hypergradient.complaint(state.info))
 
@@ -129,6 +134,13 @@ class OneStep(Nested):
     """
 
     inner: LocalSGD = LocalSGD()
+
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return () if self.asynchronous_objection() else tuple(sorted(self.phases))
+
+    def asynchronous_objection(self) -> str:
+        return str(self.hypergradient.asynchronous_objection())
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
@@ -162,6 +174,14 @@ class Epochs(Nested):
     @property
     def merges(self) -> bool:
         return self.merged
+
+    @property
+    def asynchronous_phases(self) -> tuple[str, ...]:
+        return () if self.asynchronous_objection() else tuple(sorted(self.phases))
+
+    def asynchronous_objection(self) -> str:
+        left_out = "with merged = True not all of its phases are asked" if self.merged else ""
+        return self.hypergradient.asynchronous_objection() or left_out
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)

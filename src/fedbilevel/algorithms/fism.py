@@ -157,7 +157,10 @@ class FISM(Incremental):
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("walk",) if self.tolerance is None else ()  # F would be of several x
+        return ("walk",) if self.tolerance is None else ()
+
+    def asynchronous_objection(self) -> str:
+        return self.tolerance_objection()
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         self.check_convexity(problem, x)
@@ -179,6 +182,9 @@ class IRIG(Incremental):
     @property
     def anew(self) -> bool:
         return True
+
+    def asynchronous_objection(self) -> str:
+        return "a single client holds all samples, and there is nobody to go on without"
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         pooled = "1, which holds all samples: clients.pooled(), on the command line run.pooled=true"

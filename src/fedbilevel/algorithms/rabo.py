@@ -45,8 +45,6 @@ from fedbilevel.core.errors import require
 class Adaptive(OneStep):
     """RABO and RAFBO: a nested method on submodels."""
 
-    trains_submodels = True
-
     @property
     def merges(self) -> bool:
         return False

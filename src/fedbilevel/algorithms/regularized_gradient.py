@@ -96,6 +96,9 @@ class IRG(WholeSubgradient, DecreasingSteps):
     def asynchronous_phases(self) -> tuple[str, ...]:
         return ("inner_subgradient",) if self.tolerance is None else ()
 
+    def asynchronous_objection(self) -> str:
+        return self.tolerance_objection()
+
     def init_own(self, x: PyTree) -> None:
         return None
 
@@ -125,6 +128,11 @@ class BiFISTA(WholeSubgradient):
     def validate(self) -> None:
         steep = not is_number(self.momentum) or self.momentum > 3
         require(steep, "BiFISTA.momentum", self.momentum, "above 3")
+
+    def asynchronous_objection(self) -> str:
+        return (
+            "its momentum tends to 1, and with gradients that are even one round late its iterates grow without bound"
+        )
 
     def init_own(self, x: PyTree) -> PyTree:
         return x  # of the round before

@@ -79,6 +79,7 @@ class FedLin(LocalDescent):
     """
 
     name = "fedlin"
+    asynchronous_phases = ("outer_gradient", "corrected_outer_descent")
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_type_hints, overload
@@ -236,6 +236,10 @@ class Algorithm(Part):
         """
         return ()
 
+    def asynchronous_objection(self) -> str:
+        """Why the method cannot be `Asynchronous`; "" where it can."""
+        return "" if self.asynchronous_phases else "it lists no asynchronous_phases, whose replies may be late"
+
     @property
     def waits_for(self) -> int | None:
         """How many replies an asynchronous exchange waits for; None: all."""
@@ -249,7 +253,11 @@ class Algorithm(Part):
     @property
     def submodels(self) -> UnitPolicy | None:
         """Which units clients of limited capacity hold; None: everyone trains the whole model."""
-        return UnitPolicy() if self.trains_submodels else None
+        return None if self.submodels_objection() else UnitPolicy()
+
+    def submodels_objection(self) -> str:
+        """Why clients of limited capacity cannot train parts of the model; "" where they can."""
+        return "" if self.trains_submodels else "it does not set trains_submodels, for phases that say what they take"
 
     @property
     def own_x_lr(self) -> Any:
@@ -346,6 +354,12 @@ def _register(cls: type[Algorithm]) -> None:
     ALGORITHMS[cls.name] = cls
 
 
+def methods_that(can: Callable[[Algorithm], bool]) -> str:
+    """The names of the classes of `ALGORITHMS` that can, with the defaults of their fields, as one string."""
+    classes = (cls for cls in ALGORITHMS.values() if not any(field.default is MISSING for field in fields(cls)))
+    return ", ".join(sorted(cls.__name__ for cls in classes if can(cls())))
+
+
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     """Refuse a problem of a kind that the algorithm is not for, naming the algorithms that are."""
     kinds_of = "a Bilevel, Minimax, Compositional, SingleLevel or SimpleBilevel"
@@ -362,8 +376,8 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
     if problem.local is not None and algorithm.own_x_lr is None:
-        able = sorted(name for name, cls in ALGORITHMS.items() if cls().own_x_lr is not None)
-        needs = f"None: {algorithm.label} needs x on the server; methods that do not: {', '.join(able)}"
+        able = methods_that(lambda method: method.own_x_lr is not None)
+        needs = f"None: {algorithm.label} needs x on the server; methods that do not: {able}"
         require(False, "Bilevel.local", problem.local, needs)
     algorithm.check_problem(problem, len(clients), x)
     if isinstance(clients, Clients):

@@ -60,7 +60,8 @@ class SubmodelPlan:
         if policy is None:
             if weak:
                 clients_are = "1 client" if weak == 1 else f"{weak} clients"
-                text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too"
+                text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too: "
+                text += algorithm.submodels_objection()
                 warnings.warn(CapacityWarning(text), stacklevel=5)
             return None
         if problem.structure is None and not weak:

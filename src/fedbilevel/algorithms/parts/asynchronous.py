@@ -31,7 +31,7 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.wrapper import Wrapper
-from fedbilevel.core.algorithm import ALGORITHMS, Algorithm, check_algorithm, parts_of
+from fedbilevel.core.algorithm import check_algorithm, methods_that, parts_of
 from fedbilevel.core.answers import LastReply, ReplyDelta
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static
@@ -127,15 +127,9 @@ class Asynchronous(Wrapper):
         c = self.delay_penalty
         number = isinstance(c, int | float) and not isinstance(c, bool) and isfinite(c) and c >= 0
         require(number, "Asynchronous.delay_penalty", c, "a number, at least 0")
-        if not self.algorithm.asynchronous_phases:
-            raise ConfigurationError(f"{self.label} cannot be Asynchronous: {self.why_not()}")
-
-    def why_not(self) -> str:
-        """Why the method inside, which names no phases for it, cannot be asynchronous."""
-        if type(self.algorithm).asynchronous_phases is not Algorithm.asynchronous_phases:
-            return "with these fields its exchanges need everyone's replies to the present message"
-        able = ", ".join(sorted(cls.__name__ for cls in ALGORITHMS.values() if cls().asynchronous_phases))
-        return f"it declares no asynchronous_phases, phases whose replies may be late; methods that do: {able}"
+        if objection := self.algorithm.asynchronous_objection():
+            able = methods_that(lambda method: not method.asynchronous_objection())
+            raise ConfigurationError(f"{self.label} cannot be Asynchronous: {objection}; methods that can: {able}")
 
     @property
     def asynchronous(self) -> bool:
@@ -151,7 +145,10 @@ class Asynchronous(Wrapper):
 
     @property
     def asynchronous_phases(self) -> tuple[str, ...]:
-        return ()  # they are asynchronous already
+        return ()
+
+    def asynchronous_objection(self) -> str:
+        return "it is inside Asynchronous already"
 
     def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
         alone = self.delay_penalty == 0 or problem.local is None

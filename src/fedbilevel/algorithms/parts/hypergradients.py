@@ -28,11 +28,13 @@ from jax import Array
 from fedbilevel.algorithms.parts.linear_solvers import CG, InClient, Neumann, Product, SolveInfo
 from fedbilevel.algorithms.parts.neumann_step import check_neumann_step
 from fedbilevel.core.algorithm import Part, phase
+from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at, positive, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles import differences, products
 from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
@@ -151,6 +153,14 @@ class Hypergradient(Part):
         """Why the estimate does not work with replies that clients clip and add noise to; "" where it does."""
         return ""
 
+    def asynchronous_objection(self) -> str:
+        """Why the replies to the exchanges of an estimate cannot be late; "" where they can."""
+        return ""
+
+    def submodels_objection(self) -> str:
+        """Why clients cannot estimate on parts of the model; "" where they can."""
+        return ""
+
     def complaint(self, info: SolveInfo) -> str:
         """Why the run must end after a solution of the linear system with this outcome; "" where it may go on."""
         return ""
@@ -219,6 +229,19 @@ class Implicit(SolvedSystem):
         if isinstance(self.solver, Neumann):
             return ""
         return "noise on products looks like negative curvature to conjugate gradient; use a Neumann series"
+
+    def asynchronous_objection(self) -> str:
+        return (
+            "it asks for products with vectors that the server computes from all replies of the same round, so that an "
+            "earlier reply belongs to another vector (a hypergradient = LocalImplicit() may be late)"
+        )
+
+    def submodels_objection(self) -> str:
+        if isinstance(self.solver, CG):
+            return "means of products over unequal holders are not symmetric, as CG needs; use a Neumann series"
+        if self.solver.sampling == "random_per_client":
+            return "its clients reply with a sum for each random length; use Neumann(sampling=None or 'random')"
+        return ""
 
     @property
     def terms(self) -> int:
@@ -353,7 +376,7 @@ class LocalSystem(SolvedSystem):
         h, means = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
         return Estimate(h, SolveInfo.of_clients(means))
 
-    @phase(takes=("x", "y"), gives=("x", "whole"))
+    @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """The hypergradient of the client's own f_i and g_i."""
         own = self.own(client, *at, key)

@@ -101,6 +101,15 @@ class IterativeRegularization(Algorithm):
         """The stopping rule compares F of one round with F of the next: of the same clients."""
         return self.tolerance is not None
 
+    def tolerance_objection(self) -> str:
+        """Why replies cannot be late where the stopping rule compares F; "" without it."""
+        return (
+            "" if self.tolerance is None else "its tolerance compares F at one x, and late replies have it at several"
+        )
+
+    def submodels_objection(self) -> str:
+        return "the projection on X and the preference H are of the whole x"
+
     def check_convexity(self, problem: Problem, x: PyTree) -> None:
         """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it."""
         assert isinstance(problem, SimpleBilevel)

@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array
 
 from fedbilevel.algorithms.parts.wrapper import Wrapper
-from fedbilevel.core.algorithm import check_algorithm
+from fedbilevel.core.algorithm import check_algorithm, methods_that
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed
@@ -38,8 +38,9 @@ class Submodels(Wrapper):
     def validate(self) -> None:
         check_algorithm(self.algorithm)
         _ = self.submodels  # which checks the fields
-        if self.algorithm.submodels is None:
-            raise ConfigurationError(f"{self.label} trains whole models, and cannot be given Submodels")
+        if objection := self.algorithm.submodels_objection():
+            able = methods_that(lambda method: not method.submodels_objection())
+            raise ConfigurationError(f"{self.label} cannot be given Submodels: {objection}; methods that can: {able}")
 
     @property
     def submodels(self) -> UnitPolicy:
