@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.algorithms.parts.asynchronous import LastReplies
-from fedbilevel.core.answers import LastReply, Public, ReplyDelta
+from fedbilevel.core.replies import LastReply, Public, ReplyDelta
 
 CLIENTS, SIZE = 6, 3
 

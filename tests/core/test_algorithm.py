@@ -121,7 +121,7 @@ def test_a_name_is_taken_once():
 def test_every_hook_has_a_default():
     """What engines ask of an algorithm that says nothing of it."""
     method = Keeps()
-    assert (method.extra_cohorts, method.waits_for, method.submodels, method.own_x_lr) == (0, None, None, None)
+    assert (method.extra_cohorts, method.waits_for, method.submodels, method.local_x_lr) == (0, None, None, None)
     said = method.asynchronous, method.needs_everyone, method.estimates_hypergradient()
     assert said == (False, False, False)
     state = method.init(jnp.zeros(2), jnp.zeros(3))

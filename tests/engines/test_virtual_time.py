@@ -156,7 +156,7 @@ def test_the_same_events_in_float32_and_float64(busy):
 
 def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
     bad = fb.Bilevel(TASK.problem.outer, lambda x, y, batch: TASK.problem.inner(x, y, batch) + jnp.sqrt(0.5 - y[0]))
-    with pytest.raises(fb.errors.NonFiniteError, match=r"round \d+, .*phase inner: the answer of client \d"):
+    with pytest.raises(fb.errors.NonFiniteError, match=r"round \d+, .*phase inner: the reply of client \d"):
         fb.solve(Early(), bad, TASK.clients, TASK.x0, TASK.y0 + 1.0, rounds=5, engine=fb.Local(clock=busy))
 
 

@@ -38,7 +38,7 @@ def sleeps(trial, do="sleep", algorithm="lfednest"):
     deadline = 30.0
     run = trial.play(algorithm, [(*PLACE, do, {"seconds": deadline + 2})], deadline=deadline)
     assert run.absent() == ABSENT
-    assert any("no answer within" in said or "Flower's error 3" in said for said in run.refusals()), run.refusals()
+    assert any("no reply within" in said or "Flower's error 3" in said for said in run.refusals()), run.refusals()
     return run.difference()
 
 

@@ -232,8 +232,8 @@ def test_the_warning_counts_the_norms_that_it_can_compare(caplog):
         check(NormBounds(Terms()), "a", 5.0, [0.0, 0.0, 0.0, 5.0])
         check(NormBounds(Terms()), "a", 5.0, [5.0, 4.0])
     zeros, few = [record.getMessage() for record in caplog.records]
-    assert "phase a: 1 of 4 answers is not 0, where 3 are needed to tell whether one is out of proportion" in zeros
-    assert "phase a: 2 of 2 answers are not 0, where 3 are needed" in few
+    assert "phase a: 1 of 4 replies is not 0, where 3 are needed to tell whether one is out of proportion" in zeros
+    assert "phase a: 2 of 2 replies are not 0, where 3 are needed" in few
 
 
 def test_where_all_updates_are_0_nothing_is_in_doubt(caplog):

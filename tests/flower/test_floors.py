@@ -82,7 +82,7 @@ def test_questions_of_a_round_and_of_all_runs(tmp_path):
     assert [runtime.respond(request(runtime, round=1), memory()).refused for _ in range(2)] == ["", ""]
     assert (
         runtime.respond(request(runtime, round=1), memory()).refused
-        == "this client answers 2 questions in one round, and no more"
+        == "this client replies to 2 questions in one round, and no more"
     )
     assert runtime.respond(request(runtime, round=0), memory()).refused.endswith(
         "in one round, and no more"
@@ -94,7 +94,7 @@ def test_questions_of_a_round_and_of_all_runs(tmp_path):
     assert runtime.respond(request(runtime, run=other), memory()).refused == ""
     assert (
         runtime.respond(request(runtime, run=other, round=9), memory()).refused
-        == "this client answers 5 questions in all, and no more"
+        == "this client replies to 5 questions in all, and no more"
     )
     assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2)
 

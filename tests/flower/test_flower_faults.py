@@ -68,10 +68,10 @@ FAULTS = {  # of an answer to the first exchange, whose update is float64[3]: wh
     "metrics: no JSON": (changed(metrics="{"), "metrics are not numbers by name"),
     "metrics: a list": (changed(metrics="[1]"), "metrics are not numbers by name"),
     "metrics: beyond floats": (changed(metrics='{"inner": 1' + 400 * "0" + "}"), "metrics are not numbers by name"),
-    "another client": (changed(client=(COHORTS[1][0] + 1) % 6), "answers as client"),
-    "another round": (changed(round=0), "it answers another question"),
-    "another exchange": (changed(exchange=1), "it answers another question"),
-    "another run": (changed(run="ffffffffffffffff"), "it answers another question"),
+    "another client": (changed(client=(COHORTS[1][0] + 1) % 6), "replies as client"),
+    "another round": (changed(round=0), "it replies to another message"),
+    "another exchange": (changed(exchange=1), "it replies to another message"),
+    "another run": (changed(run="ffffffffffffffff"), "it replies to another message"),
     "negative gradients": (changed(gradients=-1), "its counts (-1, 0) are not between 0 and"),
     "absurd products": (changed(hvps=2**62), "are not between 0 and 357913941"),  # ⌊(2³¹ − 1)/6⌋
     "an account of NaN": (changed(epsilon=math.nan), "it cannot have spent ε = nan"),
@@ -163,7 +163,7 @@ def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
         return seconds if slow else 1.0
 
     result, said, lines = run(tmp_path, CLIENTS, delay=delay)
-    assert set(said.values()) == {"no answer within 100 s"}
+    assert set(said.values()) == {"no reply within 100 s"}
     federations.same(result, absent)
     seconds_taken = np.array([line["seconds"] for line in lines[:4]])
     assert np.all(seconds_taken >= [1, 1, 100, 100])
@@ -196,7 +196,7 @@ def test_rests():
             assert backoff.resting(0, round)
             failed.append(round)
     assert np.diff(failed).tolist() == [1, 2, 4, 8, 16, 32, 32, 32, 32, 32][: len(failed) - 1]
-    backoff.answered(0)
+    backoff.replied(0)
     assert not backoff.resting(0, 199)
 
 
@@ -229,7 +229,7 @@ def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path, whole):
         run(tmp_path, federations.misbehaving(CLIENTS, faults), checkpoint=path)
     said = "; ".join(f"client {client}: Flower's error 2: RuntimeError: the disk is full" for client in failing)
     assert str(raised.value) == (
-        f"round 1, phase x_gradient: 1 clients answered where 2 are needed after 3 attempts ({said})"
+        f"round 1, phase x_gradient: 1 clients replied where 2 are needed after 3 attempts ({said})"
     )
     resumed, _, lines = run(tmp_path, CLIENTS, checkpoint=path, resume=True)
     federations.same(resumed, whole)

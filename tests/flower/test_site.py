@@ -368,7 +368,7 @@ def test_logs_tell_nothing_of_data_or_updates(caplog, tmp_path):
     assert len(secrets) == 3
     said = caplog.text
     assert len(caplog.records) >= 4
-    assert "answered in" in said
+    assert "replied in" in said
     assert not [secret for secret in secrets if secret in said]
 
 

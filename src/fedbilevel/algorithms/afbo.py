@@ -40,7 +40,7 @@ Departures from the paper:
    delays want smaller ones, and α and β apart.
 
 Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a table), test_asynchronous.py,
-test_own_x.py and tests/engines/test_agreement.py.
+test_local_x.py and tests/engines/test_agreement.py.
 """
 
 from typing import Any, ClassVar
@@ -54,11 +54,11 @@ from fedbilevel.algorithms.parts.hypergradients import Estimate, Hypergradient, 
 from fedbilevel.algorithms.parts.inner import MeanGradient
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.replies import Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions
@@ -111,7 +111,7 @@ class AFBO(Nested):
         return "inner.gradients", "outer_directions" if steps else "outer_hypergradient"
 
     @property
-    def own_x_lr(self) -> Any:
+    def local_x_lr(self) -> Any:
         return self.outer_lr
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))

@@ -49,13 +49,13 @@ from fedbilevel.algorithms.parts.inner import SVRG, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.algorithms.parts.local_descent import corrected_drift
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import NESTED_STATE, renamed
+from fedbilevel.core.replies import Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 

@@ -37,7 +37,7 @@ Departures from the paper:
    steps of heavy ball and FedProx: q_i is Σ_k a_k d_k as in the paper, with d_k at the points that these come to.
 5. Clients of limited capacity step on submodels; every entry of q is then the mean over the clients that hold it.
 
-Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_own_x.py and
+Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py and
 tests/engines/test_agreement.py.
 """
 
@@ -51,10 +51,10 @@ from jax import Array
 from fedbilevel.algorithms.parts.local_directions import LIKE, LocalDirections, descend
 from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Plain
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.answers import Public
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.replies import Public
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree
 
@@ -128,7 +128,7 @@ class SimFBO(SingleLoop):
         return self.first_state(x, y)
 
     @property
-    def own_x_lr(self) -> Any:
+    def local_x_lr(self) -> Any:
         """γ_x, where clients keep x (`Bilevel(local="x")`): they make the server's step on it themselves."""
         return self.server_lr.x
 

@@ -52,7 +52,7 @@ your own task or algorithm:
   So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes nothing of them.
 
 exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
-  5 too few clients answered or another process was lost, 130 interrupted
+  5 too few clients replied or another process was lost, 130 interrupted
 """
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_ty
 
 from jax import Array
 
-from fedbilevel.core import own_x
+from fedbilevel.core import local_x
 from fedbilevel.core.authored import check_arguments, reply_of
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import (
@@ -260,7 +260,7 @@ class Algorithm(Part):
         return "" if self.trains_submodels else "it does not set trains_submodels, for phases that say what they take"
 
     @property
-    def own_x_lr(self) -> Any:
+    def local_x_lr(self) -> Any:
         """The size of the step on x along the x of a reply, for problems whose clients keep x and make it themselves.
 
         What every phase takes and gives has then to be declared. None: the method needs x on the server.
@@ -271,7 +271,7 @@ class Algorithm(Part):
         """The state of each client before round 0: `init_client`, and its block of x where clients keep x."""
         if problem.local is None:
             return self.init_client(x, y)
-        return own_x.OwnX(own_x.own_block(x), self.init_client(None, y))
+        return local_x.LocalX(local_x.local_block(x), self.init_client(None, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """One estimate of the hypergradient at (x, y), in the shape of x, by the exchanges of a round.
@@ -322,7 +322,7 @@ class Algorithm(Part):
         checked = partial(reply_of, f"{self.label}.{name}", phase)
         if client.problem.local is None:
             return checked(client, message, key)
-        return own_x.run(checked, parts_of(phase), self.own_x_lr, client, message, key)
+        return local_x.run(checked, parts_of(phase), self.local_x_lr, client, message, key)
 
     def phase_name(self, function: object) -> str:
         """The name of a phase, given as the bound method that an exchange gets.
@@ -375,14 +375,14 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
-    if problem.local is not None and algorithm.own_x_lr is None:
-        able = methods_that(lambda method: method.own_x_lr is not None)
+    if problem.local is not None and algorithm.local_x_lr is None:
+        able = methods_that(lambda method: method.local_x_lr is not None)
         needs = f"None: {algorithm.label} needs x on the server; methods that do not: {able}"
         require(False, "Bilevel.local", problem.local, needs)
     algorithm.check_problem(problem, len(clients), x)
     if isinstance(clients, Clients):
         if problem.local is not None:
-            own_x.check_split(clients, x)
+            local_x.check_split(clients, x)
         algorithm.check_start(problem, clients, x, y)
 
 

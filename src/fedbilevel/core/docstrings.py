@@ -24,9 +24,9 @@ def with_fields(written: str, cls: type, fields: list[str]) -> str:
         known |= entries(vars(base).get("__doc__") or "")
     written = inspect.cleandoc(written)
     known |= entries(written)
-    told = "\n".join(known[field] for field in fields if field in known)
-    if not told:
+    shown = "\n".join(known[field] for field in fields if field in known)
+    if not shown:
         return written
     if SECTION.search(written):
-        return SECTION.sub(lambda found: f"Args:\n{told}" + "\n" * found[0].endswith("\n"), written)
-    return f"{written}\n\nArgs:\n{told}"
+        return SECTION.sub(lambda found: f"Args:\n{shown}" + "\n" * found[0].endswith("\n"), written)
+    return f"{written}\n\nArgs:\n{shown}"

@@ -47,7 +47,7 @@ class CheckpointWarning(UserWarning):
 
 
 class ExchangeError(FedbilevelError):
-    """Too few clients answered; the message names round and phase, and what those said who refused."""
+    """Too few clients replied; the message names round and phase, and what those said who refused."""
 
 
 class FloorError(FedbilevelError):

@@ -71,17 +71,17 @@ class Fed(Protocol):
         *,
         max_staleness: int | None = None,
     ) -> PyTree:
-        """Σ p_i u_i over the first n answers to arrive, each computed on the message that its client was last sent.
+        """Σ p_i u_i over the first n replies to arrive, each computed on the message that its client was last sent.
 
-        A client works on one question at a time, and has at most one answer in an exchange. Whoever is idle when it
+        A client works on one message at a time, and has at most one reply in an exchange. Whoever is idle when it
         begins is sent its message; whoever still works on an earlier message of this phase goes on with that. Whoever
-        hands in an answer of another phase meanwhile is sent the message as soon as that is done, and the answer counts
-        at once in the next `first` of its own phase, beside which fewer are then waited for. Who has answered is sent
+        hands in a reply of another phase meanwhile is sent the message as soon as that is done, and the reply counts
+        at once in the next `first` of its own phase, beside which fewer are then waited for. Who has replied is sent
         the next message when the next exchange begins: with n = 1 at once. With n = M each time and nobody lost this is
-        `mean`: everyone has answered this very message.
+        `mean`: everyone has replied to this very message.
 
         `max_staleness` = s also waits for everyone who was asked s or more exchanges of this phase ago, so that no
-        answer is ever older, and for everyone who has been busy with others, or away, for more than s exchanges of this
+        reply is ever older, and for everyone who has been busy with others, or away, for more than s exchanges of this
         phase; what else arrives meanwhile counts too. For algorithms that say `asynchronous`, whose clients all take
         part (no cohorts).
         """

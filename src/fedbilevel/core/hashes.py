@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 WHOLE = 2**24  # bytes up to which a memory-mapped array is read from end to end, and any array hashed by SHA-256
-BLOCKS = 64  # of clients, each with a hash of its own, so that what differs can be told by client
+BLOCKS = 64  # of clients, each with a hash of its own, so that a message can name the clients that differ
 ROWS = 32  # of a block that are read, evenly spaced, where a memory-mapped array is larger
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process
 
@@ -30,7 +30,7 @@ def short(*parts: str | bytes) -> str:
 
 def of_program(program: ClosedJaxpr) -> str:
     """A hash of what a traced function computes, the same in every process: no names, no addresses."""
-    return short(*told(program))
+    return short(*description(program))
 
 
 def of_array(leaf: Any) -> str:
@@ -55,11 +55,11 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def told(value: Any) -> Iterator[str]:
+def description(value: Any) -> Iterator[str]:
     """A description of a program, or of a parameter of one of its operations, to be hashed."""
     if isinstance(value, ClosedJaxpr):
         yield from (of_array(constant) for constant in value.consts)
-        yield from told(value.jaxpr)
+        yield from description(value.jaxpr)
     elif isinstance(value, Jaxpr):
         yield from _steps(value)
     elif isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -67,11 +67,11 @@ def told(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for name in sorted(value):
             yield f"{name}="
-            yield from told(value[name])
+            yield from description(value[name])
     elif isinstance(value, tuple | list):
         yield f"{len(value)}("
         for one in value:
-            yield from told(one)
+            yield from description(one)
     elif callable(value) and not isinstance(value, type):
         yield type(value).__name__
     elif isinstance(value, set | frozenset):
@@ -86,7 +86,7 @@ def _steps(program: Jaxpr) -> Iterator[str]:
 
     def named(v: Any) -> Iterator[str]:
         if isinstance(v, Literal):
-            yield from (*told(v.val), f":{v.aval}")
+            yield from (*description(v.val), f":{v.aval}")
         else:
             if v not in known:
                 known[v] = str(len(known)), f":{v.aval}"
@@ -96,7 +96,9 @@ def _steps(program: Jaxpr) -> Iterator[str]:
         yield from named(given)
     for step in program.eqns:
         yield step.primitive.name
-        yield from told({name: value for name, value in step.params.items() if name != "name"})  # of a user's function
+        yield from description(
+            {name: value for name, value in step.params.items() if name != "name"}
+        )  # of a user's function
         for used in (*step.invars, *step.outvars):
             yield from named(used)
     for result in program.outvars:

@@ -90,7 +90,7 @@ def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable
     """A key of what tracing gave for the arguments `given`; None where it calls back into Python, or holds much data.
 
     Constants count by content. `given` are lists of leaves: a structure would keep what its nodes hold. `more`: what
-    else the compiler is told.
+    else the compiler is given.
     """
     programs = list(_every(traced))
     calls_back = any("callback" in step.primitive.name for program in programs for step in program.eqns)

@@ -1,6 +1,7 @@
 """Names of earlier versions and what stands in their place; for error messages, and for reading what they saved."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -45,7 +46,7 @@ TASK = {"split_x": "local of the problem, Bilevel(outer, inner, local='x')"}
 NESTED_STATE = {"quality": "info"}
 LATE_STATE = {"iterate": "inside.iterate"}
 RUN = {"parts": "experiment"}
-HOOKS = {"fresh": "the hook extra_cohorts", "everyone": "the hook needs_everyone"}
+HOOKS = {"fresh": "the hook extra_cohorts", "everyone": "the hook needs_everyone", "own_x_lr": "the hook local_x_lr"}
 """Arguments and attributes of classes, arguments of functions, and hooks of methods."""
 
 
@@ -140,6 +141,15 @@ def name_of_today(field: str, allowed: Iterable[str]) -> str:
 
 COLUMNS = REPLY
 """Columns of histories and totals of ledgers that earlier versions saved under another name; they are read as ever."""
+
+
+STORED = {"own_x": "local_x", "answers": "replies"}
+"""Attributes of what checkpoints hold, by the names of earlier versions; they are read as ever."""
+
+
+def with_stored_names(path: str) -> str:
+    """The path of a checkpoint's array, ".queues.lanes['walk'].replies.weight", with the names of today."""
+    return re.sub(rf"\.({'|'.join(STORED)})\b", lambda found: f".{STORED[found[1]]}", path)
 
 
 def with_names_of_today(saved: Mapping[str, Any]) -> dict[str, Any]:

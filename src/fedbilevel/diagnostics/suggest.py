@@ -246,7 +246,7 @@ _OWN = "they average clients' own hypergradients, while the curvature of Φ is w
 _PLANES = "nothing that is measured bounds the steps of the cutting planes' multipliers"
 _REASONS = {
     "adbo": _PLANES,
-    "afbo": "steps depend on how late answers are, which a run alone shows",
+    "afbo": "steps depend on how late replies are, which a run alone shows",
     "fedavg-s": "both players move at once, and what that bears depends on how ∇²xy F turns them, too",
     "lfednest": _OWN,
     "rabo": _OWN,

@@ -34,7 +34,7 @@ class ExchangeCount(NamedTuple):
 
     exchanges: Any
     asked: Any  # messages sent down, summed over the exchanges
-    answered: Any  # replies that counted
+    replies: Any  # replies that counted
 
 
 class RoundCosts(NamedTuple):
@@ -151,10 +151,10 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
 
 
 def normalise(sums: Sums, population: float, unbiased: bool) -> PyTree:
-    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who answered.
+    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who replied.
 
     Args:
-        sums: those of the P clients who answered. Where clients hold submodels, each entry has the sums of the clients
+        sums: those of the P clients who replied. Where clients hold submodels, each entry has the sums of the clients
             that hold it; an entry that nobody holds is 0, and the unbiased mean is (M/P) Σ p_i times the other one.
         population: M; where some clients are never available, M' / Σ p_i over the M' others.
     """
@@ -247,13 +247,13 @@ class Ledger(Shown):
         """Add the costs of some rounds, leaves (rounds,) or scalars; `costs`: what a client's reply costs, in flops."""
         self.rounds += rounds
         for (phase, down, up), calls in round_costs.calls.items():
-            count, asked, answered = (_total(number) for number in calls)
+            count, asked, replies = (_total(number) for number in calls)
             self.exchanges += count
             self.bytes_down += asked * down
-            self.bytes_up += answered * up
-            self.replies += answered
+            self.bytes_up += replies * up
+            self.replies += replies
             cost = (costs or {}).get((phase, down, up))
-            self.flops = None if self.flops is None or cost is None else self.flops + answered * cost
+            self.flops = None if self.flops is None or cost is None else self.flops + replies * cost
             if count:
                 self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
         if round_costs.privacy is not None:
@@ -298,12 +298,12 @@ class Ledger(Shown):
 
     @property
     def gradients_per_client(self) -> float:
-        """Gradients of the average participant, per exchange that it answered."""
+        """Gradients of the average participant, per exchange that it replied to."""
         return self.gradients / max(self.replies, 1)
 
     @property
     def hvps_per_client(self) -> float:
-        """Hvps of the average participant, per exchange that it answered."""
+        """Hvps of the average participant, per exchange that it replied to."""
         return self.hvps / max(self.replies, 1)
 
 

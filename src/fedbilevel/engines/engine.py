@@ -17,13 +17,13 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.kept import compiled
-from fedbilevel.core.own_x import server_x
+from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
 from fedbilevel.engines.virtual_time.clock import Clock, ClockState
-from fedbilevel.engines.virtual_time.in_flight import InFlight, early_answers, nothing_in_flight
+from fedbilevel.engines.virtual_time.in_flight import InFlight, early_replies, nothing_in_flight
 
 
 class Carry(NamedTuple):
@@ -34,7 +34,7 @@ class Carry(NamedTuple):
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
     now: ClockState  # of the clock, for engines that have one
     queues: InFlight | None = None  # replies in flight, for asynchronous algorithms
-    own_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
+    local_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
 
 
 class Stretch(NamedTuple):
@@ -74,11 +74,11 @@ def first_carry(
     algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
 ) -> Carry:
     """The carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2): round
-    and exchange of each one's last answer that counted, -1 before the first."""
+    and exchange of each one's last reply that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
     found = None
     if algorithm.asynchronous:
-        found = early_answers(algorithm, problem, x, y, clients.examples(), clients.local_steps is not None)
+        found = early_replies(algorithm, problem, x, y, clients.examples(), clients.local_steps is not None)
 
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
         state = first_state(algorithm, server_x(problem, x), y)

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.config import Schedule, field_values, hyperparameters
-from fedbilevel.core.hashes import BLOCKS, ROWS, WHOLE, bytes_of, of_array, of_program, short, told
+from fedbilevel.core.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
@@ -203,7 +203,7 @@ def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
     elif isinstance(function, Mapping):
         yield from _made_of(list(function.items()), within)
     elif not callable(function):
-        yield from told(function)
+        yield from description(function)
     else:
         yield getattr(function, "__qualname__", type(function).__qualname__)
 
@@ -213,7 +213,7 @@ def _code(code: CodeType) -> Iterator[str]:
     yield code.co_code.hex()
     yield repr(code.co_names)
     for constant in code.co_consts:
-        yield from _code(constant) if isinstance(constant, CodeType) else told(constant)
+        yield from _code(constant) if isinstance(constant, CodeType) else description(constant)
 
 
 def _closed_over(function: FunctionType) -> Iterator[Any]:

@@ -54,7 +54,7 @@ EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback s
 def flops_of_calls(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
 ) -> dict[ExchangeKind, int | None]:
-    """What one client computes to answer each exchange of a round, in the operations of `count`; None: not known.
+    """What one client computes to reply to each exchange of a round, in the operations of `count`; None: not known.
 
     Each phase is traced as the round asks it, nothing is computed. Full batches count as many samples as the client
     with the most has, since so long are those that engines compute on. Local steps that differ between clients are

@@ -27,7 +27,7 @@ from fedbilevel.core.errors import (
     diverged,
     require,
 )
-from fedbilevel.core.own_x import joined
+from fedbilevel.core.local_x import joined
 from fedbilevel.core.tree import join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.costs import ExchangeKind, Ledger
@@ -169,8 +169,8 @@ class Loop:
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
         state = local(carry.state)
-        x = state.x if carry.own_x is None else carry.own_x
-        if self.simulated and carry.own_x is not None:
+        x = state.x if carry.local_x is None else carry.local_x
+        if self.simulated and carry.local_x is not None:
             x = joined(local(carry.clients))
             if bad := nonfinite_leaves(x):
                 raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))

@@ -15,7 +15,7 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.own_x import server_x
+from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, normalise, weigh

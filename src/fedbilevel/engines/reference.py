@@ -90,7 +90,7 @@ class ReferenceFed:
                 continue
             part, whole = self.portion(phase, message, i)
             name, ask = self.question(phase, part, key, fresh)
-            sums = self.answer(ask, name, i, None if works is None else works[place], fresh is None)
+            sums = self.reply(ask, name, i, None if works is None else works[place], fresh is None)
             self.round_costs = add_costs(
                 self.round_costs, exchange_costs(name, part, sums, 1, exchanges=int(not asked))
             )
@@ -126,7 +126,7 @@ class ReferenceFed:
         queues = check_first(n, self.run.clock, count, max_staleness, self.queues)
         name, ask = self.question(phase, message, key, None)
         _, works = self.own
-        number, table = queues.number(name), queues.lanes[name].answers
+        number, table = queues.number(name), queues.lanes[name].replies
         units = jnp.zeros(count, jnp.int32)
         if self.run.pace.compute is not None:
             idle = [i for i in range(count) if queues.kind[i] != number]
@@ -134,7 +134,7 @@ class ReferenceFed:
             units = jnp.array([spent[i].gradients + spent[i].hvps if i in spent else 0 for i in range(count)])
         plan = in_flight.first(queues, self.run.pace, self.now, name, n, units, max_staleness)
         for i in np.flatnonzero(plan.asked).tolist():
-            sums = self.answer(ask, name, i, None if works is None else works[i], True)
+            sums = self.reply(ask, name, i, None if works is None else works[i], True)
             table = jax.tree.map(lambda rows, new, i=i: rows.at[i].set(new), table, sums)
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
@@ -156,8 +156,8 @@ class ReferenceFed:
 
         return name, ask
 
-    def answer(self, ask: AskClient, name: str, i: int, work: Array | None, keep: bool) -> Sums:
-        """What client i answers, weighted and checked; its own new state is kept."""
+    def reply(self, ask: AskClient, name: str, i: int, work: Array | None, keep: bool) -> Sums:
+        """The reply of client i, weighted and checked; its own new state is kept."""
         sums, reply = ask(i, work)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
         if bad := nonfinite_leaves(reply.update) + losses:
@@ -244,7 +244,7 @@ class ReferenceRun:
                 fed.round_costs = fed.total_costs()
             if bad := nonfinite_leaves(state):
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))
-            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.queues, carry.own_x)
+            carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.queues, carry.local_x)
             costs.append(fed.round_costs)
             if algorithm.finished(state):
                 break

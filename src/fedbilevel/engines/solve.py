@@ -104,7 +104,7 @@ def solve(
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
             hold here; the last good checkpoint stays.
-        ExchangeError: too few clients answered, again and again; the rounds before are in the checkpoint. Or another
+        ExchangeError: too few clients replied, again and again; the rounds before are in the checkpoint. Or another
             process was lost (LostProcess of engines.multihost); the last checkpoint stays.
         CheckpointError: a checkpoint could not be written or read, another process writes it (its lock file,
             .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses,

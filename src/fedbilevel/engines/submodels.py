@@ -105,7 +105,7 @@ def _check_cut(
     except Exception as error:  # of whatever library the losses are made with
         raise ConfigurationError(
             f"the losses do not take the submodel of capacity {capacity:g} that the structure cuts: {error}; "
-            "check_structure says which groups of units are not told completely"
+            "check_structure says which groups of units are not described completely"
         ) from error
 
 

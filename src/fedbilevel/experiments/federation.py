@@ -284,11 +284,11 @@ clientapp = "{package}.client_app:app"
 settings = ""     # FIELD=VALUE, with spaces between: changes spec.toml for this run, as --set of fedbilevel run
 out = ""          # the server's run folder; an unfinished run in it is continued. Empty: runs/… where the server runs
 client-keys = ""  # a folder of the server's: client-0.pub, …: who registered with that key is client 0. Empty: anybody
-quorum = 0.5      # share of a cohort that must answer
-deadline = 120.0  # seconds that a client has for an answer
-attempts = 3      # how often those who did not answer are asked, before the run stops
+quorum = 0.5      # share of a cohort that must reply
+deadline = 120.0  # seconds that a client has for a reply
+attempts = 3      # how often those who did not reply are asked, before the run stops
 join = 60.0       # seconds to wait for clients that are not online
-poll = 0.5        # seconds between two looks for answers, at most
+poll = 0.5        # seconds between two looks for replies, at most
 norm-factor = 1e4  # how many times as long as usual an update may be; 0: any
 message-factor = 10.0  # how many times as long as the message it may be, though norm-factor would refuse it
 norm-bound = 0.0  # largest norm of an update that counts; 0: any

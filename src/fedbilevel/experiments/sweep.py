@@ -52,7 +52,7 @@ from fedbilevel.tasks import Task
 
 SHARE = "0.2"  # of the training data, as a message suggests to hold out
 Watching = tuple[Sequence[Callback], bool | Display]
-"""What is called back, and what is told of progress."""
+"""What is called back, and what shows progress."""
 Show = Callable[[Spec, Path, Task], AbstractContextManager[Watching]]
 """(spec, folder, task): what shows a run while it is played."""
 Said = Callable[[str], None]

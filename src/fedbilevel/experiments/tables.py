@@ -27,7 +27,7 @@ UNITS = {"rounds": "rounds", "exchanges": "exchanges", "bytes": "bytes", "time":
 class Watch:
     """Shows how far a run is, in rounds or in what its budget counts.
 
-    It is the run's display, which is told of phases, and one of its callbacks, which is told of numbers.
+    It is the run's display, which gets phases, and one of its callbacks, which get numbers.
     """
 
     def __init__(self, console: Console, metric: str, spec: Spec) -> None:

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.answers import LastReply, Public, ReplyDelta, Withheld
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NonFiniteError, require, require_count
+from fedbilevel.core.replies import LastReply, Public, ReplyDelta, Withheld
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
@@ -36,7 +36,7 @@ SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2
 
 
 class BudgetSpentError(FedbilevelError):
-    """One more reply would cost a client more privacy than it allows; it does not answer."""
+    """One more reply would cost a client more privacy than it allows; it does not reply."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PrivacyAccount:
     """A client's privacy account: how many replies have left it under each noise multiplier.
 
     It depends on no data, so that it may be shown to anyone. Whoever keeps it stores it before the reply is sent, and
-    lets a client answer one message at a time: an account that was written over forgets replies.
+    lets a client reply to one message at a time: an account that was written over forgets replies.
 
     Args:
         releases: noise multiplier z -> replies, 1 or more.
@@ -139,7 +139,7 @@ class Privacy:
         clip: C > 0, the bound on the L2 norm of what is sent.
         noise_multiplier: z > 0; every entry gets noise of standard deviation zC.
         delta: δ in (0, 1), at which ε is stated.
-        epsilon: ε > 0, the budget: no reply leaves that would take the account over it. None answers always.
+        epsilon: ε > 0, the budget: no reply leaves that would take the account over it. With None it always replies.
     """
 
     clip: float
@@ -177,13 +177,13 @@ class Privacy:
     ) -> tuple[PyTree, PrivacyAccount]:
         """The clipped and noised update, and the account to store before it is sent.
 
-        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/answers.py); all else is
+        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/replies.py); all else is
         the vector that is clipped and noised.
 
         The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
         is never used twice, so that every reply has noise of its own, one that repeats a question too: asking again
         averages the noise, and that is what the account charges for. (Noise that came back with the same question
-        would tell, by two answers being equal or not, whether the data make a difference.) Should an account
+        would tell, by two replies being equal or not, whether the data make a difference.) Should an account
         be lost and a number come back, the noise still differs wherever one of the others does.
 
         Args:
@@ -210,7 +210,7 @@ class Privacy:
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, private))
         parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty one
         sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
-        return jax.tree.map(told, update, jax.tree.unflatten(structure, sent), is_leaf=is_marked), after
+        return jax.tree.map(as_sent, update, jax.tree.unflatten(structure, sent), is_leaf=is_marked), after
 
 
 def load_secret(path: str | Path) -> bytes:
@@ -236,7 +236,7 @@ def is_marked(part: object) -> bool:
     return isinstance(part, Public | Withheld)
 
 
-def told(part: PyTree, noised: PyTree) -> PyTree:
+def as_sent(part: PyTree, noised: PyTree) -> PyTree:
     """The part of an update that is sent in place of `part`: `noised`, unless `part` is marked."""
     if isinstance(part, Withheld):
         return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), part)
@@ -316,8 +316,8 @@ def is_kept(part: object) -> bool:
     return isinstance(part, LastReply)
 
 
-def without_answers(state: PyTree) -> PyTree:
-    """The state as a phase has to see it, for its change to be the answer itself: the last ones are 0."""
+def without_replies(state: PyTree) -> PyTree:
+    """The state as a phase has to see it, for its change to be the reply itself: the last ones are 0."""
 
     def emptied(part: Any) -> Any:
         return part._replace(update=jax.tree.map(np.zeros_like, part.update)) if is_kept(part) else part
@@ -328,14 +328,14 @@ def without_answers(state: PyTree) -> PyTree:
 def released(sent: PyTree, before: PyTree, after: PyTree) -> tuple[PyTree, PyTree]:
     """The update to send and the state to keep, where a reply is sent as its difference from the last one.
 
-    The difference of two noised answers is sent, not the noised difference of two answers: what the server has added up
-    is then each client's last answer with the noise of one, however many there were. All that leaves the client, and
-    all that it keeps, is made of answers that were clipped and noised, so that nothing more is spent.
+    The difference of two noised replies is sent, not the noised difference of two replies: what the server has added up
+    is then each client's last reply with the noise of one, however many there were. All that leaves the client, and
+    all that it keeps, is made of replies that were clipped and noised, so that nothing more is spent.
 
     Args:
         sent: the update, noised; a `ReplyDelta` has the reply itself.
         before: what the client kept, or None.
-        after: what the phase, called with `without_answers(before)`, would keep.
+        after: what the phase, called with `without_replies(before)`, would keep.
     """
     if not isinstance(sent, ReplyDelta):
         return sent, after
@@ -344,7 +344,7 @@ def released(sent: PyTree, before: PyTree, after: PyTree) -> tuple[PyTree, PyTre
     def renewed(old: Any, new: Any) -> Any:
         if not is_kept(old):
             return new
-        if int(new.exchange) == int(old.exchange):  # of another kind of answer
+        if int(new.exchange) == int(old.exchange):  # of another kind of reply
             return old
         last.append(old.update)
         return new._replace(update=sent.update)

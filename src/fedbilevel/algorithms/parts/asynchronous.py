@@ -32,14 +32,14 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.wrapper import Wrapper
 from fedbilevel.core.algorithm import check_algorithm, methods_that, parts_of
-from fedbilevel.core.answers import LastReply, ReplyDelta
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.own_x import server_x
+from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import LATE_STATE, renamed
+from fedbilevel.core.replies import LastReply, ReplyDelta
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 

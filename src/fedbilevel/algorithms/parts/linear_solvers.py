@@ -22,10 +22,10 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Part
-from fedbilevel.core.answers import Withheld
 from fedbilevel.core.client import Client, uniform_below
 from fedbilevel.core.config import counts, positive, positive_integer, static
 from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.replies import Withheld
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.inverse import Iteration
 

@@ -45,7 +45,7 @@ from fedbilevel.engines.progress import COMPILING, TRACING, doing
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
 from fedbilevel.engines.virtual_time.clock import Clock, Pace
-from fedbilevel.engines.virtual_time.in_flight import nonfinite_answers, with_tables
+from fedbilevel.engines.virtual_time.in_flight import nonfinite_replies, with_tables
 
 FEW = 64  # samples
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
@@ -383,7 +383,11 @@ class LocalRun:
             queues = None
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.isfinite(round_costs.metrics[name][0]) for name in sorted(round_costs.metrics)]
-        return Carry(carry.round + 1, state, clients, underway.now, queues, carry.own_x), round_costs, jnp.stack(flags)
+        return (
+            Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x),
+            round_costs,
+            jnp.stack(flags),
+        )
 
     def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> tuple[Members, ...]:
         """This device's share of the round's fresh cohort of that number."""
@@ -458,8 +462,8 @@ class LocalRun:
         names += [f"phase {phase}: {metric}" for phase, metric in metrics]
         bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
         algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process plays it all by itself
-        if carry.queues is not None:  # what clients kept is gone with the round; their answers are still on the queues
-            bad += "".join(f"; {name}" for name in nonfinite_answers(carry.queues))
+        if carry.queues is not None:  # what clients kept is gone with the round; their replies are still on the queues
+            bad += "".join(f"; {name}" for name in nonfinite_replies(carry.queues))
         else:
             clock, submodel_plan = self.layout.clock, self.layout.submodel_plan
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)

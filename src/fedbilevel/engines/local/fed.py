@@ -107,7 +107,7 @@ DrawMembers = Callable[[Array | int], tuple[Members, ...]]
 
 
 ClientFunction = Callable[[Members, PyTree], tuple[Sums, PyTree]]
-"""(a client, its state) -> its weighted answer and its next state."""
+"""(a client, its state) -> its weighted reply and its next state."""
 
 
 class ExchangeState(NamedTuple):
@@ -236,12 +236,12 @@ class LocalFed:
         max_staleness: int | None = None,
     ) -> PyTree:
         queues = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.queues)
-        name, answer = self.question(phase, message, key)
+        name, respond = self.question(phase, message, key)
         rows = self.rows(n)
-        units = self.units(answer) if self.pace.compute is not None else 0
+        units = self.units(respond) if self.pace.compute is not None else 0
         plan = in_flight.first(queues, self.pace, self.underway.now, name, n, units, max_staleness)
         table, states = rows.update(
-            rows.here(plan.asked), answer, self.everyone, (queues.lanes[name].answers, self.underway.states)
+            rows.here(plan.asked), respond, self.everyone, (queues.lanes[name].replies, self.underway.states)
         )
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)
@@ -255,17 +255,17 @@ class LocalFed:
         """A phase's name, and what asks it of a client."""
         name = self.algorithm.phase_name(phase)
 
-        def answer(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
+        def respond(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
             own = self.client(member, state), message, jax.random.fold_in(key, member.id)
             reply = self.layout.ask(name, self.algorithm, *own)
             kept = state if reply.state is None else reply.state
-            answered = weigh(reply, member.weight, member.counts), kept
+            replied = weigh(reply, member.weight, member.counts), kept
             if self.pace.lasts is None:
-                return answered
-            nothing = jax.tree.map(jnp.zeros_like, answered[0]), state  # from clients that are never available
-            return jax.tree.map(lambda a, b: jnp.where(member.counts > 0, a, b), answered, nothing)
+                return replied
+            nothing = jax.tree.map(jnp.zeros_like, replied[0]), state  # from clients that are never available
+            return jax.tree.map(lambda a, b: jnp.where(member.counts > 0, a, b), replied, nothing)
 
-        return name, answer
+        return name, respond
 
     def wait_for(self, members: Members, units: Any) -> Any:
         """Let the time pass that these clients need, all of them; the ticks that it takes."""
@@ -283,11 +283,11 @@ class LocalFed:
         self.underway = ExchangeState(states, now.later(pace, ticks), queues)
         return ticks
 
-    def units(self, answer: ClientFunction) -> Array:
-        """(M,) what each client would have to compute; all else of its answer is left to the compiler to leave out."""
+    def units(self, respond: ClientFunction) -> Array:
+        """(M,) what each client would have to compute; all else of its reply is left to the compiler to leave out."""
 
         def count(member: Members, state: PyTree) -> Array:
-            sums, _ = answer(member, state)
+            sums, _ = respond(member, state)
             return sums.gradients + sums.hvps
 
         return self.of_all(jax.vmap(count)(self.everyone, self.underway.states))
@@ -298,7 +298,7 @@ class LocalFed:
         return all_[: self.layout.population]
 
     def rows(self, n: int) -> DeviceRows:
-        """The rows of the queues' tables on this device, in blocks that suit exchanges of n answers."""
+        """The rows of the queues' tables on this device, in blocks that suit exchanges of n replies."""
         mine = self.everyone.id.shape[0]
         devices = -(-self.layout.population // mine)
         first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0

@@ -37,10 +37,10 @@ class DeviceRows(NamedTuple):
             # for reading, which cannot melt into what uses the rows, and writing what depends on them.
             read = lambda place: jax.tree.map(lambda leaf: leaf.at[place].get(mode="clip"), tables[1])  # noqa: E731
             before = lax.map(read, places)
-            answers, after = _vectorised(one, _taken(members, places), before)
+            replies, after = _vectorised(one, _taken(members, places), before)
             real = places < self.size
             after = jax.tree.map(lambda a, b: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, b), after, before)
-            return jax.tree.map(lambda table, rows: table.at[places].set(rows, mode="drop"), tables, (answers, after))
+            return jax.tree.map(lambda table, rows: table.at[places].set(rows, mode="drop"), tables, (replies, after))
 
         return self._blocks(chosen, step, tables)
 

@@ -31,7 +31,7 @@ class PhaseQueue(NamedTuple):
 
     exchanges: Array  # of this phase so far
     since: Array  # (M,) exchange of this phase in which the client last got a message or, if that is later, replied
-    answers: Sums  # leaves (M, ...): the reply that each client computes, or computed last; weighted
+    replies: Sums  # leaves (M, ...): the reply that each client computes, or computed last; weighted
     early: Sums  # the sum of replies that arrived during exchanges of other phases
     early_asked: Array  # Σ p_i·(exchange of this phase in which the message was sent) over the replies in `early`
 
@@ -64,7 +64,7 @@ SumRows = Callable[[Sums, Array, Array], tuple[Sums, Array]]
 """(table, asked (M,), chosen (M,)) -> the sum of the chosen rows, and of weight·asked over them."""
 
 
-def early_answers(
+def early_replies(
     algorithm: Algorithm,
     problem: Problem,
     x: PyTree,
@@ -75,7 +75,7 @@ def early_answers(
     """What one client contributes to each exchange that does not wait for everyone, by phase, as shapes.
 
     Raises:
-        ConfigurationError: a phase is asked so for answers of different shapes.
+        ConfigurationError: a phase is asked so for replies of different shapes.
     """
     found: dict[str, Sums] = {}
 
@@ -85,18 +85,18 @@ def early_answers(
             shapes = jax.eval_shape(weigh, exchange.reply, one, one)
             if found.setdefault(exchange.phase, shapes) != shapes:
                 raise ConfigurationError(
-                    f"phase {exchange.phase} is asked by fed.first with answers of different shapes"
+                    f"phase {exchange.phase} is asked by fed.first with replies of different shapes"
                 )
     return found
 
 
-def nothing_in_flight(answers: dict[str, Sums], clients: int, remote: bool = False) -> InFlight:
-    """The queues before round 0, for the phases of `early_answers`.
+def nothing_in_flight(replies: dict[str, Sums], clients: int, remote: bool = False) -> InFlight:
+    """The queues before round 0, for the phases of `early_replies`.
 
     Of `remote` clients, which know themselves what they work on, it has no table.
     """
     real, rows, lanes = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
-    for phase, shape in answers.items():
+    for phase, shape in replies.items():
         table = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape), s.dtype), shape)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         since = jnp.zeros(clients, jnp.int32)
@@ -107,9 +107,9 @@ def nothing_in_flight(answers: dict[str, Sums], clients: int, remote: bool = Fal
 def first(
     queues: InFlight, pace: Pace, now: ClockState, phase: str, n: int, units: Any, max_staleness: int | None
 ) -> ExchangePlan:
-    """The plan of an exchange that ends with the first n answers.
+    """The plan of an exchange that ends with the first n replies.
 
-    Of answers that arrive at the same moment those come first that were asked for first, then those of lower ids.
+    Of replies that arrive at the same moment those come first that were asked for first, then those of lower ids.
     """
     lane, number = queues.lanes[phase], queues.number(phase)
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
@@ -153,12 +153,12 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
     """The queues after a plan, with what it brings of other kinds of question kept for later.
 
-    `queues` is the one before, but for the tables, into which the answers of those whom the plan asks are written.
+    `queues` is the one before, but for the tables, into which the replies of those whom the plan asks are written.
     """
     lanes = {}
     for number, (name, lane) in enumerate(sorted(queues.lanes.items())):
         who = plan.over == number
-        new, asked = total(lane.answers, lane.since, who)
+        new, asked = total(lane.replies, lane.since, who)
         since = jnp.where(who, lane.exchanges, lane.since)
         lanes[name] = lane._replace(early=_added(lane.early, new), early_asked=lane.early_asked + asked, since=since)
     return InFlight(plan.kind, plan.left, lanes)
@@ -168,12 +168,12 @@ def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) ->
     """Take the replies of a phase that count now: the queues without them, their sum, and Σ p_i·(age in exchanges)."""
     lane = queues.lanes[phase]
     since = jnp.where(plan.asked, lane.exchanges, lane.since)
-    new, asked = total(lane.answers, since, plan.arriving)
+    new, asked = total(lane.replies, since, plan.arriving)
     sums, asked = _added(lane.early, new), lane.early_asked + asked
     left = PhaseQueue(
         lane.exchanges + 1,
         jnp.where(plan.arriving, lane.exchanges, since),
-        lane.answers,
+        lane.replies,
         jax.tree.map(jnp.zeros_like, lane.early),
         jnp.zeros_like(asked),
     )
@@ -184,23 +184,23 @@ def with_tables(queues: InFlight | None, change: Callable[[Sums], Any]) -> Any:
     """The queues with its tables changed; everything else is of all clients and no client's alone."""
     if queues is None:
         return None
-    changed = {phase: lane._replace(answers=change(lane.answers)) for phase, lane in queues.lanes.items()}
+    changed = {phase: lane._replace(replies=change(lane.replies)) for phase, lane in queues.lanes.items()}
     return queues._replace(lanes=changed)
 
 
-def written(queues: InFlight, phase: str, answers: Sums) -> InFlight:
-    """The queues with another table of answers."""
-    return queues._replace(lanes={**queues.lanes, phase: queues.lanes[phase]._replace(answers=answers)})
+def written(queues: InFlight, phase: str, replies: Sums) -> InFlight:
+    """The queues with another table of replies."""
+    return queues._replace(lanes={**queues.lanes, phase: queues.lanes[phase]._replace(replies=replies)})
 
 
-def nonfinite_answers(queues: InFlight) -> list[str]:
-    """Whose answers are not finite, in words."""
+def nonfinite_replies(queues: InFlight) -> list[str]:
+    """Whose replies are not finite, in words."""
     found = []
     for phase, lane in queues.lanes.items():
-        finite = [np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1) for leaf in jax.tree.leaves(lane.answers)]
+        finite = [np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1) for leaf in jax.tree.leaves(lane.replies)]
         ids = np.flatnonzero(~np.all(finite, axis=0))
         if ids.size:
-            found.append(f"phase {phase}: the answer of client {', '.join(map(str, ids[:5]))}")
+            found.append(f"phase {phase}: the reply of client {', '.join(map(str, ids[:5]))}")
     return found
 
 

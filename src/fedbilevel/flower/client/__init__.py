@@ -1,1 +1,1 @@
-"""A client of a federation: what it has, what it answers, what it keeps."""
+"""A client of a federation: what it has, its replies, what it keeps."""

@@ -17,7 +17,7 @@ from fedbilevel.flower.wire.messages import Refusal
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """How many requests a client has answered, of all runs together, greetings left out.
+    """How many requests a client has replied to, of all runs together, greetings left out.
 
     Args:
         total: questions since the client began to count.
@@ -55,16 +55,16 @@ class Limits:
             algorithm's other counts and its parts' (`inner.rounds`, `hypergradient.solver.terms`, …), which are work
             for the client too.
         batch_size: samples of a mini-batch at most.
-        seconds: for one phase, compilation included. A phase that takes longer is answered by a refusal, and further
+        seconds: for one phase, compilation included. The reply to a phase that takes longer is a refusal, and further
             messages are refused until it ends.
         message_bytes: of a message's arrays.
         min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
             client's samples is served, too.
-        min_local_samples: a client that holds fewer samples of either loss answers nothing.
+        min_local_samples: a client that holds fewer samples of either loss replies to nothing.
         questions_per_round: questions of one round at most; those that are asked again count again. Rounds are the
             server's word: this stops mistakes, `questions` all else.
         questions: questions in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
-            keeps a run's memory, that is, for each run apart. A client that has reached it answers nothing.
+            keeps a run's memory, that is, for each run apart. A client that has reached it replies to nothing.
     """
 
     local_steps: int = 10_000
@@ -103,9 +103,9 @@ class Limits:
     def check_request_counts(self, request_counts: RequestCounts) -> None:
         """Refuse one question more than is allowed; `request_counts` counts it already."""
         if request_counts.in_round > self.questions_per_round:
-            raise Refusal(f"this client answers {self.questions_per_round} questions in one round, and no more")
+            raise Refusal(f"this client replies to {self.questions_per_round} questions in one round, and no more")
         if request_counts.total > self.questions:
-            raise Refusal(f"this client answers {self.questions} questions in all, and no more")
+            raise Refusal(f"this client replies to {self.questions} questions in all, and no more")
 
     def check_message(self, work: int, size: int) -> None:
         """Refuse a number of local steps, or of bytes, that is too large."""

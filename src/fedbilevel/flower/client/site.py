@@ -38,7 +38,7 @@ from fedbilevel.flower.privacy import (
     PrivacyGuard,
     check_noise,
     released,
-    without_answers,
+    without_replies,
 )
 from fedbilevel.flower.wire.contract import CallSignature, Contract, difference, draw_up
 from fedbilevel.flower.wire.messages import (
@@ -174,7 +174,7 @@ class ClientRuntime:
                 response = self.tell(request, store, blank)
             else:
                 response = self.reply(request, store, blank) if request.phase else self.greet(request, blank)
-            log.info("%s: answered in %.3f s, %d bytes", what, time.perf_counter() - began, len(response.payload))
+            log.info("%s: replied in %.3f s, %d bytes", what, time.perf_counter() - began, len(response.payload))
         except Exception as error:
             log.warning("%s: refused: %s", what, error, exc_info=not isinstance(error, FedbilevelError))
             response = replace(blank, refused=in_words(error))
@@ -212,7 +212,7 @@ class ClientRuntime:
         message = self.message(call, request)
         self.count(request, store)
         at_start, before = (None, None) if request.fresh else self.states(request, store)
-        seen = before if self.guard is None else without_answers(before)
+        seen = before if self.guard is None else without_replies(before)
         reply = self.played(call.phase, message, request, seen)
         response = replace(blank, layout=layout(reply.update))
         if self.guard is not None:  # metrics and counts of work tell of the data, too
@@ -382,7 +382,7 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
                 runtimes[context.node_id] = wanted, runtime
             said = runtime.respond(request, ContextStore(context.state))
         except Exception as error:
-            log.warning("no answer: %s", error, exc_info=not isinstance(error, FedbilevelError))
+            log.warning("no reply: %s", error, exc_info=not isinstance(error, FedbilevelError))
             said = ResponseMessage(run="", round=0, exchange=0, client=-1, refused=in_words(error))
         return Message(encode(said), reply_to=message)
 

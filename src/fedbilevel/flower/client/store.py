@@ -18,7 +18,7 @@ from fedbilevel.flower.client.limits import RequestCounts
 from fedbilevel.flower.wire.messages import RAW, Refusal, from_bytes, layout, to_bytes
 
 Tag = tuple[int, int]
-"""(round, exchange) of an answer; (-1, -1) before the first."""
+"""(round, exchange) of a reply; (-1, -1) before the first."""
 
 
 class SavedState(NamedTuple):
@@ -26,13 +26,13 @@ class SavedState(NamedTuple):
 
     round: int
     exchange: int
-    counted: Tag  # which answer `before` is the state after
+    counted: Tag  # which reply `before` is the state after
     at_start: PyTree  # of that message's round, as the server had it: what was under way then had not counted
     before: PyTree  # that message
     now: PyTree
 
     def after(self, tag: Tag) -> PyTree:
-        """The state after the client's last answer up to the one with this tag, or else the oldest state."""
+        """The state after the client's last reply up to the one with this tag, or else the oldest state."""
         if (self.round, self.exchange) <= tag:
             return self.now
         return self.before if self.counted <= tag else self.at_start
@@ -41,8 +41,8 @@ class SavedState(NamedTuple):
 def states_for(kept: SavedState | None, first: PyTree, round: int, counted: Tag, settled: Tag) -> tuple[PyTree, PyTree]:
     """The state from which the round is played again, should it be, and the one that its next message has to see.
 
-    They are those after the client's last answers that counted when the round began and that count by now, which the
-    server names in `settled` and `counted`. An answer that was lost, late or refused leaves no trace, a message that
+    They are those after the client's last replies that counted when the round began and that count by now, which the
+    server names in `settled` and `counted`. A reply that was lost, late or refused leaves no trace, a message that
     comes again sees what it saw the first time, and so does a round that a restarted server plays again. `first` is
     the state of a client that keeps nothing yet.
 

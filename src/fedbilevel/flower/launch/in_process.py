@@ -19,13 +19,13 @@ Delay = Callable[[int, Message], float]
 
 
 class VirtualClock:
-    """Seconds that pass when somebody waits; a wait ends early when a message is answered."""
+    """Seconds that pass when somebody waits; a wait ends early when a message is replied to."""
 
     tick = 0.001
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.due: list[tuple[float, int, Message]] = []  # a heap: when a message is answered, its number, the message
+        self.due: list[tuple[float, int, Message]] = []  # a heap: when a message is replied to, its number, the message
 
     def time(self) -> float:
         return self.now
@@ -38,14 +38,14 @@ class InProcess(Grid):
     """Clients as function calls, one after the other, under a virtual clock.
 
     Messages are Flower's own, and the same ClientApp serves them. A client works on one message at a time; the message
-    is handled when its answer is due, so that the order of all events depends on `delay` alone.
+    is handled when its reply is due, so that the order of all events depends on `delay` alone.
 
     Args:
         client_app: the ClientApp of all clients.
         clients: how many; they get the node configurations partition-id = 0, 1, … and the nodes 1, 2, ….
         run_config: what `flwr run` would pass on.
         node_config: more of each client's node configuration.
-        delay: (client, message) -> seconds from the message to its answer, on the clock; infinite loses it. None: 0.
+        delay: (client, message) -> seconds from the message to its reply, on the clock; infinite loses it. None: 0.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class InProcess(Grid):
         self.run_config, self.node_config = dict(run_config or {}), dict(node_config or {})
         self.contexts: dict[int, Context] = {}  # node -> what Flower keeps for it
         self.free: dict[int, float] = {}  # node -> when it can start on its next message
-        self.answers: dict[str, Message] = {}  # message -> its answer, not pulled yet
+        self.replies: dict[str, Message] = {}  # message -> its reply, not pulled yet
         self.nodes, self.numbers = itertools.count(1), itertools.count(1)
         for client in range(clients):
             self.join(client)
@@ -106,30 +106,30 @@ class InProcess(Grid):
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The answers to these that are due by now, in the order in which they became so."""
+        """The replies to these that are due by now, in the order in which they became so."""
         due = self.clock.due
         while due and due[0][0] <= self.clock.time():
             message = heapq.heappop(due)[2]
             if message.metadata.dst_node_id in self.contexts:
-                self.answers[message.metadata.message_id] = self.handle(message)
+                self.replies[message.metadata.message_id] = self.handle(message)
         wanted = set(message_ids)
-        return [self.answers.pop(number) for number in list(self.answers) if number in wanted]
+        return [self.replies.pop(number) for number in list(self.replies) if number in wanted]
 
     def handle(self, message: Message) -> Message:
-        """The client's answer; what a wire would keep apart is copied."""
+        """The client's reply; what a wire would keep apart is copied."""
         try:
             return self.client_app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
-        except Exception as error:  # noqa: BLE001  as Flower does: an app's error is an answer
+        except Exception as error:  # noqa: BLE001  as Flower does: an app's error is a reply
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        waiting, answers = set(self.push_messages(messages)), []
+        waiting, replies = set(self.push_messages(messages)), []
         end = self.clock.time() + (math.inf if timeout is None else timeout)
         while True:
-            answers += (new := self.pull_messages(waiting))
+            replies += (new := self.pull_messages(waiting))
             waiting -= {message.metadata.reply_to_message_id for message in new}
             if not waiting or not self.clock.due or self.clock.time() >= end:
-                return answers
+                return replies
             self.clock.sleep(end - self.clock.time())
 
     def set_run(self, run: object) -> None:

@@ -7,7 +7,7 @@ Tried with the versions of `versions.TESTED`; `supernode` starts Flower's own co
 `SuperNodeConnection` is a worker's connection to its SuperNode: the calls that `flwr-clientapp` makes for one message,
 over one connection that stays. `run_supernode` is the command `flower-supernode`, with its three fixed sleeps gone:
 
-- a worker's question for a task is answered when there is one (instead of every second);
+- a worker's question for a task is replied to when there is one (instead of every second);
 - a reply leaves when the worker has finished (instead of up to half a second later);
 - the SuperLink is asked often after a message and seldom in quiet times (instead of every three seconds);
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 HOLD = 5.0  # seconds that a worker's question for a task stays open
-PATIENCE = 3  # times as long as the SuperLink took for its answer is waited at least: many nodes must not drown it
+PATIENCE = 3  # times as long as the SuperLink took for its reply is waited at least: many nodes must not drown it
 ALIVE = 10.0  # seconds between two questions whether the run that a worker computes for goes on
 OPEN = (Status.PENDING, Status.STARTING, Status.RUNNING)  # states of a task that is not finished
 
@@ -129,7 +129,7 @@ class SuperNodeConnection:
     def beat(self) -> bool:
         """Say that the task is still being worked on; False when nobody waits for it any more.
 
-        The SuperNode knows only the tokens of tasks that are not finished, and answers others as it does strangers.
+        The SuperNode knows only the tokens of tasks that are not finished, and treats others as strangers.
         """
         try:
             return bool(self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success)
@@ -160,8 +160,8 @@ def error_reply(message: Message, error: Exception) -> Message:
 def discard(state: InMemoryNodeState, store: ObjectStore, statuses: Sequence[str]) -> None:
     """Drop all messages of a SuperNode with their objects, and finish its tasks of these states as failed."""
     for task in state.get_tasks(statuses=statuses):
-        logger.warning("a task of run %d is skipped: nobody waits for its answer", task.run_id)
-        state.finish_task(task.task_id, sub_status=SubStatus.FAILED, details="nobody waits for its answer")
+        logger.warning("a task of run %d is skipped: nobody waits for its reply", task.run_id)
+        state.finish_task(task.task_id, sub_status=SubStatus.FAILED, details="nobody waits for its reply")
     with state.lock_msg_store:
         left = list(state.msg_store)
     state.delete_messages(message_ids=left)
@@ -242,12 +242,12 @@ class Rendezvous:
         if time.monotonic() - self.checked > ALIVE:
             try:
                 self.get_run(self.run)
-            except httpx.HTTPError as error:  # no answer is not a no
+            except httpx.HTTPError as error:  # no reply is not a no
                 logger.warning("the SuperLink does not say whether run %s goes on: %s", self.run, type(error).__name__)
             self.checked = time.monotonic()
 
     def acquire(self, request: AcquireTaskRequest, state: InMemoryNodeState) -> AcquireTaskResponse:
-        """Answer a worker when there is a task. It is the only one: what it had before and did not finish is lost."""
+        """Reply to a worker when there is a task. It is the only one: what it had before and did not finish is lost."""
         with state.lock_task_store:
             for record in state.task_token_store.values():
                 record.active_until = datetime.fromtimestamp(0, UTC)
@@ -298,5 +298,5 @@ def run_supernode(arguments: list[str], interval: Callable[[float], float]) -> N
         flower_supernode()
     except Exception:
         logger.exception("the SuperNode's loop has failed")
-    logger.error("the SuperNode's loop has ended")  # its server's thread would keep the process, which answers nobody
+    logger.error("the SuperNode's loop has ended")  # its server's thread would keep the process
     os._exit(1)

@@ -4,7 +4,7 @@
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
 All options are those of `flower-supernode`, except `--fastest`, `--slowest` and `--app`. Where Flower is of a version
-that was not tried, `flower-supernode` itself is started: one process per message, slower, same answers.
+that was not tried, `flower-supernode` itself is started: one process per message, slower, same numbers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1", help="where the worker finds the SuperNode")
     parser.add_argument("--port", type=int, default=9094, help="where the worker finds the SuperNode")
     parser.add_argument("--ssl-ca-certfile", help="with --ssl-certfile and --ssl-keyfile: TLS between the two")
-    parser.add_argument("--app", metavar="MODULE:NAME", help="answer with this app, whatever app a run brings")
+    parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run brings")
     options, passed = parser.parse_known_args(arguments)
     if not 0 < options.fastest <= options.slowest:
         parser.error("it must be 0 < --fastest <= --slowest")

@@ -1,10 +1,10 @@
-"""One process that answers all messages of a client: JAX, data and compiled programs stay warm between them.
+"""One process that replies to all messages of a client: JAX, data and compiled programs stay warm between them.
 
 `python -m fedbilevel.flower.launch.worker --address HOST:PORT` takes the place of `flower-superexec` beside a SuperNode
 that was started with `--isolation process`; `fedbilevel.flower.launch.supernode` starts both. The app that a run brings
 is executed unchanged; with `--app` the site's own app is executed in its place.
 
-A message that cannot be answered gets an error reply, and the worker goes on. It ends when its SuperNode has been out
+A message that cannot be replied to gets an error reply, and the worker goes on. It ends when its SuperNode has been out
 of reach for PATIENCE seconds, on SIGTERM and Ctrl-C, and when a run is over while one of its messages is being worked
 on: a computation cannot be interrupted, and the client should not work for nobody.
 """
@@ -37,7 +37,7 @@ logger = logging.getLogger("fedbilevel.worker")
 
 
 AppSource = Callable[[Any, Any], Callable]
-"""(run, its app as Flower delivers it) -> the ClientApp that answers the run's messages."""
+"""(run, its app as Flower delivers it) -> the ClientApp that replies to the run's messages."""
 
 
 def pinned(reference: str) -> AppSource:
@@ -106,7 +106,7 @@ class Heartbeat:
                     self.abandoned()
 
     def alive(self) -> bool:
-        """Whether the SuperNode still waits for the task; a beat that gets no answer counts as yes."""
+        """Whether the SuperNode still waits for the task; a beat that gets no reply counts as yes."""
         try:
             return self.node.beat()
         except Exception as error:  # noqa: BLE001 - the task itself will meet what is wrong with the connection
@@ -114,7 +114,9 @@ class Heartbeat:
             return True
 
 
-def answer(node: SuperNodeConnection, apps: AppSource, error_reply: Callable[[Any, Exception], Any]) -> tuple[Any, str]:
+def reply_to_next(
+    node: SuperNodeConnection, apps: AppSource, error_reply: Callable[[Any, Exception], Any]
+) -> tuple[Any, str]:
     """Work on the task just acquired. What goes wrong becomes an error reply, if there is a message to reply to.
 
     Returns:
@@ -168,7 +170,7 @@ def deliver(node: SuperNodeConnection, reply: Any, context: Any) -> str:
 def serve(
     node: SuperNodeConnection, apps: AppSource, error_reply: Callable[[Any, Exception], Any], patience: float = PATIENCE
 ) -> None:
-    """Answer messages until the SuperNode has been out of reach for `patience` seconds."""
+    """Reply to messages until the SuperNode has been out of reach for `patience` seconds."""
     heart = Heartbeat(node, abandoned)
     reached, lost = time.monotonic(), False
     while time.monotonic() - reached < patience:
@@ -178,7 +180,7 @@ def serve(
             if found:
                 heart.set(True)
                 try:
-                    ended = answer(node, apps, error_reply)
+                    ended = reply_to_next(node, apps, error_reply)
                 finally:
                     heart.set(False)  # before the end: whoever has finished is as unknown as one who was given up
                 node.finish(*ended)
@@ -204,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fedbilevel.flower.launch.worker", description=serve.__doc__)
     parser.add_argument("--address", required=True, metavar="HOST:PORT", help="of the SuperNode's runtime API")
     parser.add_argument("--root-certificates", type=Path, help="verify the SuperNode with these; without: no TLS")
-    parser.add_argument("--app", metavar="MODULE:NAME", help="answer with this app, whatever app a run brings")
+    parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run brings")
     options = parser.parse_args()
     require_flower()
     from fedbilevel.flower.launch import private

@@ -51,7 +51,7 @@ class Transport:
         self.grid = grid
         self.nodes: set[int] = set()  # that were online when Flower last said
         self.singly = False  # since a pull has failed: one bad message must not take others with it again
-        self.bad: set[str] = set()  # messages whose answers could not be fetched, as was logged
+        self.bad: set[str] = set()  # messages whose replies could not be fetched, as was logged
 
     def online(self) -> set[int]:
         try:
@@ -89,15 +89,15 @@ class Transport:
             try:
                 messages += self.grid.pull_messages(some)
             except httpx.TransportError as error:  # the connection's fault, no message's
-                log.warning("Flower cannot be asked for answers: %s", type(error).__name__)
+                log.warning("Flower cannot be asked for replies: %s", type(error).__name__)
                 break
             except Exception:
                 if not self.singly:
-                    log.warning("answers could not be fetched together; from now on one by one", exc_info=True)
+                    log.warning("replies could not be fetched together; from now on one by one", exc_info=True)
                     self.singly = True
                     return self.pull(wanted)
                 if not self.bad.issuperset(some):
-                    log.warning("the answer to message %s could not be fetched", some[0], exc_info=True)
+                    log.warning("the reply to message %s could not be fetched", some[0], exc_info=True)
                     self.bad.update(some)
         found = {message.metadata.reply_to_message_id: message for message in reversed(messages)}
         return {number: found[number] for number in wanted if number in found}
@@ -162,7 +162,7 @@ class ClientRegistry:
         self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
         self.nodes: dict[int, int] = {}  # client -> node, of those that count
         self.greeted: dict[int, float] = {}  # node -> when
-        self.greetings: dict[str, int] = {}  # message -> node, not answered yet
+        self.greetings: dict[str, int] = {}  # message -> node, not replied to yet
         self.refusals: dict[int, str] = {}  # node -> why it does not count
 
     def contract_of(self, client: int) -> Contract:
@@ -300,7 +300,7 @@ class Dispatcher:
             self.ready.append(ClientReply(client, self.under_way.pop(client)[1], opened(message)))
         for client in [c for c, (_, _, end) in self.under_way.items() if now >= end]:
             request = self.under_way.pop(client)[1]
-            self.ready.append(ClientReply(client, request, Refusal(f"no answer within {self.terms.deadline:g} s")))
+            self.ready.append(ClientReply(client, request, Refusal(f"no reply within {self.terms.deadline:g} s")))
         return len(self.ready) > before
 
 

@@ -49,7 +49,7 @@ class Flower:
         terms: what is expected of clients.
         name: of the whole run, 8 to 64 hexadecimal digits, the same when it is resumed: clients keep their state under
             it. Where an algorithm has clients keep any, a run resumes from its last round alone: save every round
-            (`checkpoint_every=1`). An asynchronous one resumes without the answers that were under way, so not
+            (`checkpoint_every=1`). An asynchronous one resumes without the replies that were under way, so not
             bit for bit: see docs/how-to/federation.md.
         log: a file that gets one JSON line for each exchange.
         keys: a folder with every client's public key, client-0.pub, client-1.pub, …; a node then counts as a client
@@ -121,7 +121,7 @@ class FlowerRun:
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         session.rollback.end()
         counted, queues = jnp.asarray(session.counted), self.saved_queues(fed, carry.queues)
-        return Carry(carry.round + 1, state, counted, carry.now, queues, carry.own_x)
+        return Carry(carry.round + 1, state, counted, carry.now, queues, carry.local_x)
 
     def fed(self, algorithm: Algorithm, keys: RoundKeys, carry: Carry) -> FlowerFed:
         """The exchanges of the round that begins with this carry."""
@@ -143,7 +143,7 @@ class FlowerRun:
             exchanges = jnp.asarray(now.exchanges[phase], jnp.int32)
             population = range(len(self.session.clients))
             since = jnp.asarray([now.since[phase][client] for client in population], jnp.int32)
-            lanes[phase] = PhaseQueue(exchanges, since, lane.answers, early, jnp.asarray(asked, float))
+            lanes[phase] = PhaseQueue(exchanges, since, lane.replies, early, jnp.asarray(asked, float))
         return queues._replace(lanes=lanes)
 
     def per_client(self, metrics: Mapping[str, PerClient]) -> ClientMetrics:
@@ -186,7 +186,7 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
 class ClientMetrics:
     """The columns of per-client metrics, over the clients that are online and share them; NAME.clients is their number.
 
-    The questions are no exchange of the algorithm's: nothing of them is in the ledger, and no answer reaches a round.
+    The questions are no exchange of the algorithm's: nothing of them is in the ledger, and no reply reaches a round.
     """
 
     def __init__(self, session: Session, metrics: Mapping[str, PerClient]) -> None:
@@ -254,7 +254,7 @@ class ClientMetrics:
         if isinstance(outcome, Refusal):
             raise outcome
         if (outcome.run, outcome.round, outcome.client) != (request.run, request.round, client):
-            raise Refusal("it answers another question")
+            raise Refusal("it replies to another message")
         numbers = outcome.numbers()
         if sorted(numbers) != self.names:
             raise Refusal(f"it measures {', '.join(sorted(numbers)) or 'nothing'}, not {', '.join(self.names)}")

@@ -36,10 +36,10 @@ class ExchangeSpec:
     encoded: Callable[[int], EncodedMessage]  # for each client
     key: Array
     fresh: bool
-    first: bool  # it ends with the first answers, to earlier questions of the phase too
+    first: bool  # it ends with the first replies, to earlier questions of the phase too
 
     def concerns(self, request: RequestMessage) -> bool:
-        """Whether an answer to `request` is one that this exchange waits for."""
+        """Whether a reply to `request` is one that this exchange waits for."""
         return (
             request.phase == self.phase
             if self.first
@@ -55,7 +55,7 @@ class Exchange:
 
     Args:
         works: the local steps of each client that is to be asked.
-        needed: how many answers have to count.
+        needed: how many replies have to count.
         overdue: clients that `first` waits for in any case.
     """
 
@@ -64,7 +64,7 @@ class Exchange:
     ) -> None:
         self.session, self.spec, self.works, self.needed, self.overdue = session, spec, works, needed, overdue
         self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
-        self.done: set[int] = set()  # clients that have answered since the exchange began
+        self.done: set[int] = set()  # clients that have replied since the exchange began
         self.asked: list[int] = []  # the client of each message sent
         self.failed: dict[int, str] = {}  # client -> why, in this attempt
 
@@ -87,9 +87,9 @@ class Exchange:
                 session.registry.wait(left, missing := self.needed - len(self.replies), missing)
             place = self.spec.round, self.spec.number, self.spec.phase, attempt
             began, sent = session.clock.time(), self.attempt(left)
-            answers = [one.checked.response for one in self.replies[logged:]]
+            responses = [one.checked.response for one in self.replies[logged:]]
             seconds = session.clock.time() - began
-            session.exchange_log(place, seconds, sent, answers, self.failed)
+            session.exchange_log(place, seconds, sent, responses, self.failed)
             reasons |= self.failed
             logged = len(self.replies)
             if len(self.replies) >= self.needed:
@@ -181,7 +181,8 @@ class Exchange:
         """Count a reply that passed its checks, if its norm is a usual one; else note why not. `here`: see
         `NormBounds.check`.
 
-        From now on its client is told that it counts, which what it keeps goes by, though it may be used only later.
+        From now on messages to its client say that it counts, and what the client keeps depends on that, though the
+        reply may be used only later.
         """
         session, (client, request, _) = self.session, reply
         session.dispatcher.ready.remove(reply)
@@ -197,7 +198,7 @@ class Exchange:
             self.failed[client] = other + str(refusal)
             session.backoff.failed(client, self.spec.round)
             return None
-        session.backoff.answered(client)
+        session.backoff.replied(client)
         if not request.fresh:
             session.counted[client] = request.round, request.exchange
         since, now = session.phase_queues.since[request.phase], session.phase_queues.exchanges[request.phase]
@@ -233,6 +234,6 @@ class Exchange:
         attempts = self.session.terms.attempts
         times = "" if attempts == 1 else f" after {attempts} attempts"
         return (
-            f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients answered "
+            f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients replied "
             f"where {self.needed} are needed{times} ({'; '.join(said[:5] + left_out)})"
         )

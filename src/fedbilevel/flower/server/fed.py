@@ -41,7 +41,7 @@ Metrics = dict[str, tuple[Any, Any]]
 
 
 class FlowerFed:
-    """The `Fed` of one round over Flower. A client that does not answer, or whose answer cannot count, is treated as
+    """The `Fed` of one round over Flower. A client that does not reply, or whose reply cannot count, is treated as
     absent from that exchange.
 
     With submodels each client is sent its part of the message, and an entry is averaged over the clients that hold it.
@@ -60,7 +60,7 @@ class FlowerFed:
         self.problem, clients = session.problem, session.clients
         self.has_client_steps, self.sampled = clients.local_steps is not None, session.cohort < len(clients)
         self.own = self.cohort(keys)
-        self.answered: set[int] = set()  # clients of the round's own cohort that have answered
+        self.replied: set[int] = set()  # clients of the round's own cohort that have replied
         self.session.registry.refresh()
         self.round_costs = empty_costs()
         self.exchanges = 0
@@ -100,11 +100,11 @@ class FlowerFed:
         """See `Fed.first`. A client that fails or passes its deadline is not waited for.
 
         Raises:
-            ExchangeError: fewer than n answers can be expected.
+            ExchangeError: fewer than n replies can be expected.
         """
         session, count = self.session, len(self.session.clients)
         if self.submodels is not None:
-            raise ConfigurationError("clients who hold submodels answer together: fed.first is not for them")
+            raise ConfigurationError("clients who hold submodels reply together: fed.first is not for them")
         require(1 <= n <= count, "fed.first: n", n, f"1 to {count} (all clients)")
         require_count("fed.first: max_staleness", max_staleness, optional=True)
         spec = self.spec(phase, message, key, fresh=False, first=True)
@@ -250,14 +250,14 @@ class FlowerFed:
         )
         self.round_costs = add_costs(self.round_costs, entry)
         if not spec.fresh:
-            self.answered |= {one.client for one in exchange.replies}
+            self.replied |= {one.client for one in exchange.replies}
 
     def total_costs(self) -> RoundCosts:
-        """The costs of the round, at its end; with submodels also how many of the clients that answered hold each entry
+        """The costs of the round, at its end; with submodels also how many of the clients that replied hold each entry
         of x and y."""
         if self.submodels is None:
             return self.round_costs
-        alike = Counter(map(self.representative, sorted(self.answered or self.own)))
+        alike = Counter(map(self.representative, sorted(self.replied or self.own)))
         holders = [
             self.submodels.holders(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()
         ]
@@ -265,17 +265,17 @@ class FlowerFed:
 
 
 def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, ExchangeCount]:
-    """How many messages of each size an exchange sent and how many were answered; the exchange itself, and replies
+    """How many messages of each size an exchange sent and how many had a reply; the exchange itself, and replies
     resumed from a checkpoint, are counted with the first size.
 
     Args:
         responders: number of replies in the exchange's sums, resumed ones included.
     """
     sizes = [exchange.spec.encoded(client).call.size for client in exchange.asked or list(exchange.works)[:1]]
-    asked, answered = Counter(sizes[: len(exchange.asked)]), Counter(one.checked.call.size for one in exchange.replies)
-    answered[sizes[0]] += responders - len(exchange.replies)
+    asked, replied = Counter(sizes[: len(exchange.asked)]), Counter(one.checked.call.size for one in exchange.replies)
+    replied[sizes[0]] += responders - len(exchange.replies)
     return {
-        size: ExchangeCount(*np.array([number == 0, asked[size], answered[size]], np.int32))
+        size: ExchangeCount(*np.array([number == 0, asked[size], replied[size]], np.int32))
         for number, size in enumerate(dict.fromkeys(sizes))
     }
 

@@ -56,26 +56,26 @@ class ExchangeLog:
         place: tuple[int, int, str, int],
         seconds: float,
         requests: Sequence[RequestMessage],
-        answers: Sequence[ResponseMessage],
+        responses: Sequence[ResponseMessage],
         refused: Mapping[int, str],
     ) -> None:
         """Write the line of one attempt at an exchange.
 
         Args:
             place: its round, its number in the round, its phase, and which attempt it is.
-            requests, answers: what was sent, and the responses that count.
+            requests, responses: what was sent, and the responses that count.
             refused: client -> why its response does not.
         """
         down = sum(len(request.payload) for request in requests)
-        up = sum(len(response.payload) for response in answers)
-        answered = sorted(response.client for response in answers)
+        up = sum(len(response.payload) for response in responses)
+        replied = sorted(response.client for response in responses)
         line: dict[str, Any] = dict(zip(("round", "exchange", "phase", "attempt"), place, strict=True))
-        line |= {"asked": len(requests), "answered": answered, "bytes_down": down, "bytes_up": up}
+        line |= {"asked": len(requests), "answered": replied, "bytes_down": down, "bytes_up": up}
         line["seconds"] = round(seconds, 4)
-        if (epsilon := max((response.epsilon for response in answers), default=0.0)) > 0:
+        if (epsilon := max((response.epsilon for response in responses), default=0.0)) > 0:
             line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
-        text = "round %d exchange %d %s: %d of %d answered, %d bytes down, %d up, %.3f s"
-        log.info(text, *place[:3], len(answered), len(requests), down, up, seconds)
+        text = "round %d exchange %d %s: %d of %d replied, %d bytes down, %d up, %.3f s"
+        log.info(text, *place[:3], len(replied), len(requests), down, up, seconds)
         for client, why in sorted(refused.items()):
             line.setdefault("refused", {})[str(client)] = why
             log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, why)
@@ -164,7 +164,7 @@ class Rollback:
     """Repeats a round whose result is not finite, without the client whose update was the longest.
 
     What shows it: after a round that counted, most of those who are asked next say that numbers are not finite, and too
-    few answer; or the sum of finite answers is not finite itself. The server then goes back to where that round began,
+    few reply; or the sum of finite replies is not finite itself. The server then goes back to where that round began,
     leaves out the client whose update was the longest in proportion to the others of its exchange, and plays it again,
     MOST times at most before the run ends. The state that it went back to is then what is saved.
 
@@ -192,7 +192,7 @@ class Rollback:
         self.now = RoundSnapshot(carry, set(asked), {})
 
     def hear(self, norms: dict[int, float]) -> None:
-        """Note the answers of an exchange, by their norms."""
+        """Note the replies of an exchange, by their norms."""
         if self.now is not None:
             for client, ratio in ratios(norms).items():
                 self.now.ratios[client] = max(ratio, self.now.ratios.get(client, 0.0))
@@ -269,7 +269,7 @@ class Session:
     ) -> None:
         self.name, self.terms = name, terms
         self.algorithm, self.problem, self.clients, self.cohort = algorithm, problem, clients, cohort
-        start = carry.state.x if carry.own_x is None else carry.own_x, carry.state.y
+        start = carry.state.x if carry.local_x is None else carry.local_x, carry.state.y
         contract = draw_up(algorithm, problem, *start, clients.examples(), clients.local_steps is not None)
         self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
         self.clock: ServerClock = getattr(grid, "clock", None) or WallClock()

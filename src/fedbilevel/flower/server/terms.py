@@ -34,15 +34,15 @@ class Terms:
     """When an exchange counts.
 
     Args:
-        quorum: the share of a cohort that must answer, 0 < quorum ≤ 1.
-        deadline: seconds that a client has for an answer, the way there and back included.
-        attempts: how often those who have not answered are asked, before the run stops below its quorum.
+        quorum: the share of a cohort that must reply, 0 < quorum ≤ 1.
+        deadline: seconds that a client has for a reply, the way there and back included.
+        attempts: how often those who have not replied are asked, before the run stops below its quorum.
         join: seconds to wait for clients that are not online, at the start and before another attempt.
         norm_factor: how many times as long as usual an update may be (see `NormBounds`); None sets no such bound.
         message_factor: how many times as long as the message that was sent an update may be in any case but that of
             norm_bound: what norm_factor would refuse counts up to there.
         norm_bound: the largest Euclidean norm that an update may have, in any case; None sets no bound.
-        poll: seconds between two looks for answers, at most.
+        poll: seconds between two looks for replies, at most.
     """
 
     quorum: float = 0.5
@@ -73,7 +73,7 @@ class Terms:
 
 class Backoff:
     """Exponential backoff: a client that fails in round t is asked again in t + 1, then, should it fail once more, 2
-    rounds after that, then 4, …, at most LONGEST_REST, until it answers."""
+    rounds after that, then 4, …, at most LONGEST_REST, until it replies."""
 
     def __init__(self) -> None:
         self.until: dict[int, tuple[int, int]] = {}  # client -> (first round it is asked again, failures in a row)
@@ -87,7 +87,7 @@ class Backoff:
             rest = min(2**failures, LONGEST_REST)
             self.until[client] = (round + rest, failures + 1)
 
-    def answered(self, client: int) -> None:
+    def replied(self, client: int) -> None:
         self.until.pop(client, None)
 
 
@@ -119,9 +119,9 @@ def check_response(
     if isinstance(outcome, Refusal):
         raise outcome
     if (outcome.run, outcome.round, outcome.exchange) != (request.run, request.round, request.exchange):
-        raise Refusal("it answers another question")
+        raise Refusal("it replies to another message")
     if outcome.client != client:
-        raise Refusal(f"client {client} answers as client {outcome.client}")
+        raise Refusal(f"client {client} replies as client {outcome.client}")
     require_layout("its update", outcome.layout, layout(call.update))
     update = from_bytes(outcome.payload, call.update)
     if bad := nonfinite_leaves(update):
@@ -169,7 +169,7 @@ log = logging.getLogger("fedbilevel.server")
 class NormBounds:
     """A bound on the norm of updates, from the norms of other updates of the same phase: nobody has to give a number.
 
-    In each exchange, with ‖·‖ the Euclidean norm of a whole update, an answer u counts if
+    In each exchange, with ‖·‖ the Euclidean norm of a whole update, a reply u counts if
 
         ‖u‖ ≤ max(norm_factor · median of the ‖u_j‖ here,  norm_factor · median over earlier exchanges of the phase,
                   message_factor · ‖message‖)
@@ -219,7 +219,7 @@ class NormBounds:
         return max([*known, *([statistics.median_low(past)] if past else [])], default=None)
 
     def note(self, phase: str, accepted: Sequence[float]) -> None:
-        """Remember an exchange by the answers that counted."""
+        """Remember an exchange by the replies that counted."""
         if some := [norm for norm in accepted if norm > 0]:
             self.past[phase].append(statistics.median_low(some))
 
@@ -228,7 +228,7 @@ class NormBounds:
         if not self.warned:
             some = sum(norm > 0 for norm in here)
             log.warning(
-                "phase %s: %d of %d answers %s not 0, where %d are needed to tell whether one is out of proportion, "
+                "phase %s: %d of %d replies %s not 0, where %d are needed to tell whether one is out of proportion, "
                 "and no earlier exchange tells it. Each counts; a number for norm_bound would be a bound here, too",
                 *(phase, some, len(here), "is" if some == 1 else "are", FEWEST),
             )

@@ -131,7 +131,7 @@ def draw_up(
             name = algorithm.label
             raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asynchronous = True")
         if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):
-            raise ConfigurationError(f"phase {phase} is asked by fed.first with answers of different shapes")
+            raise ConfigurationError(f"phase {phase} is asked by fed.first with replies of different shapes")
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         calls[call.name] = call
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))

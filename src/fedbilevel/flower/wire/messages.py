@@ -122,7 +122,7 @@ class RequestMessage:
     weight: float = 1.0
     work: int = -1  # local steps, where the population has a word in it; else -1
     fresh: bool = False  # a fresh cohort: clients are asked without what they keep
-    counted_round: int = -1  # of this client's last answer that counted and could change what it keeps; -1: none did
+    counted_round: int = -1  # of this client's last reply that counted and could change what it keeps; -1: none did
     counted_exchange: int = -1
     settled_round: int = -1  # the same as it was when this round began: from there a run that was stopped goes on
     settled_exchange: int = -1
@@ -137,7 +137,7 @@ class ResponseMessage:
     round: int
     exchange: int
     client: int
-    contract: str = ""  # its whole text, in the answer to a greeting
+    contract: str = ""  # its whole text, in the reply to a greeting
     refused: str = ""
     layout: list[str] = field(default_factory=list)
     gradients: int = 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedbilevel.core.problem import Problem
 
 
-class OwnX(NamedTuple):
+class LocalX(NamedTuple):
     """What a client keeps where x is split by client."""
 
     x: PyTree  # its block, leaves (1, ...)
@@ -37,7 +37,7 @@ def server_x(problem: Problem, x: PyTree) -> PyTree:
     return None if problem.local == "x" else x
 
 
-def own_block(x: PyTree) -> PyTree:
+def local_block(x: PyTree) -> PyTree:
     """Leaves (1, ...): the block that every client starts with."""
     return jax.tree.map(lambda leaf: leaf[:1], x)
 
@@ -57,7 +57,7 @@ def run(
         lr: the size of the server's step on x.
     """
     takes, gives = parts
-    kept: OwnX = client.state
+    kept: LocalX = client.state
     message = jax.tree.map(lambda kind, part: kept.x if kind == "x" else part, takes, message)
     reply = phase(replace(client, state=kept.inside), message, key)
     block = kept.x
@@ -71,13 +71,13 @@ def run(
 
     update = jax.tree.map(without, gives, reply.update)
     inside = kept.inside if reply.state is None else reply.state
-    return reply._replace(update=update, state=OwnX(block, inside))
+    return reply._replace(update=update, state=LocalX(block, inside))
 
 
 def joined(clients: PyTree) -> PyTree:
     """x, leaves (M, ...), from all that the clients keep, where each has a block."""
-    nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, OwnX))
-    (blocks,) = (node.x for node in nodes if isinstance(node, OwnX))
+    nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, LocalX))
+    (blocks,) = (node.x for node in nodes if isinstance(node, LocalX))
     return jax.tree.map(lambda leaf: leaf[:, 0], blocks)
 
 
