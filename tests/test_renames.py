@@ -5,6 +5,7 @@ The lists are those of version 0.1: what its public modules handed out, the fiel
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import subprocess
@@ -62,6 +63,13 @@ def test_a_public_name(name: str) -> None:
 def test_an_import(statement: str, now: str) -> None:
     with pytest.raises(ImportError, match=f"it is now .*{now}"):
         exec(statement)
+
+
+@pytest.mark.parametrize("module", renames.MODULES)
+def test_a_module_that_is_used_by_its_path(module: str) -> None:
+    room, _, name = module.rpartition(".")
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': it is now {renames.MODULES[module]}"):
+        getattr(importlib.import_module(f"fedbilevel.{room}"), name)
 
 
 def test_a_module_that_is_run() -> None:

@@ -125,12 +125,15 @@ def _diagnose(options: argparse.Namespace) -> int:
     commands = []
     for name, one in specs.items():
         if code_of(one.algorithm.name):
-            commands.append(f"no step sizes are suggested for {label(one.algorithm.name)}, an algorithm of your own")
+            known = f"no step sizes are suggested for {label(one.algorithm.name)}, an algorithm of your own"
+            commands.append(f"{known}: the safe steps above hold for what its round moves x, y and v by")
             continue
         batch_size = one.algorithm.fields.get("batch_size")
         fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
         commands.append(_command(options, name, fields))
-    terminal.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    asked = [name for name in options.algorithm or [] if name not in own]
+    shown = report.report(asked) if options.algorithm else str(report)
+    terminal.print(shown, markup=False, highlight=False, soft_wrap=True)
     terminal.print("", *commands, sep="\n", markup=False, highlight=False, soft_wrap=True)
     return OK
 

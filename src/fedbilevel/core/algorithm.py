@@ -104,8 +104,11 @@ class Part(ABC):
         names = {name for base in cls.__mro__ for name, value in vars(base).items() if is_phase(value)}
         cls.own_phases = frozenset(name for name in names if is_phase(getattr(cls, name)))
 
-    def check_parts(self) -> None:
-        """Refuse in a field for parts what is none of those that its annotation names."""
+    def validate(self) -> None:
+        """Refuse in a field for parts what is none of those that its annotation names.
+
+        As each `validate`, it runs when an instance is made, before those of the classes below.
+        """
         made: Any = type(self)
         for field in fields(self):
             if isinstance(field.default, Part):

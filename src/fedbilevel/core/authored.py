@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,17 @@ NOT_YET_A_NUMBER = (
 )
 
 
+class Server(Protocol):
+    """What an `Algorithm` does on the server: its hooks that have to be defined."""
+
+    @property
+    def label(self) -> str: ...
+
+    def init(self, x: PyTree, y: PyTree) -> Any: ...
+
+    def round(self, fed: Fed, state: Any, key: Array) -> Any: ...
+
+
 def check_arguments(function: Callable[..., Any]) -> None:
     """Refuse a phase that does not take (self, client, message, key)."""
     try:
@@ -34,7 +45,7 @@ def check_arguments(function: Callable[..., Any]) -> None:
         raise ConfigurationError(f"{name}: a phase takes (self, client, message, key), got {takes}") from None
 
 
-def first_state(algorithm: Any, x: PyTree, y: PyTree) -> Any:
+def first_state(algorithm: Server, x: PyTree, y: PyTree) -> Any:
     """The server's state before round 0, as the `Algorithm` makes it.
 
     Raises:
@@ -54,7 +65,7 @@ def first_state(algorithm: Any, x: PyTree, y: PyTree) -> Any:
     return state
 
 
-def next_state(algorithm: Any, fed: Fed, state: Any, key: Array) -> Any:
+def next_state(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
     """The server's state after a round.
 
     Raises:

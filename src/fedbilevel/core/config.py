@@ -120,8 +120,6 @@ def config(cls: T) -> T:
             if prepare := field.metadata.get("prepare"):
                 name = f"{type(self).__name__}.{field.name}"
                 object.__setattr__(self, field.name, prepare(name, getattr(self, field.name)))
-        if hasattr(self, "check_parts"):
-            self.check_parts()
         for declaring in reversed(type(self).__mro__):
             if check := vars(declaring).get("validate"):
                 check(self)

@@ -36,6 +36,14 @@ MODULES = {
 }
 """Modules of `fedbilevel` that users imported, and where what they had is now."""
 
+
+def no_attribute(module: str, name: str) -> AttributeError:
+    """The error for an attribute that a module does not have; one of an earlier version is answered with what it is
+    now."""
+    now = MODULES.get(f"{module.partition('.')[2]}.{name}") or PUBLIC.get(name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}" + (f": it is now {now}" if now else ""))
+
+
 REPLY = {"products": "hvps"}
 LEDGER = {**REPLY, "products_per_client": "hvps_per_client"}
 COLUMNS_OF_DELAYS = {

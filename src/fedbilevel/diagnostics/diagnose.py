@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,23 +145,28 @@ class Diagnosis(Shown):
         return Card(title, lines)
 
     def __str__(self) -> str:
-        """The report: fields for every method, or why there are none, then what was measured."""
+        return self.report([*SUGGESTED, *not_suggested()])
+
+    def report(self, algorithms: Sequence[str]) -> str:
+        """The fields of methods, given by their command-line names, or why there are none; then what was measured."""
         found = [*self._inner(), *self._clients()]
         if self.measurements.response.negative_curvature:
             return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *found])
-        return "\n".join([*self._fields(), "", *found, *self._objective(), *self._choice()])
+        fields = [*self._fields(algorithms), ""] if algorithms else []
+        return "\n".join([*fields, *found, *self._objective(), *self._choice(algorithms)])
 
-    def _fields(self) -> list[str]:
+    def _fields(self, algorithms: Sequence[str]) -> list[str]:
         """Full batches and all clients; methods that are given the same fields share a line."""
         lines = ["fields with full batches and all clients; fields(NAME, batch_size=…, cohort=…) for others:"]
         alike: dict[str, list[str]] = {}
-        for name in SUGGESTED:
+        for name in [name for name in SUGGESTED if name in algorithms]:
             text = ", ".join(f"{field} = {_short(value)}" for field, value in self.fields(name).items())
             alike.setdefault(f"{text}{self._needs(name)}", []).append(name)
         lines += [f"  {', '.join(names)}: {text}" for text, names in alike.items()]
         reasons: dict[str, list[str]] = {}
         for name, reason in not_suggested().items():
-            reasons.setdefault(reason, []).append(name)
+            if name in algorithms:
+                reasons.setdefault(reason, []).append(name)
         return [*lines, *(f"  {', '.join(names)}: none; {reason}" for reason, names in reasons.items())]
 
     def _inner(self) -> list[str]:
@@ -209,9 +215,14 @@ class Diagnosis(Shown):
         steps = ", ".join(f"{name} below {size:.3g}" for name, size in safe.items())
         return [*lines, f"safe steps of a round, full batches: {steps}; ‖v‖ within r = {self.radius:.3g}"]
 
-    def _choice(self) -> list[str]:
-        chosen, nest = self.fields("simfbo"), self.fields("fednest")
-        lr, outer = chosen["server_lr"], nest["outer_lr"]
+    def _choice(self, algorithms: Sequence[str]) -> list[str]:
+        how = {"simfbo": self._simfbo, "fednest": self._fednest}
+        lines = [line for name, sentence in how.items() if name in algorithms for line in sentence()]
+        return ["with full batches it would choose", *lines] if lines else []
+
+    def _simfbo(self) -> list[str]:
+        chosen = self.fields("simfbo")
+        lr = chosen["server_lr"]
         tau = chosen["local_steps"]
         why = (
             f"the {tau} local steps that the population asks for, very short"
@@ -221,16 +232,21 @@ class Diagnosis(Shown):
         heavy = ""
         if "server_optimizer" in chosen:
             heavy = f", with momentum {chosen['server_optimizer'].decay:.7g} on the server"
+        return [
+            f"  SimFBO with {why}; y and v by 1/L = {lr.y * tau:.3g} a round,",
+            f"    x by {lr.x * tau:.3g}, slow enough for y and v to follow{heavy}{self._needs('simfbo')}",
+        ]
+
+    def _fednest(self) -> list[str]:
+        nest = self.fields("fednest")
+        outer = nest["outer_lr"]
         cycled = isinstance(outer, Cycle)
         steps = f"by a cycle of {len(outer)} steps" if cycled else f"by {outer:.3g}"
         rounds, products = nest["inner"].rounds, nest["hypergradient"].solver.max_steps
         exchanges = 2 * rounds + 3 + products
         return [
-            f"with full batches it would choose SimFBO with {why};",
-            f"  y and v by 1/L = {lr.y * tau:.3g} a round, x by {lr.x * tau:.3g}, slow enough for y and "
-            f"v to follow{heavy}{self._needs('simfbo')}",
-            f"or FedNest with {rounds} inner rounds of 1/L, conjugate gradient up to "
-            f"{products} products, x {steps}, up to {exchanges} exchanges a round{self._needs('fednest')}",
+            f"  FedNest with {rounds} inner rounds of 1/L, conjugate gradient up to {products} products,",
+            f"    x {steps}, up to {exchanges} exchanges a round{self._needs('fednest')}",
         ]
 
     def _needs(self, algorithm: str) -> str:

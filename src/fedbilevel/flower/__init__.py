@@ -8,6 +8,8 @@ The names below are loaded when they are first used; without Flower the error sa
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fedbilevel.core.renames import no_attribute
+
 if TYPE_CHECKING:
     from fedbilevel.flower.client.limits import Limits
     from fedbilevel.flower.client.site import Site, client_app
@@ -32,7 +34,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_attribute(__name__, name)
     from fedbilevel.flower.versions import require_flower
 
     require_flower()

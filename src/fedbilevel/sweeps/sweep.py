@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -183,20 +184,23 @@ def place_of(job: Job) -> Path:
     return Path(f"point-{job.point:03d}") / f"seed-{job.seed}"
 
 
-def _maker(algorithm: Any, fields: Sequence[str]) -> Callable[[PointValues], Algorithm]:
-    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
-        algorithm = algorithm()
+def _maker(
+    algorithm: Algorithm | Callable[..., Algorithm], fields: Sequence[str]
+) -> Callable[[PointValues], Algorithm]:
     if isinstance(algorithm, Algorithm):
-        return lambda point: with_values(algorithm, point)
-    require(callable(algorithm), "algorithm", algorithm, "an algorithm, or a function that makes one from a point")
-    parameters = inspect.signature(algorithm).parameters
+        return partial(with_values, algorithm)
+    build: Callable[..., Algorithm] = algorithm
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        return partial(with_values, build())
+    require(callable(build), "algorithm", build, "an algorithm, or a function that makes one from a point")
+    parameters = inspect.signature(build).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         for name in fields:
             if name not in parameters:
                 raise unknown_field("argument of the function that makes the algorithm", name, parameters)
 
     def make(point: PointValues) -> Algorithm:
-        found = algorithm(**point)
+        found = build(**point)
         require(isinstance(found, Algorithm), "algorithm", found, "an algorithm, as its function has made it")
         return found
 
