@@ -57,6 +57,7 @@ def wrapped():
     return fb.Bilevel(lambda *given: outer(*given), lambda *given: inner(*given))
 
 
+LATE = fb.Asynchronous(fb.FedBiO(batch_size=2), wait_for=2)
 SAME = {
     "the same again": {},
     "another seed": {"key": 7},
@@ -66,6 +67,7 @@ SAME = {
     "a few more samples": {"clients": fb.Clients([*SAMPLES[:3], SAMPLES[3, :4]], [*SAMPLES[:3], SAMPLES[3, :3]])},
     "other weights": {"clients": fb.Clients(SAMPLES, SAMPLES[::-1].copy(), weights=[1, 2, 3, 4])},
     "functions of the same code": {"problem": wrapped()},
+    "late replies by another clock": {"algorithm": LATE, "engine": fb.Local(clock=fb.Clock(spread=1.0, seed=3))},
 }
 OTHER = {
     "more local steps": {"algorithm": fb.SimFBO(local_steps=3, batch_size=2)},
@@ -82,6 +84,8 @@ OTHER = {
 def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_that_is(case):
     options = SAME[case]
     first = {"problem": wrapped()} if "code" in case else {}
+    if "late" in case:
+        first = {"algorithm": LATE, "engine": fb.Local(clock=fb.Clock(spread=0.5))}
     if "a few" in case:
         first = {"clients": fb.Clients(*[[*SAMPLES[:3], SAMPLES[3, :2]]] * 2)}
     assert is_fresh(solved(**first))

@@ -8,7 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.oracles.exact import implicit_gradient
 from fedbilevel.tasks import TASKS, hyper_representation, quadratic
-from fedbilevel.tasks.quadratic import Units, solution
+from fedbilevel.tasks.quadratic import TiedUnits, solution
 
 
 @pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
@@ -32,7 +32,7 @@ def test_the_closed_form_is_stationary(condition, weights):
 
 def test_the_closed_form_of_units_is_stationary():
     """Units of another size than the core, tied to it; x* is not that of the core alone."""
-    units = Units(3, scale=0.5, tie=0.1)
+    units = TiedUnits(3, scale=0.5, tie=0.1)
     task = quadratic(condition=2.0, units=3, unit_scale=0.5, tie=0.1)
     exact = solution(task.clients, units=units)
 

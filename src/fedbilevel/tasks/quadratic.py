@@ -64,7 +64,7 @@ def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
 
 
 @dataclass(frozen=True)
-class Units:
+class TiedUnits:
     """A core and the units tied to it.
 
     Args:
@@ -180,7 +180,7 @@ def quadratic(
         local_steps=local_steps,
         capacity=in_turn(capacities, clients),
     )
-    parts = Units(units, unit_scale, tie)
+    parts = TiedUnits(units, unit_scale, tie)
     exact = solution(population, units=parts)
     size = float(np.linalg.norm(exact.x))
     form = UNITS if units else None
@@ -207,7 +207,9 @@ def _flat(x: PyTree) -> Array:
     return jnp.concatenate([x["core"], x["units"].ravel()]) if isinstance(x, dict) else x
 
 
-def solution(clients: Clients, weights: np.ndarray | None = None, units: Units = Units(0, 1.0, 0.0)) -> ClosedForm:
+def solution(
+    clients: Clients, weights: np.ndarray | None = None, units: TiedUnits = TiedUnits(0, 1.0, 0.0)
+) -> ClosedForm:
     """The closed form, for the clients' own weights or for others (summing to 1); the core first, then the units."""
     w = clients.weights if weights is None else weights
     mean: dict[str, np.ndarray] = {}

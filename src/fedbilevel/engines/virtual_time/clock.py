@@ -85,15 +85,15 @@ class Clock:
         network = np.asarray(self._per_client("network", clients) * slower / TICK, np.float32)
         slowest = max(compute.max(), network.max())
         require(slowest <= LONGEST, "Clock.slowdown", self.slowdown, f"so that none takes over {LONGEST * TICK:.0f} s")
-        period, available = round(self.period / TICK), self._per_client("availability", clients)
-        begins, always = rng.integers(period, size=clients), bool(np.all(available == 1))
+        period, always = round(self.period / TICK), bool(np.all(self._per_client("availability", clients) == 1))
+        begins = rng.integers(period, size=clients)
         alike = not compute.any() and bool(np.all(network == network[0])) and self.spread == self.drift == 0
         return Pace(
             even=Ticks(int(np.round(network[0]))) if alike else None,
             compute=compute if compute.any() else None,
             network=network[0] if np.all(network == network[0]) else network,
             begins=None if always else begins.astype(np.int32),
-            lasts=None if always else np.round(available * period).astype(np.int32),
+            lasts=None if always else self._available_ticks(clients),
             spread=_factors(self.spread),
             drift=_factors(self.drift),
             period=np.int32(period),
@@ -102,8 +102,11 @@ class Clock:
 
     def never_available(self, clients: int) -> np.ndarray:
         """Ids of the clients that are never available."""
-        lasts = self.pace(clients).lasts
-        return np.zeros(0, int) if lasts is None else np.flatnonzero(lasts == 0)
+        return np.flatnonzero(self._available_ticks(clients) == 0)
+
+    def _available_ticks(self, clients: int) -> np.ndarray:
+        """(clients,) ticks of a period in which each is available."""
+        return np.round(self._per_client("availability", clients) * round(self.period / TICK)).astype(np.int32)
 
     def _per_client(self, name: str, clients: int) -> np.ndarray:
         value = np.asarray(getattr(self, name), float)
