@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, dataclass_transform
@@ -21,10 +22,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.docstrings import with_fields
 from fedbilevel.core.errors import ConfigurationError, is_count, require, require_count, unknown_field
 from fedbilevel.core.tree import XYV
 
+SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
+ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 Step = Any
@@ -131,7 +133,7 @@ def config(cls: T) -> T:
     _explain_misspelt(made)
     fields = dataclasses.fields(made)
     if written:
-        made.__doc__ = with_fields(written, cls, [field.name for field in fields])
+        made.__doc__ = _with_fields(written, cls, [field.name for field in fields])
     return jax.tree_util.register_dataclass(
         made,
         data_fields=[f.name for f in fields if not f.metadata.get("static")],
@@ -254,3 +256,27 @@ def _prepare_step_sizes(name: str, value: Any) -> Any:
             return value
     largest = sys.float_info.max
     return XYV(*(_prepare_number(f"{name}.{part}", size, largest) for part, size in zip("xyv", value, strict=True)))
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """The entries of the section "Args:", indented as they stand there, by the name of the field."""
+    section = SECTION.search(docstring)
+    return {entry[1]: entry[0] for entry in ENTRY.finditer(section[1])} if section else {}
+
+
+def _with_fields(written: str, cls: type, fields: list[str]) -> str:
+    """The docstring as `written` for the class, its section "Args:" made to hold all fields that a base explains.
+
+    A class has the text of a base about a field, unless it explains the field again, where it means something narrower.
+    """
+    known: dict[str, str] = {}
+    for base in reversed(cls.__mro__[1:]):
+        known |= _entries(vars(base).get("__doc__") or "")
+    written = inspect.cleandoc(written)
+    known |= _entries(written)
+    shown = "\n".join(known[field] for field in fields if field in known)
+    if not shown:
+        return written
+    if SECTION.search(written):
+        return SECTION.sub(lambda found: f"Args:\n{shown}" + "\n" * found[0].endswith("\n"), written)
+    return f"{written}\n\nArgs:\n{shown}"

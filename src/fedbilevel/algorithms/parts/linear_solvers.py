@@ -198,9 +198,6 @@ class CG(Part):
         return f"conjugate gradient ended at a relative residual of {residual:.2g}, above its tolerance: {few}"
 
 
-LinearSolver = Neumann | CG
-
-
 def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
     """A sentence on the curvature that was met, or ""; `where`: "" for a system of the whole federation."""
     met = int(info.negative_curvature)

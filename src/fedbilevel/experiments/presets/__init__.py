@@ -1,7 +1,7 @@
 """Values that work, for each task and data set: what a spec does not say is taken from here.
 
 A field that an algorithm does not have is left out; what is in neither is the algorithm's or the task's own default.
-One module per task; in it, one table of algorithms per data set.
+One module per task, or per kind of problem where tasks are small; in it, one table of algorithms per data set.
 """
 
 from fedbilevel.experiments.presets import (
@@ -11,10 +11,8 @@ from fedbilevel.experiments.presets import (
     hyper_cleaning,
     hyper_representation,
     images,
-    location,
-    quadratic,
     regularization,
-    selection,
+    simple_bilevel,
 )
 from fedbilevel.experiments.presets.table import Preset
 
@@ -23,12 +21,10 @@ TASKS: dict[str, dict[str | None, Preset]] = {
     "hospitals": hospitals.PRESETS,
     "hyper_cleaning": hyper_cleaning.PRESETS,
     "hyper_representation": hyper_representation.PRESETS,
-    "location": location.PRESETS,
-    "quadratic": quadratic.PRESETS,
     "regularization": regularization.PRESETS,
-    "selection": selection.PRESETS,
     **closed_forms.PRESETS,
     **images.PRESETS,
+    **simple_bilevel.PRESETS,
 }
 PRESETS = {(task, data): found for task, table in TASKS.items() for data, found in table.items()}
 """Every preset by (task, data set); None stands for every data set without one of its own."""
