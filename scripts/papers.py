@@ -187,10 +187,10 @@ that is often much. Nothing is corrected for the number of comparisons. "first" 
 AGAIN = """\
 ### Run it again, add a method
 
-`fedbilevel reproduce leaderboard` plays it, and goes on where it was interrupted; `--full` adds MNIST; `--seeds
-0,1,2,3,4` tells more apart. Its file is `src/fedbilevel/reproduce/entries/leaderboard.toml`: a method is a table
-`[methods.NAME]` there, with its `algorithm` and, as `ladder`, the step that is tuned, and its name in the `methods` of
-the panels that it can play. What it is to be ranked beside is there already, if `--out` names the same folder.
+`fedbilevel reproduce leaderboard` plays it, and goes on where it was interrupted; `--full` adds the tasks that are left
+out here; `--seeds 0,1,2,3,4` tells more apart. Its file is `src/fedbilevel/reproduce/entries/leaderboard.toml`: a
+method is a table `[methods.NAME]` there, with its `algorithm` and, as `ladder`, the step that is tuned, and its name in
+the `methods` of the panels that it can play. With the same `--out` only what is new is played.
 """
 
 

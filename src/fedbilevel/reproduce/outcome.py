@@ -47,7 +47,7 @@ def outcome_of(played: Played) -> Record:
         "date": time.strftime("%Y-%m-%d"),
         "seeds": list(played.seeds),
         "trials": entry.trials,
-        "selected_on": entry.tuning.select if entry.tuning else "",
+        "selected_on": " or ".join(dict.fromkeys(entry.selected_in(panel) for panel in played.runs)),
         "minutes": round(played.seconds / 60, 2),
         "processor_seconds": round(played.processor_seconds, 1),
         "environment": describe_environment(),

@@ -110,7 +110,7 @@ def overview(ranks: Ranks) -> dict[str, list[str]]:
     Those that are first most often come first.
     """
     places = {name: _of_method(ranks, name) for name in _methods(ranks)}
-    order = sorted(places, key=lambda name: -_share(places[name]))
+    order = sorted(places, key=lambda name: -places[name].count(1))
     return {
         "method": order,
         "first": [f"{places[name].count(1)} of {len(places[name])}" for name in order],
@@ -133,10 +133,6 @@ def _methods(ranks: Ranks) -> list[str]:
 
 def _of_method(ranks: Ranks, name: str) -> list[int | None]:
     return [at[name]["rank"] for of in ranks.values() for at in of.values() if name in at]
-
-
-def _share(places: Sequence[int | None]) -> float:
-    return places.count(1) / len(places)
 
 
 def _in_a_cell(of: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str) -> str:
