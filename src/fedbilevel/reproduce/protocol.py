@@ -168,6 +168,8 @@ def _run(
         )
     if (folder / FAILED).is_file():
         return None, (folder / FAILED).read_text(encoding="utf-8")
+    if Folder(folder).finished:  # no need to load its samples
+        return load_run(folder).history, ""
     try:
         ends = [ends_after(entry.panels[panel].budgets)] if entry.ranked else []
         complete(spec, folder, callbacks=ends, experiment=build(spec, tasks(spec)), plot=False, progress=False)
