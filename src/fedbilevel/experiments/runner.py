@@ -81,6 +81,7 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
     """Refuse a cohort, a clock or a number of awaited replies that does not fit the number of clients."""
     cohort = check_cohort(spec.run.cohort, population)
+    spec.clock.pace(population)  # refuses tables of another number of clients
     available = population - spec.clock.never_available(population).size
     whole = not algorithm.needs_everyone or cohort == population
     require(whole, "run.cohort", cohort, f"none: {label(spec.algorithm.name)} needs all clients in every round")
