@@ -223,3 +223,16 @@ def test_the_list_goes_past_an_outcome_that_cannot_be_read(tmp_path: Path, capsy
     assert "not readable" in said
     assert "0 of 4 entries" in said
     assert main(["reproduce", "simfb", "--list"]) == 2
+
+
+def test_a_run_that_is_refused_says_why_and_the_others_are_played(tmp_path: Path) -> None:
+    methods = {
+        "FedNest": {"algorithm": {"name": "fednest", "hypergradient": {"solver": {"step": 1000.0}}}},
+        "FedBiO": {"algorithm": {"name": "fedbio"}},
+    }
+    claims = [{"says": "-", "better": "FedNest", "than": ["FedBiO"]}]
+    refused = read("made-up", {**CONTENT, "tuning": None, "untuned": "-", "methods": methods, "claims": claims})
+    played = protocol.play(refused, "quick", tmp_path, seeds=(0,))
+    assert list(played.errors) == ["all · FedNest · seed 0"]
+    assert "Neumann.step = 1000.0 is not allowed" in played.errors["all · FedNest · seed 0"]
+    assert played.runs["all"]["FedBiO"][0] is not None

@@ -1,7 +1,8 @@
-"""What a process keeps of earlier runs: compiled programs, by what tracing gives.
+"""What is kept of earlier runs: by a process compiled programs, by what tracing gives; in a series what tracing gave.
 
 A later run whose tracing gives the same program finds it compiled, whatever its step sizes, seeds, weights and samples,
-which are arguments. Nothing of a run's data is kept, but for small constants of its losses.
+which are arguments. Nothing of a run's data is kept, but for small constants of its losses. A series of runs, such as a
+sweep, does not trace again what it has traced of the same functions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
@@ -54,6 +57,54 @@ PROGRAMS = BoundedCache(32)
 MUCH = 2**20  # bytes of constants, with which a program is not kept
 
 
+_SERIES: ContextVar[BoundedCache | None] = ContextVar("series", default=None)
+
+
+@contextmanager
+def series() -> Iterator[None]:
+    """Runs that nobody interferes with: within it, and no longer, a loss that is the same object is the same function.
+
+    What a function reads could have changed between two runs of a user's own: there, each is traced anew.
+    """
+    if _SERIES.get() is not None:
+        yield
+        return
+    token = _SERIES.set(BoundedCache(64))
+    try:
+        yield
+    finally:
+        _SERIES.reset(token)
+
+
+def recalled(key: Hashable | None, make: Callable[[], T]) -> T:
+    """In a series, what `make` gave for this key; else, or where the key is None or has no hash, what it gives now."""
+    known = _SERIES.get()
+    try:
+        hash(key)
+    except TypeError:
+        known = None
+    return make() if known is None else known.get(key, make)
+
+
+class Same:
+    """An object as itself, whatever it says of equality."""
+
+    def __init__(self, it: Any) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
+def shapes_of(given: PyTree) -> Hashable:
+    """What a program traced for such arguments depends on: their structure, shapes and types, and JAX's settings."""
+    leaves, structure = jax.tree.flatten(given)
+    return structure, tuple(map(_of_leaf, leaves)), _settings()
+
+
 def compiled(function: Callable[..., PyTree], *like: PyTree) -> Callable[..., PyTree]:
     """The function compiled for arguments like these: traced anew, and the program of an earlier one where it gives the
     same. Arguments that lie on other devices later are compiled for when they come."""
@@ -97,8 +148,7 @@ def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable
     held = [constant for program in programs if isinstance(program, ClosedJaxpr) for constant in program.consts]
     if calls_back or sum(int(getattr(constant, "nbytes", 0)) for constant in held) > MUCH:
         return None
-    leaves, structure = jax.tree.flatten(given)
-    return of_program(traced), structure, tuple(map(_of_leaf, leaves)), _settings(), more
+    return of_program(traced), shapes_of(given), more
 
 
 def _of_leaf(leaf: Any) -> Hashable:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import jax
@@ -15,15 +16,18 @@ from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.functions import explained, require_function
+from fedbilevel.core.kept import Same
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
 
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ImplicitTerm = Literal["inverse", "identity", "none"]
 LocalVariable = Literal["x"]
+NOT_PARTS = ("remembered", "identity")
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -39,7 +43,8 @@ class Problem:
     structure: Structure | None
     local: LocalVariable | None
     implicit_term: ClassVar[ImplicitTerm]
-    remembered: dict[str, Any] | None  # what else was traced, of one that is `traced_once`
+    remembered: dict[Any, Any] | None  # what else was traced, of one that is `traced_once`
+    identity: Hashable | None  # of such a one: what it was made of
 
     def _set(
         self, outer: Loss, inner: Loss, structure: Structure | None = None, local: LocalVariable | None = None
@@ -53,6 +58,7 @@ class Problem:
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
         object.__setattr__(self, "local", local)
         object.__setattr__(self, "remembered", None)
+        object.__setattr__(self, "identity", None)
 
     def with_losses(self, change: Callable[[Loss], Loss]) -> Self:
         """A copy of this problem whose outer and inner losses are `change` of these."""
@@ -69,13 +75,26 @@ class Problem:
     def traced_once(self) -> Self:
         """A copy for one run: JAX traces its losses once for arguments of the same shapes, and it remembers a round."""
 
-        changed = self.with_losses(_traced_once)
+        changed = self.with_losses(_traced_once).over_batches().with_losses(_traced_once)
         object.__setattr__(changed, "remembered", {})
+        object.__setattr__(changed, "identity", self._parts())
         return changed
+
+    def _parts(self) -> Hashable:
+        """What the problem is made of, each part as itself."""
+        return type(self), *(Same(part) for name, part in sorted(vars(self).items()) if name not in NOT_PARTS)
+
+    def traced(self, oracle: Callable[..., T]) -> Callable[..., T]:
+        """oracle(problem, …) of this problem; JAX traces it once for arguments of the same shapes, where the problem is
+        `traced_once`."""
+        if self.remembered is None:
+            return partial(oracle, self)
+        made: Callable[..., T] = self.remembered.setdefault(oracle, _traced_once(partial(oracle, self)))
+        return made
 
     def over_batches(self) -> Self:
         """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
-        return self.with_losses(_mean_over)
+        return self if self.remembered is not None else self.with_losses(_mean_over)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -149,6 +168,8 @@ class Compositional(Bilevel):
         self._set(lambda x, y, batch: outer(y, batch), distance, structure)
 
     def over_batches(self) -> Self:
+        if self.remembered is not None:
+            return self
         changed = copy.copy(self)  # `inner` is no mean of its values on single samples, and takes padded batches itself
         changed._set(_mean_over(self.outer), self.inner, self.structure, self.local)
         return changed

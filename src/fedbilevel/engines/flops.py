@@ -6,7 +6,7 @@ XLA's own analysis needs a compiled program, and counts the body of a loop once 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,9 @@ from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Reply
+from fedbilevel.core.kept import shapes_of
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
@@ -109,6 +111,18 @@ def known_flops(
         return None
     known = {call: cost for call, cost in costs.items() if cost is not None}
     return known if len(known) == len(costs) else None
+
+
+def operations_key(
+    algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
+) -> Hashable | None:
+    """All that `known_flops` of clients with whole models depends on; None of clients whose samples are not here."""
+    if not isinstance(clients, Clients):
+        return None
+    rows, steps = (clients.outer, clients.inner), clients.local_steps
+    sizes = [(int(one.size.max()), bool(np.all(one.size == one.size[0]))) for one in rows]
+    work = None if steps is None else (int(np.min(steps)), int(np.max(steps)))
+    return problem.identity, *sizes, work, shapes_of((algorithm, x, y, clients.examples()))
 
 
 def _longest(rows: Ragged) -> PyTree:

@@ -15,6 +15,7 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.kept import recalled, shapes_of
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
@@ -51,7 +52,23 @@ def exchanges_of(
         before, *like, exchanges = found
         if before is algorithm and like == [given, has_client_steps]:
             return list(exchanges)
-    exchanges = []
+    leaves, structure = given
+    key = problem.identity and (problem.identity, shapes_of(algorithm), tuple(leaves), structure, has_client_steps)
+    found = recalled(key, lambda: _traced(algorithm, problem, x, y, examples, has_client_steps))
+    if problem.remembered is not None:
+        problem.remembered["a round"] = algorithm, given, has_client_steps, found
+    return list(found)
+
+
+def _traced(
+    algorithm: Algorithm,
+    problem: Problem,
+    x: PyTree,
+    y: PyTree,
+    examples: tuple[PyTree, PyTree],
+    has_client_steps: bool,
+) -> list[RecordedExchange]:
+    exchanges: list[RecordedExchange] = []
 
     def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
         now, kept = at(algorithm, number), algorithm.client_state(problem, x, y)
@@ -59,9 +76,7 @@ def exchanges_of(
         return now.round(fed, now.init(server_x(problem, x), y), key)
 
     jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
-    if problem.remembered is not None:
-        problem.remembered["a round"] = algorithm, given, has_client_steps, exchanges
-    return list(exchanges)
+    return exchanges
 
 
 def _shapes(tree: PyTree) -> PyTree:

@@ -21,7 +21,7 @@ from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
 from fedbilevel.core.functions import require_function
 from fedbilevel.core.influence import doubts
-from fedbilevel.core.kept import PROGRAMS
+from fedbilevel.core.kept import PROGRAMS, recalled, shapes_of
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
 from fedbilevel.core.remote import RemoteClients
@@ -38,7 +38,7 @@ from fedbilevel.engines.evaluation import (
     as_per_client,
     check_per_client,
 )
-from fedbilevel.engines.flops import known_flops
+from fedbilevel.engines.flops import known_flops, operations_key
 from fedbilevel.engines.history import History
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
@@ -137,8 +137,9 @@ def solve(
     problem = problem.with_fixed(x_fixed, y_fixed).traced_once()
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
     examples = clients.examples()
-    losses, made = check_losses(problem, x, y, *examples), PROGRAMS.made
-    for doubt in doubts(problem, x, y, *examples):
+    made, of_one = PROGRAMS.made, (problem.identity, shapes_of((x, y, examples)))
+    losses = recalled(("losses", *of_one), lambda: check_losses(problem, x, y, *examples))
+    for doubt in recalled(("doubts", *of_one), lambda: tuple(doubts(problem, x, y, *examples))):
         warnings.warn(InfluenceWarning(doubt), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
     own = as_per_client(metrics_per_client)
@@ -168,7 +169,8 @@ def solve(
         display.phase(TRACING)
         if count_flops:
             held = submodels.classes(algorithm, problem, clients, x, y)
-            loop.costs = known_flops(algorithm, problem, clients, x, y, held)
+            of_round = None if held else operations_key(algorithm, problem, clients, x, y)
+            loop.costs = recalled(of_round, lambda: known_flops(algorithm, problem, clients, x, y, held))
             loop.ledger.flops = None if loop.costs is None else 0
         going_on = group.decide(lambda: _goes_on(path, resume))
         if path is not None:

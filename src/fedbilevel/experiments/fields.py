@@ -82,9 +82,14 @@ class Choice:
         return out
 
     def build(self, table: Mapping[str, Any]) -> Any:
-        """The object that a complete table describes."""
+        """The object that a complete table describes: the same one for the same table, as JAX compares functions."""
         fields = {name: value for name, value in table.items() if name != self.key}
-        return self.makers[table[self.key]].function(**fields)
+        return _built(self.makers[table[self.key]].function, **fields)
+
+
+@functools.lru_cache(64, typed=True)
+def _built(function: Callable[..., Any], **fields: Any) -> Any:
+    return function(**fields)
 
 
 def _number(field: str, value: Any, flag: bool) -> Any:

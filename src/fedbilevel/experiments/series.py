@@ -14,6 +14,7 @@ import numpy as np
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.kept import series as one_series
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.virtual_time.clock import Clock
 from fedbilevel.experiments.compare import (
@@ -152,8 +153,9 @@ def play_all(
     missing = [place for place in series if not Folder(place).finished]
     for place in missing[: len(specs)]:
         build(series[place], tasks(series[place]))  # all fit the task, or nothing begins
-    for place in missing:
-        (play or _silently)(series[place], place, tasks(series[place]))
+    with one_series():
+        for place in missing:
+            (play or _silently)(series[place], place, tasks(series[place]))
     done = [place for place in series if Folder(place).finished]
     if not done:
         raise ConfigurationError(f"none of the runs in {folder} reached its end: there is nothing to compare")

@@ -173,6 +173,8 @@ def _run(
     try:
         ends = [ends_after(entry.panels[panel].budgets)] if entry.ranked else []
         complete(spec, folder, callbacks=ends, experiment=build(spec, tasks(spec)), plot=False, progress=False)
+    except ConfigurationError as error:  # such as a step too large for what this seed's clients hold
+        return None, str(error)
     except NumericalError as error:
         write_text(folder / FAILED, str(error))
         return None, str(error)

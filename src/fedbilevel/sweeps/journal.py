@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.core.kept import series
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.history import History
@@ -138,8 +139,9 @@ def play(plan: Plan, run: PlayJobs, journal: Journal) -> Sweep:
     going = list(range(len(plan.points)))
     for rung in range(len(plan.rungs)):
         jobs = [Job(point, seed, rung) for seed in plan.seeds for point in going]
-        for job, outcome in run([job for job in jobs if job not in journal.outcomes]):
-            journal.append(job, outcome)
+        with series():
+            for job, outcome in run([job for job in jobs if job not in journal.outcomes]):
+                journal.append(job, outcome)
         going = best(plan, going, journal)
     return Sweep(plan, journal.outcomes)
 

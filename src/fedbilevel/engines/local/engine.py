@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError, diverged, require, require_count
-from fedbilevel.core.kept import PROGRAMS, program_key
+from fedbilevel.core.kept import PROGRAMS, program_key, recalled, series, shapes_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
@@ -152,6 +153,15 @@ class Local:
         PROGRAMS.clear()
 
     @staticmethod
+    def series() -> AbstractContextManager[None]:
+        """`with fb.Local.series():` around runs of your own, as in sweeps: what was traced is not traced again.
+
+        A further run with other step sizes, seeds, weights or samples of the same shapes then begins almost at once.
+        Within it a loss that is the same object must stay the same function: nothing that it reads may change.
+        """
+        return series()
+
+    @staticmethod
     def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:
         """Keep compiled programs on disk for later processes, as the command line does: JAX's persistent cache.
 
@@ -245,12 +255,25 @@ class LocalRun:
 
     def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:
         began = time.perf_counter()
-        try:
-            program = self.compiled(carry, inputs, quick_keys=True)
-        except (ConfigurationError, NotImplementedError, TypeError):  # a method may need keys of JAX's own kind
-            program = self.compiled(carry, inputs, quick_keys=False)
+        program = recalled(self.key_in_series(carry, inputs), lambda: self.made(carry, inputs))
         self.compile_seconds = time.perf_counter() - began
         return program
+
+    def key_in_series(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
+        """All that the program depends on; None where that is not told by a few plain values."""
+        layout = self.layout
+        if layout.shares or layout.submodel_plan:
+            return None
+        plain = {one.name: getattr(layout, one.name) for one in fields(layout) if one.name not in ("problem", "ask")}
+        plain["clock"] = replace(layout.clock, seed=0)  # its tables are among the inputs
+        source = type(self.source), self.source.rounds_per_call, self.mesh
+        return self.problem.identity, *plain.values(), *source, self.local_steps, shapes_of((carry, inputs))
+
+    def made(self, carry: Carry, inputs: ProgramInputs) -> Program:
+        try:
+            return self.compiled(carry, inputs, quick_keys=True)
+        except (ConfigurationError, NotImplementedError, TypeError):  # a method may need keys of JAX's own kind
+            return self.compiled(carry, inputs, quick_keys=False)
 
     def compiled(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
         """The compiled program, that of an earlier run where tracing gives the same.
