@@ -227,7 +227,7 @@ def test_the_list_goes_past_an_outcome_that_cannot_be_read(tmp_path: Path, capsy
 
 def test_a_run_that_is_refused_says_why_and_the_others_are_played(tmp_path: Path) -> None:
     methods = {
-        "FedNest": {"algorithm": {"name": "fednest", "hypergradient": {"solver": {"step": 1000.0}}}},
+        "FedNest": {"algorithm": {"name": "fednest", "hypergradient": {"solver": {"name": "neumann", "step": 1000.0}}}},
         "FedBiO": {"algorithm": {"name": "fedbio"}},
     }
     claims = [{"says": "-", "better": "FedNest", "than": ["FedBiO"]}]
