@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
-from fedbilevel.algorithms.parts.local_directions import LocalDirections, descend
-from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Plain
+from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimizer, Plain, descend
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes

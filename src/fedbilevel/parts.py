@@ -4,11 +4,11 @@ FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG
 """
 
 from fedbilevel.algorithms.afbo import SystemSteps
-from fedbilevel.algorithms.parts.coordinates import Coordinates, PrintedSlopes
 from fedbilevel.algorithms.parts.hypergradients import Differences, Exact, Implicit, LocalDifferences, LocalImplicit
 from fedbilevel.algorithms.parts.inner import SVRG, LocalSGD, MeanGradient
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
-from fedbilevel.algorithms.parts.local_optimizers import Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.local_steps import Momentum, Plain, Proximal
+from fedbilevel.algorithms.rabo import Coordinates, PrintedSlopes
 
 __all__ = [
     "CG",

@@ -2,8 +2,7 @@
 
 from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403
-from fedbilevel.algorithms.parts.asynchronous import Asynchronous
-from fedbilevel.algorithms.parts.submodels import Submodels
+from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.metrics import Metric

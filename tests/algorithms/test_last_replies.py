@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.algorithms.parts.asynchronous import LastReplies
+from fedbilevel.algorithms.parts.wrappers import LastReplies
 from fedbilevel.core.replies import LastReply, Public, ReplyDelta
 
 CLIENTS, SIZE = 6, 3

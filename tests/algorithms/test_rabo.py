@@ -13,7 +13,7 @@ from agreement import WORK, Case
 from matrices import fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts.coordinates import CoordinateSlopes
+from fedbilevel.algorithms.rabo import CoordinateSlopes
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.engines.flops import count
 from fedbilevel.tasks.compositional import compositional

@@ -11,7 +11,7 @@ import pytest
 from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.linear_solvers import Neumann
-from fedbilevel.algorithms.parts.local_optimizers import Momentum, Proximal
+from fedbilevel.algorithms.parts.local_steps import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, step_sizes
 from fedbilevel.core.errors import ConfigurationError

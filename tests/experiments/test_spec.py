@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.parts.local_optimizers import Momentum
+from fedbilevel.algorithms.parts.local_steps import Momentum
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import XYV

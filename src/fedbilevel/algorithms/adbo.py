@@ -72,7 +72,7 @@ from fedbilevel.algorithms.cutting_planes import (
     row,
     without_idle,
 )
-from fedbilevel.algorithms.parts.asynchronous import ROUNDING
+from fedbilevel.algorithms.parts.wrappers import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer, step_sizes

@@ -43,7 +43,7 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.hypergradients import Exact, hypergradient_given, outer_gradient
 from fedbilevel.algorithms.parts.inner import LocalSGD
-from fedbilevel.algorithms.parts.neumann_step import check_neumann_step
+from fedbilevel.algorithms.parts.linear_solvers import check_neumann_step
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round

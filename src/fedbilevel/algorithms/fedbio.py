@@ -40,8 +40,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_directions import LIKE, LocalDirections, descend
-from fedbilevel.algorithms.parts.local_optimizers import Plain
+from fedbilevel.algorithms.parts.local_steps import LIKE, LocalDirections, Plain, descend
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive

@@ -47,7 +47,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import SVRG, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
-from fedbilevel.algorithms.parts.local_descent import corrected_drift
+from fedbilevel.algorithms.parts.local_steps import corrected_drift
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, positive_integer, static

@@ -48,8 +48,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_directions import LIKE, LocalDirections, descend
-from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Plain
+from fedbilevel.algorithms.parts.local_steps import LIKE, LocalDirections, LocalOptimizer, Plain, descend
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes

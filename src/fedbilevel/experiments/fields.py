@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.parts.local_optimizers import LocalOptimizer, Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.local_steps import LocalOptimizer, Momentum, Plain, Proximal
 from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.renames import KINDS, name_of_today

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedbilevel import __version__
-from fedbilevel.algorithms.parts.asynchronous import Asynchronous
-from fedbilevel.algorithms.parts.submodels import Submodels
+from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, FedbilevelError, require
 from fedbilevel.core.metrics import best

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.linear_solvers import CG, InClient, Neumann, Product, SolveInfo
-from fedbilevel.algorithms.parts.neumann_step import check_neumann_step
+from fedbilevel.algorithms.parts.linear_solvers import CG, InClient, Neumann, Product, SolveInfo, check_neumann_step
 from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at, positive, static

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_descent import Gradient, corrected_drift, local_descent
+from fedbilevel.algorithms.parts.local_steps import Gradient, corrected_drift, local_descent
 from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer

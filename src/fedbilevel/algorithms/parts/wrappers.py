@@ -1,9 +1,10 @@
-"""Not waiting for slow clients: the server goes on with the first replies and the last ones of all other clients.
+"""Methods that change another one: which units clients of small capacity hold, and not waiting for slow clients, where
+the server goes on with the first replies and the last ones of all other clients.
 
-The method inside is written as if every exchange waited for all. Here its `fed.mean` is the mean of everyone's last
-replies to that phase, as soon as some new ones are there. No table of them is needed: a client keeps what it last
-replied and sends the difference; the server adds differences up. With u_i the last reply of client i and t_i the
-exchange (of that phase, counted from 0) in which it was asked for it, after exchange t
+The method inside `Asynchronous` is written as if every exchange waited for all. Here its `fed.mean` is the mean of
+everyone's last replies to that phase, as soon as some new ones are there. No table of them is needed: a client keeps
+what it last replied and sends the difference; the server adds differences up. With u_i the last reply of client i and
+t_i the exchange (of that phase, counted from 0) in which it was asked for it, after exchange t
 
     total = Σ p_i u_i        weight = Σ p_i        age = Σ p_i (t − t_i)         over those that have ever replied
 
@@ -22,7 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import getattr_static
 from math import isfinite
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -30,18 +33,88 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.wrapper import Wrapper
-from fedbilevel.core.algorithm import check_algorithm, methods_that, parts_of
+from fedbilevel.core.algorithm import Algorithm, check_algorithm, methods_that, parts_of
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive_integer, static
+from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import LATE_STATE, renamed
 from fedbilevel.core.replies import LastReply, ReplyDelta
-from fedbilevel.core.submodel import NUMBER
+from fedbilevel.core.submodel import NUMBER, Pruned
 from fedbilevel.core.tree import PyTree
+from fedbilevel.core.unit_policy import Policy, UnitPolicy
+
+OWN = {"init_client", "validate"}
+"""What a wrapper does not ask of the method inside: `client_state` has the one, and the other has run already."""
+
+
+class Wrapper(Algorithm):
+    """Every hook that a subclass does not define is that of the method inside.
+
+    Args:
+        algorithm: the method inside.
+    """
+
+    algorithm: Algorithm = wrapped(kw_only=False)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        for name, hook in {**vars(Algorithm), "phases": Algorithm.phases}.items():
+            is_property = isinstance(hook, property)
+            is_default = getattr_static(cls, name) is hook and name not in OWN
+            if is_default and (is_property or callable(hook)) and not name.startswith("_"):
+                inside = attrgetter(f"algorithm.{name}")
+                setattr(cls, name, property(inside, doc=hook.__doc__) if is_property else _asked(inside, hook))
+        super().__init_subclass__(**options)
+
+
+def _asked(inside: Callable[[Any], Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, asked of the method inside; `help()` shows what it is."""
+
+    def asked(self: Any, *given: Any) -> Any:
+        return inside(self)(*given)
+
+    asked.__doc__, asked.__name__ = hook.__doc__, hook.__name__
+    return asked
+
+
+class Submodels(Wrapper):
+    """A method that trains submodels, with another choice of units than its own, which is by importance.
+
+    Of no effect where the clients have no capacities.
+
+    Args:
+        algorithm: the method, one that can train submodels.
+        policy: "importance", "static", "rolling", "random" or "covered": see core/submodel.py.
+        pruned: "both", "x" or "y": whose units may be left out; with "x" groups of units that reach into y stay whole.
+        fixed: of "random" and "covered": the same units in every round.
+        min_coverage: of "covered": deal each segment but the first to exactly so many clients of a capacity, and the
+            first to all others; None deals them out evenly.
+    """
+
+    policy: Policy = static(default="importance")
+    pruned: Pruned = static(default="both")
+    fixed: bool = static(default=False)
+    min_coverage: int | None = static(default=None)
+
+    def validate(self) -> None:
+        check_algorithm(self.algorithm)
+        _ = self.submodels  # which checks the fields
+        if objection := self.algorithm.submodels_objection():
+            able = methods_that(lambda method: not method.submodels_objection())
+            raise ConfigurationError(f"{self.label} cannot be given Submodels: {objection}; methods that can: {able}")
+
+    @property
+    def submodels(self) -> UnitPolicy:
+        return UnitPolicy(policy=self.policy, pruned=self.pruned, fixed=self.fixed, min_coverage=self.min_coverage)
+
+    def init(self, x: PyTree, y: PyTree) -> Any:
+        return self.algorithm.init(x, y)
+
+    def round(self, fed: Fed, state: Any, key: Array) -> Any:
+        return self.algorithm.round(fed, state, key)
+
 
 ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, without anyone being missing
 

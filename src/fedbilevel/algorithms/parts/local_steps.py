@@ -1,0 +1,236 @@
+"""The local steps of a client: on one variable, on x, y and v at once, and the optimizers that make steps of gradients.
+
+Jianyu Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization" (FedNova),
+NeurIPS 2020, section 4: local optimizers whose total update is a linear combination of their gradients,
+
+    z_0 − z_τ = η Σ_{k<τ} a_k d_k,   d_k taken at z_k.
+
+The a_k depend on τ, but for plain steps: on its way the iterate is z_k = z_0 − η Σ_{j<k} a_j d_j with the a_j of k
+steps. So a client carries the sum q of the steps so far and what its optimizer remembers, and no a_k. Their sum ‖a‖₁
+depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weighted mean of the d_k.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import config, fraction, positive_integer, static, step_sizes
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.tree import XYV, PyTree, move, scaled
+from fedbilevel.oracles.products import Directions, directions, independent_directions
+
+Gradient = Callable[[PyTree, Array], PyTree]
+"""(point, key) -> the client's own gradient at that point, on samples that the key draws."""
+
+
+def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
+    """FedAvg's local steps: the change of `start` after τ gradient steps of size lr/τ."""
+
+    def step(k: Array, change: PyTree) -> PyTree:
+        return move(change, -lr / tau, gradient(optax.tree.add(start, change), jax.random.fold_in(key, k)))
+
+    return jax.lax.fori_loop(0, tau, step, optax.tree.zeros_like(start))
+
+
+def corrected_drift(
+    gradient: Gradient, start: PyTree, mean_gradient: PyTree, tau: int | Array, lr: Any, key: Array
+) -> PyTree:
+    """Federated SVRG's local steps, of size lr/τ along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, with q the mean gradient.
+
+    Returns what they change beyond −lr·q, the part that all clients have in common: nothing for τ = 1.
+
+    Jakub Konečný et al., arXiv:1610.02527; as FedLin: Aritra Mitra et al., NeurIPS 2021.
+    """
+
+    def step(k: Array, drift: PyTree) -> PyTree:
+        point = move(optax.tree.add(start, drift), -lr * k / tau, mean_gradient)
+        step_key = jax.random.fold_in(key, k)
+        return move(drift, -lr / tau, optax.tree.sub(gradient(point, step_key), gradient(start, step_key)))
+
+    return jax.lax.fori_loop(1, tau, step, optax.tree.zeros_like(start))  # the first step is along q itself
+
+
+Count = int | Array
+
+
+class LocalOptimizer(Protocol):
+    """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0."""
+
+    def begin(self, like: PyTree) -> PyTree:
+        """The optimizer's memory before the first step; q and d have the shapes of `like`."""
+        ...
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """The next q and the next memory, d being the gradient at z_0 − ηq."""
+        ...
+
+    def total(self, tau: Count) -> Array:
+        """‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
+        ...
+
+
+@config
+class Plain:
+    """Gradient steps: a_k = 1."""
+
+    kind: ClassVar[str] = "plain"
+
+    def begin(self, like: PyTree) -> PyTree:
+        """Nothing is remembered between steps."""
+        return None
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """q + d, and no memory: the next sum of directions after the gradient d."""
+        return optax.tree.add(q, d), None
+
+    def total(self, tau: Count) -> Array:
+        """‖a‖₁ = τ, the sum of the coefficients of τ steps."""
+        return jnp.asarray(tau, float)
+
+
+@config
+class Momentum:
+    """Heavy ball from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ).
+
+    Args:
+        decay: μ, the factor of the earlier directions in each step, strictly between 0 and 1.
+    """
+
+    kind: ClassVar[str] = "momentum"
+
+    decay: float = fraction(default=0.9)
+
+    def begin(self, like: PyTree) -> PyTree:
+        """The momentum m before the first step: zeros in the shapes of `like`."""
+        return optax.tree.zeros_like(like)
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """(q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after the gradient d."""
+        m = move(d, self.decay, memory)
+        return optax.tree.add(q, m), m
+
+    def total(self, tau: Count) -> Array:
+        """‖a‖₁, the sum of the coefficients of τ steps."""
+        return added_up(self, tau)
+
+
+@config
+class Proximal:
+    """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; a_k = (1 − α)^{τ−1−k}.
+
+    Args:
+        pull: α, the part of the way back to z_0 in each step, strictly between 0 and 1.
+    """
+
+    kind: ClassVar[str] = "proximal"
+
+    pull: float = fraction(default=0.1)
+
+    def begin(self, like: PyTree) -> PyTree:
+        """Nothing is remembered between steps."""
+        return None
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """((1 − α) q + d, no memory): the next sum of steps after the gradient d."""
+        return optax.tree.add(scaled(1 - self.pull, q), d), None
+
+    def total(self, tau: Count) -> Array:
+        """‖a‖₁, the sum of the coefficients of τ steps."""
+        return added_up(self, tau)
+
+
+def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
+    """Σ_{k<τ} a_k, as the q of τ gradients that are all 1: sums of positive numbers, exact to rounding.
+
+    Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in float32 where α or 1 − μ is small.
+    """
+    one = jnp.ones(())
+
+    def step(k: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        return optimizer.step(*carry, one)
+
+    total, _ = jax.lax.fori_loop(0, tau, step, (jnp.zeros(()), optimizer.begin(one)))
+    return jnp.asarray(total)
+
+
+LIKE = XYV("x", "y", "y")
+"""What messages and replies are shaped like: the entries x, y and v of an `XYV` like x, y and y (see `phase`)."""
+
+
+class LocalDirections(Algorithm):
+    """A method whose clients step on x, y and v at once: the fields of these steps, and the three directions.
+
+    Args:
+        local_steps: τ, a client's local steps in a round; a number that the clients bring themselves
+            (`Clients.local_steps`) takes precedence.
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; one serves all three.
+        independent_batches: draw samples of its own for each of the three directions; False: one draw of outer and one
+            of inner samples serves all three.
+    """
+
+    local_steps: int = positive_integer(default=5)
+    batch_size: int | None = positive_integer(default=32, optional=True)
+    client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
+    independent_batches: bool = static(default=False)
+
+    def local_sum(
+        self, client: Client, start: XYV, tau: int | Array, key: Array, local_optimizer: LocalOptimizer
+    ) -> Directions:
+        """Σ_k a_k d_k along the local steps, and the sums of the two losses.
+
+        The local iterate is start − η·q throughout, q being the sum if these were all the steps.
+        """
+
+        def step(k: Array, carry: tuple[Directions, PyTree]) -> tuple[Directions, PyTree]:
+            total, memory = carry
+            local = descend(start, self.client_lr, total.step)
+            now = self.directions(client, local, jax.random.fold_in(key, k))
+            q, memory = local_optimizer.step(total.step, memory, now.step)
+            return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss), memory
+
+        nothing = self.no_directions(client, start, key)
+        total, _ = jax.lax.fori_loop(0, tau, step, (nothing, local_optimizer.begin(nothing.step)))
+        return total
+
+    def directions(self, client: Client, local: XYV, key: Array) -> Directions:
+        """The three directions at `local`, on the samples that the key draws."""
+        if not self.independent_batches:
+            outer_key, inner_key = jax.random.split(key)
+            outer, inner = (
+                client.outer_batch(outer_key, self.batch_size),
+                client.inner_batch(inner_key, self.batch_size),
+            )
+            return directions(client.problem, local, outer, inner)
+        keys = jax.random.split(key, 5)
+        outer_draw = [client.outer_batch(k, self.batch_size) for k in keys[:2]]
+        inner_draw = [client.inner_batch(k, self.batch_size) for k in keys[2:]]
+        system, hyper = (outer_draw[0], inner_draw[0]), (outer_draw[1], inner_draw[1])
+        return independent_directions(client.problem, local, inner_draw[2], system, hyper)
+
+    def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
+        """Zeros, where sums of directions begin."""
+        shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def counted(self, total: Directions, tau: int | Array, evaluations: int = 1) -> Reply:
+        """The reply to `total.step`: mean losses, and the costs of `evaluations` times τ directions."""
+        metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
+        gradients = 3 if self.independent_batches else 2
+        work = evaluations * tau
+        return Reply(total.step, metrics=metrics, gradients=gradients * work, hvps=2 * work)
+
+
+def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
+    """point − lr·direction, each variable with its own step size, in the point's own dtypes."""
+
+    def moved(size: Any, tree: PyTree, d: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf, down: leaf - (size * down).astype(leaf.dtype), tree, d)
+
+    return XYV(*map(moved, lr, point, direction))
