@@ -1,32 +1,18 @@
 """Values that work, for each task and data set: what a spec does not say is taken from here.
 
 A field that an algorithm does not have is left out; what is in neither is the algorithm's or the task's own default.
-One module per task, or per kind of problem where tasks are small; in it, one table of algorithms per data set.
+One module per kind of problem; in it, for each task and data set, one table of algorithms.
 """
 
-from fedbilevel.experiments.presets import (
-    closed_forms,
-    few_shot,
-    hospitals,
-    hyper_cleaning,
-    hyper_representation,
-    images,
-    regularization,
-    simple_bilevel,
-)
+from fedbilevel.experiments.presets import linear, networks, small
 from fedbilevel.experiments.presets.table import Preset
 
-TASKS: dict[str, dict[str | None, Preset]] = {
-    "few_shot": few_shot.PRESETS,
-    "hospitals": hospitals.PRESETS,
-    "hyper_cleaning": hyper_cleaning.PRESETS,
-    "hyper_representation": hyper_representation.PRESETS,
-    "regularization": regularization.PRESETS,
-    **closed_forms.PRESETS,
-    **images.PRESETS,
-    **simple_bilevel.PRESETS,
+PRESETS = {
+    (task, data): found
+    for module in (small, linear, networks)
+    for task, table in module.PRESETS.items()
+    for data, found in table.items()
 }
-PRESETS = {(task, data): found for task, table in TASKS.items() for data, found in table.items()}
 """Every preset by (task, data set); None stands for every data set without one of its own."""
 
 METHODS = {"classification": "fedavg", "location": "fism", "selection": "fism"}
