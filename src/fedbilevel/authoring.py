@@ -12,9 +12,8 @@ from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimi
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Public, Reply, Withheld
 from fedbilevel.core.renames import PUBLIC
-from fedbilevel.core.replies import Public, Withheld
 from fedbilevel.core.tree import XY, XYV
 from fedbilevel.diagnostics.check import HypergradientReport
 from fedbilevel.diagnostics.diagnose import Diagnosis

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.algorithms.parts.wrappers import LastReplies
-from fedbilevel.core.replies import LastReply, Public, ReplyDelta
+from fedbilevel.core.fed import LastReply, Public, ReplyDelta
 
 CLIENTS, SIZE = 6, 3
 

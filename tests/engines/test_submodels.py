@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.submodel import ClientSlot, UnitLayout
-from fedbilevel.core.unit_policy import UnitPolicy
+from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
 
 CLIENTS, INPUTS, HIDDEN, OUTPUTS = 7, 5, 8, 2
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])

@@ -77,8 +77,7 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import require
-from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.replies import Public
+from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
 

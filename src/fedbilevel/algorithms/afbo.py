@@ -57,8 +57,7 @@ from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.replies import Withheld
+from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions

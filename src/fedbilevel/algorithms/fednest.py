@@ -52,10 +52,9 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import NESTED_STATE, renamed
-from fedbilevel.core.replies import Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 

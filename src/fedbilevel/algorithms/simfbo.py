@@ -52,8 +52,7 @@ from fedbilevel.algorithms.parts.local_steps import LIKE, LocalDirections, Local
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes
-from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.replies import Public
+from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree
 

@@ -29,8 +29,8 @@ from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.renames import HOOKS
+from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import PyTree
-from fedbilevel.core.unit_policy import UnitPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
 ALGORITHMS: dict[str, type[Algorithm]] = {}

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
-from fedbilevel.core.entries import arrays_of, require_alike
 from fedbilevel.core.errors import ConfigurationError, FloorError, require
+from fedbilevel.core.inputs import arrays_of, require_alike
 from fedbilevel.core.problem import Minimax, Padded, Problem
 from fedbilevel.core.tree import PyTree, rows_at, shapes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedbilevel.core.errors import require
-from fedbilevel.core.functions import require_function
+from fedbilevel.core.inputs import require_function
 from fedbilevel.core.tree import PyTree
 
 MetricFunction = Callable[[PyTree, PyTree], Any]

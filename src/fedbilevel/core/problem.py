@@ -15,7 +15,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
-from fedbilevel.core.functions import explained, require_function
+from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.kept import Same
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join

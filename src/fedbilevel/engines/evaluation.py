@@ -16,7 +16,7 @@ import numpy as np
 
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import NonFiniteError, require
-from fedbilevel.core.functions import explained, require_function
+from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.kept import compiled
 from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.tree import PyTree, all_finite, join

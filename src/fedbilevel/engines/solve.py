@@ -19,8 +19,8 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
-from fedbilevel.core.functions import require_function
 from fedbilevel.core.influence import doubts
+from fedbilevel.core.inputs import require_function
 from fedbilevel.core.kept import PROGRAMS, recalled, shapes_of
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses

@@ -20,8 +20,7 @@ from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.renames import FIELDS_BESIDE
-from fedbilevel.core.submodel import Pruned
-from fedbilevel.core.unit_policy import Policy
+from fedbilevel.core.submodel import Policy, Pruned
 from fedbilevel.engines.virtual_time.clock import Clock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.fields import (

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NonFiniteError, require, require_count
-from fedbilevel.core.replies import LastReply, Public, ReplyDelta, Withheld
+from fedbilevel.core.fed import LastReply, Public, ReplyDelta, Withheld
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
@@ -177,7 +177,7 @@ class Privacy:
     ) -> tuple[PyTree, PrivacyAccount]:
         """The clipped and noised update, and the account to store before it is sent.
 
-        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/replies.py); all else is
+        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/fed.py); all else is
         the vector that is clipped and noised.
 
         The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number

@@ -30,9 +30,8 @@ from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at, positive, static
 from fedbilevel.core.errors import require
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.replies import Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles import differences, products

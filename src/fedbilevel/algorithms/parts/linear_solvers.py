@@ -27,9 +27,9 @@ from fedbilevel.core.algorithm import Part
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import counts, positive, positive_integer, static
 from fedbilevel.core.errors import NumericalWarning, require, unknown
+from fedbilevel.core.fed import Withheld
 from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.replies import Withheld
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.inverse import Iteration
 from fedbilevel.oracles.lanczos import extreme_eigenvalues

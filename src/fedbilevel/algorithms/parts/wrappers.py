@@ -37,14 +37,12 @@ from fedbilevel.core.algorithm import Algorithm, check_algorithm, methods_that, 
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, LastReply, Reply, ReplyDelta
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import LATE_STATE, renamed
-from fedbilevel.core.replies import LastReply, ReplyDelta
-from fedbilevel.core.submodel import NUMBER, Pruned
+from fedbilevel.core.submodel import NUMBER, Policy, Pruned, UnitPolicy
 from fedbilevel.core.tree import PyTree
-from fedbilevel.core.unit_policy import Policy, UnitPolicy
 
 OWN = {"init_client", "validate"}
 """What a wrapper does not ask of the method inside: `client_state` has the one, and the other has run already."""

@@ -1,17 +1,52 @@
-"""What users hand over as samples, made a pytree of arrays of numbers; what is none is refused, by client and key."""
+"""What users hand over, functions and samples: refused where they are not what is needed, by field, client and key; a
+function that fails is explained by what it was given.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
+from fedbilevel.core.tree import PyTree, shapes
+
+MISUSED = (TypeError, ValueError, LookupError, AttributeError)
+"""What a function may raise because its arguments are not those that it was written for."""
+
+
+def require_function(field: str, got: object, arguments: str, otherwise: str = "") -> None:
+    """Raise ConfigurationError unless `got` can be called with these positional arguments, e.g. "x, y, batch"."""
+    allowed = f"a function ({arguments}){otherwise}"
+    require(callable(got), field, got, allowed)
+    assert callable(got)
+    try:
+        signature = inspect.signature(got)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError:
+        raise ConfigurationError(f"{field} takes {signature}; it must be {allowed}") from None
+
+
+@contextmanager
+def explained(what: str, **arguments: PyTree) -> Iterator[None]:
+    """Say of a user's function that fails what it was given: the shapes of `arguments`, by name."""
+    try:
+        yield
+    except FedbilevelError:
+        raise
+    except MISUSED as error:
+        given = "; ".join(f"{name}: {shapes(tree)}" for name, tree in arguments.items())
+        raise ConfigurationError(f"{what} fails ({type(error).__name__}: {error}); it was given {given}") from error
+
 
 NOT_NUMBERS = {
     "S": "holds strings; encode them as integers, the same for all clients",
