@@ -16,9 +16,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import fedbilevel as fb
+from fedbilevel.engines import in_flight
 from fedbilevel.engines.costs import Sums
-from fedbilevel.engines.virtual_time import in_flight
-from fedbilevel.engines.virtual_time.clock import TICK, ClockState
+from fedbilevel.engines.virtual_time import TICK, ClockState
 
 CLIENTS, SECONDS = 5, 24.0
 CLOCK = fb.Clock(compute=0.1, network=1.0, spread=0.3, stragglers=1, slowdown=4.0, seed=4)

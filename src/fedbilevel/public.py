@@ -14,12 +14,12 @@ from fedbilevel.diagnostics.check import check_hypergradient
 from fedbilevel.diagnostics.diagnose import diagnose
 from fedbilevel.diagnostics.structure import check_structure
 from fedbilevel.engines.evaluation import PerClient
-from fedbilevel.engines.local.cpu import tune_cpu
 from fedbilevel.engines.local.engine import Local
+from fedbilevel.engines.machine import tune_cpu
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.result import Result, stop_when, stop_without_progress
 from fedbilevel.engines.solve import solve
-from fedbilevel.engines.virtual_time.clock import Clock
+from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.sweeps.sweep import sweep
 
 __all__ = [

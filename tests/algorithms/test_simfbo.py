@@ -18,7 +18,7 @@ from fedbilevel import authoring
 from fedbilevel.algorithms.simfbo import project_ball
 from fedbilevel.engines import reference
 from fedbilevel.engines.engine import Carry
-from fedbilevel.engines.virtual_time.clock import ClockState
+from fedbilevel.engines.virtual_time import ClockState
 from fedbilevel.tasks.quadratic import quadratic, solution
 
 AGREEMENT = {

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.engines import disk_cache
+from fedbilevel.engines import machine
 
 PROGRAM = """
 import sys
@@ -42,19 +42,19 @@ def test_a_bound_that_is_none_is_refused(given, tmp_path):
 def test_what_jax_is_told_by_the_environment_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     told = []
-    monkeypatch.setattr(disk_cache.jax.config, "update", lambda name, value: told.append(name))
+    monkeypatch.setattr(machine.jax.config, "update", lambda name, value: told.append(name))
     assert fb.Local.keep_on_disk() == tmp_path
     assert not {"jax_compilation_cache_dir", "jax_compilation_cache_max_size"} & set(told)
 
 
 def test_the_missing_package_is_named_with_what_brings_it(monkeypatch):
-    monkeypatch.setattr(disk_cache.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(fb.errors.ConfigurationError, match=r'filelock.*pip install "\.\[cli\]"'):
         fb.Local.keep_on_disk()
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(machine.jax.config, "update", lambda *_: None)
     for name, age in {"whole-cache": 100, "half-cache": 100, "new-cache": 1}.items():
         (tmp_path / name).write_bytes(b"")
         os.utime(tmp_path / name, (time.time() - age,) * 2)

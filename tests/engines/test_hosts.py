@@ -25,7 +25,7 @@ from fedbilevel.engines.loop import Loop
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, join
 from fedbilevel.engines.multihost.addresses import check_reachable
 from fedbilevel.engines.multihost.group import PIECE
-from fedbilevel.engines.multihost.leaving import LOST
+from fedbilevel.engines.multihost.joining import LOST
 
 SECONDS = 480  # after which a process that hangs is ended
 PORTS = iter(range(21000 + os.getpid() % 900, 22000))

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.engines import in_flight
 from fedbilevel.engines.costs import Sums
+from fedbilevel.engines.in_flight import IDLE, InFlight, PhaseQueue
 from fedbilevel.engines.reference import total_of
-from fedbilevel.engines.virtual_time import in_flight
-from fedbilevel.engines.virtual_time.clock import TICK, ClockState
-from fedbilevel.engines.virtual_time.in_flight import IDLE, InFlight, PhaseQueue
+from fedbilevel.engines.virtual_time import TICK, ClockState
 
 CLIENTS = 7
 

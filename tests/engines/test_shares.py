@@ -6,7 +6,7 @@ import pytest
 
 from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.local.shares import Shares
+from fedbilevel.engines.local.placement import Shares
 
 
 @pytest.mark.parametrize(("population", "processes", "devices"), [(8, 2, 1), (7, 3, 2), (5, 5, 1), (100, 4, 3)])

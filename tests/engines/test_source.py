@@ -11,7 +11,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.cohort import draw_cohort, round_keys
 from fedbilevel.engines.local.fed import ProgramLayout
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, padded
-from fedbilevel.engines.virtual_time.clock import Clock
+from fedbilevel.engines.virtual_time import Clock
 
 OUTER, INNER = np.array([2, 5, 1, 3, 4, 2]), np.array([4, 1, 3, 2, 2, 6])
 KEY = jax.random.key(5)

@@ -9,7 +9,7 @@ import pytest
 from asynchronous import Early
 
 import fedbilevel as fb
-from fedbilevel.engines.virtual_time.clock import QUANTILES, TICK, ClockState
+from fedbilevel.engines.virtual_time import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
 
 

@@ -14,7 +14,7 @@ from flwr.app import Error, Message
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.config import static
-from fedbilevel.engines.virtual_time.clock import TICK, ClockState
+from fedbilevel.engines.virtual_time import TICK, ClockState
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire.messages import RequestMessage, decode

@@ -103,7 +103,7 @@ def _entries(asked: list[str]) -> list[Entry]:
 def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
     terminal = console()
     prepare_jax()
-    from fedbilevel.engines.local.cpu import tune_cpu
+    from fedbilevel.engines.machine import tune_cpu
     from fedbilevel.experiments import plots
     from fedbilevel.reproduce import outcome, picture, protocol
 

@@ -196,14 +196,14 @@ def console(quiet: bool = False) -> Console:
 
 def prepare_jax() -> None:
     """Keep compiled programs between runs, so that the second start is quick. JAX's own settings come first."""
-    from fedbilevel.engines.disk_cache import keep_on_disk
+    from fedbilevel.engines.machine import keep_on_disk
 
     keep_on_disk()
 
 
 def tune(spec: Spec) -> None:
     """Set what XLA reads at the first computation, which is still to come."""
-    from fedbilevel.engines.local.cpu import tune_cpu
+    from fedbilevel.engines.machine import tune_cpu
 
     tune_cpu(spec.engine.devices)
 

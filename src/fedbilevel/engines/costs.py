@@ -19,7 +19,7 @@ from fedbilevel.core.card import Card, Shown, counted, listed
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.renames import LEDGER, renamed, with_names_of_today
 from fedbilevel.core.tree import PyTree, nbytes
-from fedbilevel.engines.virtual_time.clock import TICK
+from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.quoting import printable, require_object
 
 ExchangeKind = tuple[str, int, int]

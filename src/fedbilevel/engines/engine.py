@@ -22,8 +22,8 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
-from fedbilevel.engines.virtual_time.clock import Clock, ClockState
-from fedbilevel.engines.virtual_time.in_flight import InFlight, early_replies, nothing_in_flight
+from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
+from fedbilevel.engines.virtual_time import Clock, ClockState
 
 
 class Carry(NamedTuple):

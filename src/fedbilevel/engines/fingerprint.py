@@ -22,7 +22,7 @@ from fedbilevel.core.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, o
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.local.shares import Shares
+from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup
 
 VERSIONS = f"jax {jax.__version__}, optax {optax.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"

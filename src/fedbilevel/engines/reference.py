@@ -21,6 +21,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.engines import in_flight
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.costs import (
     RoundCosts,
@@ -43,8 +44,7 @@ from fedbilevel.engines.engine import (
     loop,
 )
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
-from fedbilevel.engines.virtual_time import in_flight
-from fedbilevel.engines.virtual_time.clock import Clock
+from fedbilevel.engines.virtual_time import Clock
 
 AskClient = Callable[[int, Array | None], tuple[Sums, Reply]]
 PutBack = Callable[[Sums], Sums]

@@ -16,7 +16,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.kept import series as one_series
 from fedbilevel.engines.curves import require_matplotlib
-from fedbilevel.engines.virtual_time.clock import Clock
+from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments.compare import (
     ORDER,
     PER_CLIENT,

@@ -21,7 +21,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.renames import FIELDS_BESIDE
 from fedbilevel.core.submodel import Policy, Pruned
-from fedbilevel.engines.virtual_time.clock import Clock
+from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.fields import (
     Field,

@@ -27,8 +27,8 @@ from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
 from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.costs import RoundCosts, packed, unpacked
-from fedbilevel.engines.disk_cache import MEGABYTES, keep_on_disk
 from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
+from fedbilevel.engines.in_flight import nonfinite_replies, with_tables
 from fedbilevel.engines.local.fed import (
     AXIS,
     HOST,
@@ -39,14 +39,14 @@ from fedbilevel.engines.local.fed import (
     SampleArrays,
     chunk_of,
 )
+from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
-from fedbilevel.engines.local.shares import Shares
+from fedbilevel.engines.machine import MEGABYTES, keep_on_disk
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.progress import COMPILING, TRACING, doing
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan
-from fedbilevel.engines.virtual_time.clock import Clock, Pace
-from fedbilevel.engines.virtual_time.in_flight import nonfinite_replies, with_tables
+from fedbilevel.engines.virtual_time import Clock, Pace
 
 FEW = 64  # samples
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves

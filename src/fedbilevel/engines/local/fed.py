@@ -16,6 +16,7 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import in_flight
 from fedbilevel.engines.costs import (
     RoundCosts,
     Sums,
@@ -27,12 +28,10 @@ from fedbilevel.engines.costs import (
     weigh,
 )
 from fedbilevel.engines.engine import check_first
-from fedbilevel.engines.local.rows import DeviceRows
-from fedbilevel.engines.local.shares import Shares
+from fedbilevel.engines.in_flight import InFlight
+from fedbilevel.engines.local.placement import DeviceRows, Shares
 from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, covered, put_back
-from fedbilevel.engines.virtual_time import in_flight
-from fedbilevel.engines.virtual_time.clock import Clock, ClockState, Pace
-from fedbilevel.engines.virtual_time.in_flight import InFlight
+from fedbilevel.engines.virtual_time import Clock, ClockState, Pace
 
 AXIS = "clients"
 HOST = "hosts"  # the mesh's axis over processes, where there are several

@@ -26,8 +26,8 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
-from fedbilevel.engines.disk_cache import keep_on_disk
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
+from fedbilevel.engines.machine import keep_on_disk
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.store import ContextStore, FolderStore, SavedState, Store, states_for

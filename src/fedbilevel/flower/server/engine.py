@@ -29,10 +29,10 @@ from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_cos
 from fedbilevel.engines.engine import Carry, Stretch
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
+from fedbilevel.engines.in_flight import InFlight, PhaseQueue
 from fedbilevel.engines.progress import AWAITING, doing
 from fedbilevel.engines.submodels import RoundSubmodels
-from fedbilevel.engines.virtual_time.clock import TICK
-from fedbilevel.engines.virtual_time.in_flight import InFlight, PhaseQueue
+from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.flower.server.connections import ClientReply
 from fedbilevel.flower.server.fed import FlowerFed
 from fedbilevel.flower.server.session import CorruptedStateError, Session

@@ -19,8 +19,8 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
+from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.submodels import SubmodelPlan
-from fedbilevel.engines.virtual_time.in_flight import InFlight
 from fedbilevel.flower.server.connections import (
     ClientRegistry,
     Dispatcher,

@@ -20,7 +20,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, weigh
 from fedbilevel.engines.recorder import exchanges_of
-from fedbilevel.engines.virtual_time.clock import ClockState, Pace
+from fedbilevel.engines.virtual_time import ClockState, Pace
 
 IDLE = -1
 NEVER = 2**31 - 1  # ticks

@@ -1,1 +1,0 @@
-"""Virtual time: how long simulated clients take, and which replies are in flight."""
