@@ -30,7 +30,7 @@ from fedbilevel import data
 from fedbilevel.flower import Limits, Privacy, Site
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.client.store import ContextStore
-from fedbilevel.flower.wire.messages import RequestMessage, from_bytes, to_bytes
+from fedbilevel.flower.wire import RequestMessage, from_bytes, to_bytes
 
 SAMPLES, CLASSES, MOST = 181, 10, 1500
 NO_FLOORS = Limits(min_batch_size=1, min_local_samples=1, questions_per_round=10**6)

@@ -19,21 +19,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW_EXPERIMENTS = {"sweeps", "diagnostics", "engines", "flower", "algorithms", "oracles", "tasks", "data", "core"}
 ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py and public.py
-    "extras": set(),
-    "quoting": set(),
+    "wording": set(),
     "core": set(),
-    "data": {"extras", "quoting"},
+    "data": {"wording"},
     "oracles": {"core"},
     "algorithms": {"oracles", "core"},
-    "engines": {"core", "extras", "quoting"},
+    "engines": {"core", "wording"},
     "diagnostics": {"core", "oracles", "engines", "algorithms"},
-    "flower": {"root", "core", "engines", "extras", "quoting"},
-    "sweeps": {"core", "engines", "quoting"},
+    "flower": {"root", "core", "engines", "wording"},
+    "sweeps": {"core", "engines", "wording"},
     "tasks": {"core", "data"},
-    "experiments": {"root", "extras", "quoting", *BELOW_EXPERIMENTS},
-    "reproduce": {"core", "data", "engines", "experiments", "quoting", "sweeps"},
-    "report": {"core", "data", "engines", "experiments", "extras", "quoting", "reproduce", "sweeps"},
-    "cli": {"root", "extras", "quoting", "experiments", "reproduce", "report", *BELOW_EXPERIMENTS},
+    "experiments": {"root", "wording", *BELOW_EXPERIMENTS},
+    "reproduce": {"core", "data", "engines", "experiments", "wording", "sweeps"},
+    "report": {"core", "data", "engines", "experiments", "wording", "reproduce", "sweeps"},
+    "cli": {"root", "wording", "experiments", "reproduce", "report", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
 }
 FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them
@@ -135,10 +134,10 @@ def test_rooms_of_flower_import_each_other_as_the_table_says() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("flower/wire/contract.py", "from fedbilevel.flower.server import engine"),
+        ("flower/wire.py", "from fedbilevel.flower.server import engine"),
         ("flower/server/engine.py", "def f():\n    from fedbilevel.flower.launch import private"),
         ("flower/client/site.py", "from fedbilevel.flower.server.terms import Terms"),
-        ("flower/privacy.py", "from .wire.messages import Refusal"),
+        ("flower/privacy.py", "from .wire import Refusal"),
         ("flower/attic/old.py", ""),
     ],
 )

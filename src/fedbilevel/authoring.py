@@ -19,7 +19,7 @@ from fedbilevel.diagnostics.check import HypergradientReport
 from fedbilevel.diagnostics.diagnose import Diagnosis
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History
-from fedbilevel.oracles.inverse import conjugate_gradient
+from fedbilevel.oracles.operators import conjugate_gradient
 from fedbilevel.oracles.products import cross_v, directions, hess_v, hypergradient
 
 __all__ = [

@@ -15,7 +15,7 @@ from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.client.store import ContextStore
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage, decode, encode
+from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode, encode
 from fedbilevel.tasks.quadratic import quadratic
 
 NAME = "0123456789abcdef"

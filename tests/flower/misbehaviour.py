@@ -15,7 +15,7 @@ import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from fedbilevel.flower.wire.messages import ACTION, RequestMessage, ResponseMessage, decode, encode
+from fedbilevel.flower.wire import ACTION, RequestMessage, ResponseMessage, decode, encode
 
 LONGEST = 200.0  # seconds that a server waits for permission to go on
 

@@ -24,7 +24,7 @@ from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import NormBounds, Terms
-from fedbilevel.flower.wire.messages import Refusal
+from fedbilevel.flower.wire import Refusal
 
 ROUNDS = 6
 BAD = 1  # the client

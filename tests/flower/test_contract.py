@@ -18,8 +18,7 @@ from fedbilevel.core.config import at, static
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.wire.contract import difference, draw_up
-from fedbilevel.flower.wire.messages import layout
+from fedbilevel.flower.wire import difference, draw_up, layout
 
 TASK = federations.TASK
 EXAMPLES = TASK.clients.examples()
@@ -144,7 +143,7 @@ def test_a_fresh_cohort_keeps_nothing():
 
 def test_another_version_differs(monkeypatch):
     mine = contract(fb.SimFBO()).text
-    monkeypatch.setattr("fedbilevel.flower.wire.contract.__version__", "0.0.1")
+    monkeypatch.setattr("fedbilevel.flower.wire.__version__", "0.0.1")
     assert re.search(r"fedbilevel is 0\.0\.1 there and \S+ here", difference(mine, contract(fb.SimFBO()).text))
 
 

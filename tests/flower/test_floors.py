@@ -18,7 +18,7 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorErr
 from fedbilevel.flower.client.limits import Limits, RequestCounts
 from fedbilevel.flower.client.site import ClientRuntime, _samples
 from fedbilevel.flower.client.store import FolderStore
-from fedbilevel.flower.wire.messages import RequestMessage
+from fedbilevel.flower.wire import RequestMessage
 
 STEPS = federations.Steps()
 

@@ -16,7 +16,7 @@ from fedbilevel.core.tree import split
 from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
-from fedbilevel.flower.wire.messages import RequestMessage, decode
+from fedbilevel.flower.wire import RequestMessage, decode
 from fedbilevel.tasks.quadratic import outer, quadratic
 
 ROUNDS, COHORT = 3, 3

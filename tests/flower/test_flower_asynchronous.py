@@ -17,7 +17,7 @@ from fedbilevel.core.config import static
 from fedbilevel.engines.virtual_time import TICK, ClockState
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, decode
+from fedbilevel.flower.wire import RequestMessage, decode
 
 TASK = federations.TASK
 LR, ROUNDS = 0.05, 6

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server import connections
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage, decode
+from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode
 
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 import fedbilevel as fb
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.terms import Backoff, Terms
-from fedbilevel.flower.wire.messages import RequestMessage, decode
+from fedbilevel.flower.wire import RequestMessage, decode
 
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)  # their compiled phases serve all tests

@@ -17,7 +17,7 @@ from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, decode
+from fedbilevel.flower.wire import RequestMessage, decode
 
 TASK = federations.TASK
 P = TASK.clients.weights

@@ -15,8 +15,8 @@ from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.server.engine import ClientMetrics
-from fedbilevel.flower.wire.messages import METRICS as METRICS_ASKED
-from fedbilevel.flower.wire.messages import RequestMessage, to_bytes
+from fedbilevel.flower.wire import METRICS as METRICS_ASKED
+from fedbilevel.flower.wire import RequestMessage, to_bytes
 
 METRICS = {"fit": own.TASK.problem.outer, "inner_fit": fb.PerClient(own.TASK.problem.inner, "inner")}
 ONE = {"fit": METRICS["fit"]}

@@ -23,7 +23,7 @@ from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.server import fed
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, decode, layout
+from fedbilevel.flower.wire import RequestMessage, decode, layout
 
 INPUTS, HIDDEN, OUTPUTS = 3, 8, 2
 CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)

@@ -19,7 +19,7 @@ from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import RequestMessage, from_bytes, to_bytes
+from fedbilevel.flower.wire import RequestMessage, from_bytes, to_bytes
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 
 CLIENTS = 3

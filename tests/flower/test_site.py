@@ -27,7 +27,7 @@ from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.privacy import Privacy, PrivacyAccount
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import Refusal, RequestMessage, from_bytes
+from fedbilevel.flower.wire import Refusal, RequestMessage, from_bytes
 
 STEPS = federations.Steps()
 

@@ -17,7 +17,7 @@ from fedbilevel.engines import checkpoint
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.client.store import ContextStore, FolderStore, SavedState, states_for
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.wire.messages import Refusal, RequestMessage
+from fedbilevel.flower.wire import Refusal, RequestMessage
 
 ALGORITHM = TwoPhase(inner=2)  # exchanges 0 and 1 change what a client keeps, exchange 2 reads it
 KEPT = SavedState(4, 1, (3, 2), *({"c": np.full(2, value), "n": np.int32(value)} for value in (1.0, 2.0, 3.0)))

@@ -13,12 +13,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbilevel.flower import wire
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.connections import ClientRegistry
 from fedbilevel.flower.server.terms import Terms, check_response
-from fedbilevel.flower.wire import messages
-from fedbilevel.flower.wire.messages import (
+from fedbilevel.flower.wire import (
     FIELDS,
     LEAVES,
     MESSAGE_TYPE,
@@ -245,7 +245,7 @@ def test_a_server_admits_or_refuses_whoever_answers(runtime, data, client, refus
 def test_large_payloads_travel_as_an_array_and_small_ones_among_the_fields(monkeypatch):
     response = ResponseMessage(run="r", round=0, exchange=0, client=1, payload=b"0123456789")
     assert set(encode(response)) == {FIELDS}
-    monkeypatch.setattr(messages, "INLINE", 9)
+    monkeypatch.setattr(wire, "INLINE", 9)
     assert set(encode(response)) == {FIELDS, LEAVES}
     assert encode(response)[LEAVES][RAW].data == b"0123456789"
     request = Message(encode(RequestMessage(run="r", contract="c", payload=b"0123456789")), 1, MESSAGE_TYPE)

@@ -7,7 +7,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.oracles.inverse import conjugate_gradient, dense_matrix, neumann
+from fedbilevel.oracles.operators import conjugate_gradient, dense_matrix, neumann
 
 EPS = np.finfo(np.float64).eps
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.oracles.lanczos import extreme_eigenvalues
+from fedbilevel.oracles.operators import extreme_eigenvalues
 
 EPS = np.finfo(np.float64).eps
 

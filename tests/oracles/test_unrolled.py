@@ -6,9 +6,8 @@ import pytest
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.problem import Bilevel
-from fedbilevel.oracles.finite_differences import slopes, solve_inner
+from fedbilevel.oracles.exact import slopes, solve_inner, unrolled_gradient
 from fedbilevel.oracles.population import Population
-from fedbilevel.oracles.unrolled import unrolled_gradient
 from fedbilevel.tasks.quadratic import RIDGE, quadratic
 
 EPS = np.finfo(np.float64).eps

@@ -184,7 +184,7 @@ def console(quiet: bool = False) -> Console:
         from rich.console import Console
     except ImportError:
         from fedbilevel.core.errors import ConfigurationError
-        from fedbilevel.extras import missing
+        from fedbilevel.wording import missing
 
         raise ConfigurationError(f"the command line needs {missing('rich', 'cli')}") from None
     made = Console(quiet=quiet, force_terminal=sys.stdout.isatty())

@@ -19,8 +19,7 @@ from fedbilevel.data import files
 from fedbilevel.data.files import SOURCES
 from fedbilevel.data.partitions import Indices, Seed, iid
 from fedbilevel.data.reading import DataError, as_data_error, mapped, unknown_name
-from fedbilevel.extras import missing
-from fedbilevel.quoting import in_a_line, printable
+from fedbilevel.wording import in_a_line, missing, printable
 
 SIDE = 28  # pixels of an image's edge
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedbilevel.data import files
 from fedbilevel.data.files import SOURCES
 from fedbilevel.data.reading import DataError, unknown_name
-from fedbilevel.extras import missing
+from fedbilevel.wording import missing
 
 NAME = "heart"
 COLUMNS = 14  # age, sex, cp, trestbps, chol, fbs, restecg, thalach, exang, oldpeak, slope, ca, thal, num

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedbilevel.data import files
 from fedbilevel.data.files import SOURCES
 from fedbilevel.data.reading import DataError, Expanded, as_data_error, parse_cifar, parse_idx, unknown_name
-from fedbilevel.extras import missing
+from fedbilevel.wording import missing
 
 Images = NDArray[Any]
 Labels = NDArray[np.int32]

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedbilevel.data.files import read_bytes, temporary
 from fedbilevel.data.reading import DataError, as_data_error, mapped
-from fedbilevel.quoting import printable
+from fedbilevel.wording import printable
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel.quoting import in_a_line
+from fedbilevel.wording import in_a_line
 
 
 class DataError(ValueError):

@@ -26,12 +26,19 @@ from fedbilevel.diagnostics.measure import DifferentiablePoint, point, same_shap
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.progress import doing
 from fedbilevel.engines.solve import solve
-from fedbilevel.oracles.exact import ExactHypergradient, dense_implicit, implicit_by_cg, implicit_with
-from fedbilevel.oracles.finite_differences import Inner, Slopes, slopes, solve_inner
-from fedbilevel.oracles.inverse import Solution, neumann
-from fedbilevel.oracles.lanczos import Extremes, extreme_eigenvalues
+from fedbilevel.oracles.exact import (
+    ExactHypergradient,
+    Inner,
+    Slopes,
+    dense_implicit,
+    implicit_by_cg,
+    implicit_with,
+    slopes,
+    solve_inner,
+    unrolled_gradient,
+)
+from fedbilevel.oracles.operators import Extremes, Solution, extreme_eigenvalues, neumann
 from fedbilevel.oracles.population import Population
-from fedbilevel.oracles.unrolled import unrolled_gradient
 
 DENSE = 500  # dim y up to which the yardstick is dense
 LOCAL = 1000  # clients up to which everyone's own hypergradient is computed

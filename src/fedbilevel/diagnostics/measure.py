@@ -42,9 +42,8 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, is_floating, nonfinite_leaves, split
 from fedbilevel.engines.progress import doing
-from fedbilevel.oracles.finite_differences import solve_inner
-from fedbilevel.oracles.inverse import conjugate_gradient
-from fedbilevel.oracles.lanczos import Extremes, extreme_eigenvalues
+from fedbilevel.oracles.exact import solve_inner
+from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total
 
 CLIENTS = 20  # whose own losses are looked at

@@ -15,7 +15,7 @@ import numpy as np
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.renames import with_stored_names
 from fedbilevel.core.tree import PyTree
-from fedbilevel.quoting import in_a_line
+from fedbilevel.wording import in_a_line
 
 META = "__meta__"
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

@@ -20,7 +20,7 @@ from fedbilevel.core.fed import Reply
 from fedbilevel.core.renames import LEDGER, renamed, with_names_of_today
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.virtual_time import TICK
-from fedbilevel.quoting import printable, require_object
+from fedbilevel.wording import printable, require_object
 
 ExchangeKind = tuple[str, int, int]
 """(phase, bytes down per client, bytes up per client)."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.metrics import in_percent
-from fedbilevel.extras import missing
+from fedbilevel.wording import missing
 
 # M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -17,7 +17,7 @@ from fedbilevel.core.renames import COLUMNS, COLUMNS_OF_DELAYS, with_names_of_to
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.curves import draw_history
-from fedbilevel.quoting import require_object
+from fedbilevel.wording import require_object
 
 Row = dict[str, float | int]
 

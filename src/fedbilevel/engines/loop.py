@@ -39,7 +39,7 @@ from fedbilevel.engines.local.samples import local
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, current_group
 from fedbilevel.engines.progress import Display, Silent
 from fedbilevel.engines.result import Callback, Result
-from fedbilevel.quoting import require_object
+from fedbilevel.wording import require_object
 
 STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
 

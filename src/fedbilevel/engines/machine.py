@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.extras import missing
+from fedbilevel.wording import missing
 
 TESTED = "0.10."  # an unknown flag ends the process, so what was not tested is left alone
 

@@ -42,8 +42,8 @@ from fedbilevel.experiments.names import own_file
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
 from fedbilevel.experiments.series import difference
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like
-from fedbilevel.quoting import in_a_line, require_object
 from fedbilevel.tasks import Task
+from fedbilevel.wording import in_a_line, require_object
 
 if TYPE_CHECKING:
     from fedbilevel.flower import Site
@@ -213,7 +213,7 @@ def run_name(place: Folder) -> str:
     """The name of the run in a folder, under which clients keep their state; a new name for a run that begins."""
     if not _name_file(place).is_file():
         return secrets.token_hex(16)
-    from fedbilevel.flower.wire.messages import is_run
+    from fedbilevel.flower.wire import is_run
 
     try:
         found = json.loads(_name_file(place).read_text())

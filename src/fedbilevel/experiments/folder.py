@@ -18,7 +18,7 @@ from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments.names import label
 from fedbilevel.experiments.spec import Spec, read_spec
-from fedbilevel.quoting import in_a_line, require_object
+from fedbilevel.wording import in_a_line, require_object
 
 
 def default_path(*names: str | None) -> Path:

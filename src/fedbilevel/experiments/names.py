@@ -40,7 +40,7 @@ def absolute(place: str) -> Path:
         ConfigurationError: no file can have that name.
     """
     from fedbilevel.core.errors import ConfigurationError
-    from fedbilevel.quoting import in_a_line
+    from fedbilevel.wording import in_a_line
 
     try:
         return Path(place).expanduser().resolve()

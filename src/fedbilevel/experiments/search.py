@@ -31,11 +31,11 @@ from fedbilevel.engines import lock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.spec import Spec
 from fedbilevel.experiments.sweep import Definition, Said, Show, Swept, in_a_line
-from fedbilevel.extras import missing
-from fedbilevel.quoting import in_a_line as quoted
 from fedbilevel.sweeps.journal import LOCK, claim, require_no_file
 from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import Job, TrialOutcome
+from fedbilevel.wording import in_a_line as quoted
+from fedbilevel.wording import missing
 
 if TYPE_CHECKING:
     import optuna

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.quoting import in_a_line
+from fedbilevel.wording import in_a_line
 
 DEPTH = 10  # of lists and tables in each other; what a field may be has 3 at most
 LONGEST = 200  # characters of a wrong text in an error

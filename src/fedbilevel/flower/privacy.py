@@ -29,8 +29,7 @@ from fedbilevel.core.fed import LastReply, Public, ReplyDelta, Withheld
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
-from fedbilevel.extras import missing
-from fedbilevel.quoting import in_a_line
+from fedbilevel.wording import in_a_line, missing
 
 SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
 

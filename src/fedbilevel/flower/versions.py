@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.extras import missing
+from fedbilevel.wording import missing
 
 TESTED = ("1.41", "1.42")
 BACKOFF = 0.02  # seconds before an object that is still being uploaded is asked for again, first time

@@ -1,16 +1,26 @@
-"""The hypergradient over every sample of every client: the yardstick for everything that estimates it."""
+"""The hypergradient over every sample of every client, found in three ways: yardsticks for all that estimates it.
+
+By the implicit function theorem; from the values of Φ(x) = F(x, y*(x)) alone, the inner problem solved to rounding;
+and by differentiating the training itself (iterative differentiation: Domke, "Generic methods for optimization-based
+modeling", AISTATS 2012; Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible
+learning", ICML 2015).
+"""
 
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import require_count
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.oracles.inverse import Solution, conjugate_gradient
+from fedbilevel.oracles.operators import Solution, conjugate_gradient
 from fedbilevel.oracles.population import Population
 
 
@@ -54,3 +64,129 @@ def implicit_by_cg(
 def implicit_with(population: Population, x: PyTree, y: PyTree, v: PyTree) -> ExactHypergradient:
     """The hypergradient that v gives, whatever v is."""
     return ExactHypergradient(population.hypergradient(x, y, v)[0], v, population.inner.gradients(x, y)[1])
+
+
+class Inner(NamedTuple):
+    """Where Newton's method on G(x, ·) ended."""
+
+    y: PyTree
+    gradient_norm: Array  # ‖∇y G‖ there (with the pull, if there is one)
+    iterations: Array
+    products: Array  # Hessian-vector products spent
+    negative_curvature: Array  # True where the Hessian was found not to be positive definite: no claim is made for y
+
+
+class _Newton(NamedTuple):
+    inner: Inner
+    moved: Array  # whether the last step made the gradient smaller
+
+
+@partial(jax.jit, static_argnames=("tolerance", "iterations", "products"))
+def solve_inner(
+    population: Population,
+    x: PyTree,
+    y: PyTree,
+    *,
+    pull: float | Array = 0.0,
+    tolerance: float = 1e-3,
+    iterations: int = 60,
+    products: int = 2000,
+) -> Inner:
+    """argmin over z of G(x, z) + ½ pull ‖z − y‖², from z = y: y*(x) without pull.
+
+    Newton's method; each system by conjugate gradients to a relative residual of `tolerance`, in at most `products`
+    products. A step is halved until it makes ‖∇y G‖ smaller, which some step does where the Hessian is positive
+    definite (the derivative of ½‖∇y G‖² along it is at most −(1 − tolerance)‖∇y G‖²). Where rounding no longer lets it,
+    the method is done.
+    """
+    require_count("newton iterations", iterations)
+
+    def gradient(z: PyTree) -> PyTree:
+        return jax.tree.map(lambda g, a, b: g + pull * (a - b), population.inner.gradients(x, z)[1], z, y)
+
+    def hessian(z: PyTree, v: PyTree) -> PyTree:
+        return optax.tree.add_scale(population.inner.hess_v(x, z, v), pull, v)
+
+    def unfinished(state: _Newton) -> Array:
+        now = state.inner
+        return state.moved & (now.gradient_norm > 0) & (now.iterations < iterations) & ~now.negative_curvature
+
+    def advance(state: _Newton) -> _Newton:
+        now = state.inner
+        system = conjugate_gradient(
+            lambda v: hessian(now.y, v), gradient(now.y), tolerance=tolerance, iterations=products
+        )
+
+        def shorter(trial: tuple[Array, PyTree, Array]) -> tuple[Array, PyTree, Array]:
+            length = trial[0] / 2
+            z = optax.tree.add_scale(now.y, -length, system.v)
+            return length, z, optax.tree.norm(gradient(z))
+
+        def too_long(trial: tuple[Array, PyTree, Array]) -> Array:
+            return ~(trial[2] < now.gradient_norm) & (trial[0] > 2.0**-20)
+
+        _, z, norm = lax.while_loop(too_long, shorter, (jnp.asarray(2.0), now.y, jnp.asarray(jnp.inf, float)))
+        moved = norm < now.gradient_norm
+        z = jax.tree.map(lambda a, b: jnp.where(moved, a, b), z, now.y)
+        norm = jnp.where(moved, norm, now.gradient_norm)
+        spent = now.products + system.iterations + 1  # and one for the residual
+        return _Newton(Inner(z, norm, now.iterations + 1, spent, system.negative_curvature >= 0), moved)
+
+    first = Inner(y, optax.tree.norm(gradient(y)), jnp.asarray(0), jnp.asarray(0), jnp.asarray(False))
+    return lax.while_loop(unfinished, advance, _Newton(first, jnp.asarray(True))).inner
+
+
+class Slopes(NamedTuple):
+    """Directional derivatives of Φ, one per direction: arrays (directions,)."""
+
+    directions: np.ndarray  # (directions, dim x), of unit norm, entries in the order of ravel_pytree
+    values: np.ndarray
+    errors: np.ndarray  # how far a halving of the width moved them: a bound on their error while it exceeds rounding
+
+
+def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, directions: int, width: float) -> Slopes:
+    """⟨∇Φ(x), d⟩ along random unit d, by central differences of F(x ± h d, y*(x ± h d)) for h = width and width/2.
+
+    The two are combined (Richardson), which leaves an error of order h⁴; `y` is where the inner solver starts.
+    """
+    require_count("directions", directions)
+    flat, unravel = ravel_pytree(x)
+    drawn = np.random.default_rng(seed).normal(size=(directions, flat.size))
+    units = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+
+    def objective(point: np.ndarray) -> float:
+        here = unravel(jnp.asarray(point, flat.dtype))
+        return float(population.outer.value(here, solve_inner(population, here, y).y))
+
+    def difference(h: float) -> np.ndarray:
+        return np.array([objective(flat + h * d) - objective(flat - h * d) for d in units]) / (2 * h)
+
+    wide, narrow = difference(width), difference(width / 2)
+    return Slopes(units, (4 * narrow - wide) / 3, np.abs(narrow - wide))
+
+
+class Unrolled(NamedTuple):
+    """What N steps of gradient descent on G made of y, and how F depends on x through them."""
+
+    hypergradient: PyTree  # dF(x, y_N(x))/dx, like x
+    y: PyTree  # y_N
+
+
+@partial(jax.jit, static_argnames="steps")
+def unrolled_gradient(population: Population, x: PyTree, y: PyTree, *, steps: int, lr: float | Array) -> Unrolled:
+    """d/dx F(x, y_N(x)) with y_0 = y fixed and y_{n+1} = y_n − lr·∇y G(x, y_n), by reverse mode.
+
+    Tends to ∇Φ(x) like (1 − lr·μ)^N for lr < 2/L. At y = y*(x) it equals the truncated Neumann series of N terms.
+    Memory: N copies of y; the rest is computed anew on the way back.
+    """
+    require_count("unrolled steps", steps)
+
+    def step(x: PyTree, y: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, g: a - lr * g, y, population.inner.gradients(x, y)[1])
+
+    def train(x: PyTree) -> PyTree:
+        return lax.scan(lambda y, _: (jax.checkpoint(step)(x, y), None), y, None, length=steps)[0]
+
+    end, pull_back = jax.vjp(train, x)
+    f_x, f_y = population.outer.gradients(x, end)
+    return Unrolled(jax.tree.map(lambda a, b: a + b, f_x, pull_back(f_y)[0]), end)

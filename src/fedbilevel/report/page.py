@@ -15,9 +15,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.extras import missing
 from fedbilevel.report.chart import COLOURS, LEGEND_DASHES
 from fedbilevel.reproduce.outcome import STALE
+from fedbilevel.wording import missing
 
 FILE = "report.html"
 POLICY = (

@@ -25,9 +25,9 @@ from fedbilevel.experiments.compare import (
 )
 from fedbilevel.experiments.folder import LoadedRun, as_damage, write_text
 from fedbilevel.experiments.tables import mean_and_spread, summary_table
-from fedbilevel.quoting import require_object
 from fedbilevel.report.chart import Chart, amount, chart
 from fedbilevel.report.page import PageTable, pairs, printed, render, table
+from fedbilevel.wording import require_object
 
 
 def write_runs(paths: Sequence[Path], file: Path) -> Path:

@@ -19,11 +19,11 @@ from fedbilevel.engines.curves import PANELS, Curve, costs_of, curve
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments.folder import as_damage, write_json
 from fedbilevel.experiments.runner import describe_environment
-from fedbilevel.quoting import require_object
 from fedbilevel.reproduce.claims import PERCENTAGE_POINTS, State, Verdict, findings, metric_in, verdict
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale
 from fedbilevel.reproduce.protocol import Played, place_of
 from fedbilevel.reproduce.ranking import ranks
+from fedbilevel.wording import require_object
 
 SCHEMA = 2
 FILE = "outcome.json"

@@ -20,9 +20,9 @@ from fedbilevel.core.kept import series
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_atomically
 from fedbilevel.engines.history import History
-from fedbilevel.quoting import in_a_line, require_object
 from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, standing
+from fedbilevel.wording import in_a_line, require_object
 
 DEFINITION, LINES, LOCK = "definition.json", "trials.jsonl", ".lock"
 

@@ -31,8 +31,7 @@ from fedbilevel.core.fed import Withheld
 from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
-from fedbilevel.oracles.inverse import Iteration
-from fedbilevel.oracles.lanczos import extreme_eigenvalues
+from fedbilevel.oracles.operators import Iteration, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total, hess_v
 
 Sampling = Literal["random", "random_per_client"]

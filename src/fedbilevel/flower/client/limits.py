@@ -12,7 +12,7 @@ from typing import TypeVar
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import require, require_count
-from fedbilevel.flower.wire.messages import Refusal
+from fedbilevel.flower.wire import Refusal
 
 
 @dataclass(frozen=True)

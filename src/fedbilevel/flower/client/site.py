@@ -40,16 +40,19 @@ from fedbilevel.flower.privacy import (
     released,
     without_replies,
 )
-from fedbilevel.flower.wire.contract import CallSignature, Contract, difference, draw_up
-from fedbilevel.flower.wire.messages import (
+from fedbilevel.flower.wire import (
     ACTION,
     FAILED,
     METRICS,
     NOT_FINITE,
+    CallSignature,
+    Contract,
     Refusal,
     RequestMessage,
     ResponseMessage,
     decode,
+    difference,
+    draw_up,
     encode,
     from_bytes,
     is_run,

@@ -15,7 +15,7 @@ from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.flower.client.limits import RequestCounts
-from fedbilevel.flower.wire.messages import RAW, Refusal, from_bytes, layout, to_bytes
+from fedbilevel.flower.wire import RAW, Refusal, from_bytes, layout, to_bytes
 
 Tag = tuple[int, int]
 """(round, exchange) of a reply; (-1, -1) before the first."""

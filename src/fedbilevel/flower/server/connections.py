@@ -16,8 +16,16 @@ from flwr.serverapp import Grid
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.contract import Contract, difference
-from fedbilevel.flower.wire.messages import Refusal, RequestMessage, ResponseMessage, decode, reading, request_message
+from fedbilevel.flower.wire import (
+    Contract,
+    Refusal,
+    RequestMessage,
+    ResponseMessage,
+    decode,
+    difference,
+    reading,
+    request_message,
+)
 
 log = logging.getLogger("fedbilevel.server")
 

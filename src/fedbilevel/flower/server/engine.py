@@ -37,7 +37,7 @@ from fedbilevel.flower.server.connections import ClientReply
 from fedbilevel.flower.server.fed import FlowerFed
 from fedbilevel.flower.server.session import CorruptedStateError, Session
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire.messages import METRICS, Refusal, RequestMessage, is_run, reading, to_bytes
+from fedbilevel.flower.wire import METRICS, Refusal, RequestMessage, is_run, reading, to_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,15 @@ from fedbilevel.core.errors import ExchangeError
 from fedbilevel.flower.server.connections import ClientReply
 from fedbilevel.flower.server.session import CorruptedStateError, CountedReply, Session
 from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
-from fedbilevel.flower.wire.contract import CallSignature, Contract
-from fedbilevel.flower.wire.messages import Refusal, RequestMessage, from_bytes, reading, tells_of_numbers
+from fedbilevel.flower.wire import (
+    CallSignature,
+    Contract,
+    Refusal,
+    RequestMessage,
+    from_bytes,
+    reading,
+    tells_of_numbers,
+)
 
 
 class EncodedMessage(NamedTuple):

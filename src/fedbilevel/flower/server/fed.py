@@ -33,8 +33,7 @@ from fedbilevel.engines.engine import loop
 from fedbilevel.engines.submodels import RoundSubmodels, covered, put_back
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
 from fedbilevel.flower.server.session import CountedReply, Session
-from fedbilevel.flower.wire.contract import CallSignature, Contract
-from fedbilevel.flower.wire.messages import layout, shapes, to_bytes
+from fedbilevel.flower.wire import CallSignature, Contract, layout, shapes, to_bytes
 
 Metrics = dict[str, tuple[Any, Any]]
 """Metric name -> (Σ p_i m_i, Σ p_i) over the clients that sent it."""

@@ -31,8 +31,7 @@ from fedbilevel.flower.server.connections import (
 )
 from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms, ratios
 from fedbilevel.flower.versions import quick_pulls, require_flower, tested
-from fedbilevel.flower.wire.contract import Contract, draw_up
-from fedbilevel.flower.wire.messages import RequestMessage, ResponseMessage
+from fedbilevel.flower.wire import Contract, RequestMessage, ResponseMessage, draw_up
 
 log = logging.getLogger("fedbilevel.server")
 

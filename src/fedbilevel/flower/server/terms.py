@@ -15,9 +15,9 @@ import numpy as np
 
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
-from fedbilevel.flower.wire.contract import CallSignature
-from fedbilevel.flower.wire.messages import (
+from fedbilevel.flower.wire import (
     NOT_FINITE,
+    CallSignature,
     Refusal,
     RequestMessage,
     ResponseMessage,

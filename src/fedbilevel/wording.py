@@ -1,6 +1,17 @@
-"""Quoting what others wrote, libraries and strangers: in one line that is not long and commands no terminal."""
+"""Words for messages: about a package that is not installed, and of others, libraries and strangers, who are quoted in
+one line that is not long and commands no terminal.
+"""
 
 from typing import Any
+
+
+def missing(package: str, extra: str) -> str:
+    """Words for a package that is not installed: the extra that brings it, and the command that works.
+
+    The library is on no package index: anything there under its name would be somebody else's.
+    """
+    return f'{package}, which is not installed: in a clone of the repository, pip install ".[{extra}]"'
+
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 

@@ -1,1 +1,0 @@
-"""What both sides of a federation agree on and send: contract, messages, layout of bytes, Flower records."""
