@@ -54,7 +54,7 @@ def draws(method: str, epochs: int) -> dict[str, np.ndarray]:
     import jax
     import jax.numpy as jnp
 
-    from fedbilevel.engines.cohort import draw_cohort, round_keys
+    from fedbilevel.engines.engine import draw_cohort, round_keys
 
     of_client = {"FedNest": fednest_draws, "LFedNest": lfednest_draws}[method]
 

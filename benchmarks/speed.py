@@ -66,7 +66,7 @@ def write_problem(path: Path, rounds: int) -> None:
     import jax
 
     from fedbilevel.core.client import uniform_below
-    from fedbilevel.engines.cohort import draw_cohort, round_keys
+    from fedbilevel.engines.engine import draw_cohort, round_keys
 
     _, _, clients, x0, y0 = build()
     cohorts, draws = [], {"outer": [], "inner": []}

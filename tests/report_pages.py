@@ -7,8 +7,8 @@ from typing import Any
 
 from fedbilevel import experiments
 from fedbilevel.experiments.folder import write_json
+from fedbilevel.report import write
 from fedbilevel.report.entries import write_index
-from fedbilevel.report.folders import write
 from fedbilevel.reproduce import outcome
 from fedbilevel.reproduce.entry import Entry, read
 from run_folders import write_run

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from fedbilevel.engines import cohort
-from fedbilevel.engines.cohort import draw_cohort, draw_work, round_keys, work_of
+from fedbilevel.engines import engine
+from fedbilevel.engines.engine import draw_cohort, draw_work, round_keys, work_of
 
 DRAWS = 20_000
 
 
 def draw(path, population, size, monkeypatch, count=DRAWS):
     """Many cohorts, drawn by Floyd's algorithm or by a permutation whatever their size."""
-    monkeypatch.setattr(cohort, "FLOYD_LIMIT", {"floyd": 2048, "permutation": 0}[path])
+    monkeypatch.setattr(engine, "FLOYD_LIMIT", {"floyd": 2048, "permutation": 0}[path])
     one = partial(draw_cohort.__wrapped__, population=population, size=size)  # uncompiled, hence not of the other path
     keys = jax.random.split(jax.random.key(0), count)
     return np.asarray(jax.jit(jax.vmap(lambda key: one(key)))(keys))
@@ -66,8 +66,8 @@ def test_large_cohorts_are_permutations_and_small_ones_are_not():
     def sorts(size):
         return " sort[" in str(jax.make_jaxpr(lambda key: draw_cohort(key, 5000, size))(jax.random.key(0)))
 
-    assert not sorts(cohort.FLOYD_LIMIT)
-    assert sorts(cohort.FLOYD_LIMIT + 1)
+    assert not sorts(engine.FLOYD_LIMIT)
+    assert sorts(engine.FLOYD_LIMIT + 1)
 
 
 def arrays(jaxpr):

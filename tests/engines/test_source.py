@@ -8,7 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.client import Ragged, Samples
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.cohort import draw_cohort, round_keys
+from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.engines.local.fed import ProgramLayout
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, padded
 from fedbilevel.engines.virtual_time import Clock

@@ -7,7 +7,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.oracles.operators import conjugate_gradient, dense_matrix, neumann
+from fedbilevel.oracles.operators import conjugate_gradient, neumann
 
 EPS = np.finfo(np.float64).eps
 
@@ -178,11 +178,6 @@ def test_trees_are_solved_as_their_flat_vectors(solver):
     assert jax.tree.structure(tree.v) == jax.tree.structure(TREE)
     np.testing.assert_allclose(ravel_pytree(tree.v)[0], plain.v, rtol=0, atol=50 * EPS * np.linalg.norm(b))
     assert int(tree.iterations) == int(plain.iterations)
-
-
-def test_dense_matrix_is_the_operators_own():
-    h = vector((7, 7))  # of no symmetry: a transpose would show
-    np.testing.assert_array_equal(dense_matrix(on_tree(h)[1], TREE), h)
 
 
 @pytest.mark.parametrize("solver", [neumann, conjugate_gradient])

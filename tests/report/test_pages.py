@@ -15,8 +15,8 @@ import pytest
 from fedbilevel.cli import main
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.report import page as pages
+from fedbilevel.report import write
 from fedbilevel.report.entries import entry_page, write_entry, write_index
-from fedbilevel.report.folders import write
 from fedbilevel.reproduce import outcome
 from fedbilevel.reproduce.entry import load
 from report_pages import CONTENT, every_page, keep, keep_runs, made_up, outcome_for

@@ -28,7 +28,7 @@ def add_to(add: Add) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fedbilevel.report.folders import write
+    from fedbilevel.report import write
 
     terminal = console()
     for path in write(options.folders, options.out):

@@ -22,7 +22,6 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import in_flight
-from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.costs import (
     RoundCosts,
     Sums,
@@ -36,12 +35,16 @@ from fedbilevel.engines.costs import (
 )
 from fedbilevel.engines.engine import (
     Carry,
+    RoundKeys,
     Stretch,
     available_population,
     check_availability,
     check_first,
     check_simulated,
+    draw_cohort,
     loop,
+    round_keys,
+    work_of,
 )
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import Clock

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.tree import PyTree, move
@@ -113,13 +112,6 @@ def _relative_residual(operator: Operator, v: PyTree, b: PyTree) -> Array:
     size = optax.tree.norm(b)
     zero = size == 0
     return jnp.where(zero, 0, optax.tree.norm(optax.tree.sub(operator(v), b)) / jnp.where(zero, 1, size))
-
-
-def dense_matrix(operator: Operator, like: PyTree) -> Array:
-    """The matrix of `operator` on the flattened tree: for tests and tiny problems only."""
-    flat, unravel = ravel_pytree(like)
-    columns = jax.vmap(lambda e: ravel_pytree(operator(unravel(e)))[0])(jnp.eye(flat.size))
-    return columns.T
 
 
 class Extremes(NamedTuple):

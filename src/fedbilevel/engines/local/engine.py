@@ -25,9 +25,18 @@ from fedbilevel.core.kept import PROGRAMS, program_key, recalled, series, shapes
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
-from fedbilevel.engines.cohort import RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.costs import RoundCosts, packed, unpacked
-from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
+from fedbilevel.engines.engine import (
+    Carry,
+    RoundKeys,
+    Stretch,
+    available_population,
+    check_availability,
+    check_simulated,
+    draw_cohort,
+    round_keys,
+    work_of,
+)
 from fedbilevel.engines.in_flight import nonfinite_replies, with_tables
 from fedbilevel.engines.local.fed import (
     AXIS,

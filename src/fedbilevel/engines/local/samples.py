@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.cohort import draw_cohort, round_keys
+from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
 from fedbilevel.engines.submodels import SubmodelPlan
 

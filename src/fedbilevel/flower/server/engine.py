@@ -24,9 +24,8 @@ from fedbilevel.core.errors import AbsenceWarning, ExchangeError, NonFiniteError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
-from fedbilevel.engines.cohort import RoundKeys, round_keys
 from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_costs
-from fedbilevel.engines.engine import Carry, Stretch
+from fedbilevel.engines.engine import Carry, RoundKeys, Stretch, round_keys
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.in_flight import InFlight, PhaseQueue

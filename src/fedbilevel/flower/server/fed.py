@@ -18,7 +18,6 @@ from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import UnitLayout, Units
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.cohort import RoundKeys, draw_cohort, work_of
 from fedbilevel.engines.costs import (
     ExchangeCount,
     ExchangeKind,
@@ -29,7 +28,7 @@ from fedbilevel.engines.costs import (
     normalise,
     weigh,
 )
-from fedbilevel.engines.engine import loop
+from fedbilevel.engines.engine import RoundKeys, draw_cohort, loop, work_of
 from fedbilevel.engines.submodels import RoundSubmodels, covered, put_back
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
 from fedbilevel.flower.server.session import CountedReply, Session
