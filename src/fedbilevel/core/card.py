@@ -25,10 +25,8 @@ class Card:
 
     def __repr__(self) -> str:
         indent = max(map(len, self.lines), default=0)
-        return "\n".join(shortened(line) for line in (self.title, *self._texts(indent)))
-
-    def _texts(self, indent: int) -> list[str]:
-        return [f"  {name:<{indent}}  {text}" for name, text in self.lines.items()]
+        texts = (f"  {name:<{indent}}  {text}" for name, text in self.lines.items())
+        return "\n".join(map(shortened, (self.title, *texts)))
 
     def _repr_html_(self) -> str:
         style = 'style="text-align: left"'

@@ -173,7 +173,7 @@ class Clients(Shown):
             )
         object.__setattr__(self, "outer", outer_rows)
         object.__setattr__(self, "inner", inner_rows)
-        weights = inner_rows.size if _is(weights, "size") else weights
+        weights = inner_rows.size if isinstance(weights, str) and weights == "size" else weights
         object.__setattr__(self, "weights", checked_weights("Clients.weights", weights, count, "None, 'size'"))
         object.__setattr__(self, "local_steps", checked_local_steps("Clients.local_steps", local_steps, count))
         object.__setattr__(self, "capacity", checked_capacity("Clients.capacity", capacity, count))
@@ -221,10 +221,6 @@ def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
         require(sizes is None, f"Clients.{name}_sizes", sizes, "left out when the data is a list")
         return Ragged.listed(name, data)
     return Ragged.stacked(name, data, sizes)
-
-
-def _is(value: Any, word: str) -> bool:
-    return isinstance(value, str) and value == word
 
 
 def checked_weights(field: str, weights: Any, count: int, otherwise: str = "None") -> np.ndarray:

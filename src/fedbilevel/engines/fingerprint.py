@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from itertools import pairwise
@@ -125,17 +125,16 @@ def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[st
         for loss, rows in sets.items()
     }
     every = group.gather(own)
-    known = {loss: [_any(words) for words in zip(*(of[loss] for of in every), strict=True)] for loss in own}
+    known = {
+        loss: [next(filter(None, words), None) for words in zip(*(of[loss] for of in every), strict=True)]
+        for loss in own
+    }
     return known if "inner" in known else {**known, "inner": known["outer"]}  # both losses read the same samples
 
 
 def _shapes(tree: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves]
-
-
-def _any(words: Iterable[str | None]) -> str | None:
-    return next(filter(None, words), None)
 
 
 def of_tree(tree: PyTree) -> str:

@@ -20,7 +20,7 @@ from jax import Array, lax
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Loss, Problem
-from fedbilevel.core.tree import PyTree, on_device
+from fedbilevel.core.tree import PyTree, is_floating, on_device
 
 CHUNK = 256  # samples that are vectorised together
 
@@ -69,7 +69,7 @@ class Total:
         def share(part: tuple[PyTree, Array]) -> PyTree:
             samples, weights = part
             # one real type throughout: samples as they are stored, or in the double precision that is in force
-            samples = jax.tree.map(lambda a: a.astype(weights.dtype) if _real(a) else a, samples)
+            samples = jax.tree.map(lambda a: a.astype(weights.dtype) if is_floating(a) else a, samples)
 
             def loss(x: PyTree, y: PyTree) -> Array:
                 one = jax.vmap(lambda sample: self.loss(x, y, jax.tree.map(lambda a: a[None], sample)))
@@ -189,7 +189,3 @@ def _chunked(
         return np.asarray(taken).reshape(chunks, size, *leaf.shape[1:])
 
     return jax.tree_util.tree_map_with_path(take, rows.values), weights.reshape(chunks, size)
-
-
-def _real(a: Array) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.floating)
