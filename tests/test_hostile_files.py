@@ -28,7 +28,8 @@ from fedbilevel import Result, data, experiments
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.data import characters, loaders, reading
 from fedbilevel.data.files import folders
-from fedbilevel.engines import budget, checkpoint
+from fedbilevel.engines import checkpoint
+from fedbilevel.engines.result import rounds_done
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.compare import comparison_table, load_groups
 from fedbilevel.report.entries import write_entry
@@ -173,7 +174,7 @@ def results(place: Path, count: int) -> Format:
 def spent_budgets(place: Path, count: int) -> Format:
     file = place / "checkpoint.npz"
     checkpoint.save(file, TREE, {"history": [{"round": 3, "exchanges": 7}]})
-    return Format(file, npz_contents(file, count), lambda: budget.rounds_done(file, ("exchanges", 7)))
+    return Format(file, npz_contents(file, count), lambda: rounds_done(file, ("exchanges", 7)))
 
 
 @a_format

@@ -32,7 +32,6 @@ from fedbilevel.core.metrics import best
 from fedbilevel.core.renames import RUN, renamed
 from fedbilevel.data import DataError
 from fedbilevel.engines import checkpoint, lock
-from fedbilevel.engines.budget import cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.checkpoint import writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.engine import Engine, check_cohort
@@ -40,7 +39,7 @@ from fedbilevel.engines.history import Row
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import MEASURING, WRITING, Display, doing, showing
-from fedbilevel.engines.result import Callback, Result
+from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, write_json, write_text

@@ -20,10 +20,9 @@ from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NumericalError, require
 from fedbilevel.core.metrics import directions, text
 from fedbilevel.data import DataError
-from fedbilevel.engines.budget import Budget, in_words, last_row, rounds_done, stop_after
 from fedbilevel.engines.history import History
 from fedbilevel.engines.progress import Display
-from fedbilevel.engines.result import Callback
+from fedbilevel.engines.result import Budget, Callback, in_words, last_row, rounds_done, stop_after
 from fedbilevel.experiments import plots, runner, toml
 from fedbilevel.experiments.export import csv_text, finite
 from fedbilevel.experiments.folder import Folder, as_damage, write_json, write_text

@@ -13,10 +13,9 @@ from rich.table import Table
 
 from fedbilevel.core.metrics import text
 from fedbilevel.engines.bar import Bar
-from fedbilevel.engines.budget import cost
 from fedbilevel.engines.curves import time_of
 from fedbilevel.engines.history import Row
-from fedbilevel.engines.result import Result
+from fedbilevel.engines.result import Result, cost
 from fedbilevel.engines.speed import Speed
 from fedbilevel.experiments.layout import fitted, folding, titled
 from fedbilevel.experiments.spec import Spec

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, is_count, require, unknown
-from fedbilevel.engines.budget import cost
 from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.result import cost
 
 T = TypeVar("T")
 PointValues = Mapping[str, Any]

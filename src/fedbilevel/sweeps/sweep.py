@@ -31,13 +31,12 @@ from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.tree import XYV, PyTree, split
 from fedbilevel.engines import checkpoint
-from fedbilevel.engines.budget import last_row, rounds_done, stop_after
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient
 from fedbilevel.engines.fingerprint import of_samples, of_tree
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.result import Result
+from fedbilevel.engines.result import Result, last_row, rounds_done, stop_after
 from fedbilevel.engines.solve import solve
 from fedbilevel.sweeps.journal import Journal, opened, play
 from fedbilevel.sweeps.outcome import Sweep
