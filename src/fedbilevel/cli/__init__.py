@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fedbilevel.cli import comparison, diagnostics, federation, report, reproduce, run, sweep
+from fedbilevel.cli import comparison, diagnostics, federation, reproduce, run, sweep
 from fedbilevel.cli.shared import INTERRUPTED, OK, Add, check_names, console, exit_code, fail, sentence
 
 
@@ -47,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     comparison.add_to(add)
     sweep.add_to(add)
     reproduce.add_to(add)
-    report.add_to(add)
     diagnostics.add_to(add)
     _add_lists(add)
     federation.add_to(add)

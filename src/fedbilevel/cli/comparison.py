@@ -1,4 +1,5 @@
-"""`fedbilevel compare`: finished runs side by side, or several algorithms on one task."""
+"""Finished runs: `fedbilevel compare`, side by side, or several algorithms on one task; `fedbilevel report`, a page of
+runs, of comparisons and of the papers' figures, for people."""
 
 from __future__ import annotations
 
@@ -56,6 +57,17 @@ Methods make different numbers of exchanges a round: --exchanges gives all the s
 some do not wait for slow clients: --time, with a clock (--set clock.stragglers=5).
 Repeated with the same --out, what is missing is run: after Ctrl-C, with more seeds or with more algorithms.
 """
+EPILOG_OF_REPORT = """\
+A page is one HTML file: it needs no network, its curves can be pointed at and switched off, and it can be printed.
+
+  fedbilevel report runs/RUN                         a run: runs/RUN/report.html
+  fedbilevel report runs/A runs/B                    runs side by side: report.html
+  fedbilevel report runs/FOLDER                      a folder of runs, likewise: runs/FOLDER/report.html
+  fedbilevel report runs/reproduce/simfbo-4/quick    an entry of `fedbilevel reproduce`
+  fedbilevel report runs/reproduce                   all of them, and index.html over them
+
+What lies in the folders is read and shown as text; nothing of it is executed.
+"""
 
 
 def add_to(add: Add) -> None:
@@ -82,6 +94,9 @@ def add_to(add: Add) -> None:
     compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
     for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX"}.items():
         compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
+    report = add("report", _report, "write a page for people about runs or a paper's figures", EPILOG_OF_REPORT)
+    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, of runs, or of reproduce")
+    report.add_argument("--out", type=Path, metavar="FILE", help="of runs: the page, .html (report.html)")
 
 
 def _names(text: str) -> list[str]:
@@ -185,3 +200,12 @@ def _algorithms(options: argparse.Namespace) -> int:
     terminal.print(comparison_table(groups, terminal.width))
     _say(terminal, {"runs": [folder], "plot": [folder / PICTURE], "also": written})
     return NUMBERS_FAIL if failed else OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fedbilevel.report import write
+
+    terminal = console()
+    for path in write(options.folders, options.out):
+        terminal.print(f"report {path}", markup=False, highlight=False, soft_wrap=True)
+    return OK
