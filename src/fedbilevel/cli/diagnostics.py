@@ -108,7 +108,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     prepare_jax()
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
     from fedbilevel.engines.progress import showing
-    from fedbilevel.experiments.names import code_of, label
+    from fedbilevel.experiments.loader import code_of, label
     from fedbilevel.experiments.runner import task_of
 
     own = [name for name in options.algorithm or [] if code_of(name)]

@@ -169,7 +169,7 @@ def _definition(options: argparse.Namespace) -> Definition:
 
 def _new_folder(definition: Definition) -> Path:
     from fedbilevel.experiments.folder import default_path
-    from fedbilevel.experiments.names import label
+    from fedbilevel.experiments.loader import label
 
     task = definition.task or "run"
     return default_path("sweep", label(task))

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedbilevel.experiments.names import is_file
-
 FILE = Path(__file__).with_name("catalogue.json")
 MISSING = "–"
 
@@ -74,6 +72,11 @@ def tasks(name: str | None = None) -> list[TaskFacts]:
         ConfigurationError: there is no such task; the message names the nearest one.
     """
     return _chosen("task", _library()[1], name)
+
+
+def is_file(place: str) -> bool:
+    """Whether that is a path rather than a module's name."""
+    return place.endswith(".py") or "/" in place
 
 
 def is_own(name: str) -> bool:

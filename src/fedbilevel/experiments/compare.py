@@ -21,7 +21,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.layout import fitted
-from fedbilevel.experiments.names import label
+from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.tables import gflop, mean_and_spread
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours

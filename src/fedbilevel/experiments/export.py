@@ -25,7 +25,7 @@ from fedbilevel.experiments.compare import (
     tasks_of,
 )
 from fedbilevel.experiments.folder import LoadedRun, write_json, write_text
-from fedbilevel.experiments.names import label
+from fedbilevel.experiments.loader import label
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")

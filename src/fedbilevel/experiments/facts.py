@@ -16,8 +16,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.catalogue import MISSING, AlgorithmFacts, Kinds, TaskFacts
 from fedbilevel.experiments.fields import of_class, of_function
-from fedbilevel.experiments.loader import algorithm_class
-from fedbilevel.experiments.names import label
+from fedbilevel.experiments.loader import algorithm_class, label
 from fedbilevel.tasks import TASKS
 
 EMPTY = inspect.Parameter.empty  # the default of a field that has to be given

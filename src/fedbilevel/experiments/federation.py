@@ -37,8 +37,7 @@ from fedbilevel.experiments.folder import (
     write_json,
     write_text,
 )
-from fedbilevel.experiments.loader import algorithm_class, registry_kept, task_maker
-from fedbilevel.experiments.names import own_file
+from fedbilevel.experiments.loader import algorithm_class, own_file, registry_kept, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
 from fedbilevel.experiments.series import difference
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like

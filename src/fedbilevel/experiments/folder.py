@@ -16,7 +16,7 @@ from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, requir
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, is_number
-from fedbilevel.experiments.names import label
+from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import Spec, read_spec
 from fedbilevel.wording import in_a_line, require_object
 

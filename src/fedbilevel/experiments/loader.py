@@ -20,8 +20,44 @@ from typing import Any
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, unknown
-from fedbilevel.experiments.names import absolute, is_file
+from fedbilevel.experiments.catalogue import is_file
 from fedbilevel.tasks import TASKS, Task
+from fedbilevel.wording import in_a_line
+
+
+def full_name(name: str) -> str:
+    """The name as a spec records it: files by their absolute path, so that a run can be resumed from anywhere."""
+    place, _, attribute = name.rpartition(":")
+    return f"{absolute(place)}:{attribute}" if is_file(place) else name
+
+
+def label(name: str) -> str:
+    """The name for people: files without their folders."""
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).name}:{attribute}" if is_file(place) else name
+
+
+def own_file(name: str) -> Path | None:
+    """The file that a user's own task or algorithm is in, if its name says one."""
+    place = code_of(name)
+    return Path(place) if is_file(place) else None
+
+
+def code_of(name: str) -> str:
+    """The file or module with the code of a user's own task or algorithm; "" for those of the library."""
+    return name.rpartition(":")[0]
+
+
+def absolute(place: str) -> Path:
+    """The absolute path of a file.
+
+    Raises:
+        ConfigurationError: no file can have that name.
+    """
+    try:
+        return Path(place).expanduser().resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # a zero byte; a loop of links; ~ of nobody
+        raise ConfigurationError(f"{place[:200]!r} is not the name of a file: {in_a_line(error)}") from error
 
 
 def task_maker(name: str) -> Callable[..., Task]:

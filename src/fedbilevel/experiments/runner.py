@@ -43,8 +43,7 @@ from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, 
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, write_json, write_text
-from fedbilevel.experiments.loader import algorithm_class, task_maker
-from fedbilevel.experiments.names import label
+from fedbilevel.experiments.loader import algorithm_class, label, task_maker
 from fedbilevel.experiments.spec import Component, RunPlan, Spec, SubmodelsPlan, fields_of, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
 

@@ -30,8 +30,7 @@ from fedbilevel.experiments.compare import (
 from fedbilevel.experiments.export import names
 from fedbilevel.experiments.fields import unknown_setting
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free, write_json
-from fedbilevel.experiments.loader import algorithm_class
-from fedbilevel.experiments.names import full_name, label
+from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.runner import build, complete, task_of
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Component, Spec, configure, fields_of, read_like
 from fedbilevel.tasks import Task

@@ -32,8 +32,7 @@ from fedbilevel.experiments.fields import (
     unknown_field,
     unknown_setting,
 )
-from fedbilevel.experiments.loader import algorithm_class, task_maker
-from fedbilevel.experiments.names import code_of, full_name, label
+from fedbilevel.experiments.loader import algorithm_class, code_of, full_name, label, task_maker
 from fedbilevel.experiments.presets import METHODS, Preset, preset
 from fedbilevel.experiments.presets.table import merged
 

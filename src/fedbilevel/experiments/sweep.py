@@ -27,7 +27,7 @@ from fedbilevel.experiments import plots, runner, toml
 from fedbilevel.experiments.export import csv_text, finite
 from fedbilevel.experiments.folder import Folder, as_damage, write_json, write_text
 from fedbilevel.experiments.layout import fitted
-from fedbilevel.experiments.names import full_name, label
+from fedbilevel.experiments.loader import full_name, label
 from fedbilevel.experiments.runner import algorithm_of, build
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec, configure
