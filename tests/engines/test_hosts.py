@@ -23,8 +23,7 @@ import pytest
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines.loop import Loop
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, join
-from fedbilevel.engines.multihost.addresses import check_reachable
-from fedbilevel.engines.multihost.group import PIECE
+from fedbilevel.engines.multihost.group import PIECE, check_reachable
 from fedbilevel.engines.multihost.joining import LOST
 
 SECONDS = 480  # after which a process that hangs is ended

@@ -7,8 +7,10 @@ process 0 hosts.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,7 +32,6 @@ from fedbilevel.core.errors import (
     NonFiniteError,
     NumericalError,
 )
-from fedbilevel.engines.multihost.addresses import check_reachable, own_name
 
 LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
 PIECE = 2**20  # bytes of a message in one entry of the store; gRPC carries at most 4 MiB
@@ -274,3 +275,42 @@ def _silent() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def host_and_port(coordinator: str) -> tuple[str, str]:
+    """HOST and PORT."""
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), port
+
+
+def own_name() -> tuple[str, str]:
+    """This host's name and the address that it resolves to; "" where it has none."""
+    name = socket.gethostname()
+    return name, _resolved(name)
+
+
+def check_reachable(coordinator: str, names: list[list[str]]) -> None:
+    """Refuse hosts whose own name is their loopback: there Gloo listens, and no other host can connect to it.
+
+    Args:
+        coordinator: HOST:PORT.
+        names: what `own_name` says on each process.
+    """
+    apart = len({name for name, _ in names}) > 1 and not _is_loopback(_resolved(host_and_port(coordinator)[0]))
+    for process, (name, address) in enumerate(names):
+        if apart and _is_loopback(address):
+            raise ConfigurationError(
+                f"the host of process {process} takes its own name, {name!r}, for {address}, where no other host can "
+                f"reach it; see `getent hosts $(hostname)` there, and give the name its real address in /etc/hosts"
+            )
+
+
+def _resolved(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return bool(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,14 +20,20 @@ from typing import Any
 
 import jax
 
-from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.engines.multihost.addresses import AUTO, check_place
-from fedbilevel.engines.multihost.group import PARTING_SECONDS, LostProcess, ProcessGroup, current_group
+from fedbilevel.core.errors import ConfigurationError, require, require_count
+from fedbilevel.engines.multihost.group import (
+    PARTING_SECONDS,
+    LostProcess,
+    ProcessGroup,
+    current_group,
+    host_and_port,
+)
 
 HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
 END_SECONDS = 60  # that a process at its end waits for the others to come to theirs
 WORD_SECONDS = 2  # of waiting for the others to come, before it says so
 TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which one may come to after a long download
+AUTO = "auto"
 
 
 def join(
@@ -110,6 +117,51 @@ def _initialize(
     state = distributed.global_state
     group.service, group.coordinator = state.client, str(state.coordinator_address)
     group.processes, group.process = int(state.num_processes), int(state.process_id)
+
+
+def check_place(coordinator: str, processes: int | None, process: int | None, patience: float) -> None:
+    """Refuse what cannot work; process 0 makes sure that the port is free, the others that somebody answers there.
+
+    Raises:
+        ConfigurationError: no HOST:PORT, no such process, a port in use, a name that nobody knows, or nobody answers
+            within `patience` seconds.
+    """
+    host, port = host_and_port(coordinator)
+    good = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
+    require(good, "coordinator", coordinator, f"HOST:PORT, where process 0 listens, or {AUTO}")
+    require_count("processes", processes)
+    assert processes is not None
+    inside = isinstance(process, int) and 0 <= process < processes
+    require(inside, "process", process, f"0 to {processes - 1}, a different number for each of the {processes}")
+    address = (host, int(port))
+    if process == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        _check_free(coordinator, address)
+    elif process != 0:
+        _await_answer(coordinator, address, patience)
+
+
+def _check_free(coordinator: str, address: tuple[str, int]) -> None:
+    try:
+        with socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"process 0 cannot listen at coordinator = {coordinator!r}: {error}") from error
+
+
+def _await_answer(coordinator: str, address: tuple[str, int], patience: float) -> None:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection(address, timeout=2).close()
+            return
+        except socket.gaierror as error:
+            said = f"coordinator = {coordinator!r}: the name {address[0]!r} is not known"
+            raise ConfigurationError(f"{said}: {error.strerror}") from error
+        except OSError as error:
+            if time.monotonic() > end:
+                said = f"coordinator = {coordinator!r} does not answer in {patience:.0f} s: {error}"
+                raise ConfigurationError(f"{said}; is process 0 running?") from error
+        time.sleep(0.2)
 
 
 @contextmanager
