@@ -4,6 +4,8 @@ one line that is not long and commands no terminal.
 
 from typing import Any
 
+JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
+
 
 def missing(package: str, extra: str) -> str:
     """Words for a package that is not installed: the extra that brings it, and the command that works.
@@ -11,9 +13,6 @@ def missing(package: str, extra: str) -> str:
     The library is on no package index: anything there under its name would be somebody else's.
     """
     return f'{package}, which is not installed: in a clone of the repository, pip install ".[{extra}]"'
-
-
-JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 
 def in_a_line(error: Exception, longest: int = 200) -> str:

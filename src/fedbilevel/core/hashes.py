@@ -96,9 +96,8 @@ def _steps(program: Jaxpr) -> Iterator[str]:
         yield from named(given)
     for step in program.eqns:
         yield step.primitive.name
-        yield from description(
-            {name: value for name, value in step.params.items() if name != "name"}
-        )  # of a user's function
+        # The name is that of a user's function.
+        yield from description({name: value for name, value in step.params.items() if name != "name"})
         for used in (*step.invars, *step.outvars):
             yield from named(used)
     for result in program.outvars:

@@ -19,6 +19,13 @@ from fedbilevel.core.tree import PyTree, shapes
 
 MISUSED = (TypeError, ValueError, LookupError, AttributeError)
 """What a function may raise because its arguments are not those that it was written for."""
+NOT_NUMBERS = {
+    "S": "holds strings; encode them as integers, the same for all clients",
+    "O": "holds Python objects; make numbers of them (categories: integers, the same for all clients)",
+    "M": "holds dates; make numbers of them, such as days since one of them",
+}
+NOT_NUMBERS |= {"U": NOT_NUMBERS["S"], "T": NOT_NUMBERS["S"], "m": NOT_NUMBERS["M"]}
+"""What to do about arrays of these kinds of dtypes, by NumPy's letters."""
 
 
 def require_function(field: str, got: object, arguments: str, otherwise: str = "") -> None:
@@ -46,15 +53,6 @@ def explained(what: str, **arguments: PyTree) -> Iterator[None]:
     except MISUSED as error:
         given = "; ".join(f"{name}: {shapes(tree)}" for name, tree in arguments.items())
         raise ConfigurationError(f"{what} fails ({type(error).__name__}: {error}); it was given {given}") from error
-
-
-NOT_NUMBERS = {
-    "S": "holds strings; encode them as integers, the same for all clients",
-    "O": "holds Python objects; make numbers of them (categories: integers, the same for all clients)",
-    "M": "holds dates; make numbers of them, such as days since one of them",
-}
-NOT_NUMBERS |= {"U": NOT_NUMBERS["S"], "T": NOT_NUMBERS["S"], "m": NOT_NUMBERS["M"]}
-"""What to do about arrays of these kinds of dtypes, by NumPy's letters."""
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:

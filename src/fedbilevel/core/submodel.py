@@ -33,6 +33,7 @@ WHOLE, NUMBER = "whole", "number"
 Pruned = Literal["both", "x", "y"]
 Units = Mapping[str, Array]
 """By group, the units that a client holds: (kept,) indices, ascending."""
+Policy = Literal["importance", "static", "rolling", "random", "covered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,9 +219,6 @@ def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tupl
                 f"{name}, axis {place}: {length // times} units of group {group!r}, but {where} has {units}"
             )
         yield Axis(group, times)
-
-
-Policy = Literal["importance", "static", "rolling", "random", "covered"]
 
 
 @config

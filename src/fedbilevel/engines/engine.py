@@ -29,6 +29,8 @@ from fedbilevel.engines.costs import RoundCosts
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
 from fedbilevel.engines.virtual_time import Clock, ClockState
 
+FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; beyond this a permutation of all M is quicker
+
 
 class Carry(NamedTuple):
     """All that a run is between two rounds; with the run's key, all that resuming needs."""
@@ -161,9 +163,6 @@ def check_cohort(cohort: int | None, population: int) -> int:
         return population
     require(is_count(cohort) and cohort <= population, "cohort", cohort, f"1 to {population} (all clients)")
     return int(cohort)
-
-
-FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; beyond this a permutation of all M is quicker
 
 
 class RoundKeys(NamedTuple):

@@ -15,6 +15,8 @@ from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.wording import missing
 
 TESTED = "0.10."  # an unknown flag ends the process, so what was not tested is left alone
+MEGABYTES = 500
+WRITTEN = 60.0  # seconds that writing both halves of a program takes at most
 
 
 def tune_cpu(devices: int = 1) -> None:
@@ -40,10 +42,6 @@ def tune_cpu(devices: int = 1) -> None:
     present = os.environ.get("XLA_FLAGS", "")
     added = [f"{flag}={value}" for flag, value in wanted.items() if flag not in present]
     os.environ["XLA_FLAGS"] = " ".join([*present.split(), *added])
-
-
-MEGABYTES = 500
-WRITTEN = 60.0  # seconds that writing both halves of a program takes at most
 
 
 def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:

@@ -19,6 +19,10 @@ from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, Row
 
+ENDLESS = 2**31 - 1  # rounds, for runs that end otherwise
+Budget = tuple[str, float]
+"""What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9) or ("time", 200.0)."""
+
 
 @dataclass(repr=False)
 class Result(Shown):
@@ -157,11 +161,6 @@ def _has(row: Row, metric: str) -> bool:
 
 def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:
     return {"x": split(x)[0], "y": split(y)[0]}
-
-
-ENDLESS = 2**31 - 1  # rounds, for runs that end otherwise
-Budget = tuple[str, float]
-"""What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9) or ("time", 200.0)."""
 
 
 def cost(row: Row, name: str) -> float:

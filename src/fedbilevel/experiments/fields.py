@@ -57,9 +57,8 @@ class Choice:
     kind: str  # as errors call it
     key: str  # the entry of the table that holds the name
     makers: Mapping[str, Maker]
-    rules: Mapping[str, tuple[Callable[[Any], bool], str]] = dataclasses.field(
-        default_factory=dict
-    )  # which numbers are allowed
+    # Which numbers are allowed.
+    rules: Mapping[str, tuple[Callable[[Any], bool], str]] = dataclasses.field(default_factory=dict)
 
     def complete(self, place: str, given: Any) -> dict[str, Any]:
         """The table with every number filled in, or an error that names the field."""

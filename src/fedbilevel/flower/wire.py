@@ -33,6 +33,10 @@ from fedbilevel.engines.recorder import check_plain, exchanges_of
 from fedbilevel.wording import printable
 
 LONGEST_REFUSAL = 1000  # characters
+PROTOCOL = 2
+PROBES = (0, 1, 10, 100, 1000)
+"""Rounds at which schedules are compared."""
+MISSING = ("missing",)  # equal to nothing that JSON can hold
 
 
 class Refusal(FedbilevelError):
@@ -239,12 +243,6 @@ def decode(kind: type[Any], message: Message) -> Any:
     if leaves is not None or type(payload) is not bytes:
         raise Refusal("it is no message of fedbilevel's")
     return read(kind, named, payload)
-
-
-PROTOCOL = 2
-PROBES = (0, 1, 10, 100, 1000)
-"""Rounds at which schedules are compared."""
-MISSING = ("missing",)  # equal to nothing that JSON can hold
 
 
 class CallSignature(NamedTuple):

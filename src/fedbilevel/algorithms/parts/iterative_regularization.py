@@ -27,6 +27,7 @@ from fedbilevel.core.tree import PyTree, epsilon, move
 
 POINTS = 20  # random ones around each of x0 and 0, on which X and H are looked at
 ENTRIES = 10_000_000  # of all these points together, where x is large: then they are fewer
+INEXACT = 1e-6  # relative; what users' own projections may err by, where they are iterative
 
 
 class Standstill(NamedTuple):
@@ -181,9 +182,6 @@ class DecreasingSteps(IterativeRegularization):
 
     def step_size(self, k: Array) -> Array:
         return self.lr / k**self.lr_decay
-
-
-INEXACT = 1e-6  # relative; what users' own projections may err by, where they are iterative
 
 
 def check_projection(field: str, project: Project, x: PyTree, points: PyTree) -> PyTree:

@@ -37,6 +37,7 @@ from fedbilevel.oracles.population import Population, Total, hess_v
 Sampling = Literal["random", "random_per_client"]
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
 """(where loops run, v, key, number of the fresh cohort) -> H v."""
+SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 
 
 class SolveInfo(NamedTuple):
@@ -244,9 +245,6 @@ def longest(by_length: PyTree) -> Array:
     some = [jnp.any(leaf.reshape(len(leaf), -1) != 0, axis=1) for leaf in jax.tree.leaves(by_length)]
     places = jnp.any(jnp.stack(some), axis=0)
     return jnp.max(jnp.where(places, jnp.arange(len(places)), 0))
-
-
-SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
 
 
 def check_neumann_step(

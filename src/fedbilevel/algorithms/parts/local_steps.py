@@ -27,6 +27,9 @@ from fedbilevel.oracles.products import Directions, directions, independent_dire
 
 Gradient = Callable[[PyTree, Array], PyTree]
 """(point, key) -> the client's own gradient at that point, on samples that the key draws."""
+Count = int | Array
+LIKE = XYV("x", "y", "y")
+"""What messages and replies are shaped like: the entries x, y and v of an `XYV` like x, y and y (see `phase`)."""
 
 
 def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
@@ -54,9 +57,6 @@ def corrected_drift(
         return move(drift, -lr / tau, optax.tree.sub(gradient(point, step_key), gradient(start, step_key)))
 
     return jax.lax.fori_loop(1, tau, step, optax.tree.zeros_like(start))  # the first step is along q itself
-
-
-Count = int | Array
 
 
 class LocalOptimizer(Protocol):
@@ -157,10 +157,6 @@ def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
 
     total, _ = jax.lax.fori_loop(0, tau, step, (jnp.zeros(()), optimizer.begin(one)))
     return jnp.asarray(total)
-
-
-LIKE = XYV("x", "y", "y")
-"""What messages and replies are shaped like: the entries x, y and v of an `XYV` like x, y and y (see `phase`)."""
 
 
 class LocalDirections(Algorithm):

@@ -46,6 +46,7 @@ from fedbilevel.core.tree import PyTree
 
 OWN = {"init_client", "validate"}
 """What a wrapper does not ask of the method inside: `client_state` has the one, and the other has run already."""
+ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, without anyone being missing
 
 
 class Wrapper(Algorithm):
@@ -112,9 +113,6 @@ class Submodels(Wrapper):
 
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
         return self.algorithm.round(fed, state, key)
-
-
-ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, without anyone being missing
 
 
 class LastReplies(NamedTuple):

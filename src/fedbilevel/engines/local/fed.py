@@ -48,10 +48,8 @@ class Members(NamedTuple):
     inner_size: Any
     work: Any
     counts: Any  # 1, or 0 for a place that only pads the cohort to a multiple of the chunk
-    number: Any = (
-        None  # where clients have capacities: the client's class, and its rank in the class (see SubmodelPlan)
-    )
-    rank: Any = None
+    number: Any = None  # where clients have capacities: the client's class (see SubmodelPlan)
+    rank: Any = None  # likewise: its rank in the class
 
 
 class SampleArrays(NamedTuple):

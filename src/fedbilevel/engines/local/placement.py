@@ -174,8 +174,7 @@ def _taken(tree: PyTree, places: Array) -> PyTree:
 
 
 def _vectorised(one: Callable[[Any, Any], Any], member: Any, state: Any) -> Any:
-    if (
-        jax.tree.leaves(member)[0].shape[0] == 1
-    ):  # a batch axis of one would only hide matrix products from the compiler
+    # A batch axis of one would only hide matrix products from the compiler.
+    if jax.tree.leaves(member)[0].shape[0] == 1:
         return jax.tree.map(lambda a: a[None], one(*jax.tree.map(lambda a: a[0], (member, state))))
     return jax.vmap(one)(member, state)

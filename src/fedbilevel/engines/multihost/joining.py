@@ -34,6 +34,8 @@ END_SECONDS = 60  # that a process at its end waits for the others to come to th
 WORD_SECONDS = 2  # of waiting for the others to come, before it says so
 TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which one may come to after a long download
 AUTO = "auto"
+LOST = 5  # exit code
+INTERRUPTED = 130  # exit code
 
 
 def join(
@@ -187,10 +189,6 @@ def _interrupt_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-LOST = 5  # exit code
-INTERRUPTED = 130  # exit code
 
 
 def explain_abort(group: ProcessGroup) -> Callable[[], None]:
