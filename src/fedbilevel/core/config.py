@@ -29,8 +29,6 @@ SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
-Step = Any
-"""A step size: a positive number or an optax schedule (round -> number)."""
 
 
 @jax.tree_util.register_static
