@@ -89,11 +89,7 @@ SOURCES: dict[str, DataSource] = {
                 4_109,
                 "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314",
             ),
-            File(
-                "processed.va.data",
-                6_737,
-                "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f",
-            ),
+            File("processed.va.data", 6_737, "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f"),
         ),
     ),
 }
@@ -151,11 +147,7 @@ def download(url: str, path: Path, file: File, progress: Progress, timeout: floa
     """Stream `url` to `path`, which appears complete and verified or not at all. DataError otherwise."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            appearing(path) as part,
-            urllib.request.urlopen(url, timeout=timeout) as reply,
-            open(part, "xb") as out,
-        ):
+        with appearing(path) as part, urllib.request.urlopen(url, timeout=timeout) as reply, open(part, "xb") as out:
             found, done = hashlib.sha256(), 0
             progress(0, file.size)
             # One byte above the size is enough to know that this is not the file; no more of it reaches the

@@ -127,12 +127,7 @@ def few_shot(
     return Task(
         name="few_shot",
         problem=problem,
-        clients=Clients(
-            outer=outer,
-            inner=inner,
-            local_steps=local_steps,
-            capacity=in_turn(capacities, clients),
-        ),
+        clients=Clients(outer=outer, inner=inner, local_steps=local_steps, capacity=in_turn(capacities, clients)),
         x0=x0,
         y0=y0,
         metrics={f"{part}_accuracy": accuracy},

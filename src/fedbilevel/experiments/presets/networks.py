@@ -61,10 +61,7 @@ MNIST: dict[str, Fields] = {
     "fedbioacc": {"client_lr": xyv(0.02, 0.02, 0.02), "forgetting": 0.5},
 }
 CIFAR: dict[str, Fields] = {
-    **each(
-        SINGLE_LOOP,
-        {"client_lr": xyv(0.05, 0.05, 0.05), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0},
-    ),
+    **each(SINGLE_LOOP, {"client_lr": xyv(0.05, 0.05, 0.05), "server_lr": xyv(0.1, 0.1, 0.1), "radius": 10.0}),
     # at the start 2/ℓ is 0.09, of a client alone 0.08; the default of 0.1 is refused, nothing else was tried
     **each((*HESSIAN_INVERTING, "afbo"), neumann(step=0.02)),
     # seen to start and to learn in its first rounds, on held-out images; other sizes were not tried
@@ -90,10 +87,7 @@ TUNING_NESTED: Fields = {**inner(rounds=3, lr=1.0), "outer_lr": 1.0, **neumann(t
 TUNING: dict[str, Fields] = {
     **each(HESSIAN_INVERTING, TUNING_NESTED),
     "aggitd": {**inner(rounds=10, lr=0.3), "outer_lr": 1.0},
-    **each(
-        SINGLE_LOOP,
-        {"client_lr": xyv(0.05, 0.05, 0.02), "server_lr": xyv(0.1, 0.1, 0.02), "radius": 10.0},
-    ),
+    **each(SINGLE_LOOP, {"client_lr": xyv(0.05, 0.05, 0.02), "server_lr": xyv(0.1, 0.1, 0.02), "radius": 10.0}),
     **each(FEDBIO, {"client_lr": xyv(0.05, 0.05, 0.01)}),
 }
 TUNING_MNIST = {**TUNING, **each(HESSIAN_INVERTING, merged(TUNING_NESTED, inner(lr=2.0)))}

@@ -57,18 +57,8 @@ COMPOSITIONAL: dict[str, Fields] = {
 
 CLOSED_FORM_RUN = {"rounds": 200, "cohort": None, "eval_every": 5}
 
-LOCATION: dict[str, Fields] = {
-    "fism": {"lr": 1.0},
-    "irig": {"lr": 0.3},
-    "irg": {"lr": 10.0},
-    "bi-fista": {"lr": 0.1},
-}
-SELECTION: dict[str, Fields] = {
-    "fism": {"lr": 0.3},
-    "irig": {"lr": 0.1},
-    "irg": {"lr": 10.0},
-    "bi-fista": {"lr": 0.3},
-}
+LOCATION: dict[str, Fields] = {"fism": {"lr": 1.0}, "irig": {"lr": 0.3}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.1}}
+SELECTION: dict[str, Fields] = {"fism": {"lr": 0.3}, "irig": {"lr": 0.1}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.3}}
 LIKE_MNIST = Preset(
     shared={"regularization": 5e-4, "regularization_decay": 0.2},
     algorithms={
@@ -82,12 +72,7 @@ LIKE_MNIST = Preset(
 )
 A9A = Preset(
     shared={"regularization": 0.001},
-    algorithms={
-        "fism": {"lr": 0.03},
-        "irig": {"lr": 0.01},
-        "irg": {"lr": 10.0},
-        "bi-fista": {"lr": 0.3},
-    },
+    algorithms={"fism": {"lr": 0.03}, "irig": {"lr": 0.01}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.3}},
     run=LIKE_MNIST.run,
     runs=ALONE,
 )
