@@ -108,6 +108,7 @@ def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
         ({"tuning": {"select": "test_accuracy"}}, "test_accuracy"),
         ({"tuning": None}, "untuned"),
         ({"against": "exchange"}, "exchanges"),
+        ({"reported": [{"what": "-", "value": "1", "source": "read of the figure"}]}, "read off the figure"),
         ({"claims": []}, "claims"),
         ({"claims": [{"says": "-", "better": "A", "than": ["C"]}]}, "C"),
         ({"claims": [{"says": "-", "better": "A", "than": ["B"], "panels": ["idd"]}]}, "iid"),

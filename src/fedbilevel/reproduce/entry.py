@@ -24,22 +24,23 @@ SCALES: tuple[Scale, ...] = ("quick", "full")
 Tables = Mapping[str, Mapping[str, Any]]
 """As much of a spec as is given, by section."""
 SUFFIX = ".toml"
+SOURCES = ("text", "table", "read off the figure", "published code")
 MOST_ROUNDS = 4  # between two rows of a run with a budget
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """A number or a finding that the paper reports.
+    """A number or a finding that the paper reports: what it is about, its value as printed, and one of SOURCES.
 
-    Args:
-        what: it is about.
-        value: as the paper prints it.
-        source: "text", "table", or "read off the figure".
+    "published code": where the paper prints no number and its code has it, or was run.
     """
 
     what: str
     value: str
-    source: Literal["text", "table", "read off the figure"]
+    source: str
+
+    def __post_init__(self) -> None:
+        _require_known("reported.source", [self.source], SOURCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +236,7 @@ class Entry:
             require(bool(self.untuned), "untuned", self.untuned, "the reason, where there is no [tuning]")
             require(set(trials.values()) == {1}, "grid", trials, "left out, where there is no [tuning]")
             return
-        same = len(set(trials.values())) == 1
-        require(same, "grid", trials, "as many points for every method")
+        require(len(set(trials.values())) == 1, "grid", trials, "as many points for every method")
         for select in (self.tuning.select, *(panel.select or "" for panel in self.panels.values())):
             require(not measured_on_test(select), "tuning.select", select, "a metric that is not measured on test data")
 
@@ -325,7 +325,7 @@ class Entry:
         return found
 
 
-def _require_known(what: str, names: Any, known: Mapping[str, Any]) -> None:
+def _require_known(what: str, names: Any, known: Collection[str]) -> None:
     for name in names:
         if name not in known:
             raise unknown(what, name, known)
@@ -333,8 +333,7 @@ def _require_known(what: str, names: Any, known: Mapping[str, Any]) -> None:
 
 def ids() -> list[str]:
     """Of all entries, in their order: by paper, then by number."""
-    names = [file.name for file in _folder().iterdir() if file.name.endswith(SUFFIX)]
-    return sorted(name.removesuffix(SUFFIX) for name in names)
+    return sorted(file.name.removesuffix(SUFFIX) for file in _folder().iterdir() if file.name.endswith(SUFFIX))
 
 
 def load_all() -> list[Entry]:
