@@ -12,9 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.metrics import text
 from fedbilevel.experiments import toml
-from fedbilevel.reproduce.entry import Entry, load_all
-from fedbilevel.reproduce.outcome import FILE, STALE, difference_in_words, mean_in_words, read, state_of
+from fedbilevel.reproduce.entry import Claim, Entry, Scale, load_all
+from fedbilevel.reproduce.outcome import (
+    FILE,
+    STALE,
+    difference_in_words,
+    mean_in_words,
+    methods_in_words,
+    read,
+    readings_in_words,
+    state_of,
+)
+from fedbilevel.reproduce.picture import READ, point, slopes_of
 from fedbilevel.reproduce.ranking import budget_in_words, overview, place_in_words, told_apart
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +112,8 @@ def page(name: str, entries: list[Entry], found: Outcomes) -> Iterator[str]:
     """The page of a paper."""
     yield f"# {name}\n"
     yield "Written by `scripts/papers.py` from the outcomes beside it; [all papers](README.md).\n"
+    if not any(entry.ranked for entry in entries):
+        yield DIFFERENCE
     for entry in entries:
         yield f"## {entry.id}\n"
         yield f"**{entry.part}: {entry.title}.** {entry.shows}\n"
@@ -129,16 +142,30 @@ def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
 
 def claims(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     """What came of each claim, and what the runs ended with."""
-    yield "| claim | panel | beside | better by | state |\n|---|---|---|---:|---|"
+    yield "| claim | panel | methods | values of both | difference | state |\n|---|---|---|---:|---:|---|"
     for claim in one["findings"]:
+        if claim["panel"] and claim["panel"] not in one["panels"]:
+            continue
         note = f" ({claim['note']})" if claim["note"] else ""
-        cells = [claim["says"], claim["panel"], claim["than"], difference_in_words(claim), claim["state"] + note]
-        yield f"| {' | '.join(cells)} |"
+        said = [methods_in_words(claim), readings_in_words(entry, claim), difference_in_words(claim)]
+        yield f"| {' | '.join([claim['says'], claim['panel'], *said, claim['state'] + note])} |"
     yield ""
-    yield f"`{entry.metric}` at the end, mean ± standard deviation over the seeds:\n"
+    if left := [panel for panel in entry.panels if panel not in one["panels"]]:
+        yield f"Not played at this scale, so that claims about them are open: {', '.join(left)}.\n"
+    yield from numbers_of(entry, one)
+
+
+def numbers_of(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
+    """The metric of each method in each panel: at the end, or as a claim of a slope reads it off the mean curve."""
+    slopes = slopes_of(entry, one) if entry.series else {}
+    named = {name: f"{name}, {READ[claim.by]}" for name, (claim, _) in slopes.items() if claim.by != "end"}
+    besides = "; of the mean curve where another reading is named" if named else ""
+    yield f"`{entry.metric}` at the end, mean ± standard deviation over the seeds{besides}:\n"
     yield "| method | " + " | ".join(one["panels"]) + " |\n|---|" + "---:|" * len(one["panels"])
     for method in entry.methods:
-        yield f"| {method} | " + " | ".join(_cell(entry, of.get(method)) for of in one["panels"].values()) + " |"
+        claim, _ = slopes.get(method, (None, None))
+        cells = [_cell(entry, claim, of.get(method)) for of in one["panels"].values()]
+        yield f"| {' | '.join([named.get(method, method), *cells])} |"
     yield ""
 
 
@@ -178,11 +205,19 @@ def board(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     yield "### What was run\n"
 
 
+DIFFERENCE = """\
+A difference is by how much the first method is better, paired by seed, ± half of its 95 % confidence interval; of a
+slope it is the fitted one less the predicted one, ± twice its standard error; of a claim about a share of what the
+other method has, it is what is left to that share. Values are means over the seeds
+([the rules](../how-to/reproduce.md)).
+"""
 RULE = """\
 In each cell of the table stand a method's ranks in a task at four budgets; a method's rank is one more than the number
 of methods that are better for sure: the 95 % confidence interval of the difference (Student's, paired by seed; of an
 error in powers of ten) lies above 0. So all that cannot be told apart from the best is first, too, and with three seeds
-that is often much. Nothing is corrected for the number of comparisons. "first" counts the places with rank 1.
+that is often much. A method whose numbers scatter from seed to seed is hard to tell from any other: it may share rank 1
+with a mean below that of one with rank 2. Nothing is corrected for the number of comparisons. "first" counts the places
+with rank 1.
 """
 AGAIN = """\
 ### Run it again, add a method
@@ -200,15 +235,20 @@ def _table(columns: dict[str, list[str]]) -> Iterator[str]:
     yield ""
 
 
-def _cell(entry: Entry, of: dict[str, Any] | None) -> str:
-    return "" if of is None else mean_in_words(entry.metric, of)
+def _cell(entry: Entry, claim: Claim | None, of: dict[str, Any] | None) -> str:
+    if of is None:
+        return ""
+    read_off = claim is not None and claim.by != "end" and of["curve"]
+    return text(entry.metric, point(claim, of)[0]) if read_off else mean_in_words(entry.metric, of)
 
 
 def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     if one["trials"]:
         yield f"- Steps: {one['trials']} trials for each method and panel, by {one['selected_on']} on held-out data:"
         for panel, methods in one["panels"].items():
-            chosen = "; ".join(f"{name} {_chosen(of['chosen'])}" for name, of in methods.items())
+            chosen = "; ".join(
+                f"{name} {_chosen(entry, panel, name, one['scale'], of)}" for name, of in methods.items()
+            )
             yield f"  - {panel}: {chosen}"
     else:
         yield f"- Nothing is chosen: {entry.untuned}"
@@ -220,10 +260,16 @@ def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _chosen(values: dict[str, Any] | None) -> str:
-    if values is None:
-        return "none: every trial failed"
-    return ", ".join(f"{name} = {toml.value(value)}" for name, value in values.items())
+def _chosen(entry: Entry, panel: str, method: str, scale: Scale, of: dict[str, Any]) -> str:
+    """What was chosen, of which values, and how many trials failed."""
+    failed = f" (failed trials: {of['failed_trials']})" if of["failed_trials"] else ""
+    if of["chosen"] is None:
+        return f"none{failed}"
+    tried = entry.grid(panel, method, scale)
+    words = {name: ", ".join(map(toml.value, tried[name])) for name in of["chosen"]}
+    return (
+        ", ".join(f"{name} = {toml.value(value)} of {{{words[name]}}}" for name, value in of["chosen"].items()) + failed
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from fedbilevel.report import write
 from fedbilevel.report.entries import entry_page, write_entry, write_index
 from fedbilevel.reproduce import outcome
 from fedbilevel.reproduce.entry import load
-from report_pages import CONTENT, every_page, keep, keep_runs, made_up, outcome_for
+from report_pages import CONTENT, FINDING, HOLDS, every_page, keep, keep_runs, made_up, outcome_for
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
 VOID = {"meta", "link", "line", "br", "img", "path", "use", "rect"}
@@ -183,6 +183,20 @@ def test_a_series_is_one_panel_over_its_values() -> None:
     page = Elements(entry_page(entry, outcome_for(entry)))
     assert len(page.all("figure")) == 1
     assert "SimFBO 100 80.00 % 1.41 %" in page.text("tr")
+
+
+def test_a_claim_of_a_slope_is_drawn_as_it_is_read() -> None:
+    """The second halves of the curves (0.1, 0.7, 0.8) have the mean 0.75, not the 0.80 at their ends."""
+    panels = {"ten": {"value": 10.0}, "hundred": {"value": 100.0}}
+    claims = [{"says": "SimFBO ends higher", "better": "SimFBO", "by": "late", "slope": 0.5}]
+    entry = made_up(series="number of clients", panels=panels, claims=claims)
+    fit = {"than": "", "better_mean": 0.39, "than_mean": 0.5, "difference": -0.11, "half_width": 0.05}
+    finding = {**FINDING, **HOLDS, **fit, "panel": "", "unit": "in slope"}
+    html = entry_page(entry, outcome_for(entry, findings=[finding]))
+    page = Elements(html)
+    assert "SimFBO 100 75.00 %" in page.text("tr")
+    assert "SimFBO ends higher ✓ holds SimFBO 0.39 / 0.5 -0.11 [-0.16, -0.06] in slope" in page.text("tr")
+    assert "SimFBO, mean over the second half: slope 0.39 ± 0.05, predicted 0.5 (thin line)." in page.text("p")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,37 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+from report_pages import CONTENT, HOLDS, made_up, outcome_for
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_a_page_says_what_was_compared_tried_and_left_out() -> None:
+    panels = {**CONTENT["panels"], "Dirichlet": {}}
+    entry = made_up(panels=panels, quick={"minutes": 1, "only": ["iid"]})
+    found = outcome_for(entry, environment=dict.fromkeys(("jax", "numpy", "python", "cpus"), "1"))
+    left = {**found["findings"][0], "panel": "Dirichlet", "state": "open", "note": "Dirichlet is not played"}
+    found["findings"].append(left)
+    found["panels"]["iid"]["SimFBO"]["failed_trials"] = 1
+    page = "\n".join(runpy.run_path(str(ROOT / "scripts" / "papers.py"))["section"](entry, found))
+    row = "| SimFBO ends higher | iid | SimFBO / FedBiO | 90.00 % / 80.00 % | 10 ± 2 percentage points | holds |"
+    assert row in page
+    assert page.count("ends higher |") == 1
+    assert "Not played at this scale, so that claims about them are open: two shards, Dirichlet." in page
+    assert "SimFBO server_lr.x = 0.01 of {0.01, 0.1} (failed trials: 1)" in page
+
+
+def test_a_page_has_what_a_slope_is_fitted_to() -> None:
+    """The second halves of the curves (0.1, 0.7, 0.8) have the mean 0.75, not the 0.80 at their ends."""
+    panels = {"ten": {"value": 10.0}, "hundred": {"value": 100.0}}
+    claims = [{"says": "-", "better": "SimFBO", "by": "late", "slope": 0.5}]
+    entry = made_up(series="number of clients", panels=panels, claims=claims)
+    finding = {**HOLDS, "says": "-", "panel": "", "better": "SimFBO", "than": "", "note": ""}
+    page = "\n".join(
+        runpy.run_path(str(ROOT / "scripts" / "papers.py"))["claims"](entry, outcome_for(entry, findings=[finding]))
+    )
+    assert "| SimFBO, mean over the second half | 75.00 % | 75.00 % |" in page
+    assert "| FedBiO | 90.00 ± 1.41 % | 90.00 ± 1.41 % |" in page
 
 
 def test_pages_are_as_they_are_written() -> None:

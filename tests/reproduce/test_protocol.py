@@ -146,6 +146,24 @@ def test_a_difference_is_said_with_its_unit() -> None:
     assert outcome.difference_in_words(found) == "-1,234 exchanges"  # to even
 
 
+def test_a_finding_has_the_values_of_both_methods() -> None:
+    found = {"says": "-", "better": "A", "than": "B", "better_mean": 0.9, "than_mean": None, "unit": "-"}
+    claim = {"says": "-", "better": "FedBiO", "than": ["SimFBO"], "metric": "test_accuracy"}
+    first = {**claim, "by": "first", "reach": 1.0}
+    slope = {"says": "-", "better": "FedBiO", "slope": 0.5}
+
+    def said(claim: dict[str, Any], **more: Any) -> str:
+        panels = {"all": {"value": 1}}
+        entry = read("made-up", {**CONTENT, "claims": [claim], "panels": panels, "series": "clients"})
+        return outcome.readings_in_words(entry, found | more)
+
+    assert outcome.methods_in_words(found) == "A / B"
+    assert outcome.methods_in_words(found | {"than": ""}) == "A"
+    assert said(claim) == "90.00 % / –"
+    assert said(first, better_mean=1234.5, than_mean=49.67) == "1,234 / 49.7"
+    assert said(slope, better_mean=0.3896, than_mean=0.5) == "0.39 / 0.5"
+
+
 @pytest.mark.parametrize(
     ("change", "stale"),
     [

@@ -198,15 +198,15 @@ def _ranks(entry: Entry, found: dict[str, Any], width: int) -> Any:
 def _claims(found: dict[str, Any], width: int) -> Any:
     """What came of each claim."""
     from fedbilevel.experiments.layout import fitted
-    from fedbilevel.reproduce.outcome import difference_in_words
+    from fedbilevel.reproduce.outcome import difference_in_words, methods_in_words
 
     rows = found["findings"]
     columns = {
         "claim": [one["says"] for one in rows],
         "panel": [one["panel"] for one in rows],
-        "beside": [one["than"] for one in rows],
-        "better by": [difference_in_words(one) for one in rows],
+        "methods": [methods_in_words(one) for one in rows],
+        "difference": [difference_in_words(one) for one in rows],
         "state": [one["state"] for one in rows],
     }
     notes = dict.fromkeys(f"{one['note']}." for one in rows if one["note"])
-    return fitted("Claims", columns, width, texts=["claim", "panel", "beside", "state"], notes=notes)
+    return fitted("Claims", columns, width, texts=["claim", "panel", "methods", "state"], notes=notes)

@@ -90,8 +90,22 @@ def chart(
     return _chart(axes, drawn, curves, metric, cost, title, numbers, " ".join(notes))
 
 
-def series(curves: Sequence[Curve], metric: str, of: str, *, title: str, numbers: Sequence[int]) -> Chart:
-    """What came out at the end against the values `costs[of]` of a series of settings, on logarithmic axes."""
+def series(
+    curves: Sequence[Curve],
+    metric: str,
+    of: str,
+    *,
+    title: str,
+    numbers: Sequence[int],
+    predicted: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+    note: str = "",
+) -> Chart:
+    """What came out against the values `costs[of]` of a series of settings, on logarithmic axes.
+
+    Args:
+        predicted: places and values of thin lines beside the curves.
+        note: what a reader has to know besides.
+    """
     axes, drawn = _new_axes(), []
     scale = 100 if in_percent(metric) else 1
     for number, line in zip(numbers, curves, strict=True):
@@ -100,11 +114,13 @@ def series(curves: Sequence[Curve], metric: str, of: str, *, title: str, numbers
         low = np.maximum(y - spread, np.abs(y) / 100)  # a logarithmic axis has no 0
         dots = axes.plot(x, y, marker="o", markersize=4, linestyle=DASHES[number % len(DASHES)])
         drawn.append([*dots, axes.fill_between(x, low, y + spread, alpha=0.18, linewidth=0)])
+    for at, values in predicted:
+        axes.plot(at, scale * values, color="black", linewidth=0.8, zorder=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    return _chart(axes, drawn, curves, metric, of, title, numbers)
+    return _chart(axes, drawn, curves, metric, of, title, numbers, note)
 
 
 def _new_axes() -> Any:

@@ -16,8 +16,8 @@ from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import as_damage, write_text
 from fedbilevel.report.chart import Chart, amount, chart, series
 from fedbilevel.report.page import FILE, PageTable, pairs, render, table
-from fedbilevel.reproduce import outcome
-from fedbilevel.reproduce.entry import SCALES, Claim, Entry, Scale, load_all
+from fedbilevel.reproduce import outcome, picture
+from fedbilevel.reproduce.entry import SCALES, Entry, Scale, load_all
 from fedbilevel.reproduce.outcome import (
     STALE,
     Record,
@@ -25,6 +25,8 @@ from fedbilevel.reproduce.outcome import (
     in_unit,
     kept_curve,
     mean_in_words,
+    methods_in_words,
+    readings_in_words,
     state_of,
 )
 from fedbilevel.reproduce.protocol import Chosen, spec_of
@@ -163,20 +165,14 @@ def _counts(entry: Entry, found: Record) -> str:
 
 def _claim(entry: Entry, one: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the claims: its numbers in the unit of what was read off the runs."""
-    claim = next((claim for claim in entry.claims if claim.says == one["says"]), None)
-
-    def said(value: float | None) -> str:
-        return "–" if value is None else _reading(entry, claim, value)
-
     difference = difference_in_words(one)
     if one["half_width"] is not None:
         low, high = (in_unit(one, one["difference"] + sign * one["half_width"]) for sign in (-1, 1))
         difference = f"{in_unit(one, one['difference'])} [{low}, {high}] {one['unit']}"
-    readings = f"{said(one['better_mean'])} / {said(one['than_mean'])}"
     return {
         **one,
-        "than": f"{one['better']} / {one['than']}" if one["than"] else one["better"],
-        "readings": readings,
+        "methods": methods_in_words(one),
+        "readings": readings_in_words(entry, one),
         "difference": difference,
     }
 
@@ -200,14 +196,6 @@ def _ranks(entry: Entry, found: Record) -> list[PageTable]:
     return tables
 
 
-def _reading(entry: Entry, claim: Claim | None, value: float) -> str:
-    if claim is None or claim.slope is not None:
-        return f"{value:.3g}"
-    if claim.by == "first":
-        return amount(value)
-    return text(claim.metric or entry.metric, value)
-
-
 def _panels(entry: Entry, found: Record) -> list[Chart]:
     if entry.series:
         return _series(entry, found)
@@ -222,17 +210,22 @@ def _panels(entry: Entry, found: Record) -> list[Chart]:
 
 
 def _series(entry: Entry, found: Record) -> list[Chart]:
-    """A single panel: the metric at the end against the panels' values."""
-    lines, numbers = [], []
+    """A single panel: the metric against the panels' values, at the end or as a claim of a slope reads it off."""
+    lines, numbers, thin, notes, slopes = [], [], [], [], picture.slopes_of(entry, found)
     for number, method in enumerate(entry.methods):
         of = {entry.panels[name].value: methods.get(method) for name, methods in found["panels"].items()}
         of = {value: one for value, one in of.items() if one and one["mean"] is not None}
         if of:
-            at, mean = np.array(list(of), float), np.array([one["mean"] for one in of.values()])
-            spread = np.array([one["sd"] or 0.0 for one in of.values()])
-            lines.append(Curve(method, {entry.series: at}, mean, spread))
+            claim, fit = slopes.get(method, (None, {}))
+            at = np.array(list(of), float)
+            mean, spread = np.array([picture.point(claim, one) for one in of.values()]).T
+            lines.append(Curve(method, {entry.series: at}, mean, None if np.isnan(spread).any() else spread))
             numbers.append(number)
-    return [series(lines, entry.metric, entry.series, title=entry.title, numbers=numbers)] if lines else []
+            if claim is not None:
+                thin.append((at, picture.predicted(claim, at, mean)))
+                notes.append(f"{method}, {picture.slope_in_words(claim, fit, 'thin line')}.")
+    more: Any = {"title": entry.title, "numbers": numbers, "predicted": thin, "note": " ".join(notes)}
+    return [series(lines, entry.metric, entry.series, **more)] if lines else []
 
 
 def _methods(entry: Entry, found: Record) -> PageTable:

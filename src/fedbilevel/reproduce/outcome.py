@@ -162,6 +162,25 @@ def difference_in_words(finding: Mapping[str, Any]) -> str:
     return f"{in_unit(finding, finding['difference'])}{half} {finding['unit']}"
 
 
+def methods_in_words(finding: Mapping[str, Any]) -> str:
+    """The two methods that a finding compares, the one that it is about first; of a slope the only one."""
+    return f"{finding['better']} / {finding['than']}" if finding["than"] else str(finding["better"])
+
+
+def readings_in_words(entry: Entry, finding: Mapping[str, Any]) -> str:
+    """What was read off the runs of both methods, as means; of a slope the fitted and the predicted one."""
+    claim = next((claim for claim in entry.claims if claim.says == finding["says"]), None)
+
+    def said(value: float | None) -> str:
+        if value is None:
+            return "–"
+        if claim is None or claim.slope is not None:
+            return f"{value:.3g}"
+        return in_unit(finding, value) if claim.by == "first" else text(claim.metric or entry.metric, value)
+
+    return f"{said(finding['better_mean'])} / {said(finding['than_mean'])}"
+
+
 def in_unit(finding: Mapping[str, Any], value: float) -> str:
     """A number in the unit of a finding's difference."""
     value = 100 * value if finding["unit"] == PERCENTAGE_POINTS else value

@@ -84,34 +84,27 @@ def _series(entry: Entry, outcome: Record) -> Any:
     """The metric against the panels' values, on logarithmic axes: at the end with a standard deviation over the seeds,
     or as a claim of a slope reads it off the mean curve, with a line of the predicted slope beside the points."""
     size = (6.0, 4.4)
-    fitted = (found for found in outcome["findings"] if not found["than"])  # of claims of slopes, in their order
-    claimed = zip((claim for claim in entry.claims if claim.slope is not None), fitted, strict=True)
-    slopes = {
-        claim.better: (claim, found)
-        for claim, found in claimed
-        if claim.metric in (None, entry.metric) and claim.by in READ
-    }
+    slopes = slopes_of(entry, outcome)
     with typography(size):
         figure = new_figure(size)
         axes = figure.subplots()
         for place, method in enumerate(entry.methods):
             claim, fit = slopes.get(method, (None, {}))
             found = [
-                (panel.value, *_point(claim, of))
+                (panel.value, *point(claim, of))
                 for name, panel in entry.panels.items()
                 if (of := outcome["panels"].get(name, {}).get(method)) and of["mean"] is not None
             ]
             if not found:
                 continue
             at, mean, spread = (np.array(column) for column in zip(*found, strict=True))
-            label = method if claim is None else f"{method}{_slope_in_words(claim, fit)}"
+            label = method if claim is None else f"{method}, {slope_in_words(claim, fit, 'grey')}"
             marked = {"marker": MARKERS[place % len(MARKERS)], "linestyle": "", "capsize": 3}
             axes.errorbar(at, mean, spread, label=label, color=_colour(place), **marked)
             if claim is None:
                 axes.plot(at, mean, color=_colour(place), linestyle=DASHES[place % len(DASHES)])
             else:
-                through = np.exp(np.mean(np.log(mean)) + claim.slope * (np.log(at) - np.mean(np.log(at))))
-                axes.plot(at, through, color=LEVEL, linewidth=0.8, zorder=0)
+                axes.plot(at, predicted(claim, at, mean), color=LEVEL, linewidth=0.8, zorder=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
         places = [panel.value for panel in entry.panels.values()]
@@ -124,19 +117,36 @@ def _series(entry: Entry, outcome: Record) -> Any:
     return figure
 
 
-def _point(claim: Claim | None, of: Record) -> tuple[float, float]:
+def slopes_of(entry: Entry, outcome: Record) -> dict[str, tuple[Claim, Record]]:
+    """By method: the claim of a slope that is about the entry's metric, and what came of it."""
+    fitted = (found for found in outcome["findings"] if not found["than"])  # in the order of their claims
+    claimed = zip((claim for claim in entry.claims if claim.slope is not None), fitted, strict=True)
+    return {
+        claim.better: (claim, found)
+        for claim, found in claimed
+        if claim.metric in (None, entry.metric) and claim.by in READ
+    }
+
+
+def point(claim: Claim | None, of: Record) -> tuple[float, float]:
     """A method's place in a series, and its standard deviation over the seeds, which a mean curve does not know."""
     if claim is None or claim.by == "end":
         return of["mean"], of["sd"] or 0.0
     return of_curve(claim, of["curve"]["cost"], of["curve"]["mean"]), np.nan
 
 
-def _slope_in_words(claim: Claim, found: Record) -> str:
-    """The fitted slope of a finding beside the predicted one, which the grey line has."""
+def predicted(claim: Claim, at: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """The line of the predicted slope through the middle of the points, on logarithmic axes."""
+    u, v = np.log(at), np.log(mean)
+    return np.array(np.exp(v.mean() + claim.slope * (u - u.mean())))
+
+
+def slope_in_words(claim: Claim, found: Record, line: str) -> str:
+    """What is read off, and the fitted slope of a finding beside the predicted one, which `line` has."""
     if found["difference"] is None:
-        return f", {READ[claim.by]}: predicted slope {claim.slope:g} (grey), not fitted: {found['note']}"
+        return f"{READ[claim.by]}: predicted slope {claim.slope:g} ({line}), not fitted: {found['note']}"
     fitted = f"{round(found['better_mean'], 2) + 0.0:.2f} ± {found['half_width']:.2g}"
-    return f", {READ[claim.by]}: slope {fitted}, predicted {claim.slope:g} (grey)".replace("-", "−")
+    return f"{READ[claim.by]}: slope {fitted}, predicted {claim.slope:g} ({line})".replace("-", "−")
 
 
 def _colour(place: int) -> str:
