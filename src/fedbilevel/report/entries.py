@@ -109,7 +109,9 @@ def entry_page(entry: Entry, found: Record, index: str = "") -> str:
     """
     _require_same(entry, found)
     seeds = ", ".join(map(str, found["seeds"]))
-    band = "the band is one standard deviation over the seeds" if len(found["seeds"]) > 1 else "of one seed"
+    panels = _panels(entry, found)
+    shown = len(found["seeds"]) > 1 and any(one.spread for one in panels)
+    band = "; the band is one standard deviation over the seeds" if shown else ""
     return render(
         "entry.html",
         title=f"{entry.id}: {found['verdict']}",
@@ -120,9 +122,9 @@ def entry_page(entry: Entry, found: Record, index: str = "") -> str:
         several=len(found["panels"]) > 1,
         claims=[_claim(entry, one) for one in found["findings"]],
         ranks=_ranks(entry, found) if entry.ranked else [],
-        caption=f"Means over seeds {seeds}; {band}.",
+        caption=f"Means over seeds {seeds}{band}." if len(found["seeds"]) > 1 else f"Of seed {seeds}.",
         legend=[(number, name) for number, name in enumerate(entry.methods) if _is_played(found, name)],
-        panels=_panels(entry, found),
+        panels=panels,
         methods=_methods(entry, found),
         reported=_reported(entry),
         costs=_costs(entry, found),
