@@ -185,6 +185,17 @@ def test_a_series_is_one_panel_over_its_values() -> None:
     assert "SimFBO 100 80.00 % 1.41 %" in page.text("tr")
 
 
+def test_what_is_compared_by_a_cost_has_bars() -> None:
+    entry = made_up(metric="gflop", against="rounds")
+    found = outcome_for(entry)
+    for methods in found["panels"].values():
+        for of in methods.values():
+            of["curve"] = None
+    page = Elements(entry_page(entry, found))
+    assert len(page.all("figure")) == 1
+    assert "SimFBO two shards 0.8 0.01414" in page.text("tr")
+
+
 def test_a_claim_of_a_slope_is_drawn_as_it_is_read() -> None:
     """The second halves of the curves (0.1, 0.7, 0.8) have the mean 0.75, not the 0.80 at their ends."""
     panels = {"ten": {"value": 10.0}, "hundred": {"value": 100.0}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -121,6 +121,35 @@ def series(
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     return _chart(axes, drawn, curves, metric, of, title, numbers, note)
+
+
+def bars(curves: Sequence[Curve], metric: str, groups: Sequence[str], *, title: str, numbers: Sequence[int]) -> Chart:
+    """What runs cost, with a standard deviation over the seeds: a group of bars for each of `groups`.
+
+    Args:
+        curves: a bar in each of the groups whose places their `costs["group"]` are.
+        metric: a name of `PANELS`.
+    """
+    axes, drawn, width = _new_axes(), [], 0.8 / len(curves)
+    shifted = []
+    for place, line in enumerate(curves):
+        at = line.costs["group"] + (place - (len(curves) - 1) / 2) * width
+        shifted.append(replace(line, costs={"group": at}))
+        spread = np.zeros(len(at)) if line.spread is None else line.spread
+        tops = axes.bar(at, line.value, width)
+        drawn.append([*tops, axes.vlines(at, line.value - spread, line.value + spread)])
+    axes.set_xticks(range(len(groups)), groups, rotation=0 if len(groups) < 4 else 30, ha="center")
+    axes.grid(axis="y", alpha=0.3, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    made = _chart(axes, drawn, shifted, metric, "group", title, numbers)
+    named = [
+        replace(
+            curve, points=[replace(point, cost=groups[int(at)]) for point, at in zip(curve.points, places, strict=True)]
+        )
+        for curve, places in zip(made.curves, (line.costs["group"] for line in curves), strict=True)
+    ]
+    return replace(made, value=PANELS[metric], cost="panel", curves=named)
 
 
 def _new_axes() -> Any:

@@ -14,7 +14,7 @@ from fedbilevel.core.metrics import text
 from fedbilevel.engines.curves import PANELS, SHORT, Curve, words
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import as_damage, write_text
-from fedbilevel.report.chart import Chart, amount, chart, series
+from fedbilevel.report.chart import Chart, amount, bars, chart, series
 from fedbilevel.report.page import FILE, PageTable, pairs, render, table
 from fedbilevel.reproduce import outcome, picture
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale, load_all
@@ -111,7 +111,7 @@ def entry_page(entry: Entry, found: Record, index: str = "") -> str:
     seeds = ", ".join(map(str, found["seeds"]))
     panels = _panels(entry, found)
     shown = len(found["seeds"]) > 1 and any(one.spread for one in panels)
-    band = "; the band is one standard deviation over the seeds" if shown else ""
+    band = ", ± one standard deviation over the seeds" if shown else ""
     return render(
         "entry.html",
         title=f"{entry.id}: {found['verdict']}",
@@ -201,6 +201,8 @@ def _ranks(entry: Entry, found: Record) -> list[PageTable]:
 def _panels(entry: Entry, found: Record) -> list[Chart]:
     if entry.series:
         return _series(entry, found)
+    if entry.metric in PANELS:
+        return _bars(entry, found)
     made = []
     for panel, methods in found["panels"].items():
         curves = {name: of["curve"] for name, of in methods.items() if of["curve"]}
@@ -228,6 +230,19 @@ def _series(entry: Entry, found: Record) -> list[Chart]:
                 notes.append(f"{method}, {picture.slope_in_words(claim, fit, 'thin line')}.")
     more: Any = {"title": entry.title, "numbers": numbers, "predicted": thin, "note": " ".join(notes)}
     return [series(lines, entry.metric, entry.series, **more)] if lines else []
+
+
+def _bars(entry: Entry, found: Record) -> list[Chart]:
+    """A single panel, where what is compared is itself a cost and no curve."""
+    lines, numbers = [], []
+    for number, method in enumerate(entry.methods):
+        of = [(at, one) for at, methods in enumerate(found["panels"].values()) if (one := methods.get(method))]
+        of = [(at, one) for at, one in of if one["mean"] is not None]
+        if of:
+            at, mean, spread = np.array([(at, one["mean"], one["sd"] or 0.0) for at, one in of], float).T
+            lines.append(Curve(method, {"group": at}, mean, spread))
+            numbers.append(number)
+    return [bars(lines, entry.metric, list(found["panels"]), title=entry.title, numbers=numbers)] if lines else []
 
 
 def _methods(entry: Entry, found: Record) -> PageTable:
