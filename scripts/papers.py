@@ -250,6 +250,8 @@ def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
                 f"{name} {_chosen(entry, panel, name, one['scale'], of)}" for name, of in methods.items()
             )
             yield f"  - {panel}: {chosen}"
+        if ends := _ends(entry, one):
+            yield f"  - {ends} the first or the last of three or more that were tried: better ones may lie beyond"
     else:
         yield f"- Nothing is chosen: {entry.untuned}"
     made, seeds = one["environment"], ", ".join(map(str, one["seeds"]))
@@ -258,6 +260,19 @@ def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     yield f"- Seeds {seeds}; {spent}, which other"
     yield f"  programs shared; {software}, {made['cpus']} cores."
     yield ""
+
+
+def _ends(entry: Entry, one: dict[str, Any]) -> str:
+    """How many of the chosen values are at an end of those that were tried: "3 of 8 chosen values are"."""
+    chosen = [
+        (value, tried)
+        for panel, methods in one["panels"].items()
+        for method, of in methods.items()
+        for name, value in (of["chosen"] or {}).items()
+        if len(tried := entry.grid(panel, method, one["scale"])[name]) > 2
+    ]
+    count = sum(value in (tried[0], tried[-1]) for value, tried in chosen)
+    return f"{count} of {len(chosen)} chosen values are" if count else ""
 
 
 def _chosen(entry: Entry, panel: str, method: str, scale: Scale, of: dict[str, Any]) -> str:

@@ -12,17 +12,23 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def test_a_page_says_what_was_compared_tried_and_left_out() -> None:
     panels = {**CONTENT["panels"], "Dirichlet": {}}
-    entry = made_up(panels=panels, quick={"minutes": 1, "only": ["iid"]})
+    methods = {
+        name: of | {"grid": {field: [0.01, 0.1, 1.0] for field in of["grid"]}}
+        for name, of in CONTENT["methods"].items()
+    }
+    entry = made_up(panels=panels, methods=methods, quick={"minutes": 1, "only": ["iid"]})
     found = outcome_for(entry, environment=dict.fromkeys(("jax", "numpy", "python", "cpus"), "1"))
     left = {**found["findings"][0], "panel": "Dirichlet", "state": "open", "note": "Dirichlet is not played"}
     found["findings"].append(left)
     found["panels"]["iid"]["SimFBO"]["failed_trials"] = 1
+    found["panels"]["iid"]["FedBiO"]["chosen"] = {"client_lr.x": 0.1}
     page = "\n".join(runpy.run_path(str(ROOT / "scripts" / "papers.py"))["section"](entry, found))
     row = "| SimFBO ends higher | iid | SimFBO / FedBiO | 90.00 % / 80.00 % | 10 ± 2 percentage points | holds |"
     assert row in page
     assert page.count("ends higher |") == 1
     assert "Not played at this scale, so that claims about them are open: two shards, Dirichlet." in page
-    assert "SimFBO server_lr.x = 0.01 of {0.01, 0.1} (failed trials: 1)" in page
+    assert "SimFBO server_lr.x = 0.01 of {0.01, 0.1, 1.0} (failed trials: 1)" in page
+    assert "1 of 2 chosen values are the first or the last of three or more" in page
 
 
 def test_a_page_has_what_a_slope_is_fitted_to() -> None:
