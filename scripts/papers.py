@@ -151,7 +151,7 @@ def claims(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
         yield f"| {' | '.join([claim['says'], claim['panel'], *said, claim['state'] + note])} |"
     yield ""
     if left := [panel for panel in entry.panels if panel not in one["panels"]]:
-        yield f"Not played at this scale, so that claims about them are open: {', '.join(left)}.\n"
+        yield f"Not played at this scale, so that claims about them are open: {'; '.join(left)}.\n"
     yield from numbers_of(entry, one)
 
 
