@@ -146,6 +146,22 @@ def test_tables_are_merged_in_their_order() -> None:
     assert made.trials == 2
 
 
+def test_a_method_may_try_other_values_in_a_panel_as_many_as_all_others() -> None:
+    own = {"other": {"server_lr": [0.01, 0.02]}}
+    methods = {"A": {**CONTENT["methods"]["A"], "grid_in": own}}
+    made = read(
+        "made-up", {**CONTENT, "panels": {"iid": {}, "other": {}}, "methods": {**CONTENT["methods"], **methods}}
+    )
+    assert made.grid("other", "A", "quick") == own["other"] != made.grid("iid", "A", "quick")
+    assert made.trials == 2
+    for wrong, said in (({"other": {"server_lr": [0.01]}}, "as many points"), ({"noniid": own["other"]}, "noniid")):
+        methods["A"]["grid_in"] = wrong
+        with pytest.raises(ConfigurationError, match=said):
+            read(
+                "made-up", {**CONTENT, "panels": {"iid": {}, "other": {}}, "methods": {**CONTENT["methods"], **methods}}
+            )
+
+
 def test_a_panel_may_have_trials_of_its_own_at_a_scale() -> None:
     of_all, of_one = {"run": {"rounds": 3, "cohort": 2}}, {"other": {"run": {"rounds": 1}}}
     panels: dict[str, Any] = {"iid": {}, "other": {}}

@@ -110,11 +110,13 @@ class Method:
     Args:
         spec: tables of a spec.
         grid: the values of its fields that the holdout chooses among.
+        grid_in: the values in single panels, in the place of these.
         ladder: in place of a grid: a step, whose value in a panel is multiplied by the factors of the tuning.
     """
 
     spec: Tables
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    grid_in: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     ladder: str = ""
 
 
@@ -234,17 +236,18 @@ class Entry:
         trials = {name: self._points(method) for name, method in self.methods.items()}
         if self.tuning is None:
             require(bool(self.untuned), "untuned", self.untuned, "the reason, where there is no [tuning]")
-            require(set(trials.values()) == {1}, "grid", trials, "left out, where there is no [tuning]")
+            require(set().union(*trials.values()) == {1}, "grid", trials, "left out, where there is no [tuning]")
             return
-        require(len(set(trials.values())) == 1, "grid", trials, "as many points for every method")
+        require(len(set().union(*trials.values())) == 1, "grid", trials, "as many points for every method")
         for select in (self.tuning.select, *(panel.select or "" for panel in self.panels.values())):
             require(not measured_on_test(select), "tuning.select", select, "a metric that is not measured on test data")
 
-    def _points(self, method: Method) -> int:
-        """How many points a method is tuned over."""
+    def _points(self, method: Method) -> set[int]:
+        """Over how many points a method is tuned, in each panel."""
+        _require_known("grid_in of a method", list(method.grid_in), self.panels)
         if method.ladder:
-            return len(self.tuning.factors) if self.tuning else 0
-        return len(product(method.grid)) if method.grid else 1
+            return {len(self.tuning.factors) if self.tuning else 0}
+        return {len(product(grid)) if grid else 1 for grid in (method.grid, *method.grid_in.values())}
 
     def _check_rows(self) -> None:
         """A run ends at the first row at which its budget is spent: with few rows it would go far beyond."""
@@ -283,7 +286,7 @@ class Entry:
     @property
     def trials(self) -> int:
         """How many points each method was tuned over, in each panel; 0 where nothing is chosen."""
-        return self._points(next(iter(self.methods.values()))) if self.tuning else 0
+        return max(self._points(next(iter(self.methods.values())))) if self.tuning else 0
 
     @property
     def ranked(self) -> bool:
@@ -302,7 +305,7 @@ class Entry:
         """The values that are tried of a method's fields in a panel."""
         of = self.methods[method]
         if not of.ladder or self.tuning is None:
-            return of.grid
+            return of.grid_in.get(panel, of.grid)
         step: Any = configure(self.tables(panel, method, scale)).algorithm.fields
         for part in of.ladder.split("."):
             step = step[part]

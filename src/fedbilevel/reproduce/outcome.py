@@ -63,7 +63,8 @@ def fingerprint(entry: Entry, scale: Scale) -> str:
     """A short hash of what an entry claims and plays at a scale: all but prose, minutes, and the other scale."""
     played = {
         panel: {
-            name: [entry.tables(panel, name, scale, tuning=tuning) for tuning in (False, True)] + [of.grid, of.ladder]
+            name: [entry.tables(panel, name, scale, tuning=tuning) for tuning in (False, True)]
+            + [of.grid_in.get(panel, of.grid), of.ladder]
             for name, of in entry.methods_of(panel).items()
         }
         for panel in entry.panels_at(scale)
