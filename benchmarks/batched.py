@@ -23,9 +23,6 @@ ROWS = {
     "quadratic, 6 clients": (partial(problems.quadratic, 6), 300, {"local_steps": 5, "batch_size": 32}),
     "quadratic, 10 of 100": (partial(problems.quadratic, 100), 300, {"local_steps": 5, "batch_size": 32, "cohort": 10}),
     "digits, 10 of 20": (DIGITS, 300, {"local_steps": 5, "batch_size": 32, "cohort": 10}),
-    "MNIST, 10 of 100": (
-        problems.images, 10, {"local_steps": 10, "batch_size": 64, "cohort": 10, "one_by_one": True},
-    ),
 }  # fmt: skip
 
 
