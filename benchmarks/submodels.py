@@ -9,7 +9,7 @@ cost       operations and bytes of a round, as the ledger has them, and the shar
 conv4      the same with Conv-4 on generated characters, of local hypergradients on one draw of tasks
 networks   operations alone, counted without playing, of Conv-4 with 16 and 64 channels and of the paper's ResNet-12
 time       time of a round on whole models and on submodels, in turn, beside FedMBO's; MLP 64-1024-1024-10
-time-conv4 the same with Conv-4 as in conv4; time-few-shot with the tasks, batches and products of few_shot.py in 5-shot
+time-conv4 the same with Conv-4 as in conv4; time-few-shot with Omniglot tasks of five images a character
 coverage   all ten of capacity 1/4, segments dealt so that each unit is held by at least 1 or 2 clients: rounds to 90 %
            and 95 % of the accuracy that whole models end with
 policies   accuracy of each choice of units
