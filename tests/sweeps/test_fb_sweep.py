@@ -67,6 +67,20 @@ def test_it_says_of_itself_in_six_lines(two_by_two) -> None:
     assert two_by_two._repr_html_().count("<tr>") == 5
 
 
+BYTES = 2 * 2 * (2 + 2 + 2) * 8  # of an exchange: two clients, down and up, x, y and v of two numbers each
+
+
+@pytest.mark.parametrize("length", [{"exchanges": 5.5}, {"bytes": 5.5 * BYTES}, {"time": 5.5}], ids=str)
+def test_a_run_may_end_by_another_cost_than_rounds(length, tmp_path) -> None:
+    """Of SimFBO a round is one exchange, which takes a second."""
+    found = swept(rounds=None, folder=tmp_path / "sweep", halving=2, **length)
+    best = found.best["server_lr.x"]
+    assert dict(found.standings[0].outcomes[0].row) == solved(best, 0, eval_every=1)
+    assert [one.cost("rounds") for one in found.standings] == [6, 3]
+    again = swept(rounds=None, folder=tmp_path / "sweep", halving=2, resume=True, **length)
+    assert again.rows == found.rows
+
+
 @pytest.fixture(scope="module")
 def halved() -> Sweep:
     return swept(halving=2)
@@ -131,6 +145,9 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_table(halved, tmp_path, mon
         ({"select": "relativ_error"}, r"unknown metric .* 'relativ_error'; did you mean 'relative_error'"),
         ({"select": "test_accuracy"}, r"test_accuracy is measured on test data.*select_on_test=True"),
         ({"rounds": -5}, r"rounds = -5 is not allowed"),
+        ({"rounds": None}, r"length = None is not allowed: it must be given by one of rounds, exchanges, bytes, time"),
+        ({"exchanges": 5}, r"length = \{'rounds': 6, 'exchanges': 5\} is not allowed"),
+        ({"rounds": None, "bytes": -1.0}, r"bytes = -1.0 is not allowed"),
         ({"seeds": []}, r"seeds = \[\] is not allowed"),
         ({"seeds": [1, 1]}, r"seeds = \[1, 1\] is not allowed"),
         ({"halving": 1}, r"halving = 1 is not allowed"),

@@ -6,6 +6,7 @@ rounds, so where a run ends depends on the numbers alone, not on speed or interr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -202,7 +203,7 @@ def reason(budget: Budget) -> str:
 def rounds_at_most(budget: Budget) -> int:
     """After which the budget is spent for sure: a round makes at least one exchange, but may take no time at all."""
     name, amount = budget
-    return int(amount) if name == "exchanges" else ENDLESS
+    return math.ceil(amount) if name == "exchanges" else ENDLESS
 
 
 def last_row(path: Path) -> Row:

@@ -142,14 +142,15 @@ def play(plan: Plan, run: PlayJobs, journal: Journal) -> Sweep:
         with series():
             for job, outcome in run([job for job in jobs if job not in journal.outcomes]):
                 journal.append(job, outcome)
-        going = best(plan, going, journal)
+        going = best(plan, going, {job: one for job, one in journal.outcomes.items() if job.rung == rung})
     return Sweep(plan, journal.outcomes)
 
 
-def best(plan: Plan, points: Sequence[int], journal: Journal) -> list[int]:
-    """The points that go on: one in `plan.halving` of them, the best; one at least, none where all failed."""
-    found = [standing(plan, point, journal.outcomes) for point in points]
+def best(plan: Plan, points: Sequence[int], outcomes: Mapping[Job, TrialOutcome]) -> list[int]:
+    """The points that go on, by the outcomes of one rung: one in `plan.halving` of them, the best; one at least, none
+    where all failed."""
+    found = [standing(plan, point, outcomes) for point in points]
     scores = {one.number: one.mean for one in found if one.mean is not None}
-    larger = Sweep(plan, journal.outcomes).larger_is_better
+    larger = Sweep(plan, outcomes).larger_is_better
     ordered = sorted(scores, key=lambda point: scores[point], reverse=larger)
     return ordered[: max(1, len(points) // (plan.halving or 1))]

@@ -22,6 +22,7 @@ from fedbilevel.core.errors import (
     ConfigurationError,
     FedbilevelError,
     NumericalError,
+    is_number,
     require,
     require_count,
     unknown_field,
@@ -36,7 +37,7 @@ from fedbilevel.engines.evaluation import Measure, PerClient
 from fedbilevel.engines.fingerprint import of_samples, of_tree
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.result import Result, last_row, rounds_done, stop_after
+from fedbilevel.engines.result import Budget, Result, last_row, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import solve
 from fedbilevel.sweeps.journal import Journal, opened, play
 from fedbilevel.sweeps.outcome import Sweep
@@ -55,7 +56,10 @@ def sweep(
     *,
     grid: Mapping[str, Sequence[Any]],
     select: str,
-    rounds: int,
+    rounds: int | None = None,
+    exchanges: float | None = None,
+    bytes: float | None = None,
+    time: float | None = None,
     seeds: Sequence[int] = (0,),
     metrics: Mapping[str, MetricFunction] | None = None,
     metrics_per_client: Mapping[str, Measure | PerClient] | None = None,
@@ -76,9 +80,11 @@ def sweep(
         grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}; every combination is a
             point.
         select: the metric whose last value decides, as a mean over the seeds; a loss, too ("outer_loss").
-        rounds: of every run.
+        rounds, exchanges, bytes, time: how long every run is, by one of them: in rounds; or to its first row by which
+            so many messages, or bytes, went down and up, or so many seconds of the engine's clock have passed.
         seeds: every point is run with each, as `key` of `solve`.
-        eval_every: rounds between rows; None: the last round alone, and with `halving` the first rung's rounds.
+        eval_every: rounds between rows; None: the last round alone, with `halving` the first rung's rounds, and where
+            the length is not in rounds each of them.
         halving: k plays all points for a part of the rounds, the best k-th of them for k times as many, and so on.
         select_on_test: allow a metric with "test" in its name to decide.
         folder: where checkpoints and outcomes are kept, so that an interrupted sweep can be resumed; None keeps none.
@@ -91,7 +97,7 @@ def sweep(
     Raises:
         ConfigurationError: no such field, metric or value, or the folder holds something else; nothing was run.
     """
-    require_count("rounds", rounds)
+    name, amount = _length(rounds=rounds, exchanges=exchanges, bytes=bytes, time=time)
     require_count("eval_every", eval_every, optional=True)
     require(not resume or folder is not None, "resume", resume, "used together with folder")
     require(isinstance(grid, Mapping), "grid", grid, "lists of values by the dotted paths of fields")
@@ -102,14 +108,16 @@ def sweep(
     require_holdout(select, select_on_test, ADVICE)
     per_client = [f"{name}.{end}" for name in metrics_per_client or () for end in ("mean", "worst", "best", "p10")]
     require_known(select, [*(metrics or ()), *per_client, *LOSSES])
-    first = max(1, round(rounds * plan.rungs[0]))
-    between = eval_every or (first if halving else rounds)
-    require(not halving or between <= first, "eval_every", eval_every, f"at most {first}, the rounds of the first rung")
+    most = int(amount) if name == "rounds" else rounds_at_most((name, amount))
+    first = max(1, round(most * plan.rungs[0]))
+    between = eval_every or (1 if name != "rounds" else first if halving else most)
+    fits = not halving or name != "rounds" or between <= first
+    require(fits, "eval_every", eval_every, f"at most {first}, the rounds of the first rung")
     make = _maker(algorithm, list(grid))
     algorithms = made(points, make)
     given = {
         "grid": {name: [plain(value) for value in values] for name, values in grid.items()},
-        **{"select": select, "seeds": list(seeds), "rounds": rounds, "eval_every": between, "halving": halving},
+        **{"select": select, "seeds": list(seeds), name: amount, "eval_every": between, "halving": halving},
         "cohort": cohort,
         "algorithms": [_in_words(one) for one in algorithms],
     }
@@ -121,7 +129,7 @@ def sweep(
     def one(job: Job, algorithm: Algorithm | FedbilevelError) -> TrialOutcome:
         if isinstance(algorithm, FedbilevelError):
             return TrialOutcome(error=str(algorithm))
-        rung = "rounds", rounds * plan.rungs[job.rung]
+        rung = name, amount * plan.rungs[job.rung]
 
         def watch(result: Result, row: Row | None) -> None:
             rows_seen.extend([row] if row else [])
@@ -137,7 +145,7 @@ def sweep(
                 clients,
                 x0,
                 y0,
-                rounds=done or rounds,
+                rounds=done or most,
                 cohort=cohort,
                 key=job.seed,
                 engine=engine,
@@ -162,6 +170,17 @@ def sweep(
     with where as journal, tempfile.TemporaryDirectory() if halving and folder is None else nullcontext() as scratch:
         store = Path(folder) if folder is not None else Path(scratch) if scratch else None
         return replace(play(plan, run, journal), made=algorithms)
+
+
+def _length(**lengths: float | None) -> Budget:
+    """The one length that is given."""
+    given = {name: value for name, value in lengths.items() if value is not None}
+    require(len(given) == 1, "length", given or None, f"given by one of {', '.join(lengths)}")
+    ((name, amount),) = given.items()
+    if name == "rounds":
+        require_count(name, amount)
+    require(is_number(amount) and amount > 0, name, amount, "positive and finite")
+    return name, amount
 
 
 def _of_problem(problem: Problem, clients: Clients, x0: PyTree, y0: PyTree) -> dict[str, Any]:
