@@ -2,7 +2,9 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,10 @@ import optax
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.authoring import XY, Algorithm, Reply, phase, positive, static
 from fedbilevel.core.kept import recalled
+from fedbilevel.engines.engine import first_carry
+from fedbilevel.engines.reference import Reference
 
 RNG = np.random.default_rng(0)
 SAMPLES = RNG.normal(size=(4, 5, 3))
@@ -27,6 +32,40 @@ def outer(x, y, batch):
 
 def inner(x, y, batch):
     return outer(x, y, batch) + y @ y
+
+
+class Descent(Algorithm):
+    """As many steps on y as a leaf says, in one exchange."""
+
+    steps: int = positive(default=1)
+    scale: object = static(default=1)
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    @phase
+    def go(self, client, state, key):
+        def step(y):
+            return y - 0.01 * jax.grad(client.problem.inner, 1)(state.x, y, client.inner_batch(key, 2)) * self.scale
+
+        y = step(state.y)
+        if isinstance(self.scale, float):
+            y = y + step(y)
+        return Reply(jax.lax.fori_loop(0, self.steps, lambda k, y: step(y), y))
+
+    def round(self, fed, state, key):
+        return XY(state.x, fed.mean(self.go, state, key))
+
+
+class Branching(Descent):
+    """One that only an engine that compiles nothing can play."""
+
+    lr: float = positive(default=1.0)
+
+    @phase
+    def go(self, client, state, key):
+        batch = client.outer_batch(key, None if self.lr > 1 else 2)
+        return Reply(self.lr * jax.grad(client.problem.outer, 1)(state.x, state.y, batch))
 
 
 PROBLEM = fb.Bilevel(outer, inner)
@@ -54,13 +93,20 @@ CASES = {
     "two devices": {"engine": fb.Local(devices=2)},
     "another loss": {"problem": fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) + y @ y)},
     "another start": {"x0": jnp.ones(3)},
+    "a loop": {"algorithm": Descent()},
+    "a longer loop": {"algorithm": Descent(steps=3)},
+    "a static field that is equal and of another type": {"algorithm": Descent(scale=1.0)},
+    "a branch, uncompiled": {"algorithm": Branching(), "engine": Reference()},
+    "another branch, uncompiled": {"algorithm": Branching(lr=2.0), "engine": Reference()},
+    "other random bits": {"within": partial(jax.threefry_partitionable, False)},
 }
 
 
-def solved(algorithm=SIMFBO, problem=PROBLEM, clients=CLIENTS, x0=None, **options):
+def solved(algorithm=SIMFBO, problem=PROBLEM, clients=CLIENTS, x0=None, within=nullcontext, **options):
     start = jnp.ones(2) if x0 is None else x0
     options = {"rounds": 3, "key": 0, "count_flops": True} | options
-    return fb.solve(algorithm, problem, clients, start, jnp.zeros(3), **options)
+    with within():
+        return fb.solve(algorithm, problem, clients, start, jnp.zeros(3), **options)
 
 
 def numbers(result):
@@ -130,6 +176,16 @@ def test_nothing_of_a_series_is_kept_after_it():
         assert left() is not None
     gc.collect()
     assert left() is None
+
+
+def test_problems_that_solve_did_not_prepare_are_told_apart():
+    ys = []
+    with fb.Local.series():
+        for problem in (PROBLEM, CASES["another loss"]["problem"]):
+            carry = first_carry(SIMFBO, problem, CLIENTS, jnp.ones(2), jnp.zeros(3))
+            run = fb.Local().start(SIMFBO, problem, CLIENTS, 4, jax.random.key(0), carry)
+            ys.append(run.advance(carry, 2).carry.state.y)
+    assert not np.array_equal(*ys)
 
 
 def test_what_has_no_hash_is_made_anew():

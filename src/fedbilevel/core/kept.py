@@ -100,9 +100,12 @@ class Same:
 
 
 def shapes_of(given: PyTree) -> Hashable:
-    """What a program traced for such arguments depends on: their structure, shapes and types, and JAX's settings."""
+    """What a program traced for such arguments depends on: their structure, shapes and types, and JAX's settings.
+
+    Of static fields 1, 1.0 and True are equal, and traced differently: what is printed of them tells them apart.
+    """
     leaves, structure = jax.tree.flatten(given)
-    return structure, tuple(map(_of_leaf, leaves)), _settings()
+    return structure, str(structure), tuple(map(_of_leaf, leaves)), _settings()
 
 
 def compiled(function: Callable[..., PyTree], *like: PyTree) -> Callable[..., PyTree]:
@@ -174,12 +177,16 @@ def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def _settings() -> Hashable:
-    """The settings of JAX by which one traced program is compiled differently."""
+    """The settings of JAX by which one function is traced, or one traced program compiled, differently."""
     named = (
         "jax_default_matmul_precision",
         "jax_debug_nans",
         "jax_debug_infs",
         "jax_disable_jit",
         "jax_default_device",
+        "jax_default_prng_impl",
+        "jax_threefry_partitionable",
+        "jax_numpy_dtype_promotion",
+        "jax_numpy_rank_promotion",
     )
     return str(jnp.result_type(float)), jax.default_backend(), tuple(str(getattr(jax.config, name)) for name in named)

@@ -44,7 +44,7 @@ class Problem:
     local: LocalVariable | None
     implicit_term: ClassVar[ImplicitTerm]
     remembered: dict[Any, Any] | None  # what else was traced, of one that is `traced_once`
-    identity: Hashable | None  # of such a one: what it was made of
+    identity: Hashable | None  # of such a one, where a series may recall it: what it was made of
 
     def _set(
         self, outer: Loss, inner: Loss, structure: Structure | None = None, local: LocalVariable | None = None
@@ -72,13 +72,19 @@ class Problem:
             return self
         return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
 
-    def traced_once(self) -> Self:
-        """A copy for one run: JAX traces its losses once for arguments of the same shapes, and it remembers a round."""
+    def traced_once(self, recalled: bool = True) -> Self:
+        """A copy for one run: JAX traces its losses once for arguments of the same shapes, and it remembers a round.
 
+        `recalled`: whether a series may recall what was traced of it.
+        """
         changed = self.with_losses(_traced_once).over_batches().with_losses(_traced_once)
         object.__setattr__(changed, "remembered", {})
-        object.__setattr__(changed, "identity", self._parts())
+        object.__setattr__(changed, "identity", self._parts() if recalled else None)
         return changed
+
+    def key(self, *more: Any) -> Hashable | None:
+        """A key of what was traced of this problem, and of what else that depends on; None where it has no identity."""
+        return self.identity and (self.identity, *more)
 
     def _parts(self) -> Hashable:
         """What the problem is made of, each part as itself."""
@@ -247,8 +253,8 @@ class SimpleBilevel(Problem):
 
         self._set(h, lambda x, y, batch: inner(x, batch))
 
-    def traced_once(self) -> Self:
-        changed = super().traced_once()
+    def traced_once(self, recalled: bool = True) -> Self:
+        changed = super().traced_once(recalled)
         object.__setattr__(changed, "project", _traced_once(self.project))
         if self.subgradient is not None:
             object.__setattr__(changed, "subgradient", _traced_once(self.subgradient))

@@ -21,13 +21,12 @@ from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.kept import shapes_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
-from fedbilevel.engines.recorder import exchanges_of
+from fedbilevel.engines.recorder import exchanges_of, key_of_round
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]
 """A capacity: where models can be cut, and how many units of each group are kept."""
@@ -122,7 +121,7 @@ def operations_key(
     rows, steps = (clients.outer, clients.inner), clients.local_steps
     sizes = [(int(one.size.max()), bool(np.all(one.size == one.size[0]))) for one in rows]
     work = None if steps is None else (int(np.min(steps)), int(np.max(steps)))
-    return problem.identity, *sizes, work, shapes_of((algorithm, x, y, clients.examples()))
+    return key_of_round(algorithm, problem, x, y, clients.examples(), *sizes, work)
 
 
 def _longest(rows: Ragged) -> PyTree:

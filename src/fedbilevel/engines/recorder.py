@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +15,11 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.hashes import of_array
 from fedbilevel.core.kept import recalled, shapes_of
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, is_floating
 from fedbilevel.engines.costs import Sums, normalise, weigh
 
 
@@ -52,12 +53,21 @@ def exchanges_of(
         before, *like, exchanges = found
         if before is algorithm and like == [given, has_client_steps]:
             return list(exchanges)
-    leaves, structure = given
-    key = problem.identity and (problem.identity, shapes_of(algorithm), tuple(leaves), structure, has_client_steps)
+    key = key_of_round(algorithm, problem, x, y, examples, has_client_steps)
     found = recalled(key, lambda: _traced(algorithm, problem, x, y, examples, has_client_steps))
     if problem.remembered is not None:
         problem.remembered["a round"] = algorithm, given, has_client_steps, found
     return list(found)
+
+
+def key_of_round(
+    algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], *more: Hashable
+) -> Hashable | None:
+    """A key of a traced round: shapes, and the method's whole numbers, which may be lengths of its loops."""
+    if problem.identity is None:
+        return None
+    whole = [of_array(leaf) for leaf in jax.tree.leaves(algorithm) if not is_floating(leaf)]
+    return problem.key(*more, *whole, shapes_of((algorithm, x, y, examples)))
 
 
 def _traced(

@@ -134,19 +134,20 @@ def solve(
         require(known, "SimpleBilevel.outer", None, "a function (x) where the server is: it alone asks for H")
     else:
         _check_start("y0", y0, y)
-    problem = problem.with_fixed(x_fixed, y_fixed).traced_once()
+    chosen: Engine = engine or Local()
+    compiles = isinstance(chosen, Local)  # with others a method may branch on its numbers, which are in no key
+    problem = problem.with_fixed(x_fixed, y_fixed).traced_once(recalled=compiles)
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
     examples = clients.examples()
-    made, of_one = PROGRAMS.made, (problem.identity, shapes_of((x, y, examples)))
-    losses = recalled(("losses", *of_one), lambda: check_losses(problem, x, y, *examples))
-    for doubt in recalled(("doubts", *of_one), lambda: tuple(doubts(problem, x, y, *examples))):
+    made, shapes = PROGRAMS.made, shapes_of((x, y, examples))
+    losses = recalled(problem.key("losses", shapes), lambda: check_losses(problem, x, y, *examples))
+    for doubt in recalled(problem.key("doubts", shapes), lambda: tuple(doubts(problem, x, y, *examples))):
         warnings.warn(InfluenceWarning(doubt), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
     own = as_per_client(metrics_per_client)
     check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
 
     remote, carry = isinstance(clients, RemoteClients), first_carry(algorithm, problem, clients, x, y)
-    chosen: Engine = engine or Local()
     stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
     if (clock := getattr(chosen, "clock", None)) is not None:
         words = repr(clock)
@@ -190,7 +191,7 @@ def solve(
             return loop.play(run, carry)
         finally:
             run.close()
-            if PROGRAMS.made > made or not isinstance(chosen, Local):  # else kept programs were used
+            if PROGRAMS.made > made or not compiles:  # else kept programs were used
                 freed.give_back()
 
 
