@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, is_number, require
+from fedbilevel.core.kept import series
 from fedbilevel.engines import lock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.spec import Spec
@@ -89,7 +90,8 @@ def search_specs(
             claim(folder, recorded, join=resume or storage is not None)
         study = open_study(storage or str(folder / STORAGE), recorded, swept)
         worker = Worker(study, swept, searched, specs, count, said)
-        worker.work()
+        with series():
+            worker.work()
         return worker.result()
 
 
