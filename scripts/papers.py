@@ -26,6 +26,7 @@ from fedbilevel.reproduce.outcome import (
     state_of,
 )
 from fedbilevel.reproduce.picture import READ, point, slopes_of
+from fedbilevel.reproduce.protocol import SEEDS
 from fedbilevel.reproduce.ranking import budget_in_words, overview, place_in_words, told_apart
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +127,8 @@ def page(name: str, entries: list[Entry], found: Outcomes) -> Iterator[str]:
 def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     """What came of an entry."""
     came = state_of(entry, one)
-    yield f"{MARK[came]} **{came}** (`fedbilevel reproduce {entry.id}`, {one['date']})\n"
+    seeds = "" if one["seeds"] == list(SEEDS) else f" --seeds {','.join(map(str, one['seeds']))}"
+    yield f"{MARK[came]} **{came}** (`fedbilevel reproduce {entry.id}{seeds}`, {one['date']})\n"
     yield f"![{entry.title}]({entry.id}.png)\n"
     yield from board(entry, one) if entry.ranked else claims(entry, one)
     if entry.reported:
