@@ -21,8 +21,8 @@ from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Reply
+from fedbilevel.core.kept import recalled
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
@@ -104,24 +104,24 @@ def known_flops(
     """`flops_of_calls` where all of them are known; else, and of clients whose samples are not here, None."""
     if not isinstance(clients, Clients):
         return None
-    try:
-        costs = flops_of_calls(algorithm, problem, clients, x, y, cut)
-    except jax.errors.JAXTypeError:  # it branches on values: for the engine that plays round by round, uncompiled
-        return None
-    known = {call: cost for call, cost in costs.items() if cost is not None}
-    return known if len(known) == len(costs) else None
+
+    def counted() -> dict[ExchangeKind, int] | None:
+        try:
+            costs = flops_of_calls(algorithm, problem, clients, x, y, cut)
+        except jax.errors.JAXTypeError:  # it branches on values: for the engine that plays round by round, uncompiled
+            return None
+        known = {call: cost for call, cost in costs.items() if cost is not None}
+        return known if len(known) == len(costs) else None
+
+    return recalled(None if cut else _key(algorithm, problem, clients, x, y), counted)
 
 
-def operations_key(
-    algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
-) -> Hashable | None:
-    """All that `known_flops` of clients with whole models depends on; None of clients whose samples are not here."""
-    if not isinstance(clients, Clients):
-        return None
+def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Hashable | None:
+    """All that operations on whole models depend on."""
     rows, steps = (clients.outer, clients.inner), clients.local_steps
     sizes = [(int(one.size.max()), bool(np.all(one.size == one.size[0]))) for one in rows]
     work = None if steps is None else (int(np.min(steps)), int(np.max(steps)))
-    return key_of_round(algorithm, problem, x, y, clients.examples(), *sizes, work)
+    return key_of_round(algorithm, problem, x, y, clients.examples(), "operations", *sizes, work)
 
 
 def _longest(rows: Ragged) -> PyTree:

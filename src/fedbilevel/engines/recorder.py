@@ -53,8 +53,19 @@ def exchanges_of(
         before, *like, exchanges = found
         if before is algorithm and like == [given, has_client_steps]:
             return list(exchanges)
-    key = key_of_round(algorithm, problem, x, y, examples, has_client_steps)
-    found = recalled(key, lambda: _traced(algorithm, problem, x, y, examples, has_client_steps))
+
+    def traced() -> list[RecordedExchange]:
+        exchanges: list[RecordedExchange] = []
+
+        def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
+            now, kept = at(algorithm, number), algorithm.client_state(problem, x, y)
+            fed = Recorder(now, problem, has_client_steps, kept, examples, exchanges)
+            return now.round(fed, now.init(server_x(problem, x), y), key)
+
+        jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
+        return exchanges
+
+    found = recalled(key_of_round(algorithm, problem, x, y, examples, "exchanges", has_client_steps), traced)
     if problem.remembered is not None:
         problem.remembered["a round"] = algorithm, given, has_client_steps, found
     return list(found)
@@ -68,25 +79,6 @@ def key_of_round(
         return None
     whole = [of_array(leaf) for leaf in jax.tree.leaves(algorithm) if not is_floating(leaf)]
     return problem.key(*more, *whole, shapes_of((algorithm, x, y, examples)))
-
-
-def _traced(
-    algorithm: Algorithm,
-    problem: Problem,
-    x: PyTree,
-    y: PyTree,
-    examples: tuple[PyTree, PyTree],
-    has_client_steps: bool,
-) -> list[RecordedExchange]:
-    exchanges: list[RecordedExchange] = []
-
-    def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
-        now, kept = at(algorithm, number), algorithm.client_state(problem, x, y)
-        fed = Recorder(now, problem, has_client_steps, kept, examples, exchanges)
-        return now.round(fed, now.init(server_x(problem, x), y), key)
-
-    jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
-    return exchanges
 
 
 def _shapes(tree: PyTree) -> PyTree:

@@ -38,7 +38,7 @@ from fedbilevel.engines.evaluation import (
     as_per_client,
     check_per_client,
 )
-from fedbilevel.engines.flops import known_flops, operations_key
+from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
@@ -170,8 +170,7 @@ def solve(
         display.phase(TRACING)
         if count_flops:
             held = submodels.classes(algorithm, problem, clients, x, y)
-            of_round = None if held else operations_key(algorithm, problem, clients, x, y)
-            loop.costs = recalled(of_round, lambda: known_flops(algorithm, problem, clients, x, y, held))
+            loop.costs = known_flops(algorithm, problem, clients, x, y, held)
             loop.ledger.flops = None if loop.costs is None else 0
         going_on = group.decide(lambda: _goes_on(path, resume))
         if path is not None:

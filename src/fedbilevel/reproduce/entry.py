@@ -119,6 +119,10 @@ class Method:
     grid_in: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     ladder: str = ""
 
+    def values_in(self, panel: str) -> Mapping[str, Sequence[Any]]:
+        """The values that the holdout chooses among in a panel, of a method without a ladder."""
+        return self.grid_in.get(panel, self.grid)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
@@ -305,7 +309,7 @@ class Entry:
         """The values that are tried of a method's fields in a panel."""
         of = self.methods[method]
         if not of.ladder or self.tuning is None:
-            return of.grid_in.get(panel, of.grid)
+            return of.values_in(panel)
         step: Any = configure(self.tables(panel, method, scale)).algorithm.fields
         for part in of.ladder.split("."):
             step = step[part]

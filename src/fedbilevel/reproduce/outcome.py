@@ -64,7 +64,7 @@ def fingerprint(entry: Entry, scale: Scale) -> str:
     played = {
         panel: {
             name: [entry.tables(panel, name, scale, tuning=tuning) for tuning in (False, True)]
-            + [of.grid_in.get(panel, of.grid), of.ladder]
+            + [of.values_in(panel), of.ladder]
             for name, of in entry.methods_of(panel).items()
         }
         for panel in entry.panels_at(scale)
@@ -130,7 +130,7 @@ def _rounded(value: float) -> float:
 
 
 def _rounded_in(found: Any) -> Any:
-    """The same, with its numbers rounded."""
+    """A record of dicts, lists and values with every fraction in it rounded to DIGITS digits."""
     if isinstance(found, dict):
         return {name: _rounded_in(one) for name, one in found.items()}
     if isinstance(found, list):

@@ -276,7 +276,7 @@ class LocalRun:
         plain = {one.name: getattr(layout, one.name) for one in fields(layout) if one.name not in ("problem", "ask")}
         plain["clock"] = replace(layout.clock, seed=0)  # its tables are among the inputs
         source = type(self.source), self.source.rounds_per_call, self.mesh
-        return self.problem.key(*plain.values(), *source, self.local_steps, shapes_of((carry, inputs)))
+        return self.problem.key("rounds", *plain.values(), *source, self.local_steps, shapes_of((carry, inputs)))
 
     def made(self, carry: Carry, inputs: ProgramInputs) -> Program:
         try:
