@@ -1,12 +1,14 @@
 """Heart disease in four hospitals: every method on the same splits, its steps chosen on held-out training patients.
 
     FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/hospitals.py play --out DIR [--splits 0,1,2,3,4]
-    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/hospitals.py table --out DIR
+    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/hospitals.py keep --out DIR
+    .venv/bin/python benchmarks/hospitals.py table
 
 `play` makes, for each split and method, the sweep of nine trials that is in METHODS (`fedbilevel sweep` with
 task.holdout=0.25, by validation_loss), and the chosen spec's run on all training patients (`fedbilevel run`); what is
-finished is not made again. Nothing is chosen with patients that are test patients of the same split. `table` prints
-each method's test accuracy in each hospital beside FLamby's, and paired differences to FedAvg with 95 % intervals.
+finished is not made again. Nothing is chosen with patients that are test patients of the same split. `keep` writes
+the test accuracies of the finished splits to docs/papers/hospitals.json. From that file `table` prints each method's
+accuracy in each hospital beside FLamby's, and paired differences to FedAvg with 95 % intervals.
 """
 
 import argparse
@@ -48,6 +50,7 @@ FLAMBY = {  # published means of five training seeds on one split
     "FedYogi": (0.760, 0.753, 0.738, 0.676),
 }
 FEDERATED = ("FedAvg", "FedAdam", "FedYogi")
+KEPT = Path(__file__).parents[1] / "docs" / "papers" / "hospitals.json"
 
 
 def done(*arguments: str) -> None:
@@ -118,9 +121,19 @@ def interval(values: np.ndarray, shared: float = 0.0) -> np.ndarray:
     return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
 
 
-def table(out: Path) -> None:
-    """Print everything as tables in Markdown."""
+def keep(out: Path) -> None:
+    """Write what the splits gave: by method, a row of accuracies for each split, in the order of the hospitals."""
     splits, found = accuracies(out)
+    rows = {name: [[round(value, 6) for value in row] for row in of.tolist()] for name, of in found.items()}
+    lines = ",\n".join(f'    "{name}": {json.dumps(row)}' for name, row in rows.items())
+    head = f'{{\n  "hospitals": {json.dumps(HOSPITALS)},\n  "splits": {splits},\n'
+    KEPT.write_text(f'{head}  "test_accuracy": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+
+
+def table() -> None:
+    """Print everything as tables in Markdown."""
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    splits, found = kept["splits"], {name: np.array(rows) for name, rows in kept["test_accuracy"].items()}
     print(f"splits {splits}\n\n| test accuracy | {' | '.join(HOSPITALS)} |\n|---|---:|---:|---:|---:|")
     for name, published in FLAMBY.items():
         print(f"| FLamby: {name} | " + " | ".join(f"{value:.3f}" for value in published) + " |")
@@ -147,14 +160,18 @@ def compared(title: str, changes: dict[str, np.ndarray], shared: np.ndarray) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("play", "table"))
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("what", choices=("play", "keep", "table"))
+    parser.add_argument("--out", type=Path, help="of play and keep: the folder of the runs")
     parser.add_argument("--splits", default="0,1,2,3,4")
     options = parser.parse_args()
-    if options.what == "play":
+    if options.what == "table":
+        table()
+    elif options.out is None:
+        parser.error(f"{options.what} needs --out DIR")
+    elif options.what == "play":
         play(options.out, [int(one) for one in options.splits.split(",")])
     else:
-        table(options.out)
+        keep(options.out)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from report_pages import CONTENT, HOLDS, made_up, outcome_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+DOCS = ROOT / "docs"
 
 
 def test_a_page_says_what_was_compared_tried_and_left_out() -> None:
@@ -59,3 +64,22 @@ def test_pages_are_as_they_are_written() -> None:
     ]
     assert [file.name for file, text in found if file.read_text("utf-8") != text] == []
     assert dict(found)[ROOT / "README.md"].count("](docs/papers/") == 23 + 3  # a row each, and three links besides
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_hospitals_page_says_what_its_splits_gave(number: int) -> None:
+    # the mean of five splits, half of Student's interval, t(0.975; 4) = 2.7764, and the differences to FedAvg
+    kept = json.loads((DOCS / "papers" / "hospitals.json").read_text(encoding="utf-8"))
+    page = (DOCS / "tutorials" / "hospitals.md").read_text(encoding="utf-8").replace("\u2212", "-")
+    base = np.array(kept["test_accuracy"]["FedAvg"])[:, number]
+    for name in ("FedAvg", "SimFBO", "FedBiO", "FedNest", "alone", "FedAvg, one intercept"):
+        read = np.array(kept["test_accuracy"][name])[:, number]
+        rows = [line.split("|")[2:][number].strip() for line in page.splitlines() if line.startswith(f"| {name} |")]
+
+        def half(values: np.ndarray) -> float:
+            return 2.7764 * float(values.std(ddof=1)) / 5**0.5
+
+        assert rows[0] == f"{read.mean():.3f} ± {half(read):.3f}", name
+        assert rows[1] == f"{read[0]:.3f}", name
+        if name != "FedAvg":
+            assert rows[2].startswith(f"{(read - base).mean():+.3f} ± {half(read - base):.3f} ("), name
