@@ -36,6 +36,7 @@ class Problem:
 
     `implicit_term` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F
     itself where that Hessian is the identity ("identity"), or not at all where ∇y F vanishes ("none").
+    `inner_is_mean`: whether the inner loss is the mean of its values on single samples; if not it takes padded batches.
     """
 
     outer: Loss
@@ -43,6 +44,7 @@ class Problem:
     structure: Structure | None
     local: LocalVariable | None
     implicit_term: ClassVar[ImplicitTerm]
+    inner_is_mean: ClassVar[bool] = True
     remembered: dict[Any, Any] | None  # what else was traced, of one that is `traced_once`
     identity: Hashable | None  # of such a one, where a series may recall it: what it was made of
 
@@ -100,7 +102,12 @@ class Problem:
 
     def over_batches(self) -> Self:
         """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
-        return self if self.remembered is not None else self.with_losses(_mean_over)
+        if self.remembered is not None:
+            return self
+        changed = copy.copy(self)
+        inner = _mean_over(self.inner) if self.inner_is_mean else self.inner
+        changed._set(_mean_over(self.outer), inner, self.structure, self.local)
+        return changed
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -154,6 +161,7 @@ class Compositional(Bilevel):
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "identity"
+    inner_is_mean: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -172,13 +180,6 @@ class Compositional(Bilevel):
             return optax.tree.vdot(gap, gap) / 2
 
         self._set(lambda x, y, batch: outer(y, batch), distance, structure)
-
-    def over_batches(self) -> Self:
-        if self.remembered is not None:
-            return self
-        changed = copy.copy(self)  # `inner` is no mean of its values on single samples, and takes padded batches itself
-        changed._set(_mean_over(self.outer), self.inner, self.structure, self.local)
-        return changed
 
 
 @dataclass(frozen=True, init=False, eq=False)

@@ -226,7 +226,7 @@ class UnitPolicy:
     """How units are chosen; of no effect where the clients have no capacities.
 
     Args:
-        policy: "importance", "static", "rolling", "random" or "covered".
+        policy: "importance", "static", "rolling", "random" or "covered": see core/submodel.py.
         pruned: "both", "x" or "y": whose units may be left out; with "x" groups of units that reach into y stay whole.
         fixed: of "random" and "covered": the same units in every round.
         min_coverage: of "covered": deal each segment but the first to exactly so many clients of a capacity, and the

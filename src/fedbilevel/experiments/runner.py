@@ -30,6 +30,7 @@ from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, FedbilevelError, require
 from fedbilevel.core.metrics import best
 from fedbilevel.core.renames import RUN, renamed
+from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.data import DataError
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import writing
@@ -44,7 +45,7 @@ from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, write_json, write_text
 from fedbilevel.experiments.loader import algorithm_class, label, task_maker
-from fedbilevel.experiments.spec import Component, RunPlan, Spec, SubmodelsPlan, fields_of, read_spec, resolve
+from fedbilevel.experiments.spec import Component, RunPlan, Spec, fields_of, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
 
 
@@ -91,7 +92,7 @@ def algorithm_of(spec: Spec) -> Algorithm:
     """The algorithm alone, which needs no data."""
     fields = fields_of(spec.task.name, spec.algorithm.name)["algorithm"]
     algorithm: Algorithm = _made("algorithm", algorithm_class(spec.algorithm.name), spec.algorithm, fields)
-    if spec.submodels != SubmodelsPlan():
+    if spec.submodels != UnitPolicy():
         algorithm = Submodels(algorithm, **asdict(spec.submodels))
     waits = spec.asynchronous.wait_for is None
     return algorithm if waits else Asynchronous(algorithm, **asdict(spec.asynchronous))

@@ -20,7 +20,7 @@ from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.renames import FIELDS_BESIDE
-from fedbilevel.core.submodel import Policy, Pruned
+from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.fields import (
@@ -64,16 +64,6 @@ class AsynchronousPlan:
             for field in ("max_staleness", "delay_penalty"):
                 got = getattr(self, field)
                 require(not got, f"asynchronous.{field}", got, allowed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SubmodelsPlan:
-    """How clients of limited capacity get their units: the fields of `fedbilevel.Submodels`."""
-
-    policy: Policy = "importance"
-    pruned: Pruned = "both"
-    fixed: bool = False
-    min_coverage: int | None = None
 
 
 BUDGETS = ("exchanges", "bytes", "time")
@@ -152,7 +142,7 @@ class Spec:
     task: Component
     algorithm: Component
     asynchronous: AsynchronousPlan
-    submodels: SubmodelsPlan
+    submodels: UnitPolicy
     run: RunPlan
     engine: EnginePlan
     clock: Clock = field(default_factory=Clock)
@@ -195,7 +185,7 @@ class Spec:
 
 PLANS: dict[str, Any] = {
     "asynchronous": AsynchronousPlan,
-    "submodels": SubmodelsPlan,
+    "submodels": UnitPolicy,
     "run": RunPlan,
     "engine": EnginePlan,
     "clock": Clock,

@@ -41,7 +41,7 @@ from fedbilevel.core.fed import Fed, LastReply, Reply, ReplyDelta
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import LATE_STATE, renamed
-from fedbilevel.core.submodel import NUMBER, Policy, Pruned, UnitPolicy
+from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import PyTree
 
 OWN = {"init_client", "validate"}
@@ -78,35 +78,24 @@ def _asked(inside: Callable[[Any], Any], hook: Callable[..., Any]) -> Callable[.
     return asked
 
 
-class Submodels(Wrapper):
+class Submodels(UnitPolicy, Wrapper):
     """A method that trains submodels, with another choice of units than its own, which is by importance.
 
     Of no effect where the clients have no capacities.
 
     Args:
         algorithm: the method, one that can train submodels.
-        policy: "importance", "static", "rolling", "random" or "covered": see core/submodel.py.
-        pruned: "both", "x" or "y": whose units may be left out; with "x" groups of units that reach into y stay whole.
-        fixed: of "random" and "covered": the same units in every round.
-        min_coverage: of "covered": deal each segment but the first to exactly so many clients of a capacity, and the
-            first to all others; None deals them out evenly.
     """
-
-    policy: Policy = static(default="importance")
-    pruned: Pruned = static(default="both")
-    fixed: bool = static(default=False)
-    min_coverage: int | None = static(default=None)
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)
-        _ = self.submodels  # which checks the fields
         if objection := self.algorithm.submodels_objection():
             able = methods_that(lambda method: not method.submodels_objection())
             raise ConfigurationError(f"{self.label} cannot be given Submodels: {objection}; methods that can: {able}")
 
     @property
     def submodels(self) -> UnitPolicy:
-        return UnitPolicy(policy=self.policy, pruned=self.pruned, fixed=self.fixed, min_coverage=self.min_coverage)
+        return self
 
     def init(self, x: PyTree, y: PyTree) -> Any:
         return self.algorithm.init(x, y)
