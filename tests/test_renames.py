@@ -26,9 +26,11 @@ NumericalError NumericalWarning Plain Proximal Public Reply Withheld algorithm f
 static steps"""
 SOLVER = "cg_iterations cg_tolerance inverse neumann_step neumann_terms"
 NESTED = f"{SOLVER} fresh_cohorts inner_lr inner_rounds inner_server_lr local_steps paired"
+PLANES = "consensus_damping consensus_lr consensus_penalty consensus_steps plane_damping planes tolerance"
 UNITS = "fixed min_coverage policy pruned"
 FIELDS = {
-    "adbo": "first",
+    "adbo": f"{PLANES} first",
+    "sdbo": PLANES,
     "afbo": f"{NESTED} client_lr delay_penalty first max_staleness own_x system_lr",
     "aggitd": "inner_lr inner_rounds inverse local_steps",
     "fedavg": UNITS,

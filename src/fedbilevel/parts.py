@@ -3,6 +3,7 @@
 FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG(max_steps=20)), outer_lr=0.1)
 """
 
+from fedbilevel.algorithms.adbo import Lagrangian, LinearizedADMM
 from fedbilevel.algorithms.afbo import SystemSteps
 from fedbilevel.algorithms.parts.hypergradients import Differences, Exact, Implicit, LocalDifferences, LocalImplicit
 from fedbilevel.algorithms.parts.inner import SVRG, LocalSGD, MeanGradient
@@ -17,6 +18,8 @@ __all__ = [
     "Differences",
     "Exact",
     "Implicit",
+    "Lagrangian",
+    "LinearizedADMM",
     "LocalDifferences",
     "LocalImplicit",
     "LocalSGD",

@@ -17,15 +17,17 @@ import fedbilevel as fb
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError
 from fedbilevel.engines.engine import first_carry
+from fedbilevel.parts import Lagrangian, LinearizedADMM
 from fedbilevel.tasks.quadratic import inner, outer, quadratic, solution
 
+FEW = {"estimate": LinearizedADMM(steps=2), "lagrangian": Lagrangian(planes=2)}
 AGREEMENT = {
     "ADBO": Case(
-        fb.ADBO(batch_size=4, consensus_steps=2, iterations=4, planes=2, wait_for=2, max_staleness=3),
+        fb.ADBO(batch_size=4, iterations=4, **FEW, wait_for=2, max_staleness=3),
         clock=fb.Clock(compute=0.3, spread=0.7, stragglers=1, drift=0.5, period=7.0, availability=0.8),
         slow=True,
     ),
-    "SDBO": Case(fb.SDBO(batch_size=4, consensus_steps=2, iterations=4, planes=2), slow=True),
+    "SDBO": Case(fb.SDBO(batch_size=4, iterations=4, **FEW), slow=True),
 }
 
 ROUNDS = 24
@@ -33,8 +35,8 @@ FIELDS = {
     "batch_size": None,
     "client_lr": fb.XYV(x=0.2, y=0.05, v=0.2),
     "server_lr": fb.XYV(x=0.02, y=0.025, v=0.2),
-    "planes": 20,  # fewer than there are rounds
-    "consensus_lr": 0.7,
+    "lagrangian": Lagrangian(planes=20),  # fewer than there are rounds
+    "estimate": LinearizedADMM(lr=0.7),
 }
 TIMES = [1.0, 1.37, 2.71, 0.77, 5.03, 1.13, 0.91, 1.79, 8.11, 0.59]  # no two answers come at the same moment
 
@@ -50,7 +52,7 @@ class Played:
     def __init__(self, task, algorithm, engine, rounds=ROUNDS):
         x, y, count = task.x0, task.y0, len(task.clients)
         carry = first_carry(algorithm, task.problem, task.clients, x, y)
-        self.rounds, self.tolerance = rounds, algorithm.tolerance
+        self.rounds, self.tolerance = rounds, algorithm.lagrangian.tolerance
         self.run = engine.start(algorithm, task.problem, task.clients, count, jax.random.key(1), carry)
         self.carry, self.costs = carry, None
         self.more()
@@ -80,12 +82,12 @@ class Simulation:
 
     def estimate(self):
         """φ_i, φ_z and their Jacobians, by K steps of linearised ADMM."""
-        a, eta, mu = self.a, self.a.consensus_lr, self.a.consensus_penalty
+        eta, mu = self.a.estimate.lr, self.a.estimate.penalty
         y, z = [own["y"] for own in self.own], self.z
         psi = [0 * one for one in y]
         to_y, to_psi = ([np.zeros((len(z), len(self.x)))] * len(y) for _ in range(2))
         to_z = np.zeros((len(z), len(self.x)))
-        for k in range(a.consensus_steps):
+        for k in range(self.a.estimate.steps):
             for i, (_, _, g) in enumerate(self.members):
                 if k > 0:
                     psi[i], to_psi[i] = psi[i] + mu * (y[i] - z), to_psi[i] + mu * (to_y[i] - to_z)
@@ -110,21 +112,23 @@ class Simulation:
             "b": [2 * gap for gap in gaps],
             "c": 2 * gap_z,
             "lambda": 0.0,
-            "n": 4 * max(h, self.a.tolerance),
+            "n": 4 * max(h, self.a.lagrangian.tolerance),
             "made": (self.x, phi, phi_z, to_y, to_z, h),
         }
         plane["told"] = [own["y"] for own in self.own]  # whose last answer came, or is part of this plane
         plane["s"] = sum(p * b @ y for p, b, y in zip(self.p, plane["b"], plane["told"], strict=True))
-        plane["kappa"] = h - self.a.tolerance - plane["a"] @ self.x - plane["s"] - plane["c"] @ self.z
+        plane["kappa"] = h - self.a.lagrangian.tolerance - plane["a"] @ self.x - plane["s"] - plane["c"] @ self.z
         kept = [one for one in self.planes if one["lambda"] > 0] + [plane]
-        kept = kept[-self.a.planes :]
+        kept = kept[-self.a.lagrangian.planes :]
         self.dropped += len(self.planes) + 1 - len(kept)
         self.planes, self.made = kept, self.made + 1
 
     def answer(self, i):
         """Ask client i; its answer: θ_i and y_i."""
         a, own, (_, f, _) = self.a, self.own[i], self.members[i]
-        own["theta"] = own["theta"] + a.client_lr.v * (own["x"] - self.x - a.consensus_damping * own["theta"])
+        own["theta"] = own["theta"] + a.client_lr.v * (
+            own["x"] - self.x - a.lagrangian.consensus_damping * own["theta"]
+        )
         to_x = own["x"] + f["E"] @ own["y"] + own["theta"]
         to_y = outer_gradient(f, own["x"], own["y"]) + sum(one["lambda"] * one["b"][i] for one in self.planes)
         own["x"], own["y"] = own["x"] - a.client_lr.x * to_x, own["y"] - a.client_lr.y * to_y
@@ -164,7 +168,7 @@ class Simulation:
         self.z = self.z - a.server_lr.y * sum(one["lambda"] * one["c"] for one in self.planes)
         for one in self.planes:
             value = one["a"] @ self.x + one["s"] + one["c"] @ self.z + one["kappa"]
-            change = a.server_lr.v * (value / one["n"] - a.plane_damping * one["lambda"])
+            change = a.server_lr.v * (value / one["n"] - a.lagrangian.plane_damping * one["lambda"])
             one["lambda"] = max(0.0, one["lambda"] + change)
         self.exchange += 1
 
@@ -242,7 +246,7 @@ def test_planes_are_of_those_who_are_there(task):
     away = 8
     there = np.delete(np.arange(len(TIMES)), away)
     clock = {"network": TIMES, "availability": [float(i != away) for i in range(len(TIMES))]}
-    algorithm = ADBO(**FIELDS, wait_for=len(there), iterations=3, consensus_steps=2)
+    algorithm = ADBO(**FIELDS | {"estimate": LinearizedADMM(steps=2, lr=0.7)}, wait_for=len(there), iterations=3)
     with pytest.warns(AbsenceWarning):
         run = Played(task, algorithm, clocked(**clock), rounds=2)
     planes, own, p = run.carry.state.planes, run.carry.clients, task.clients.weights[there]
@@ -289,7 +293,8 @@ def bent(x, y, batch):
 def test_the_gradient_of_h_is_that_of_a_plain_h():
     """Through all steps at the points where they were made: jax.grad of h written in one piece, to 1e-10."""
     task = quadratic(clients=2, dim_x=2, dim_y=3, samples=(1, 3))
-    algorithm = ADBO(batch_size=None, consensus_steps=3, consensus_lr=0.3, iterations=1, wait_for=2)
+    algorithm = ADBO(batch_size=None, estimate=LinearizedADMM(steps=3, lr=0.3), iterations=1, wait_for=2)
+    eta, mu = algorithm.estimate.lr, algorithm.estimate.penalty
     task = dataclasses.replace(task, problem=fb.Bilevel(outer=outer, inner=bent))
     run = Played(task, algorithm, fb.Reference(), rounds=1)
     before, after = run.carry, run.more()
@@ -299,11 +304,11 @@ def test_the_gradient_of_h_is_that_of_a_plain_h():
 
     def h(x, z):
         y, end, psi = list(own), z, [0 * one for one in own]
-        for k in range(algorithm.consensus_steps):
+        for k in range(algorithm.estimate.steps):
             for i, batch in enumerate(batches):
-                psi[i] = psi[i] + (algorithm.consensus_penalty * (y[i] - end) if k > 0 else 0)
-                slope = jax.grad(bent, 1)(x, y[i], batch) + psi[i] + algorithm.consensus_penalty * (y[i] - end)
-                y[i] = y[i] - algorithm.consensus_lr * slope
+                psi[i] = psi[i] + (mu * (y[i] - end) if k > 0 else 0)
+                slope = jax.grad(bent, 1)(x, y[i], batch) + psi[i] + mu * (y[i] - end)
+                y[i] = y[i] - eta * slope
             end = sum(weight * one for weight, one in zip(p, y, strict=True))
         apart = sum(weight * jnp.sum((a - b) ** 2) for weight, a, b in zip(p, own, y, strict=True))
         return apart + jnp.sum((before.state.y - end) ** 2)
@@ -323,15 +328,29 @@ def test_the_gradient_of_h_is_that_of_a_plain_h():
         ({"wait_for": None}, "ADBO.wait_for = None"),
         ({"max_staleness": -1}, "ADBO.max_staleness = -1 is not allowed: it must be a positive integer or None"),
         ({"max_staleness": 2.5}, "ADBO.max_staleness = 2.5"),
-        ({"planes": 0}, "ADBO.planes = 0"),
-        ({"consensus_steps": True}, "ADBO.consensus_steps = True"),
-        ({"tolerance": 0.0}, "ADBO.tolerance = 0.0"),
-        ({"plane": 3}, "unknown field of ADBO 'plane'; did you mean 'planes'?"),
+        ({"estimate": 3}, "ADBO.estimate = 3 is not allowed: it must be LinearizedADMM(…)"),
+        ({"planes": 3}, "unknown field of ADBO 'planes': it is now a field of the part lagrangian"),
+        ({"iteration": 3}, "unknown field of ADBO 'iteration'; did you mean 'iterations'?"),
     ],
 )
 def test_bad_fields_are_refused_by_name(fields, words):
     with pytest.raises(ConfigurationError) as error:
         ADBO(**fields)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "words"),
+    [
+        (Lagrangian, {"planes": 0}, "Lagrangian.planes = 0"),
+        (Lagrangian, {"tolerance": 0.0}, "Lagrangian.tolerance = 0.0"),
+        (Lagrangian, {"plane": 3}, "unknown field of Lagrangian 'plane'; did you mean 'planes'?"),
+        (LinearizedADMM, {"steps": True}, "LinearizedADMM.steps = True"),
+    ],
+)
+def test_bad_fields_of_parts_are_refused_by_name(part, fields, words):
+    with pytest.raises(ConfigurationError) as error:
+        part(**fields)
     assert words in str(error.value)
 
 

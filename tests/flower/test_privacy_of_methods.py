@@ -53,7 +53,15 @@ CASES = {  # one for each method at least
     "LFedNest": (fb.LFedNest(batch_size=None, inner=STEP, hypergradient=LOCAL_CG), None),
     "RABO": (fb.RABO(batch_size=None, inner=STEP, hypergradient=LOCAL_CG), None),
     "RAFBO": (fb.RAFBO(batch_size=None, inner=STEP, hypergradient=DIFFERENCES), None),
-    "SDBO": (fb.SDBO(batch_size=None, consensus_steps=2, iterations=2, planes=2), None),
+    "SDBO": (
+        fb.SDBO(
+            batch_size=None,
+            iterations=2,
+            estimate=fb.parts.LinearizedADMM(steps=2),
+            lagrangian=fb.parts.Lagrangian(planes=2),
+        ),
+        None,
+    ),
     "ShroFBO": (fb.ShroFBO(batch_size=None), None),
     "ShroFBO, the first two": (fb.Asynchronous(fb.ShroFBO(batch_size=None), wait_for=2), None),
     "SimFBO": (fb.SimFBO(batch_size=None, local_steps=2), None),

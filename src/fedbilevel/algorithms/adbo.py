@@ -53,7 +53,7 @@ Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
 """
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ from fedbilevel.algorithms.cutting_planes import (
     without_idle,
 )
 from fedbilevel.algorithms.parts.wrappers import ROUNDING
-from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.algorithm import Algorithm, Part, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import require
@@ -100,6 +100,13 @@ class State(NamedTuple):
     totals: Totals
 
 
+class Point(NamedTuple):
+    """A client's variables in the estimate of φ."""
+
+    y: PyTree  # y'_i
+    psi: PyTree  # ψ_i, the multiplier of y'_i = z'
+
+
 class ClientState(NamedTuple):
     """What a client keeps."""
 
@@ -109,15 +116,52 @@ class ClientState(NamedTuple):
     replied: Array  # 1 after the first reply to a step
     serial: Array  # (slots,) which plane of the server's each row of b belongs to
     b: PyTree  # a row for each slot
-    path: "Point"  # a row for each step towards φ_i: where it began
-    point: "Point"  # where the next begins; backwards, ∂h/∂(y'_i, ψ_i) over p_i
+    path: Point  # a row for each step towards φ_i: where it began
+    point: Point  # where the next begins; backwards, ∂h/∂(y'_i, ψ_i) over p_i
 
 
-class Point(NamedTuple):
-    """A client's variables in the estimate of φ."""
+class LinearizedADMM(Part):
+    """The steps towards φ(x), all clients' estimate of the inner solution; each is an exchange, and one more back.
 
-    y: PyTree  # y'_i
-    psi: PyTree  # ψ_i, the multiplier of y'_i = z'
+    Args:
+        steps: K, for each plane.
+        lr: η; below 1/(ℓ + μ) for ℓ the largest eigenvalue of any ∇²yy g_i.
+        penalty: μ, the penalty on y'_i − z'.
+    """
+
+    kind: ClassVar[str] = "admm"
+
+    steps: int = positive_integer(default=10)
+    lr: float = positive(default=0.5)
+    penalty: float = positive(default=0.3)
+
+    def step(
+        self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array | int, key: Array
+    ) -> tuple[Array, Point]:
+        """g_i where a step begins, and its end. ψ_i steps first, when z' is known; before the first step not at all."""
+        apart = optax.tree.sub(start.y, z)
+        psi = move(start.psi, jnp.where(k == 0, 0.0, self.penalty), apart)
+        loss, gradient = jax.value_and_grad(client.problem.inner, 1)(x, start.y, client.inner_batch(key))
+        direction = move(optax.tree.add(gradient, psi), self.penalty, apart)
+        return loss, Point(move(start.y, -self.lr, direction), psi)
+
+
+class Lagrangian(Part):
+    """The constraints that all clients' steps are to keep to, h ≤ ε by planes and x_i = x, and their multipliers.
+
+    Args:
+        planes: the largest number of planes that are kept; beyond it the oldest goes.
+        tolerance: ε, the bound on h, the weighted mean squared distance of the y_i from the inner solution.
+        plane_damping: c_λ, how strongly λ is drawn to 0; 0 would be the plain Lagrangian.
+        consensus_damping: c_θ, how strongly θ_i is drawn to 0; 0 would be the plain Lagrangian.
+    """
+
+    kind: ClassVar[str] = "lagrangian"
+
+    planes: int = positive_integer(default=20)
+    tolerance: float = positive(default=1e-4)
+    plane_damping: float = positive(default=0.01)
+    consensus_damping: float = positive(default=1e-3)
 
 
 class CuttingPlanes(Algorithm):
@@ -130,35 +174,25 @@ class CuttingPlanes(Algorithm):
             numbers or schedules over rounds, one serves all three.
         server_lr: the server's step sizes: γ_x for x, as y γ_z, of the inner variable z that all are to agree on, and
             as v γ_λ, of the planes' multipliers; numbers or schedules over rounds, one serves all three.
-        planes: the largest number of planes that are kept; beyond it the oldest goes.
-        tolerance: ε, the bound on h, the weighted mean squared distance of the y_i from the inner solution.
-        plane_damping: c_λ, how strongly λ is drawn to 0; 0 would be the plain Lagrangian.
-        consensus_damping: c_θ, how strongly θ_i is drawn to 0; 0 would be the plain Lagrangian.
-        consensus_steps: K, steps towards the inner solution for each plane.
-        consensus_lr: η of these steps; below 1/(ℓ + μ) for ℓ the largest eigenvalue of any ∇²yy g_i.
-        consensus_penalty: μ, the penalty of ADMM on y'_i − z' in these steps.
+        lagrangian: the planes, and how multipliers are damped.
+        estimate: the steps towards the inner solution of which planes are made.
     """
 
     batch_size: int | None = positive_integer(default=32, optional=True)
     iterations: int = positive_integer(default=10)
     client_lr: XYV = step_sizes(default=XYV(x=0.1, y=0.1, v=0.1))
     server_lr: XYV = step_sizes(default=XYV(x=0.05, y=0.05, v=0.5))
-    planes: int = positive_integer(default=20)
-    tolerance: float = positive(default=1e-4)
-    plane_damping: float = positive(default=0.01)
-    consensus_damping: float = positive(default=1e-3)
-    consensus_steps: int = positive_integer(default=10)
-    consensus_lr: float = positive(default=0.5)
-    consensus_penalty: float = positive(default=0.3)
+    lagrangian: Lagrangian = Lagrangian()
+    estimate: LinearizedADMM = LinearizedADMM()
 
     def init(self, x: PyTree, y: PyTree) -> State:
         totals = Totals(jnp.zeros(()), optax.tree.zeros_like(x), jnp.zeros(()), jnp.zeros((), bool))
-        return State(x, y, Planes.none(x, y, self.planes), jnp.zeros((), jnp.int32), totals)
+        return State(x, y, Planes.none(x, y, self.lagrangian.planes), jnp.zeros((), jnp.int32), totals)
 
     def init_client(self, x: PyTree, y: PyTree) -> ClientState:
-        none = Planes.none(x, y, self.planes)
+        none = Planes.none(x, y, self.lagrangian.planes)
         zero = optax.tree.zeros_like(y)
-        path = empty(Point(zero, zero), self.consensus_steps)
+        path = empty(Point(zero, zero), self.estimate.steps)
         return ClientState(
             x, y, optax.tree.zeros_like(x), jnp.zeros(()), none.serial, none.consensus, path, Point(zero, zero)
         )
@@ -185,18 +219,9 @@ class CuttingPlanes(Algorithm):
         own: ClientState = client.state
         zero = Point(own.y, optax.tree.zeros_like(own.y))
         start = jax.tree.map(lambda first, later: jnp.where(k == 0, first, later), zero, own.point)
-        loss, end = self.towards(client, x, z, start, k, key)
+        loss, end = self.estimate.step(client, x, z, start, k, key)
         path = put(own.path, k, start)
         return Reply(end.y, own._replace(path=path, point=end), metrics={"inner_loss": loss}, gradients=1)
-
-    def towards(self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array, key: Array) -> tuple[Array, Point]:
-        """g_i where a step begins, and its end. ψ_i steps first, when z' is known; before the first step not at all."""
-        apart = optax.tree.sub(start.y, z)
-        psi = move(start.psi, jnp.where(k == 0, 0.0, self.consensus_penalty), apart)
-        batch = client.inner_batch(key, self.batch_size)
-        loss, gradient = jax.value_and_grad(client.problem.inner, 1)(x, start.y, batch)
-        direction = move(optax.tree.add(gradient, psi), self.consensus_penalty, apart)
-        return loss, Point(move(start.y, -self.consensus_lr, direction), psi)
 
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
@@ -207,14 +232,14 @@ class CuttingPlanes(Algorithm):
         """
         x, z, behind, k, slot, serial = at
         own: ClientState = client.state
-        last = k == self.consensus_steps - 1
+        last = k == self.estimate.steps - 1
         entered = put(own.b, slot, optax.tree.scale(2, optax.tree.sub(own.y, own.point.y)))
         b = jax.tree.map(lambda new, old: jnp.where(last, new, old), entered, own.b)
         mine = row(b, slot)
         first = Point(optax.tree.scale(-1, mine), optax.tree.zeros_like(own.y))
         after = jax.tree.map(lambda first, later: jnp.where(last, first, later), first, own.point)
         begun = row(own.path, k)
-        _, back = jax.vjp(lambda x, z, start: self.towards(client, x, z, start, k, key)[1], x, z, begun)
+        _, back = jax.vjp(lambda x, z, start: self.estimate.step(client, x, z, start, k, key)[1], x, z, begun)
         to_x, to_z, before = back(after._replace(y=optax.tree.add(after.y, behind)))
         gap = optax.tree.vdot(mine, mine) / 4
         kept = own._replace(b=b, serial=own.serial.at[slot].set(serial), point=before)
@@ -230,8 +255,9 @@ class CuttingPlanes(Algorithm):
         """
         x, multiplier, serial = at
         own: ClientState = client.state
-        theta = move(own.theta, self.client_lr.v, move(optax.tree.sub(own.x, x), -self.consensus_damping, own.theta))
-        batch = client.outer_batch(key, self.batch_size)
+        violated = move(optax.tree.sub(own.x, x), -self.lagrangian.consensus_damping, own.theta)
+        theta = move(own.theta, self.client_lr.v, violated)
+        batch = client.outer_batch(key)
         loss, (to_x, to_y) = jax.value_and_grad(client.problem.outer, (0, 1))(own.x, own.y, batch)
         shared = own.serial == serial
         force = combined(jnp.where(shared, multiplier, 0), own.b)
@@ -251,7 +277,7 @@ class CuttingPlanes(Algorithm):
 
     def with_new_plane(self, fed: Fed, state: State, key: Array) -> State:
         """Server: estimate φ, find h and its gradient, add the plane and drop those whose multiplier is 0."""
-        x, z, planes, last = state.x, state.y, state.planes, self.consensus_steps - 1
+        x, z, planes, last = state.x, state.y, state.planes, self.estimate.steps - 1
         slot = planes.free_slot()
 
         def forward(fed: Fed, carry: tuple[PyTree, PyTree, Array], _: Array) -> tuple[PyTree, PyTree, Array]:
@@ -259,7 +285,7 @@ class CuttingPlanes(Algorithm):
             end = fed.mean(self.consensus_step, (x, z, k), jax.random.fold_in(key, k))
             return put(path, k, z), end, k + 1
 
-        path = empty(z, self.consensus_steps)
+        path = empty(z, self.estimate.steps)
         path, end, _ = fed.repeat(last + 1, forward, (path, z, jnp.zeros((), jnp.int32)), key)
         apart = optax.tree.sub(z, end)
 
@@ -274,7 +300,7 @@ class CuttingPlanes(Algorithm):
         flat = Cut(jnp.zeros(()), optax.tree.zeros_like(x), optax.tree.scale(2, apart), jnp.zeros(()))
         start = (flat, optax.tree.scale(-2, apart), jnp.asarray(last, jnp.int32), jnp.zeros(()))
         cut, _, _, asked = fed.repeat(last + 1, backward, start, key)
-        planes = without_idle(added(planes, cut, self.tolerance, x, z, state.made), slot)
+        planes = without_idle(added(planes, cut, self.lagrangian.tolerance, x, z, state.made), slot)
         totals = state.totals._replace(complete=asked > 1 - ROUNDING)
         return state._replace(planes=planes, made=state.made + 1, totals=totals)
 
@@ -285,7 +311,7 @@ class CuttingPlanes(Algorithm):
         lr, multiplier = self.server_lr, planes.multiplier
         x = move(state.x, -lr.x, optax.tree.sub(combined(multiplier, planes.outer), theta))
         z = move(state.y, -lr.y, combined(multiplier, planes.consensus))
-        planes = planes.ascended(x, z, lr.v, self.plane_damping)
+        planes = planes.ascended(x, z, lr.v, self.lagrangian.plane_damping)
         return state._replace(x=x, y=z, planes=planes, totals=totals)
 
     @abstractmethod

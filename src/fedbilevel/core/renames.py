@@ -90,6 +90,8 @@ def renamed(now: Mapping[str, str]) -> Callable[[F], F]:
 
 _INNER = "a field of the part inner"
 _SOLVER = "a field of the part hypergradient.solver"
+_ESTIMATE = "a field of the part estimate"
+_LAGRANGIAN = "a field of the part lagrangian"
 FIELDS = {
     "coefficients": "local_optimizer",
     "inner_rounds": f"rounds, {_INNER}",
@@ -111,6 +113,10 @@ FIELDS = {
         ("policy", "pruned", "fixed", "min_coverage"),
         "a field of the wrapper Submodels (in a spec a field of [submodels])",
     ),
+    "consensus_steps": f"steps, {_ESTIMATE}",
+    "consensus_lr": f"lr, {_ESTIMATE}",
+    "consensus_penalty": f"penalty, {_ESTIMATE}",
+    **dict.fromkeys(("plane_damping", "consensus_damping"), _LAGRANGIAN),
     "own_x": "local of the problem, Bilevel(outer, inner, local='x'), and of the task hyper_cleaning (task.local=x)",
 }
 """Fields of methods that have another name or place now."""
@@ -126,6 +132,7 @@ FIELDS_BESIDE = {
         "refresh": "a field of FISM alone; IRIG takes 𝓗 anew at every step in any case: leave it out",
         "lr_decay": "a field of methods with decreasing steps alone; those of BiFISTA are constant: leave it out",
     },
+    "lagrangian": dict.fromkeys(("planes", "tolerance"), _LAGRANGIAN),
     "perturbation": {"second_order": "perturbation, of the differences of gradients that this part always takes"},
 }
 """The same for classes with the field that is the key; other classes have fields of these names today."""

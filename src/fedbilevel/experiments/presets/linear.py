@@ -34,8 +34,7 @@ HOSPITALS: dict[str, Fields] = {
 PENALTY_CUTTING: Fields = {
     "client_lr": xyv(20.0, 0.3, 0.002),
     "server_lr": xyv(2.0, 0.05, 0.2),
-    "consensus_steps": 3,
-    "consensus_lr": 0.3,
+    "estimate": {"steps": 3, "lr": 0.3},
     "batch_size": 256,
 }
 PENALTY_AFBO: Fields = {**inner(rounds=3, client_lr=0.1, lr=0.3), "outer_lr": 50.0, **system_steps(0.05)}
@@ -69,7 +68,7 @@ CLEANING_CUTTING: Fields = {
     "iterations": 20,
     "client_lr": xyv(400.0, 0.1, 1e-4),
     "server_lr": xyv(40.0, 0.05, 0.2),
-    "consensus_lr": 1.0,
+    "estimate": {"lr": 1.0},
     "batch_size": None,
 }
 CLEANING_AFBO: Fields = {**inner(rounds=3, client_lr=0.05, lr=0.3), "outer_lr": 300.0, **system_steps(0.05)}
@@ -86,8 +85,7 @@ CLEANING_ON_DIGITS: dict[str, Fields] = {
 CUTTING_MNIST: Fields = {
     "client_lr": xyv(8000.0, 0.1, 5e-6),
     "server_lr": xyv(800.0, 0.05, 0.2),
-    "consensus_steps": 3,
-    "consensus_lr": 0.1,
+    "estimate": {"steps": 3, "lr": 0.1},
     "batch_size": 512,
 }
 # The Hessian-inverting methods step on x once a round: a small batch would move few weights, and those too far.

@@ -28,17 +28,18 @@ CUTTING: Fields = {
     "iterations": 20,
     "client_lr": xyv(0.3, 0.3, 0.1),
     "server_lr": xyv(0.05, 0.05, 0.2),
-    "consensus_steps": 5,
-    "consensus_lr": 0.1,
+    "estimate": {"steps": 5, "lr": 0.1},
     "batch_size": None,
 }
-CUTTING_MNIST: Fields = {
-    **CUTTING,
-    "client_lr": xyv(0.1, 0.1, 0.1),
-    "server_lr": xyv(0.02, 0.02, 0.2),
-    "consensus_lr": 0.04,
-    "batch_size": 256,
-}
+CUTTING_MNIST = merged(
+    CUTTING,
+    {
+        "client_lr": xyv(0.1, 0.1, 0.1),
+        "server_lr": xyv(0.02, 0.02, 0.2),
+        "estimate": {"lr": 0.04},
+        "batch_size": 256,
+    },
+)
 
 DIGITS: dict[str, Fields] = {
     **each(SINGLE_LOOP, SIMFBO),

@@ -29,7 +29,7 @@ CUTTING: Fields = {
     "iterations": 20,
     "client_lr": xyv(0.2, 0.05, 0.2),
     "server_lr": xyv(0.02, 0.02, 0.2),
-    "consensus_lr": 0.7,
+    "estimate": {"lr": 0.7},
 }
 QUADRATIC: dict[str, Fields] = {
     "adbo": {**CUTTING, "wait_for": 5, "max_staleness": 10},
