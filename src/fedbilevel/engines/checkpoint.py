@@ -188,6 +188,16 @@ def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file, atomically."""
+    write_atomically(path, lambda file: file.write(content))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, atomically."""
+    write_bytes(path, text.encode())
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses into a CheckpointError that names the path and the reason."""

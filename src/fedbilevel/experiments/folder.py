@@ -46,14 +46,9 @@ def require_free(path: Path) -> None:
         raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty{hint}")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, atomically."""
-    checkpoint.write_atomically(path, lambda file: file.write(text.encode()))
-
-
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file that people can read, atomically."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    checkpoint.write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import in_percent
-from fedbilevel.engines.checkpoint import write_atomically
+from fedbilevel.engines.checkpoint import write_bytes
 from fedbilevel.engines.curves import (
     NARROW,
     OF_CLIENTS,
@@ -120,9 +121,10 @@ def save(figure: Any, path: Path) -> None:
     from matplotlib import rc_context
 
     require_picture(path)
-    suffix = path.suffix.lower()
+    suffix, drawn = path.suffix.lower(), io.BytesIO()
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedbilevel"}):  # type that journals take, ids that stay
-        write_atomically(path, lambda file: figure.savefig(file, format=suffix[1:], dpi=130, metadata=_UNDATED[suffix]))
+        figure.savefig(drawn, format=suffix[1:], dpi=130, metadata=_UNDATED[suffix])
+    write_bytes(path, drawn.getvalue())
 
 
 def _place_legend(figure: Any, cells: Sequence[Any], used: int) -> None:

@@ -20,12 +20,13 @@ from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NumericalError, require
 from fedbilevel.core.metrics import directions, text
 from fedbilevel.data import DataError
+from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import History
 from fedbilevel.engines.progress import Display
 from fedbilevel.engines.result import Budget, Callback, in_words, last_row, rounds_done, stop_after
 from fedbilevel.experiments import plots, runner, toml
 from fedbilevel.experiments.export import csv_text, finite
-from fedbilevel.experiments.folder import Folder, as_damage, write_json, write_text
+from fedbilevel.experiments.folder import Folder, as_damage, write_json
 from fedbilevel.experiments.layout import fitted
 from fedbilevel.experiments.loader import full_name, label
 from fedbilevel.experiments.runner import algorithm_of, build

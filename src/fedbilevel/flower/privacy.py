@@ -28,7 +28,7 @@ from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NonFinit
 from fedbilevel.core.fed import LastReply, Public, ReplyDelta, Withheld
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.engines import lock
-from fedbilevel.engines.checkpoint import write_atomically
+from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.wording import in_a_line, missing
 
 SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
@@ -369,7 +369,7 @@ class PrivacyGuard:
         folder.mkdir(parents=True, exist_ok=True)
         with self.turn():
             if not owner.exists():
-                write_atomically(owner, lambda file: file.write(str(client).encode()))
+                write_text(owner, str(client))
             whose = owner.read_text(errors="replace")
             require(whose == str(client), "Site.id", client, f"{whose[:20]}, whose {folder} is")
             if not secret.exists() and not self.account.exists():  # never later: an account must not begin anew
@@ -393,7 +393,7 @@ class PrivacyGuard:
             raise ConfigurationError(f"{self.account} is damaged, restore it: {error}") from error
 
     def write(self, spent: PrivacyAccount) -> None:
-        write_atomically(self.account, lambda file: file.write(spent.to_json().encode()))
+        write_text(self.account, spent.to_json())
 
     def turn(self) -> AbstractContextManager[None]:
         return lock.turn(self.folder / "lock")

@@ -11,9 +11,10 @@ import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
+from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.curves import PANELS, SHORT, Curve, words
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.folder import as_damage, write_text
+from fedbilevel.experiments.folder import as_damage
 from fedbilevel.report.chart import Chart, amount, bars, chart, series
 from fedbilevel.report.page import FILE, PageTable, pairs, render, table
 from fedbilevel.reproduce import outcome, picture

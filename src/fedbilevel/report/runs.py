@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from fedbilevel.core.metrics import text
+from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.curves import curve, words
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments.compare import (
@@ -23,7 +24,7 @@ from fedbilevel.experiments.compare import (
     load_groups,
     tasks_of,
 )
-from fedbilevel.experiments.folder import LoadedRun, as_damage, write_text
+from fedbilevel.experiments.folder import LoadedRun, as_damage
 from fedbilevel.experiments.tables import mean_and_spread, summary_table
 from fedbilevel.report.chart import Chart, amount, chart
 from fedbilevel.report.page import PageTable, pairs, printed, render, table

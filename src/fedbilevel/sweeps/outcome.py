@@ -9,6 +9,7 @@ from typing import Any
 from fedbilevel.core.card import Card, Shown, counted, shortened
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
+from fedbilevel.engines.history import data_frame
 from fedbilevel.sweeps.picture import sweep_figure
 from fedbilevel.sweeps.plan import Job, Plan, Standing, TrialOutcome, measured_on_test, spent, standing
 
@@ -142,11 +143,7 @@ class Sweep(Shown):
         Raises:
             ConfigurationError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ModuleNotFoundError as error:
-            raise ConfigurationError("to_pandas needs pandas, which is not installed: pip install pandas") from error
-        return pandas.DataFrame(self.rows)
+        return data_frame(self.rows)
 
     def plot(self, size: tuple[float, float] | None = None) -> Any:
         """Draw the metric against the swept fields; the Matplotlib figure, of `size` (width, height) in inches.

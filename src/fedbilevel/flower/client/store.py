@@ -111,7 +111,7 @@ class FolderStore:
             raise CheckpointError(f"{self.count} is damaged: restore it, or delete it to count anew") from error
 
     def save_request_counts(self, request_counts: RequestCounts) -> None:
-        checkpoint.write_atomically(self.count, lambda file: file.write(json.dumps(asdict(request_counts)).encode()))
+        checkpoint.write_text(self.count, json.dumps(asdict(request_counts)))
 
 
 class ContextStore:
