@@ -33,8 +33,8 @@ def _programs_go_with_their_module() -> Iterator[None]:
     """Compiled programs and the memory that compiling took: kept to the end they would be gigabytes in each process."""
     import jax
 
-    from fedbilevel.engines import freed
+    from fedbilevel.engines import machine
 
     yield
     jax.clear_caches()
-    freed.give_back()
+    machine.give_back()

@@ -10,7 +10,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.kept import PROGRAMS
-from fedbilevel.engines import freed
+from fedbilevel.engines import machine
 
 
 def solved(engine, algorithm=fb.SimFBO(local_steps=1, batch_size=2)):  # noqa: B008
@@ -63,6 +63,6 @@ def test_checks_of_steps_keep_no_losses(algorithm):
 def test_what_compiling_freed_is_given_back_after_every_solve(has_it, monkeypatch):
     """By the C library's malloc_trim(0), where it has one."""
     given_back = []
-    monkeypatch.setattr(freed, "_trim", lambda: given_back.append if has_it else None)
+    monkeypatch.setattr(machine, "_trim", lambda: given_back.append if has_it else None)
     solved(fb.Reference())
     assert given_back == [0] * has_it

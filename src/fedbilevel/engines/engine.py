@@ -99,13 +99,14 @@ def first_carry(
     return Carry(round, state, states, now, queues, None if problem.local is None else x)
 
 
-def loop(
+def repeated(
     fed: Fed,
     n: int | Array,
     body: Callable[[Fed, Any, Array], Any],
     carry: PyTree,
     key: Array,
-    until: Callable[[Any], Array] | None,
+    *,
+    until: Callable[[Any], Array] | None = None,
 ) -> PyTree:
     """`Fed.repeat` in Python, for engines whose rounds are not compiled."""
     for i in range(int(n)):

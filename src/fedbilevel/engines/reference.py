@@ -17,7 +17,7 @@ from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -42,7 +42,7 @@ from fedbilevel.engines.engine import (
     check_first,
     check_simulated,
     draw_cohort,
-    loop,
+    repeated,
     round_keys,
     work_of,
 )
@@ -181,16 +181,7 @@ class ReferenceFed:
         self.now = self.now.later(pace, ticks)
         return ticks
 
-    def repeat(
-        self,
-        n: int | Array,
-        body: Callable[[Fed, Any, Array], Any],
-        carry: PyTree,
-        key: Array,
-        *,
-        until: Callable[[Any], Array] | None = None,
-    ) -> PyTree:
-        return loop(self, n, body, carry, key, until)
+    repeat = repeated
 
     def total_costs(self) -> RoundCosts:
         """The costs of the round, at its end; with submodels also how many clients of its cohort hold each entry."""

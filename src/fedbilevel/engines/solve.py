@@ -27,7 +27,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_l
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import fingerprint, freed, lock, submodels
+from fedbilevel.engines import fingerprint, lock, machine, submodels
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import (
@@ -191,7 +191,7 @@ def solve(
         finally:
             run.close()
             if PROGRAMS.made > made or not compiles:  # else kept programs were used
-                freed.give_back()
+                machine.give_back()
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:

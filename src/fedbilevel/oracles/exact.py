@@ -23,6 +23,8 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.operators import Solution, conjugate_gradient
 from fedbilevel.oracles.population import Population
 
+NEWTON_STEPS = 60  # at most
+
 
 class ExactHypergradient(NamedTuple):
     """The implicit gradient at (x, y): equal to ∇Φ(x) where y = y*(x)."""
@@ -47,16 +49,16 @@ def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergr
     return implicit_with(population, x, y, unravel(jnp.linalg.solve(hessian, f_y)))
 
 
-@partial(jax.jit, static_argnames=("tolerance", "iterations"))
+@partial(jax.jit, static_argnames="tolerance")
 def implicit_by_cg(
-    population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10, iterations: int = 5000
+    population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10
 ) -> tuple[ExactHypergradient, Solution]:
     """By conjugate gradient, for any dimension; the second part says how far v may be trusted."""
     system = conjugate_gradient(
         lambda v: population.inner.hess_v(x, y, v),
         population.outer.gradients(x, y)[1],
         tolerance=tolerance,
-        iterations=iterations,
+        iterations=5000,
     )
     return implicit_with(population, x, y, system.v), system
 
@@ -81,25 +83,16 @@ class _Newton(NamedTuple):
     moved: Array  # whether the last step made the gradient smaller
 
 
-@partial(jax.jit, static_argnames=("tolerance", "iterations", "products"))
+@partial(jax.jit, static_argnames="tolerance")
 def solve_inner(
-    population: Population,
-    x: PyTree,
-    y: PyTree,
-    *,
-    pull: float | Array = 0.0,
-    tolerance: float = 1e-3,
-    iterations: int = 60,
-    products: int = 2000,
+    population: Population, x: PyTree, y: PyTree, *, pull: float | Array = 0.0, tolerance: float = 1e-3
 ) -> Inner:
     """argmin over z of G(x, z) + ½ pull ‖z − y‖², from z = y: y*(x) without pull.
 
-    Newton's method; each system by conjugate gradients to a relative residual of `tolerance`, in at most `products`
-    products. A step is halved until it makes ‖∇y G‖ smaller, which some step does where the Hessian is positive
-    definite (the derivative of ½‖∇y G‖² along it is at most −(1 − tolerance)‖∇y G‖²). Where rounding no longer lets it,
-    the method is done.
+    Newton's method; each system by conjugate gradients to a relative residual of `tolerance`. A step is halved until it
+    makes ‖∇y G‖ smaller, which some step does where the Hessian is positive definite (the derivative of ½‖∇y G‖² along
+    it is at most −(1 − tolerance)‖∇y G‖²). Where rounding no longer lets it, the method is done.
     """
-    require_count("newton iterations", iterations)
 
     def gradient(z: PyTree) -> PyTree:
         return jax.tree.map(lambda g, a, b: g + pull * (a - b), population.inner.gradients(x, z)[1], z, y)
@@ -109,13 +102,11 @@ def solve_inner(
 
     def unfinished(state: _Newton) -> Array:
         now = state.inner
-        return state.moved & (now.gradient_norm > 0) & (now.iterations < iterations) & ~now.negative_curvature
+        return state.moved & (now.gradient_norm > 0) & (now.iterations < NEWTON_STEPS) & ~now.negative_curvature
 
     def advance(state: _Newton) -> _Newton:
         now = state.inner
-        system = conjugate_gradient(
-            lambda v: hessian(now.y, v), gradient(now.y), tolerance=tolerance, iterations=products
-        )
+        system = conjugate_gradient(lambda v: hessian(now.y, v), gradient(now.y), tolerance=tolerance, iterations=2000)
 
         def shorter(trial: tuple[Array, PyTree, Array]) -> tuple[Array, PyTree, Array]:
             length = trial[0] / 2

@@ -54,12 +54,10 @@ class PageTable:
     notes: Sequence[str] = ()
 
 
-def table(
-    caption: str, columns: Mapping[str, Sequence[str]], *, texts: Sequence[str], notes: Sequence[str] = ()
-) -> PageTable:
+def table(caption: str, columns: Mapping[str, Sequence[str]], *, texts: Sequence[str]) -> PageTable:
     """A table from the cells of its columns; `texts`: the columns that hold no numbers."""
     rows = list(zip(*columns.values(), strict=True))
-    return PageTable(caption, list(columns), [name not in texts for name in columns], rows, notes)
+    return PageTable(caption, list(columns), [name not in texts for name in columns], rows)
 
 
 def pairs(caption: str, content: Mapping[str, object]) -> PageTable:

@@ -118,8 +118,8 @@ def reading(entry: Entry, claim: Claim, history: History) -> Reading:
     if claim.by != "first":
         return Reading(of_curve(claim, costs, values))
     assert claim.reach is not None
-    there = (at for at, value in zip(costs, values, strict=True) if _reaches(value, claim.reach, larger))
-    first = next(there, None)
+    pairs = zip(costs, values, strict=True)
+    first = next((at for at, value in pairs if (value >= claim.reach if larger else value <= claim.reach)), None)
     return Reading(costs[-1], reached=False) if first is None else Reading(first)
 
 
@@ -139,10 +139,6 @@ def mean_over(costs: Sequence[float], values: Sequence[float]) -> float:
     """The mean of a curve over its cost, by the trapezoidal rule; of a single point its value."""
     length = costs[-1] - costs[0]
     return float(np.trapezoid(values, costs)) / length if length > 0 else values[-1]
-
-
-def _reaches(value: float, reach: float, larger: bool) -> bool:
-    return value >= reach if larger else value <= reach
 
 
 def _sign(entry: Entry, claim: Claim, history: History) -> int:

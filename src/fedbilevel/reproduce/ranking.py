@@ -109,7 +109,8 @@ def overview(ranks: Ranks) -> dict[str, list[str]]:
 
     Those that are first most often come first.
     """
-    places = {name: _of_method(ranks, name) for name in _methods(ranks)}
+    tables = [at for of in ranks.values() for at in of.values()]
+    places = {name: [at[name]["rank"] for at in tables if name in at] for name in _methods(ranks)}
     order = sorted(places, key=lambda name: -places[name].count(1))
     return {
         "method": order,
@@ -121,7 +122,12 @@ def overview(ranks: Ranks) -> dict[str, list[str]]:
 def told_apart(ranks: Ranks) -> list[tuple[str, str, list[str], int]]:
     """Of each panel and cost: the methods that share rank 1, and how many have a rank."""
     return [
-        (panel, cost, [name for name, one in at.items() if one["rank"] == 1], sum(map(_has_rank, at.values())))
+        (
+            panel,
+            cost,
+            [name for name, one in at.items() if one["rank"] == 1],
+            sum(one["rank"] is not None for one in at.values()),
+        )
         for panel, of in ranks.items()
         for cost, at in of.items()
     ]
@@ -131,15 +137,7 @@ def _methods(ranks: Ranks) -> list[str]:
     return list(dict.fromkeys(name for of in ranks.values() for at in of.values() for name in at))
 
 
-def _of_method(ranks: Ranks, name: str) -> list[int | None]:
-    return [at[name]["rank"] for of in ranks.values() for at in of.values() if name in at]
-
-
 def _in_a_cell(of: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str) -> str:
     if not all(name in at for at in of.values()):
         return ""
     return " ".join("–" if at[name]["rank"] is None else str(at[name]["rank"]) for at in of.values())
-
-
-def _has_rank(place: Mapping[str, Any]) -> bool:
-    return place["rank"] is not None

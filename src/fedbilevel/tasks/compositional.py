@@ -17,7 +17,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, Task
+from fedbilevel.tasks.task import Floats, Task, scattered
 
 
 class MeanCoefficients(NamedTuple):
@@ -72,11 +72,6 @@ def compositional(
     rng = np.random.default_rng(seed)
     axes, shift, target = np.linalg.qr(rng.normal(size=(dim_y, dim_x)))[0], *rng.normal(size=(2, dim_y))
 
-    def drawn(count: int, own: dict[str, Floats], scattered: str) -> dict[str, Floats]:
-        """Samples of a client: its coefficients, one of them scattered."""
-        rows = {name: np.repeat(value[None], count, axis=0) for name, value in own.items()}
-        return {**rows, scattered: rows[scattered] + noise * rng.normal(size=rows[scattered].shape)}
-
     outside, inside = [], []
     for _ in range(clients):
         counts = rng.integers(samples[0], samples[1] + 1, size=2)
@@ -84,8 +79,8 @@ def compositional(
         moved = shift + heterogeneity * rng.normal(size=dim_y)
         curve = 1 + heterogeneity * rng.uniform(size=dim_y)
         wanted = target + heterogeneity * rng.normal(size=dim_y)
-        inside.append(drawn(counts[0], {"B": map_, "c": moved}, "c"))
-        outside.append(drawn(counts[1], {"D": curve, "t": wanted}, "t"))
+        inside.append(scattered(rng, {"B": map_, "c": moved}, "c", counts[0], noise))
+        outside.append(scattered(rng, {"D": curve, "t": wanted}, "t", counts[1], noise))
     population = Clients(
         outer=outside,
         inner=inside,

@@ -29,7 +29,7 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
-from fedbilevel.tasks.task import Task, in_turn
+from fedbilevel.tasks.task import Floats, Task, in_turn, scattered
 
 RIDGE = 1.0  # ρ
 NORMS = {
@@ -172,10 +172,14 @@ def quadratic(
         own["A"] = turn * spectrum @ turn.T
         own["D"] = np.diag(1 + heterogeneity * rng.uniform(size=dim_y))
         members.append(own)
-    draw = lambda own, names: _samples(rng, own, names, int(rng.integers(samples[0], samples[1] + 1)), noise)  # noqa: E731
+
+    def draw(own: dict[str, Floats], names: str) -> dict[str, Floats]:
+        count = int(rng.integers(samples[0], samples[1] + 1))
+        return scattered(rng, {name: own[name] for name in names}, names[-1], count, noise)
+
     population = Clients(
-        outer=[draw(own, ("D", "E", "t")) for own in members],
-        inner=[draw(own, ("A", "B", "c")) for own in members],
+        outer=[draw(own, "DEt") for own in members],
+        inner=[draw(own, "ABc") for own in members],
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
         local_steps=local_steps,
         capacity=in_turn(capacities, clients),
@@ -227,13 +231,3 @@ def solution(
     x = np.linalg.solve(hessian, -(e @ k + j.T @ (d @ k - dt)))
     y = j @ x + k
     return ClosedForm(x, y, np.linalg.solve(a, d @ y - dt + e.T @ x))
-
-
-def _samples(
-    rng: np.random.Generator, own: dict[str, np.ndarray], names: tuple[str, ...], count: int, noise: float
-) -> dict[str, np.ndarray]:
-    """`count` copies of the client's coefficients, its vectors (c or t) scattered."""
-    out = {name: np.repeat(own[name][None], count, axis=0) for name in names}
-    vector = names[-1]
-    out[vector] = out[vector] + noise * rng.normal(size=out[vector].shape)
-    return out

@@ -47,6 +47,14 @@ class Task:
         return self.clients
 
 
+def scattered(
+    rng: np.random.Generator, coefficients: Mapping[str, Floats], vector: str, count: int, noise: float
+) -> dict[str, Floats]:
+    """`count` samples of a client that has these coefficients, the one called `vector` scattered about its own."""
+    rows = {name: np.repeat(own[None], count, axis=0) for name, own in coefficients.items()}
+    return {**rows, vector: rows[vector] + noise * rng.normal(size=rows[vector].shape)}
+
+
 def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
     """Each client's capacity for `Clients`: those given, dealt out in turn; None, all of the model, where none are."""
     several = isinstance(capacities, Sequence) and not isinstance(capacities, str)

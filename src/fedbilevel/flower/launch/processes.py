@@ -58,8 +58,8 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def tail(log: Path, lines: int = TAIL) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "(no log)"
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]) if log.exists() else "(no log)"
 
 
 class Federation:
@@ -79,7 +79,6 @@ class Federation:
         tls: TLS, with a throw-away authority, and keys that the SuperLink knows its nodes by; otherwise neither.
         persistent: workers that stay (`flower.launch.supernode`); otherwise Flower's, one process per message.
         node_configs: per client, what `--node-config` says; "partition-id=k num-partitions=clients" by default.
-        options: further options for every SuperNode.
         database: file in which the SuperLink keeps its state, for one that is restarted; otherwise in memory.
         first_port: take free ports from here upwards; otherwise any.
         env: additional environment variables for all processes.
@@ -97,7 +96,6 @@ class Federation:
         tls: bool = True,
         persistent: bool = True,
         node_configs: Sequence[str] | None = None,
-        options: Sequence[str] = (),
         database: Path | None = None,
         first_port: int | None = None,
         env: Mapping[str, str] | None = None,
@@ -108,7 +106,7 @@ class Federation:
         self.node_configs = node_configs or [f"partition-id={k} num-partitions={clients}" for k in range(clients)]
         require(len(self.node_configs) == clients, "node_configs", len(self.node_configs), f"{clients} entries")
         self.directory, self.clients, self.tls, self.persistent = directory.absolute(), clients, tls, persistent
-        self.options, self.database, self.deadline = list(options), database, deadline
+        self.database, self.deadline = database, deadline
         self.port, *self.node_ports = free_ports(clients + 1, first_port)
         self.env = {**os.environ, **(env or {})}
         self.superlink: subprocess.Popen | None = None
@@ -197,7 +195,7 @@ class Federation:
         if self.persistent:
             command = [sys.executable, "-m", "fedbilevel.flower.launch.supernode"]
         command += ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(self.node_ports[client])]
-        command += ["--node-config", self.node_configs[client], *self.options]
+        command += ["--node-config", self.node_configs[client]]
         if not self.tls:
             return [*command, "--insecure"]
         key = self.credentials.clients[client]

@@ -15,7 +15,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Reply
 from fedbilevel.core.submodel import UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import (
@@ -28,7 +28,7 @@ from fedbilevel.engines.costs import (
     normalise,
     weigh,
 )
-from fedbilevel.engines.engine import RoundKeys, draw_cohort, loop, work_of
+from fedbilevel.engines.engine import RoundKeys, draw_cohort, repeated, work_of
 from fedbilevel.engines.submodels import RoundSubmodels, covered, put_back
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
 from fedbilevel.flower.server.session import CountedReply, Session
@@ -131,16 +131,7 @@ class FlowerFed:
             self.session.weights[one.client] * one.asked for one in replies
         )
 
-    def repeat(
-        self,
-        n: int | Array,
-        body: Callable[[Fed, Any, Array], Any],
-        carry: PyTree,
-        key: Array,
-        *,
-        until: Callable[[Any], Array] | None = None,
-    ) -> PyTree:
-        return loop(self, n, body, carry, key, until)
+    repeat = repeated
 
     def cohort(self, keys: RoundKeys) -> dict[int, int | None]:
         """The clients drawn by `keys` -> their numbers of local steps, None where the server does not set them."""
