@@ -108,7 +108,10 @@ def hand_written(s: Setting, p: Any) -> Play:
     if s.kind == "fism":
         run = fism.program(p)
         data = jax.tree.map(jnp.asarray, (p.data, p.mask))
-        return lambda scale, seed, rounds: run((p.x, p.x), *data, (s.steps[0] * scale, *s.steps[1:]), None, rounds)
+        steps = s.steps[1:]
+        return lambda scale, _, rounds: jax.block_until_ready(
+            run((p.x, p.x), *data, (s.steps[0] * scale, *steps), None, rounds)
+        )
     data, start = jax.tree.map(jnp.asarray, (p.data, p.weights)), (p.x, p.y)
     if s.kind == "rabo":
         each = len(p.weights) // len(CAPACITIES)

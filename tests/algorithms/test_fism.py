@@ -129,6 +129,16 @@ def test_as_written():
     assert result.ledger.gradients == ROUNDS * sum(SIZES)
 
 
+def test_walks_compute_no_losses():
+    """F, which no step needs, is measured where somebody asks for it."""
+    clients = fb.Clients(CLIENTS, weights=WEIGHTS)
+    loss = fb.PerClient(lambda x, y, batch: absolute_loss(x, batch), "inner")
+    result = fb.solve(fb.FISM(**FIELDS), PROBLEM, clients, tree(START), rounds=2, metrics_per_client={"loss": loss})
+    assert "inner_loss" not in result.history.columns
+    own = [np.mean(np.abs(one["a"] @ flattened(result.x) - one["b"])) for one in DATA]
+    assert result.history["loss.mean"][-1] == pytest.approx(WEIGHTS @ own / WEIGHTS.sum(), rel=1e-12)
+
+
 def test_weights_by_size_are_the_papers_plain_mean():
     """And λ its own over m: for p_i in proportion to n_i all p_i/n_i are equal."""
     clients = fb.Clients(CLIENTS, weights="size")

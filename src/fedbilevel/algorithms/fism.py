@@ -37,6 +37,7 @@ rate of Theorem 11) and tests/engines/test_agreement.py.
 """
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -96,24 +97,21 @@ class Incremental(DecreasingSteps):
         steps = self.local_steps if client.work is None else client.work
         drawn = self.order == "random" or steps is not None
         samples = client.inner.in_turn(key if drawn else None, steps)
+        full = client.inner.equal and not isinstance(steps, Array)  # everyone takes as many
+        n = jnp.sum(samples.mask)
 
-        def step(z: PyTree, j: Array) -> tuple[PyTree, Array]:
-            sample = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, j, 1), samples.samples)
-            loss, g = jax.value_and_grad(problem.inner, 0)(z, None, sample)
+        def step(j: Array, z: PyTree) -> PyTree:
+            take = partial(lax.dynamic_slice_in_dim, start_index=j, slice_size=1, allow_negative_indices=False)
+            sample = jax.tree.map(take, samples.samples)
+            g = jax.grad(problem.inner, 0)(z, None, sample)
             at = scaled(penalty, problem.preference(z)[1]) if self.anew else h
             new = problem.project(move(z, -gamma, optax.tree.add(g, at)))
-            if client.inner.equal and not isinstance(steps, Array):  # everyone takes as many
-                return new, loss
-            real = samples.mask[j]
-            return jax.tree.map(lambda a, b: jnp.where(real, a, b), new, z), jnp.where(real, loss, 0)
+            return new if full else jax.tree.map(lambda a, b: jnp.where(j < n, a, b), new, z)
 
         # over places, not samples: those of vectorised clients would be copied into the steps' order in every round
-        z, losses = lax.scan(step, x, jnp.arange(len(samples.mask)))
-        n = jnp.sum(samples.mask)
+        z = lax.fori_loop(0, len(samples.mask), step, x)
         update: Any = scaled(1 / (n * unit(gamma)), optax.tree.sub(z, x)), 1.0 / n
-        update = *update, *self.inner_sum(client, x, key)
-        metrics = {"inner_loss": jnp.sum(losses) / n}
-        return Reply(update, metrics=metrics, gradients=2 * n if self.anew else n)
+        return Reply((*update, *self.inner_sum(client, x, key)), gradients=2 * n if self.anew else n)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         problem: Any = fed.problem
