@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel import experiments
-from fedbilevel.experiments.folder import write_json
+from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.report import write
 from fedbilevel.report.entries import write_index
 from fedbilevel.reproduce import outcome

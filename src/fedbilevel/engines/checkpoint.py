@@ -198,6 +198,11 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that people can read, atomically."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses into a CheckpointError that names the path and the reason."""

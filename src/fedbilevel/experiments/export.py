@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.metrics import in_percent
-from fedbilevel.engines.checkpoint import write_text
+from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.curves import words
 from fedbilevel.engines.history import Row
 from fedbilevel.experiments.compare import (
@@ -25,7 +25,7 @@ from fedbilevel.experiments.compare import (
     legend,
     tasks_of,
 )
-from fedbilevel.experiments.folder import LoadedRun, write_json
+from fedbilevel.experiments.folder import LoadedRun
 from fedbilevel.experiments.loader import label
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it

@@ -25,7 +25,7 @@ from fedbilevel import __version__
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.remote import RemoteClients
-from fedbilevel.engines.checkpoint import write_text
+from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments.fields import WORDS
@@ -35,7 +35,6 @@ from fedbilevel.experiments.folder import (
     default_path,
     load_run,
     require_free,
-    write_json,
 )
 from fedbilevel.experiments.loader import algorithm_class, own_file, registry_kept, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of

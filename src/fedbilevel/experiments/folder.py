@@ -46,11 +46,6 @@ def require_free(path: Path) -> None:
         raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty{hint}")
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that people can read, atomically."""
-    checkpoint.write_text(path, json.dumps(content, indent=2) + "\n")
-
-
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
 KINDS = {  # of what a summary says

@@ -33,7 +33,7 @@ from fedbilevel.core.renames import RUN, renamed
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.data import DataError
 from fedbilevel.engines import checkpoint, lock
-from fedbilevel.engines.checkpoint import write_text, writing
+from fedbilevel.engines.checkpoint import write_json, write_text, writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.engine import Engine, check_cohort
 from fedbilevel.engines.history import Row
@@ -43,7 +43,7 @@ from fedbilevel.engines.progress import MEASURING, WRITING, Display, doing, show
 from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
-from fedbilevel.experiments.folder import Folder, write_json
+from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.loader import algorithm_class, label, task_maker
 from fedbilevel.experiments.spec import Component, RunPlan, Spec, fields_of, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task

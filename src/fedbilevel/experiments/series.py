@@ -15,6 +15,7 @@ import numpy as np
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.kept import series as one_series
+from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments.compare import (
@@ -29,7 +30,7 @@ from fedbilevel.experiments.compare import (
 )
 from fedbilevel.experiments.export import names
 from fedbilevel.experiments.fields import unknown_setting
-from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free, write_json
+from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.runner import build, complete, task_of
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Component, Spec, configure, fields_of, read_like

@@ -20,13 +20,13 @@ from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NumericalError, require
 from fedbilevel.core.metrics import directions, text
 from fedbilevel.data import DataError
-from fedbilevel.engines.checkpoint import write_text
+from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import History
 from fedbilevel.engines.progress import Display
 from fedbilevel.engines.result import Budget, Callback, in_words, last_row, rounds_done, stop_after
 from fedbilevel.experiments import plots, runner, toml
 from fedbilevel.experiments.export import csv_text, finite
-from fedbilevel.experiments.folder import Folder, as_damage, write_json
+from fedbilevel.experiments.folder import Folder, as_damage
 from fedbilevel.experiments.layout import fitted
 from fedbilevel.experiments.loader import full_name, label
 from fedbilevel.experiments.runner import algorithm_of, build
@@ -387,7 +387,8 @@ def write_files(sweep: Sweep, folder: Path) -> dict[str, Path]:
 
     Numbers that depend on this machine's speed are left out: a sweep that was interrupted leaves the same files.
     """
-    write_text(folder / CSV, csv_text([_run(sweep, job) for job in _last_jobs(sweep)]))
+    jobs = sorted(sweep.last_jobs, key=lambda job: (job.point, job.seed))
+    write_text(folder / CSV, csv_text([_run(sweep, job) for job in jobs]))
     write_json(folder / JSON, as_json(sweep))
     plots.save(sweep.plot(), folder / PICTURE)
     written = {"table": folder / CSV, "also": folder / JSON, "plot": folder / PICTURE}
@@ -490,12 +491,6 @@ def _point(sweep: Sweep, one: Standing) -> dict[str, Any]:
             for job in runs
         ],
     }
-
-
-def _last_jobs(sweep: Sweep) -> list[Job]:
-    """Each trial at the last rung that it reached, points and seeds in their order."""
-    last = {(job.point, job.seed): job for job in sorted(sweep.outcomes, key=lambda job: job.rung)}
-    return [last[key] for key in sorted(last)]
 
 
 def _run(sweep: Sweep, job: Job) -> dict[str, Any]:

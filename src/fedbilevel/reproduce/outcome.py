@@ -15,9 +15,10 @@ import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
+from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.engines.curves import PANELS, Curve, costs_of, curve
 from fedbilevel.engines.history import History, is_number
-from fedbilevel.experiments.folder import as_damage, write_json
+from fedbilevel.experiments.folder import as_damage
 from fedbilevel.experiments.runner import describe_environment
 from fedbilevel.reproduce.claims import PERCENTAGE_POINTS, State, Verdict, findings, metric_in, verdict
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale

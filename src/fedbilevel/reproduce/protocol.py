@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError, NumericalError
-from fedbilevel.engines.checkpoint import write_text
+from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.folder import Folder, load_run, path_word, write_json
+from fedbilevel.experiments.folder import Folder, load_run, path_word
 from fedbilevel.experiments.runner import build, complete
 from fedbilevel.experiments.search import specs_of
 from fedbilevel.experiments.series import TaskCache, difference, seeded

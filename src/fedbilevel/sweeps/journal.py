@@ -18,7 +18,7 @@ from typing import Any
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.core.kept import series
 from fedbilevel.engines import lock
-from fedbilevel.engines.checkpoint import write_text
+from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.engines.history import History
 from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, standing
@@ -83,8 +83,7 @@ def claim(folder: Path, definition: Mapping[str, Any], *, join: bool) -> None:
         raise ConfigurationError(f"there is a sweep in {folder} already: resume it, or choose another folder")
     if any(path.name != LOCK for path in folder.iterdir()):
         raise ConfigurationError(f"cannot write a sweep to {folder}: that folder is not empty")
-    text = json.dumps(definition, indent=2) + "\n"
-    write_text(folder / DEFINITION, text)
+    write_json(folder / DEFINITION, definition)
 
 
 def require_same(folder: Path, definition: Mapping[str, Any]) -> None:

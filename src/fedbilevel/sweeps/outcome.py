@@ -100,10 +100,13 @@ class Sweep(Shown):
 
     def spent(self, name: str) -> float:
         """One of COSTS, as a sum over all trials."""
-        last: dict[tuple[int, int], Job] = {}
-        for job in sorted(self.outcomes, key=lambda job: job.rung):
-            last[job.point, job.seed] = job
-        return sum(spent(self.outcomes[job], name) for job in last.values())
+        return sum(spent(self.outcomes[job], name) for job in self.last_jobs)
+
+    @property
+    def last_jobs(self) -> list[Job]:
+        """Each trial at the last rung that it reached."""
+        last = {(job.point, job.seed): job for job in sorted(self.outcomes, key=lambda job: job.rung)}
+        return list(last.values())
 
     @property
     def chosen_on(self) -> str:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.core.threefry import threefry, written_out
+from fedbilevel.engines.local.threefry import threefry, written_out
 
 USES = {
     "bits": lambda key: jax.random.bits(key, (7, 3)),
