@@ -26,7 +26,7 @@ from fedbilevel.core.config import (
     wrapped,
 )
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.renames import HOOKS
 from fedbilevel.core.submodel import UnitPolicy
@@ -135,10 +135,10 @@ class Part(ABC):
         found = ((field, part.find_phase(function)) for field, part in self.parts.items())
         return next((f"{field}.{name}" for field, name in found if name), None)
 
-    def get_phase(self, name: str) -> Callable[..., Reply]:
+    def get_phase(self, name: str) -> Phase:
         """The phase of that name."""
         field, dot, rest = name.partition(".")
-        found: Callable[..., Reply] = self.parts[field].get_phase(rest) if dot else getattr(self, name)
+        found: Phase = self.parts[field].get_phase(rest) if dot else getattr(self, name)
         return found
 
 
@@ -305,7 +305,7 @@ class Algorithm(Part):
         """Further columns of the history: numbers by name, computed from the server's state at each evaluation."""
         return {}
 
-    def named_phase(self, name: str) -> Callable[..., Reply]:
+    def named_phase(self, name: str) -> Phase:
         """The phase of that name, as its author wrote it; clients run it by `run_phase`.
 
         Raises:

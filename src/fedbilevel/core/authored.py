@@ -14,7 +14,7 @@ from jax import Array
 
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.tree import PyTree, shapes
 
 SEVERAL = "; an update of several parts is one tuple, Reply((dx, dy))"
@@ -79,7 +79,7 @@ def next_state(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
     return new
 
 
-def reply_of(where: str, phase: Callable[..., Reply], client: Client, message: PyTree, key: Array) -> Reply:
+def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Array) -> Reply:
     """What a phase replies; `where` names it in messages.
 
     Raises:

@@ -39,6 +39,13 @@ class Reply(NamedTuple):
     hvps: int | Array = 0
 
 
+Phase = Callable[..., Reply]
+"""A phase as a round names it: a method of the algorithm, or of one of its parts, that is marked with `phase`."""
+
+LoopBody = Callable[["Fed", Any, Array], Any]
+"""(fed, carry, key) -> carry: what `Fed.repeat` does again and again."""
+
+
 class Fed(Protocol):
     """The exchanges that a round may make. No primitive returns per-client values to the server."""
 
@@ -52,13 +59,7 @@ class Fed(Protocol):
     """Whether a round asks a cohort that is drawn, and not everyone."""
 
     def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         """One exchange: send `message` to the cohort, run `phase` there, return the weighted mean of the updates.
 
@@ -70,15 +71,7 @@ class Fed(Protocol):
         """
         ...
 
-    def first(
-        self,
-        n: int,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        max_staleness: int | None = None,
-    ) -> PyTree:
+    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
         """Σ p_i u_i over the first n replies to arrive, each computed on the message that its client was last sent.
 
         A client works on one message at a time, and has at most one reply in an exchange. Whoever is idle when it
@@ -96,13 +89,7 @@ class Fed(Protocol):
         ...
 
     def repeat(
-        self,
-        n: int | Array,
-        body: Callable[["Fed", Any, Array], Any],
-        carry: PyTree,
-        key: Array,
-        *,
-        until: Callable[[Any], Array] | None = None,
+        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
         """carry ← body(fed, carry, key_i) for i < n, with key_i = fold_in(key, i): a loop of exchanges.
 

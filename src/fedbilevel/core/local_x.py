@@ -7,7 +7,6 @@ that the client can make: neither x nor a gradient in x needs to be in any messa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +17,7 @@ from jax import Array
 
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.errors import require
-from fedbilevel.core.fed import Reply
+from fedbilevel.core.fed import Phase, Reply
 from fedbilevel.core.tree import PyTree, move
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def local_block(x: PyTree) -> PyTree:
 
 
 def run(
-    phase: Callable[..., Reply],
+    phase: Phase,
     parts: tuple[PyTree, PyTree],
     lr: Any,
     client: Client,

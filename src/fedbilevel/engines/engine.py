@@ -19,7 +19,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import first_state
 from fedbilevel.core.client import Clients, uniform_below
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
-from fedbilevel.core.fed import Fed
+from fedbilevel.core.fed import Fed, LoopBody
 from fedbilevel.core.kept import compiled
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
@@ -100,13 +100,7 @@ def first_carry(
 
 
 def repeated(
-    fed: Fed,
-    n: int | Array,
-    body: Callable[[Fed, Any, Array], Any],
-    carry: PyTree,
-    key: Array,
-    *,
-    until: Callable[[Any], Array] | None = None,
+    fed: Fed, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
 ) -> PyTree:
     """`Fed.repeat` in Python, for engines whose rounds are not compiled."""
     for i in range(int(n)):

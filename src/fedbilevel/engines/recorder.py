@@ -14,7 +14,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import LoopBody, Phase, Reply
 from fedbilevel.core.hashes import of_array
 from fedbilevel.core.kept import recalled, shapes_of
 from fedbilevel.core.local_x import server_x
@@ -107,28 +107,14 @@ class Recorder:
         self.state, self.examples, self.exchanges = state, examples, exchanges
 
     def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         return normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
 
-    def first(
-        self,
-        n: int,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        max_staleness: int | None = None,
-    ) -> PyTree:
+    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
         return self.asked(phase, message, key, None, early=True).update
 
-    def asked(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, early: bool) -> Sums:
+    def asked(self, phase: Phase, message: PyTree, key: Array, fresh: Any, early: bool) -> Sums:
         name = self.algorithm.phase_name(phase)
         message = jax.tree.map(jnp.asarray, message)
         client = self.client(None if fresh is not None else self.state)
@@ -138,13 +124,7 @@ class Recorder:
         return weigh(reply, client.weight, jnp.ones(()))
 
     def repeat(
-        self,
-        n: int | Array,
-        body: Callable[[Fed, Any, Array], Any],
-        carry: PyTree,
-        key: Array,
-        *,
-        until: Callable[[Any], Array] | None = None,
+        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
         return body(self, carry, key)
 

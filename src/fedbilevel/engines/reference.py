@@ -17,7 +17,7 @@ from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
-from fedbilevel.core.fed import Reply
+from fedbilevel.core.fed import Phase, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -77,13 +77,7 @@ class ReferenceFed:
         self.round_costs = empty_costs()
 
     def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         ids, works = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
         totals, spent = [], []
@@ -104,7 +98,7 @@ class ReferenceFed:
         self.round_costs = self.round_costs._replace(time=self.round_costs.time + in_parts(ticks))
         return normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
 
-    def portion(self, phase: Callable[..., Reply], message: PyTree, i: int) -> tuple[PyTree, PutBack]:
+    def portion(self, phase: Phase, message: PyTree, i: int) -> tuple[PyTree, PutBack]:
         """The part of a message that client i is sent, and what gives its sums the shapes of the whole."""
         if self.submodels is None:
             return message, lambda sums: sums
@@ -116,15 +110,7 @@ class ReferenceFed:
         plan = submodels.submodel_plan
         return submodels.units(int(plan.number[i]), i, int(plan.rank[i]))
 
-    def first(
-        self,
-        n: int,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        max_staleness: int | None = None,
-    ) -> PyTree:
+    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
         count = len(self.run.clients)
         queues = check_first(n, self.run.clock, count, max_staleness, self.queues)
         name, ask = self.question(phase, message, key, None)
@@ -147,7 +133,7 @@ class ReferenceFed:
         )
         return total.update
 
-    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
+    def question(self, phase: Phase, message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
         """The name of a phase, and the function (client, local steps or None) -> (weighted sums, reply) to run it."""
         name = self.algorithm.phase_name(phase)
 

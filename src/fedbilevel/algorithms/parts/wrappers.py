@@ -37,7 +37,7 @@ from fedbilevel.core.algorithm import Algorithm, check_algorithm, methods_that, 
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.fed import Fed, LastReply, Reply, ReplyDelta
+from fedbilevel.core.fed import Fed, LastReply, LoopBody, Phase, Reply, ReplyDelta
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.renames import LATE_STATE, renamed
@@ -268,13 +268,7 @@ class LastRepliesFed:
         self.problem, self.has_client_steps, self.sampled = fed.problem, fed.has_client_steps, False
 
     def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         name = self.wrapper.phase_name(phase)
         last, wait_for, max_staleness = self.replies[name], self.wrapper.wait_for, self.wrapper.max_staleness
@@ -290,17 +284,11 @@ class LastRepliesFed:
 
         return jax.tree.map(shortened, self.wrapper.gives(name), last.mean)
 
-    def first(self, n: int, phase: Callable[..., Reply], *message: Any, **options: Any) -> PyTree:
+    def first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
         raise ConfigurationError(f"{self.wrapper.label} asks fed.first itself, and cannot be Asynchronous")
 
     def repeat(
-        self,
-        n: int | Array,
-        body: Callable[[Fed, Any, Array], Any],
-        carry: PyTree,
-        key: Array,
-        *,
-        until: Callable[[Any], Array] | None = None,
+        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
         """A loop of exchanges, which carries the replies with it."""
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.fed import LoopBody, Phase, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import in_flight
@@ -140,13 +140,7 @@ class LocalFed:
         self.round_costs = empty_costs()
 
     def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         classes = self.members if fresh is None else self.draw(fresh)
         name = self.algorithm.phase_name(phase)
@@ -166,7 +160,7 @@ class LocalFed:
         return normalise(total, self.layout.available_population, unbiased)
 
     def sums_of(
-        self, phase: Callable[..., Reply], message: PyTree, key: Array, fresh: Any, number: int, members: Members
+        self, phase: Phase, message: PyTree, key: Array, fresh: Any, number: int, members: Members
     ) -> tuple[Sums, PyTree, Any, tuple[PyTree, PyTree]]:
         """The exchange with one class of capacity.
 
@@ -223,15 +217,7 @@ class LocalFed:
         (members,) = self.members
         return members
 
-    def first(
-        self,
-        n: int,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        max_staleness: int | None = None,
-    ) -> PyTree:
+    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
         queues = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.queues)
         name, respond = self.question(phase, message, key)
         rows = self.rows(n)
@@ -248,7 +234,7 @@ class LocalFed:
         )
         return total.update
 
-    def question(self, phase: Callable[..., Reply], message: PyTree, key: Array) -> tuple[str, ClientFunction]:
+    def question(self, phase: Phase, message: PyTree, key: Array) -> tuple[str, ClientFunction]:
         """A phase's name, and what asks it of a client."""
         name = self.algorithm.phase_name(phase)
 
@@ -302,13 +288,7 @@ class LocalFed:
         return DeviceRows(mine, first, min(self.layout.chunk, -(-n // devices)), self.layout.axis)
 
     def repeat(
-        self,
-        n: int | Array,
-        body: Callable[[Fed, Any, Array], Any],
-        carry: PyTree,
-        key: Array,
-        *,
-        until: Callable[[Any], Array] | None = None,
+        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
         @partial(jax.jit, inline=True)  # traced once, for its costs' shapes; the loop takes up what that gives
         def once(i: Array | int, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:

@@ -15,7 +15,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, parts_of
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.core.fed import Reply
+from fedbilevel.core.fed import Phase, Reply
 from fedbilevel.core.submodel import UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import (
@@ -69,13 +69,7 @@ class FlowerFed:
         self.first_of_class = np.unique(classes, return_index=True)[1]
 
     def mean(
-        self,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        unbiased: bool = False,
-        fresh: int | Array | None = None,
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         spec = self.spec(phase, message, key, fresh=fresh is not None, first=False)
         cohort = self.own if fresh is None else self.cohort(self.keys.of_fresh(int(fresh)))
@@ -86,15 +80,7 @@ class FlowerFed:
         mean = normalise(sums, len(self.session.clients), unbiased)
         return jax.tree.map(jnp.asarray, mean)
 
-    def first(
-        self,
-        n: int,
-        phase: Callable[..., Reply],
-        message: PyTree,
-        key: Array,
-        *,
-        max_staleness: int | None = None,
-    ) -> PyTree:
+    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
         """See `Fed.first`. A client that fails or passes its deadline is not waited for.
 
         Raises:
@@ -152,9 +138,7 @@ class FlowerFed:
         plan = self.submodels.submodel_plan
         return self.submodels.units(int(plan.number[client]), client, int(plan.rank[client]))
 
-    def spec(
-        self, phase: Callable[..., Reply], message: PyTree, key: Array, *, fresh: bool, first: bool
-    ) -> ExchangeSpec:
+    def spec(self, phase: Phase, message: PyTree, key: Array, *, fresh: bool, first: bool) -> ExchangeSpec:
         """The next exchange of the round. Its message is encoded once for all clients that hold the same units."""
         name = self.algorithm.phase_name(phase)
 
@@ -169,10 +153,10 @@ class FlowerFed:
         encoded = lambda client: part(self.representative(client))  # noqa: E731
         return ExchangeSpec(name, self.round, number, encoded, key, fresh, first)
 
-    def unbound(self, phase: str) -> Callable[..., Reply]:
+    def unbound(self, phase: str) -> Phase:
         """A phase as the function of its class, for which programs are compiled once, whatever the round's fields."""
         method: Any = self.algorithm.named_phase(phase)
-        function: Callable[..., Reply] = method.__func__
+        function: Phase = method.__func__
         return function
 
     def encode(self, contract: Contract, phase: str, message: PyTree) -> EncodedMessage:
@@ -269,12 +253,12 @@ def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, Ex
     }
 
 
-def cut_message(unit_layout: UnitLayout, phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
+def cut_message(unit_layout: UnitLayout, phase: Phase, message: PyTree, units: Units) -> PyTree:
     """The part of a phase's message that a client with these units is sent."""
     return programs(unit_layout).cut(phase, message, units)
 
 
-def restored_sums(unit_layout: UnitLayout, phase: Callable[..., Reply], sums: Sums, units: Units) -> Sums:
+def restored_sums(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) -> Sums:
     """The sums over clients that hold these units, with the shapes of the whole model."""
     restored: Sums = programs(unit_layout).restore(phase, sums, units)
     return restored
@@ -294,10 +278,10 @@ def programs(unit_layout: UnitLayout) -> SubmodelPrograms:
     """The compiled programs of a unit layout, which are freed with it."""
     known: Any = ref(unit_layout)
 
-    def cut(phase: Callable[..., Reply], message: PyTree, units: Units) -> PyTree:
+    def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:
         return known().cut(parts_of(phase)[0], message, units)
 
-    def restore(phase: Callable[..., Reply], sums: Sums, units: Units) -> Sums:
+    def restore(phase: Phase, sums: Sums, units: Units) -> Sums:
         return put_back(known(), parts_of(phase)[1], sums, units)
 
     if unit_layout not in PROGRAMS:
