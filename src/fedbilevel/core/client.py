@@ -16,6 +16,7 @@ from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.errors import ConfigurationError, FloorError, require
 from fedbilevel.core.inputs import arrays_of, require_alike
 from fedbilevel.core.problem import Minimax, Padded, Problem
+from fedbilevel.core.threefry import computed_once
 from fedbilevel.core.tree import PyTree, rows_at, shapes
 
 
@@ -317,7 +318,7 @@ class Samples:
     def drawn(self, key: Array, batch_size: int) -> Array:
         """The places of a batch among this client's samples, (batch_size,) in 0..size − 1."""
         self.check_floor(batch_size)
-        return uniform_below(key, self.size, (batch_size,))
+        return computed_once(uniform_below(key, self.size, (batch_size,)))
 
     def check_floor(self, count: int | Array) -> None:
         """Refuse a draw of fewer than `floor` samples, or, above a floor of 1, of a number that data say.

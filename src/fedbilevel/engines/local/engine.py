@@ -23,6 +23,7 @@ from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError, diverged, require, require_count
 from fedbilevel.core.kept import PROGRAMS, program_key, recalled, series, shapes_of
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, rows_at
 from fedbilevel.engines.costs import RoundCosts, packed, unpacked
 from fedbilevel.engines.engine import (
@@ -49,7 +50,6 @@ from fedbilevel.engines.local.fed import (
 )
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
-from fedbilevel.engines.local.threefry import written_out
 from fedbilevel.engines.machine import MEGABYTES, keep_on_disk
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.progress import COMPILING, TRACING, doing

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.engines.local.threefry import threefry, written_out
+from fedbilevel.core.client import Samples
+from fedbilevel.core.threefry import computed_once, threefry, written_out
 
 USES = {
     "bits": lambda key: jax.random.bits(key, (7, 3)),
@@ -49,3 +50,31 @@ def test_the_hash_is_that_of_its_paper():
 def test_keys_of_other_kinds_stay_as_they_are():
     key = jax.random.key(0, impl="rbg")
     assert written_out(key) is key
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_what_is_computed_once_stays_as_it_is(shape, dtype):
+    """Also vectorised, and the largest number that there is."""
+    numbers = np.random.default_rng(0).integers(0, 2**31, shape).astype(dtype)
+    numbers.flat[0] = np.iinfo(dtype).max
+    for given in (computed_once, jax.vmap(computed_once)):
+        rows = np.stack([numbers, numbers[::-1]]) if given is not computed_once else numbers
+        np.testing.assert_array_equal(given(jnp.asarray(rows)), rows)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how a CPU's compiler puts loops together")
+def test_drawn_places_are_not_drawn_anew_for_every_entry():
+    """What reads the samples computes none of it: no remainder of a hash."""
+
+    @jax.jit
+    def drawn(values, sizes, key):
+        keys = jax.random.split(written_out(key), 3)
+        one = lambda size, key: Samples(values, jnp.asarray(0), size, 8, False).batch(key, 4)  # noqa: E731
+        return jnp.tensordot(jnp.ones(4), jnp.swapaxes(jax.vmap(one)(sizes, keys), 0, 1), 1)
+
+    given = jnp.ones((8, 2, 2)), jnp.array([5, 8, 3]), jax.random.key(0)
+    loops = drawn.lower(*given).compile().as_text().split("\n}")
+    reading = [loop for loop in loops if " gather(" in loop]
+    assert reading
+    assert not [loop for loop in reading if " remainder(" in loop or " xor(" in loop]
