@@ -174,16 +174,35 @@ def test_the_last_good_checkpoint_stays(task, tmp_path):
     assert np.all(np.isfinite(again.y))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "share", "every", "saved"),
+    [(0.0, np.inf, None, [0, 1, 2, 3, 4, 5]), (1e9, 0.1, None, [0, 5]), (0.0, 1e-30, None, [0, 5])]
+    + [(seconds, np.inf, 2, [0, 2, 4, 5]) for seconds in (0.0, 1e9)],
+)
+def test_saves_are_some_seconds_apart_unless_rounds_are_given(
+    task, tmp_path, monkeypatch, seconds, share, every, saved
+):
+    """Where a save is a larger share of the time than it may be, the next one waits, too."""
+    from fedbilevel.engines import loop as module
+
+    rounds = []
+    monkeypatch.setattr(module, "SAVE_SECONDS", seconds)
+    monkeypatch.setattr(module, "SAVE_SHARE", share)
+    monkeypatch.setattr(module.files, "save", lambda path, carry, meta, keep: rounds.append(int(carry.round)))
+    run(task, rounds=5, eval_every=1, checkpoint=tmp_path / "run.npz", checkpoint_every=every)
+    assert rounds == saved
+
+
 def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
     """Saves at rounds 0, 2, 4 and 6; the end of the run is at 6 again, which does not push round 4 out."""
     path = tmp_path / "run.npz"
     before = files.previous(path)
-    whole = run(task, rounds=6, eval_every=2, checkpoint=path)
+    whole = run(task, rounds=6, eval_every=2, checkpoint=path, checkpoint_every=2)
     path.write_bytes(path.read_bytes()[:1000])
     kept = before.read_bytes()
     said = r"run\.npz is not a readable checkpoint: .*run\.previous\.npz, round 4"
     with pytest.warns(fb.errors.CheckpointWarning, match=said):
-        again = run(task, rounds=6, eval_every=2, checkpoint=path, resume=True)
+        again = run(task, rounds=6, eval_every=2, checkpoint=path, checkpoint_every=2, resume=True)
     assert same_bits(whole.state, again.state)
     assert again.history["round"].tolist() == [0, 2, 4, 6]
     assert before.read_bytes() == kept  # what was damaged did not become the one before

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,8 @@ from fedbilevel.engines.result import Callback, Result
 from fedbilevel.wording import require_object
 
 STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
+SAVE_SECONDS = 1.0  # between two checkpoints, at least, where nobody says how many rounds
+SAVE_SHARE = 0.1  # of the time that goes to them, at most
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,17 @@ class LoopPlan:
 
     rounds: int
     eval_every: int
-    save_every: int
+    save_every: int | None  # None: by the clock
     path: Path | None
     begun: Fingerprint
 
     def until_next_stop(self, round: int) -> int:
         """Rounds to the next row, save or end: multiples of absolute round numbers, so that resuming keeps them."""
-        stops = [every - round % every for every in (self.eval_every, self.save_every)]
+        stops = [every - round % every for every in (self.eval_every, self.save_every) if every]
         return min(self.rounds - round, *stops)
 
     def row_due(self, round: int) -> bool:
         return round % self.eval_every == 0 or round == self.rounds
-
-    def save_due(self, round: int) -> bool:
-        return self.path is not None and (round % self.save_every == 0 or round == self.rounds)
 
 
 @dataclass
@@ -81,6 +79,7 @@ class Loop:
     warned: bool = False
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     simulated: bool = True  # whether the clients' own states are in the carry
+    next_save: float = 0.0  # on this machine's clock, where the plan has no number of rounds
     group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
     display: Display = field(default_factory=Silent)  # to whom it tells how far it is
     per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
@@ -92,13 +91,14 @@ class Loop:
         result, stop = self.result(run, carry), False
         reason = self.ending(result)  # of a run that is resumed after its end
         speed = 0.0  # rounds per second; not known before the first stretch
+        self.next_save = time.perf_counter() + SAVE_SECONDS
         self.display.advance(result.round, self.plan.rounds)
         with hold_interrupt() as interrupted:
             if not self.history.rows:
                 first = self.add_row(result)
                 if self.plan.path:
                     self.save(carry)  # from now on there is something to resume
-                given, stop, _ = agree(self.group, partial(self.call_back, result, first), interrupted.is_set(), speed)
+                given, stop, *_ = self.agree(result, first, interrupted.is_set(), speed)
                 reason = reason or given
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
@@ -114,11 +114,9 @@ class Loop:
                 self.display.advance(result.round, self.plan.rounds)
                 end = self.ending(result)
                 row = self.add_row(result) if end or self.plan.row_due(result.round) else None
-                reason, stop, speed = agree(
-                    self.group, partial(self.call_back, result, row), interrupted.is_set(), speed
-                )
+                reason, stop, speed, due = self.agree(result, row, interrupted.is_set(), speed)
                 reason = end or reason
-                if self.plan.save_due(result.round) or (self.plan.path and (reason or stop)):
+                if self.plan.path and (due or reason or stop):
                     self.save(carry)
         if stop:
             raise KeyboardInterrupt(self.left_off(result.round))
@@ -209,9 +207,22 @@ class Loop:
         reasons = [callback(result, row) for callback in self.callbacks]
         return next((str(reason) for reason in reasons if reason), "")
 
+    def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
+        """(reason to stop, whether to stop now, rounds per second, whether to save) for all processes: process 0's, and
+        anybody's Ctrl-C."""
+        here = lambda: (self.call_back(result, row), speed, self.save_due(result.round))  # noqa: E731
+        reason, speed, due = self.group.decide(here)
+        return reason, any(self.group.gather(interrupted)), speed, due
+
+    def save_due(self, round: int) -> bool:
+        """Whether to save after this round."""
+        every = self.plan.save_every
+        due = time.perf_counter() >= self.next_save if every is None else round % every == 0
+        return due or round == self.plan.rounds
+
     def save(self, carry: Carry) -> None:
         """Write the checkpoint; where there are several processes, process 0 does."""
-        path = self.plan.path
+        path, began = self.plan.path, time.perf_counter()
         assert path is not None
         meta = {
             "fingerprint": asdict(self.plan.begun),
@@ -224,6 +235,8 @@ class Loop:
         self.group.decide(lambda: files.save(path, carry, meta, keep=self.saved not in (None, round)))
         self.saved = round
         self.group.saved = str(path)
+        now = time.perf_counter()
+        self.next_save = now + max(SAVE_SECONDS, (now - began) / SAVE_SHARE)
 
     def restore(self, carry: Carry, force: bool) -> Carry:
         """Continue from the plan's checkpoint; `carry` gives structure and shapes. `force`: though it is another's."""
@@ -288,14 +301,6 @@ def _warn(group: ProcessGroup, text: str) -> None:
     """Once, where there are several processes."""
     if group.is_first:
         warnings.warn(CheckpointWarning(text), stacklevel=5)
-
-
-def agree(
-    group: ProcessGroup, call_back: Callable[[], str], interrupted: bool, speed: float
-) -> tuple[str, bool, float]:
-    """(reason to stop, whether to stop now, rounds per second) for all processes: process 0's, and anybody's Ctrl-C."""
-    reason, speed = group.decide(lambda: (call_back(), speed))
-    return reason, any(group.gather(interrupted)), speed
 
 
 @contextmanager

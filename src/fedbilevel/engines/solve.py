@@ -90,7 +90,8 @@ def solve(
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost); one
             that returns a reason stops the run.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
-        checkpoint_every: rounds between saves; None saves at each row. Also before round 0, at the end and on Ctrl-C.
+        checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time. Also
+            before round 0, at the end and on Ctrl-C.
         resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file
             exists, and else starts; "force" is True, and goes on where arguments are others than those that the run was
             begun with, with a warning that names them.
@@ -156,7 +157,7 @@ def solve(
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it
         begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
-    plan = LoopPlan(rounds, eval_every or rounds, checkpoint_every or eval_every or rounds, path, begun)
+    plan = LoopPlan(rounds, eval_every or rounds, checkpoint_every, path, begun)
     group.saved = ""
     if group.processes > 1:
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
