@@ -13,6 +13,7 @@ quickly = [  # compiling is most of it, and the emitters of fused loops are more
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_multi_thread_eigen=false",
+    "--xla_cpu_parallel_codegen_split_count=1",  # cut into up to 32 parts, a program costs more to compile
 ]
 os.environ["XLA_FLAGS"] = " ".join([*flags, *quickly, "--xla_force_host_platform_device_count=2"])
 
