@@ -74,11 +74,11 @@ class FedAvgS(Algorithm):
         def step(k: Array, carry: tuple[XY, Array]) -> tuple[XY, Array]:
             change, total = carry
             x, y = optax.tree.add(start, change)
-            loss, (dx, dy) = value_and_gradients(x, y, client.outer_batch(jax.random.fold_in(key, k), self.batch_size))
+            loss, (dx, dy) = value_and_gradients(x, y, client.outer_batch(jax.random.fold_in(key, k)))
             moved = XY(move(change.x, -self.outer_lr / tau, dx), move(change.y, self.inner_lr / tau, dy))
             return moved, total + loss
 
-        batch = jax.eval_shape(lambda key: client.outer_batch(key, self.batch_size), key)
+        batch = jax.eval_shape(client.outer_batch, key)
         loss = jax.eval_shape(client.problem.outer, *start, batch)
         begin = (optax.tree.zeros_like(start), jnp.zeros((), loss.dtype))
         change, total = jax.lax.fori_loop(0, tau, step, begin)

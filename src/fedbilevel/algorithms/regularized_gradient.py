@@ -64,7 +64,7 @@ class WholeSubgradient(IterativeRegularization):
         """g_i at z; with a tolerance also F_i, at x where the message has one, else at z."""
         z, x = at
         problem: Any = client.problem
-        loss, g = jax.value_and_grad(problem.inner, 0)(z, None, client.inner_batch(key, self.batch_size))
+        loss, g = jax.value_and_grad(problem.inner, 0)(z, None, client.inner_batch(key))
         update = g, *self.inner_sum(client, z if x is None else x, key)
         return Reply(update, metrics={"inner_loss": loss}, gradients=1)
 

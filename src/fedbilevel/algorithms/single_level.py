@@ -58,7 +58,7 @@ class LocalDescent(Algorithm):
         """(x, key) -> ∇f_i(x) on drawn samples."""
 
         def gradient(x: PyTree, key: Array) -> PyTree:
-            return jax.grad(client.problem.outer)(x, None, client.outer_batch(key, self.batch_size))
+            return jax.grad(client.problem.outer)(x, None, client.outer_batch(key))
 
         return gradient
 
@@ -84,7 +84,7 @@ class FedLin(LocalDescent):
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
         """∇f_i, to be averaged into q."""
-        batch = client.outer_batch(key, self.batch_size)
+        batch = client.outer_batch(key)
         loss, gradient = jax.value_and_grad(client.problem.outer)(x, None, batch)
         return Reply(gradient, metrics={"outer_loss": loss}, gradients=1)
 

@@ -199,14 +199,10 @@ class LocalDirections(Algorithm):
         """The three directions at `local`, on the samples that the key draws."""
         if not self.independent_batches:
             outer_key, inner_key = jax.random.split(key)
-            outer, inner = (
-                client.outer_batch(outer_key, self.batch_size),
-                client.inner_batch(inner_key, self.batch_size),
-            )
-            return directions(client.problem, local, outer, inner)
+            return directions(client.problem, local, client.outer_batch(outer_key), client.inner_batch(inner_key))
         keys = jax.random.split(key, 5)
-        outer_draw = [client.outer_batch(k, self.batch_size) for k in keys[:2]]
-        inner_draw = [client.inner_batch(k, self.batch_size) for k in keys[2:]]
+        outer_draw = [client.outer_batch(k) for k in keys[:2]]
+        inner_draw = [client.inner_batch(k) for k in keys[2:]]
         system, hyper = (outer_draw[0], inner_draw[0]), (outer_draw[1], inner_draw[1])
         return independent_directions(client.problem, local, inner_draw[2], system, hyper)
 
