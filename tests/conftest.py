@@ -2,7 +2,10 @@
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     import jax
 
-    gc.freeze()  # what is imported by now stays
     gc.set_threshold(20_000, 20, 20)  # tracing makes many objects, and little garbage
+    _share_contexts()
     if cache := getattr(config, "cache", None):  # there is none under `-p no:cacheprovider`
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("jax"))  # for processes of tests, too
         jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -35,13 +38,44 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+def _share_contexts() -> None:
+    """Lower many programs in one MLIR context: JAX makes one for each, and loads all dialects into it, in 4 ms."""
+    from jax._src.interpreters import mlir
+
+    make, kept = mlir.make_ir_context, threading.local()
+
+    def shared() -> Any:
+        kept.uses = getattr(kept, "uses", 0) + 1
+        if kept.uses % 200 == 1:  # a context keeps every type, constant and location that it has met
+            kept.context = make()
+        return kept.context
+
+    mlir.make_ir_context = shared
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no need to look for garbage in it."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _programs_go_with_their_module() -> Iterator[None]:
-    """Compiled programs and the memory that compiling took: kept to the end they would be gigabytes in each process."""
+def _programs_go_after_their_module() -> Iterator[None]:
+    """Compiled programs and the memory that compiling took: kept to the end they would be gigabytes in each process.
+
+    Up to one gigabyte they stay: most are of single operations, which the next module needs again.
+    """
     import jax
 
     from fedbilevel.engines import machine
 
     yield
-    jax.clear_caches()
     machine.give_back()
+    if _resident() > 10**9:
+        jax.clear_caches()
+        machine.give_back()
+
+
+def _resident() -> float:
+    """Bytes that this process holds in memory; infinite where the system does not say so."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else float("inf")
