@@ -1,5 +1,6 @@
 """Does every client get its own samples, all of them and no others, however they were handed over?"""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -151,6 +152,37 @@ def test_what_lies_in_the_padding_reaches_no_gradient():
     value, slope = jax.value_and_grad(extended.inner)(jnp.asarray(0.5), None, samples.batch(jax.random.key(0), None))
     assert float(value) == pytest.approx(np.log([0.5, 1.0]).mean(), rel=4 * EPS)
     assert float(slope) == pytest.approx(2.0, rel=4 * EPS)
+
+
+@pytest.mark.parametrize("key", [None, 5])
+def test_samples_in_turn_are_each_its_own(key):
+    """Every sample once, in its own order without a key, read where it lies or from a copy."""
+    order = None if key is None else jax.random.key(key)
+    numbered = Clients(*[[np.arange(n) + 10 * i for i, n in enumerate(SIZES)]] * 2).inner
+    for i, size in enumerate(SIZES):
+        turns = []
+        for apart in (True, False):
+            take, bound, count = replace(window(numbered, i), alone=apart).in_turn(order, None)
+            assert (bound, int(count)) == (4, size)
+            turns.append([take(j).tolist() for j in range(size)])
+        assert turns[0] == turns[1]
+        own = [[10 * i + n] for n in range(size)]
+        assert turns[0] == own if key is None else sorted(turns[0]) == own
+
+
+def test_one_client_reads_samples_in_turn_without_a_copy():
+    """A walk through vectorised clients holds all their samples in its program's memory, one client's walk none."""
+    values = np.ones((500, 64))
+
+    def memory(apart):
+        def walk(values):
+            samples = Samples(values, jnp.asarray(0), jnp.asarray(500), 500, True, alone=apart)
+            take, bound, _ = samples.in_turn(jax.random.key(0), None)
+            return jax.lax.fori_loop(0, bound, lambda j, total: total * 0.5 + take(j)[0], jnp.zeros(64))
+
+        return jax.jit(walk).lower(values).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(True) < values.nbytes / 10 < values.nbytes < memory(False)
 
 
 def test_a_full_batch_of_equal_clients_is_not_padded():

@@ -37,7 +37,6 @@ rate of Theorem 11) and tests/engines/test_agreement.py.
 """
 
 from abc import abstractmethod
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -96,20 +95,16 @@ class Incremental(DecreasingSteps):
         require(known, "SimpleBilevel.outer", None, "a function (x) on clients too, which take 𝓗 anew at every step")
         steps = self.local_steps if client.work is None else client.work
         drawn = self.order == "random" or steps is not None
-        samples = client.inner.in_turn(key if drawn else None, steps)
+        sample, bound, n = client.inner.in_turn(key if drawn else None, steps)
         full = client.inner.equal and not isinstance(steps, Array)  # everyone takes as many
-        n = jnp.sum(samples.mask)
 
         def step(j: Array, z: PyTree) -> PyTree:
-            take = partial(lax.dynamic_slice_in_dim, start_index=j, slice_size=1, allow_negative_indices=False)
-            sample = jax.tree.map(take, samples.samples)
-            g = jax.grad(problem.inner, 0)(z, None, sample)
+            g = jax.grad(problem.inner, 0)(z, None, sample(j))
             at = scaled(penalty, problem.preference(z)[1]) if self.anew else h
             new = problem.project(move(z, -gamma, optax.tree.add(g, at)))
             return new if full else jax.tree.map(lambda a, b: jnp.where(j < n, a, b), new, z)
 
-        # over places, not samples: those of vectorised clients would be copied into the steps' order in every round
-        z = lax.fori_loop(0, len(samples.mask), step, x)
+        z = lax.fori_loop(0, bound, step, x)
         update: Any = scaled(1 / (n * unit(gamma)), optax.tree.sub(z, x)), 1.0 / n
         return Reply((*update, *self.inner_sum(client, x, key)), gradients=2 * n if self.anew else n)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import jax
@@ -306,6 +307,7 @@ class Samples:
     longest: int = field(metadata={"static": True})  # the largest size of any client
     equal: bool = field(metadata={"static": True})  # whether all clients have that size
     floor: int = field(default=1, metadata={"static": True})  # a draw of fewer samples is refused, by the client itself
+    alone: bool = field(default=True, metadata={"static": True})  # whether it is not vectorised with other clients
 
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
         """`batch_size` samples drawn uniformly with replacement, or every sample once when it is None."""
@@ -337,17 +339,26 @@ class Samples:
         last = jnp.where(jnp.arange(self.longest) < self.size, drawn, jnp.uint32(2**32 - 1))
         return jnp.argsort(last)
 
-    def in_turn(self, key: Array | None, steps: int | Array | None) -> Padded:
-        """Samples one after the other, for methods that take a step on each: all of them, in their own order or, given
-        a key, in a random one; of `steps` many, at most all, with a key. `mask` says which there are."""
+    def in_turn(
+        self, key: Array | None, steps: int | Array | None
+    ) -> tuple[Callable[[Array | int], PyTree], int, Array]:
+        """For methods that take a step on each sample: (j -> the j-th, (1, ...); bound of j; how many there are).
+
+        All samples, in their own order or, given a key, in a random one; of `steps` many, at most all, with a key. The
+        bound is the same for all clients.
+        """
         if steps is not None:
             self.check_floor(steps)
-        length = self.longest if steps is None or isinstance(steps, Array) else min(int(steps), self.longest)
-        mask = jnp.arange(length) < (self.size if steps is None else jnp.minimum(steps, self.size))
-        if key is None:
-            return self.everything()._replace(mask=mask)
-        chosen = self.start + jnp.minimum(self.shuffled(key), self.size - 1)[:length]
-        return Padded(jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values), mask)
+        bound = self.longest if steps is None or isinstance(steps, Array) else min(int(steps), self.longest)
+        count = self.size if steps is None else jnp.minimum(steps, self.size)
+        order = jnp.arange(bound) if key is None else self.shuffled(key)[:bound]
+        places = self.start + jnp.minimum(order, self.size - 1)
+        if self.alone:  # a copy in that order would cost as much as small steps do
+            return lambda j: rows_at(self.values, places[j][None]), bound, count
+        # of vectorised clients each would be read by itself: a copy of all is quicker
+        copy = self.everything().samples if key is None else rows_at(self.values, places)
+        take = partial(jax.lax.dynamic_slice_in_dim, slice_size=1, allow_negative_indices=False)
+        return lambda j: jax.tree.map(lambda leaf: take(leaf, j), copy), bound, count
 
     def everything(self) -> Padded:
         """Every sample, padded to the longest client."""

@@ -352,6 +352,7 @@ class LocalFed:
                 member.outer_size,
                 layout.outer_longest,
                 layout.outer_equal,
+                alone=layout.chunk == 1,
             ),
             inner=Samples(
                 self.data.inner,
@@ -359,6 +360,7 @@ class LocalFed:
                 member.inner_size,
                 layout.inner_longest,
                 layout.inner_equal,
+                alone=layout.chunk == 1,
             ),
             id=member.id,
             weight=member.weight,
