@@ -25,7 +25,7 @@ class Way:
 
     def __init__(self) -> None:
         self.ways: set[tuple[str, ...]] = set()
-        self.returns: set[tuple[str, str, str]] = set()  # (room, function that calls into it, function called)
+        self.returns: set[tuple[str, str, str, str]] = set()  # (room, function called; room and function that call it)
         self.stack: list[tuple[tuple[str, ...], str]] = [((), "")]  # of each frame: the way to it, and its function
         self.rooms: dict[str, str] = {}
 
@@ -40,7 +40,7 @@ class Way:
             self.stack.append((way, name if room and caller != "<module>" else caller))
             return
         if name != "<module>":
-            self.returns |= {(room, caller, name)} if room in way else set()
+            self.returns |= {(room, name, way[-1], caller)} if room in way else set()
             way = (*way, room)
             self.ways.add(way)
         self.stack.append((way, name))
@@ -70,7 +70,9 @@ def test_the_rooms_of_a_run(tmp_path: Path) -> None:
     assert max(one.count(room) for one in way.ways for room in one) == 2
 
     assert {room for room, *_ in way.returns} == {"algorithms", "engines", "experiments"}
-    assert {name for room, _, name in way.returns if room == "algorithms"} == {"SimFBO.local_updates"}  # the phase
-    asked = {name for room, caller, name in way.returns if (room, caller) == ("engines", "SimFBO.round")}
-    assert asked == {"LocalFed.mean", "Recorder.mean"}  # the exchange; and when a round is traced for its messages
-    assert {caller for room, caller, _ in way.returns if room == "experiments"} == HANDED_OVER
+    assert {name for room, name, *_ in way.returns if room == "algorithms"} == {"SimFBO.local_updates"}  # the phase
+    assert {caller for room, _, _, caller in way.returns if room == "experiments"} == HANDED_OVER
+    asked = {one for one in way.returns if one[0] == "engines" and one[2] != "experiments"}  # which writes the folder
+    assert asked == {  # the exchange; and when a round is traced for its messages
+        ("engines", name, "algorithms", "SimFBO.round") for name in ("LocalFed.mean", "Recorder.mean")
+    }

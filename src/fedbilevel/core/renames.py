@@ -90,8 +90,8 @@ def renamed(now: Mapping[str, str]) -> Callable[[F], F]:
 
 _INNER = "a field of the part inner"
 _SOLVER = "a field of the part hypergradient.solver"
-_ESTIMATE = "a field of the part estimate = LinearizedADMM(…)"
-_LAGRANGIAN = "a field of the part lagrangian = Lagrangian(…)"
+_ESTIMATE = "a field of the part estimate = LinearizedADMM(…) (in a spec [algorithm.estimate])"
+_LAGRANGIAN = "a field of the part lagrangian = Lagrangian(…) (in a spec [algorithm.lagrangian])"
 FIELDS = {
     "coefficients": "local_optimizer",
     "inner_rounds": f"rounds, {_INNER}",

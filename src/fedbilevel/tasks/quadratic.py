@@ -173,13 +173,13 @@ def quadratic(
         own["D"] = np.diag(1 + heterogeneity * rng.uniform(size=dim_y))
         members.append(own)
 
-    def draw(own: dict[str, Floats], names: str) -> dict[str, Floats]:
+    def draw(own: dict[str, Floats], *names: str, vector: str) -> dict[str, Floats]:
         count = int(rng.integers(samples[0], samples[1] + 1))
-        return scattered(rng, {name: own[name] for name in names}, names[-1], count, noise)
+        return scattered(rng, {name: own[name] for name in (*names, vector)}, vector, count, noise)
 
     population = Clients(
-        outer=[draw(own, "DEt") for own in members],
-        inner=[draw(own, "ABc") for own in members],
+        outer=[draw(own, "D", "E", vector="t") for own in members],
+        inner=[draw(own, "A", "B", vector="c") for own in members],
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
         local_steps=local_steps,
         capacity=in_turn(capacities, clients),
