@@ -67,6 +67,8 @@ def test_seeds_make_one_run_each(run, here) -> None:
     specs = [experiments.load_run(here / "both" / f"seed-{seed}").spec for seed in (3, 4)]
     assert [(spec.run.seed, spec.task.fields["seed"]) for spec in specs] == [(3, 3), (4, 4)]
     assert "mean ± sd" in shown
+    assert shown.splitlines()[-2:] == ["runs  both", f"plot  {Path('both') / 'plot.png'}"]
+    assert sorted(path.relative_to(here).as_posix() for path in here.rglob("*.png")) == ["both/plot.png"]  # of both
 
 
 def test_seeds_are_finished_where_they_were_left(run, here) -> None:

@@ -44,7 +44,8 @@ def go_on(
 
 
 def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, series: Path) -> Summary:
-    """The summary of a run that is read, continued or started; it is one of those that a command makes in `series`."""
+    """The summary of a run that is read, continued or started; it is one of those that a command makes in `series`,
+    where one picture shows all."""
     place = Folder(folder)
     if place.finished:
         return load_run(folder).summary
@@ -72,7 +73,7 @@ def _shown(
     watch = Watch(console(quiet or brief), next(iter(experiment.task.metrics)), spec)
     try:
         with showing(watch) as display:
-            play(experiment=experiment, callbacks=[watch], progress=display)
+            play(experiment=experiment, callbacks=[watch], progress=display, plot=series is None)
     except KeyboardInterrupt:
         raise SystemExit(fail(INTERRUPTED, _how_to_resume(folder, series))) from None
     except NumericalError as error:

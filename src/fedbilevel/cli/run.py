@@ -204,14 +204,23 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
-    """One run for each seed; in a folder that has some of them already, what is missing."""
+    """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
     from fedbilevel.cli.progress import finish
+    from fedbilevel.core.kept import series as one_series
+    from fedbilevel.engines.curves import require_matplotlib
     from fedbilevel.experiments import tables
+    from fedbilevel.experiments.compare import draw, load_groups
+    from fedbilevel.experiments.folder import Folder
     from fedbilevel.experiments.series import require_series, seeded
 
+    require_matplotlib()
     series = {folder / f"seed-{seed}": seeded(spec, seed) for seed in options.seeds}
-    require_series(folder, series)
-    runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
+    picture = Folder(folder).plot
+    require_series(folder, series, besides=[picture.name])
+    with one_series():
+        runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
+    draw(load_groups(list(series)), picture)
     terminal = console(options.quiet)
     terminal.print(tables.seeds_table(runs, terminal.width))
+    terminal.print(f"runs  {folder}\nplot  {picture}", markup=False, highlight=False, soft_wrap=True)
     return OK

@@ -264,4 +264,4 @@ class TaskCache:
 
 
 def _silently(spec: Spec, place: Path, task: Task) -> None:
-    complete(spec, place, experiment=build(spec, task))
+    complete(spec, place, experiment=build(spec, task), plot=False)
