@@ -100,6 +100,36 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_files(folder, tmp_path, mon
     assert (code, "select cannot be given with it" in error) == (2, True)
 
 
+def test_what_a_failed_trial_has_cost_does_not_depend_on_the_clock(tmp_path, monkeypatch) -> None:
+    """With a checkpoint at each row, and with none after round 0 and Ctrl-C between the trial's end and its line.
+
+    Each round takes y some 1e60 times as far, from 0: at the start of round 3 it is about 1e180, whose square in the
+    losses is beyond 1.8e308. Of the rows at 0, 2, 4, … the last one is that of round 2.
+    """
+    from fedbilevel.engines import loop
+
+    given = [*SMALL[:-1], 9, "--set", "eval_every=2", "--grid", "server_lr.y=0.05,1e60", "--quiet"]
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_SHARE", float("inf"))
+    assert swept(*given, "--out", tmp_path / "saved") == 0
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 1e9)
+
+    def never(self, job, found, append=Journal.append) -> None:
+        if found.error:
+            raise KeyboardInterrupt
+        append(self, job, found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", never)
+        assert swept(*given, "--out", tmp_path / "unsaved") == 130
+    assert swept("--resume", tmp_path / "unsaved", "--quiet") == 0
+    assert contents(tmp_path / "saved") == contents(tmp_path / "unsaved")
+    found = json.loads((tmp_path / "saved" / "sweep.json").read_text())
+    assert "round 3, " in found["points"][1]["error"]
+    assert found["points"][1]["runs"][0]["last_row"]["exchanges"] == 2
+    assert found["spent"]["rounds"] == 9 + 2
+
+
 @pytest.mark.slow
 def test_a_killed_sweep_is_resumed_to_the_same_files(folder, tmp_path, start) -> None:
     process = start("sweep", *SMALL, *GRID, "--seeds", "0,1", "--out", tmp_path / "part")

@@ -23,7 +23,7 @@ from fedbilevel.data import DataError
 from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import History
 from fedbilevel.engines.progress import Display
-from fedbilevel.engines.result import Budget, Callback, in_words, last_row, rounds_done, stop_after
+from fedbilevel.engines.result import Budget, Callback, in_words, rounds_done, stop_after
 from fedbilevel.experiments import plots, runner, toml
 from fedbilevel.experiments.export import csv_text, finite
 from fedbilevel.experiments.folder import Folder, as_damage
@@ -37,6 +37,7 @@ from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import (
     COSTS,
     Job,
+    LastRow,
     Plan,
     Standing,
     TrialOutcome,
@@ -255,24 +256,25 @@ class Swept:
     def trial(self, job: Job, share: float, *, last: bool) -> TrialOutcome:
         """Bring a trial to the rung with that share of the budget, the last of all or not."""
         place = Folder(self.folder / place_of(job))
+        seen = LastRow(place.checkpoint)
         try:
             spec = self.spec(job)
             task = self.tasks(spec)
-            history = self._history(spec, task, place, share, last)
+            history = self._history(spec, task, place, share, last, seen)
         except (ConfigurationError, NumericalError, DataError) as error:
-            return TrialOutcome.failed(error, [last_row(place.checkpoint)] if place.begun else [])
+            return TrialOutcome.failed(error, seen.row)
         return TrialOutcome.of(history, self.select)
 
-    def _history(self, spec: Spec, task: Task, place: Folder, share: float, last: bool) -> History:
+    def _history(self, spec: Spec, task: Task, place: Folder, share: float, last: bool, seen: LastRow) -> History:
         """What the trial has measured at that rung, as far as it is of interest: the last row."""
         name, whole = budget_of(spec)
         rung = name, share * whole
         reached = place.begun and rounds_done(place.checkpoint, rung) is not None
         if reached and (not last or place.finished):
-            return History([last_row(place.checkpoint)], _directions(task))
+            return History([seen.row], _directions(task))
         experiment = build(spec, task)
         with self.show(spec, place.path, task) as (callbacks, progress):
-            callbacks = [*callbacks, *([] if last else [stop_after(rung)])]
+            callbacks = [seen, *callbacks, *([] if last else [stop_after(rung)])]
             shown: dict[str, Any] = {"callbacks": callbacks, "progress": progress, "plot": False}
             if place.begun:
                 return runner.resume(place.path, experiment=experiment, **shown).history

@@ -8,11 +8,13 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, is_count, require, unknown
+from fedbilevel.engines.checkpoint import exist
 from fedbilevel.engines.history import History, Row
-from fedbilevel.engines.result import cost
+from fedbilevel.engines.result import Result, cost, last_row
 
 T = TypeVar("T")
 PointValues = Mapping[str, Any]
@@ -164,10 +166,26 @@ class TrialOutcome:
         return cls(row, history.larger_is_better(select), error)
 
     @classmethod
-    def failed(cls, error: Exception, rows: Sequence[Row] = ()) -> TrialOutcome:
-        """The outcome of a run that failed after some rows of its history, whose last says what it had cost."""
-        row = {name: value for name, value in rows[-1].items() if name != "seconds"} if rows else {}
-        return cls(row, error=str(error))
+    def failed(cls, error: Exception, row: Row) -> TrialOutcome:
+        """The outcome of a run that failed after this row of its history, which says what it had cost by then."""
+        return cls({name: value for name, value in row.items() if name != "seconds"}, error=str(error))
+
+
+class LastRow:
+    """A callback that knows the last row of a trial: of the run itself, and before it has one, of the checkpoint from
+    which it goes on.
+
+    When a checkpoint is written depends on the clock, and rows do not: so neither does what a failed trial has cost.
+
+    Attributes:
+        row: empty before the first.
+    """
+
+    def __init__(self, checkpoint: Path | None) -> None:
+        self.row: Row = last_row(checkpoint) if checkpoint is not None and exist(checkpoint) else {}
+
+    def __call__(self, result: Result, row: Row | None) -> None:
+        self.row = row or self.row
 
 
 COSTS = ("rounds", "exchanges", "bytes", "gradients", "hvps", "time")

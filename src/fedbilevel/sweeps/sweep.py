@@ -31,17 +31,25 @@ from fedbilevel.core.hashes import of_program
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.tree import XYV, PyTree, split
-from fedbilevel.engines import checkpoint
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient
 from fedbilevel.engines.fingerprint import of_samples, of_tree
-from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.result import Budget, Result, last_row, rounds_at_most, rounds_done, stop_after
+from fedbilevel.engines.result import Budget, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import solve
 from fedbilevel.sweeps.journal import Journal, opened, play
 from fedbilevel.sweeps.outcome import Sweep
-from fedbilevel.sweeps.plan import Job, Plan, PointValues, TrialOutcome, made, product, require_holdout, require_known
+from fedbilevel.sweeps.plan import (
+    Job,
+    LastRow,
+    Plan,
+    PointValues,
+    TrialOutcome,
+    made,
+    product,
+    require_holdout,
+    require_known,
+)
 
 ADVICE = "Measure held-out data and select on that metric, or say select_on_test=True"
 LOSSES = ("outer_loss", "inner_loss")
@@ -130,14 +138,9 @@ def sweep(
         if isinstance(algorithm, FedbilevelError):
             return TrialOutcome(error=str(algorithm))
         rung = name, amount * plan.rungs[job.rung]
-
-        def watch(result: Result, row: Row | None) -> None:
-            rows_seen.extend([row] if row else [])
-
         place = store and store / place_of(job) / "checkpoint.npz"
-        begun = place is not None and checkpoint.exist(place)
-        done = rounds_done(place, rung) if place and begun else None
-        rows_seen = [last_row(place)] if place and begun else []
+        last = LastRow(place)
+        done = rounds_done(place, rung) if place and last.row else None
         try:
             result = solve(
                 algorithm,
@@ -152,13 +155,13 @@ def sweep(
                 eval_every=between,
                 metrics=metrics,
                 metrics_per_client=metrics_per_client,
-                callbacks=[watch, stop_after(rung)],
+                callbacks=[last, stop_after(rung)],
                 checkpoint=place,
                 resume="auto" if place else False,
                 progress=False,
             )
         except (ConfigurationError, NumericalError) as error:
-            return TrialOutcome.failed(error, rows_seen)
+            return TrialOutcome.failed(error, last.row)
         return TrialOutcome.of(result.history, select)
 
     if folder is not None:
