@@ -287,6 +287,34 @@ def test_where_it_cannot_be_undone_the_last_good_state_is_kept(tmp_path):
     assert result.ledger.rounds == ROUNDS
 
 
+class Killed(BaseException):
+    """Ends a run as `kill -9` would: nothing more is saved."""
+
+
+def test_a_killed_server_goes_on_where_clients_keep_a_state(tmp_path):
+    """They go back by one round alone. It is killed when round 3 is over, before that is saved."""
+
+    def kill(result, row):
+        if result.round == 4:
+            raise Killed
+
+    place = {"checkpoint": tmp_path / "c.npz", "eval_every": 3}
+    whole = play(3, {}, keeps=True, folder=tmp_path / "whole", eval_every=3)
+    with pytest.raises(Killed):
+        play(3, {}, keeps=True, folder=tmp_path / "clients", callbacks=[kill], **place)
+    resumed = play(3, {}, keeps=True, folder=tmp_path / "clients", resume=True, **place)
+    np.testing.assert_array_equal(resumed.y, whole.y)
+    np.testing.assert_allclose(resumed.y, by_hand(3, keeps=True), rtol=1e-12)
+
+
+def test_rarer_saves_are_for_clients_that_keep_nothing(tmp_path):
+    said = r"checkpoint_every = 2 is not allowed: it must be 1 or None: the clients of Following keep a state"
+    with pytest.raises(fb.errors.ConfigurationError, match=said):
+        play(3, {}, keeps=True, checkpoint=tmp_path / "c.npz", checkpoint_every=2)
+    assert play(3, {}, keeps=True, checkpoint_every=2, rounds=1).round == 1  # saves nothing
+    assert play(3, {}, checkpoint=tmp_path / "c.npz", checkpoint_every=2, rounds=1).round == 1
+
+
 def test_a_run_that_is_spoiled_from_the_start_ends(tmp_path):
     """Everyone's first answer spoils the sum: three rounds are undone, then the error says so."""
     log = tmp_path / "log.jsonl"

@@ -90,8 +90,8 @@ def solve(
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost); one
             that returns a reason stops the run.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
-        checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time. Also
-            before round 0, at the end and on Ctrl-C.
+        checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time, and
+            with `RemoteClients` after every round. Also before round 0, at the end and on Ctrl-C.
         resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file
             exists, and else starts; "force" is True, and goes on where arguments are others than those that the run was
             begun with, with a warning that names them.
@@ -149,6 +149,10 @@ def solve(
     check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
 
     remote, carry = isinstance(clients, RemoteClients), first_carry(algorithm, problem, clients, x, y)
+    if remote and path is not None and (checkpoint_every or 1) > 1:
+        fits = algorithm.client_state(problem, x, y) is None
+        allowed = f"1 or None: the clients of {algorithm.label} keep a state, which goes back by one round alone"
+        require(fits, "checkpoint_every", checkpoint_every, allowed)
     stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
     if (clock := getattr(chosen, "clock", None)) is not None:
         words = repr(clock)
@@ -157,7 +161,8 @@ def solve(
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it
         begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
-    plan = LoopPlan(rounds, eval_every or rounds, checkpoint_every, path, begun)
+    save_every = 1 if remote and checkpoint_every is None else checkpoint_every  # a round is costly there
+    plan = LoopPlan(rounds, eval_every or rounds, save_every, path, begun)
     group.saved = ""
     if group.processes > 1:
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))

@@ -88,8 +88,6 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     from fedbilevel.flower import Flower
 
     spec = configured(spec, config)
-    if spec.run.checkpoint_every is None:  # a round is costly, and clients do not repeat one that is over
-        spec = spec.replace(run={"checkpoint_every": 1})
     task = seen_by(spec, "server")
     named = "one function (x, y) -> number by name, or more, on the server"
     require(bool(task.metrics), "Task.metrics", dict(task.metrics), named)

@@ -82,7 +82,8 @@ class RunPlan:
         pooled: give every sample to a single client: the same problem without a federation.
         seed: of the cohorts and of all samples drawn (the task has a seed of its own).
         eval_every: rounds between two rows of the history; None, with a budget, makes about fifty rows of it.
-        checkpoint_every: rounds between checkpoints; None writes one a second, less often where that takes long.
+        checkpoint_every: rounds between checkpoints; None writes one a second, less often where that takes long; in a
+            federation one a round.
         metrics_per_client: measure the task's per-client metrics, too, for each row.
     """
 
