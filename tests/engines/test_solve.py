@@ -30,6 +30,11 @@ def same_bits(a, b):
     return all(np.array_equal(p, q) for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+def timeless(history):
+    """Its rows, but for the seconds of this machine."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in history.rows]
+
+
 def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
     result = run(task, eval_every=3, metrics=task.metrics)
     assert result.history["round"].tolist() == [0, 3, 6, 7]
@@ -174,6 +179,70 @@ def test_the_last_good_checkpoint_stays(task, tmp_path):
     assert np.all(np.isfinite(again.y))
 
 
+LATER = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e60, 1e-3))
+"""y becomes some 1e60 times as long in each round: at the start of round 3 its square in the losses is infinite."""
+
+
+def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(task, tmp_path, monkeypatch):
+    from fedbilevel.engines import loop as module
+
+    monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
+    path, good = tmp_path / "run.npz", run(task, LATER, rounds=3)
+    with pytest.raises(fb.errors.NonFiniteError, match="round 3, phase local_updates, client 0"):
+        run(task, LATER, rounds=50, eval_every=2, checkpoint=path)
+    assert [row["round"] for row in files.load_meta(path)["history"]] == [0, 2]
+    again = run(task, LATER, rounds=3, checkpoint=path, resume=True)
+    assert same_bits(again.state, good.state)
+    assert again.ledger == good.ledger
+
+
+def test_a_run_whose_callback_raises_is_saved_first(task, tmp_path, monkeypatch):
+    """With the row that the callback was given, if any; the callback is not called for it again."""
+    from fedbilevel.engines import loop as module
+
+    monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
+    path, whole, seen = tmp_path / "run.npz", run(task, rounds=9, eval_every=2), []
+
+    def fail(result, row):
+        if result.round == 4:
+            raise ValueError("no space for the picture")
+
+    with pytest.raises(ValueError, match="no space for the picture"):
+        run(task, rounds=9, eval_every=2, checkpoint=path, callbacks=[fail])
+    resumed = run(task, rounds=9, eval_every=2, checkpoint=path, resume=True,
+                  callbacks=[lambda result, row: seen.append(result.round)])  # fmt: skip
+    assert same_bits(whole.state, resumed.state)
+    assert timeless(resumed.history) == timeless(whole.history)
+    assert min(seen) > 4
+
+
+class Killed(BaseException):
+    """Ends a run as `kill -9` would: nothing more is saved."""
+
+
+@pytest.mark.parametrize("kill_at", [1, 5])
+def test_a_run_that_was_killed_goes_on_from_where_the_clock_had_it_saved(task, tmp_path, monkeypatch, kill_at):
+    """Here after every round; there are no rows between the first and the last."""
+    from fedbilevel.engines import loop as module
+
+    monkeypatch.setattr(module, "STRETCH_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAVE_SHARE", np.inf)
+    path, whole = tmp_path / "run.npz", run(task, cohort=4)
+
+    def kill(result, row):
+        if result.round == kill_at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(task, cohort=4, checkpoint=path, callbacks=[kill])
+    assert files.load_meta(path)["ledger"]["rounds"] == kill_at - 1
+    resumed = run(task, cohort=4, checkpoint=path, resume=True)
+    assert same_bits(whole.state, resumed.state)
+    assert timeless(resumed.history) == timeless(whole.history)
+    assert resumed.ledger == whole.ledger
+
+
 @pytest.mark.parametrize(
     ("seconds", "share", "every", "saved"),
     [(0.0, np.inf, None, [0, 1, 2, 3, 4, 5]), (1e9, 0.1, None, [0, 5]), (0.0, 1e-30, None, [0, 5])]
@@ -227,8 +296,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_bits(task, tmp_path):
         run(task, rounds=9, eval_every=4, checkpoint=path, checkpoint_every=100, callbacks=[press])
     resumed = run(task, rounds=9, eval_every=4, checkpoint=path, resume=True)
     assert same_bits(whole.state, resumed.state)
-    strip = [{k: v for k, v in row.items() if k != "seconds"} for row in whole.history.rows]
-    assert [{k: v for k, v in row.items() if k != "seconds"} for row in resumed.history.rows] == strip
+    assert timeless(resumed.history) == timeless(whole.history)
     assert resumed.ledger == whole.ledger
 
 

@@ -25,6 +25,8 @@ class NumericalError(FedbilevelError, ArithmeticError):
 class NonFiniteError(NumericalError):
     """A NaN or an infinity appeared; the message names the round, the phase and the quantity."""
 
+    carry: object = None  # that of the run before the round, where the engine still has it: `solve` saves it
+
 
 class NumericalWarning(UserWarning):
     """The run goes on, but what its method assumes was seen not to hold."""

@@ -21,6 +21,7 @@ from fedbilevel.core.errors import (
     CheckpointError,
     CheckpointWarning,
     ExchangeError,
+    NonFiniteError,
     NumericalError,
     NumericalWarning,
     diverged,
@@ -96,8 +97,7 @@ class Loop:
         with hold_interrupt() as interrupted:
             if not self.history.rows:
                 first = self.add_row(result)
-                if self.plan.path:
-                    self.save(carry)  # from now on there is something to resume
+                self.save(carry)  # from now on there is something to resume
                 given, stop, *_ = self.agree(result, first, interrupted.is_set(), speed)
                 reason = reason or given
             while result.round < self.plan.rounds and not reason and not stop:
@@ -106,17 +106,24 @@ class Loop:
                     carry, speed = self.advance(run, carry, stretch)
                 except LostProcess:
                     raise  # what the carry held went into the stretch
-                except ExchangeError as error:
-                    if self.plan.path:
-                        self.save(self.back_to(getattr(error, "carry", None) or carry, result.round))
+                except (ExchangeError, NonFiniteError) as error:
+                    good = getattr(error, "carry", None) or (carry if isinstance(error, ExchangeError) else None)
+                    if good is not None:
+                        self.save(self.back_to(good, result.round))
                     raise
                 result = self.result(run, carry)
                 self.display.advance(result.round, self.plan.rounds)
                 end = self.ending(result)
                 row = self.add_row(result) if end or self.plan.row_due(result.round) else None
-                reason, stop, speed, due = self.agree(result, row, interrupted.is_set(), speed)
+                try:
+                    reason, stop, speed, due = self.agree(result, row, interrupted.is_set(), speed)
+                except LostProcess:
+                    raise
+                except Exception:  # of a callback
+                    self.save(carry)
+                    raise
                 reason = end or reason
-                if self.plan.path and (due or reason or stop):
+                if due or reason or stop:
                     self.save(carry)
         if stop:
             raise KeyboardInterrupt(self.left_off(result.round))
@@ -221,9 +228,10 @@ class Loop:
         return due or round == self.plan.rounds
 
     def save(self, carry: Carry) -> None:
-        """Write the checkpoint; where there are several processes, process 0 does."""
+        """Write the checkpoint, if one was asked for; where there are several processes, process 0 does."""
         path, began = self.plan.path, time.perf_counter()
-        assert path is not None
+        if path is None:
+            return
         meta = {
             "fingerprint": asdict(self.plan.begun),
             "history": self.history.rows,

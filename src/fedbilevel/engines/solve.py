@@ -88,10 +88,12 @@ def solve(
             every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost); one
-            that returns a reason stops the run.
+            that returns a reason stops the run. Where one raises, the run is saved first; no callback is called again
+            for the rounds before.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
         checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time, and
-            with `RemoteClients` after every round. Also before round 0, at the end and on Ctrl-C.
+            with `RemoteClients` after every round. Also before round 0, at the end, on Ctrl-C, and where a callback
+            raises.
         resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file
             exists, and else starts; "force" is True, and goes on where arguments are others than those that the run was
             begun with, with a warning that names them.
@@ -104,7 +106,7 @@ def solve(
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
-            hold here; the last good checkpoint stays.
+            hold here; the last good checkpoint stays, mostly that of the round before (docs/explanation/engines.md).
         ExchangeError: too few clients replied, again and again; the rounds before are in the checkpoint. Or another
             process was lost (LostProcess of engines.multihost); the last checkpoint stays.
         CheckpointError: a checkpoint could not be written or read, another process writes it (its lock file,

@@ -20,7 +20,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import ConfigurationError, diverged, require, require_count
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError, diverged, require, require_count
 from fedbilevel.core.kept import PROGRAMS, program_key, recalled, series, shapes_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.threefry import written_out
@@ -258,8 +258,13 @@ class LocalRun:
         with self.group.exchange():
             carry, done, rows, finite = self.program.run(carry, count, inputs)
         costs = unpacked(rows, self.program.costs)
-        if not np.all(finite):
-            self.explain(carry, finite, sorted(costs.metrics))
+        good = carry.queues is None  # else the bad round has changed them
+        if not np.all(finite) and not (good and done):  # with both the next call begins with the bad round
+            try:
+                self.explain(carry, finite, sorted(costs.metrics))
+            except NonFiniteError as error:
+                error.carry = carry if good else None
+                raise
         return Stretch(carry, done, costs)
 
     def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:
