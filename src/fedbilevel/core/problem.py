@@ -62,10 +62,10 @@ class Problem:
         object.__setattr__(self, "remembered", None)
         object.__setattr__(self, "identity", None)
 
-    def with_losses(self, change: Callable[[Loss], Loss]) -> Self:
-        """A copy of this problem whose outer and inner losses are `change` of these."""
+    def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
+        """A copy of this problem whose losses are `change` of these; of the inner loss `inner`, if that is given."""
         changed = copy.copy(self)
-        changed._set(change(self.outer), change(self.inner), self.structure, self.local)
+        changed._set(change(self.outer), (inner or change)(self.inner), self.structure, self.local)
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
@@ -104,10 +104,7 @@ class Problem:
         """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
         if self.remembered is not None:
             return self
-        changed = copy.copy(self)
-        inner = _mean_over(self.inner) if self.inner_is_mean else self.inner
-        changed._set(_mean_over(self.outer), inner, self.structure, self.local)
-        return changed
+        return self.with_losses(_mean_over, None if self.inner_is_mean else lambda loss: loss)
 
 
 @dataclass(frozen=True, init=False, eq=False)
