@@ -389,8 +389,7 @@ def write_files(sweep: Sweep, folder: Path) -> dict[str, Path]:
 
     Numbers that depend on this machine's speed are left out: a sweep that was interrupted leaves the same files.
     """
-    jobs = sorted(sweep.last_jobs, key=lambda job: (job.point, job.seed))
-    write_text(folder / CSV, csv_text([_run(sweep, job) for job in jobs]))
+    write_text(folder / CSV, csv_text([_run(sweep, job) for job in sweep.last_jobs]))
     write_json(folder / JSON, as_json(sweep))
     plots.save(sweep.plot(), folder / PICTURE)
     written = {"table": folder / CSV, "also": folder / JSON, "plot": folder / PICTURE}

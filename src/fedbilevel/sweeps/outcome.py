@@ -104,9 +104,9 @@ class Sweep(Shown):
 
     @property
     def last_jobs(self) -> list[Job]:
-        """Each trial at the last rung that it reached."""
+        """Each trial at the last rung that it reached, by point and seed."""
         last = {(job.point, job.seed): job for job in sorted(self.outcomes, key=lambda job: job.rung)}
-        return list(last.values())
+        return [last[trial] for trial in sorted(last)]
 
     @property
     def chosen_on(self) -> str:
