@@ -262,6 +262,18 @@ def test_saves_are_some_seconds_apart_unless_rounds_are_given(
     assert rounds == saved
 
 
+def test_a_resumed_run_is_saved_soon(task, tmp_path, monkeypatch):
+    """So that one that is killed again and again gets on, though each time within a second."""
+    from fedbilevel.engines import loop as module
+
+    run(task, rounds=3, eval_every=1, checkpoint=tmp_path / "run.npz")
+    rounds = []
+    monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(module.files, "save", lambda path, carry, meta, keep: rounds.append(int(carry.round)))
+    run(task, rounds=6, eval_every=1, checkpoint=tmp_path / "run.npz", resume=True)
+    assert rounds == [4, 6]
+
+
 def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
     """Saves at rounds 0, 2, 4 and 6; the end of the run is at 6 again, which does not push round 4 out."""
     path = tmp_path / "run.npz"

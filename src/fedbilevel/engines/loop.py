@@ -80,7 +80,7 @@ class Loop:
     warned: bool = False
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     simulated: bool = True  # whether the clients' own states are in the carry
-    next_save: float = 0.0  # on this machine's clock, where the plan has no number of rounds
+    next_save: float = -math.inf  # on this machine's clock, where the plan has no number of rounds; at once if resumed
     group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
     display: Display = field(default_factory=Silent)  # to whom it tells how far it is
     per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
@@ -92,7 +92,6 @@ class Loop:
         result, stop = self.result(run, carry), False
         reason = self.ending(result)  # of a run that is resumed after its end
         speed = 0.0  # rounds per second; not known before the first stretch
-        self.next_save = time.perf_counter() + SAVE_SECONDS
         self.display.advance(result.round, self.plan.rounds)
         with hold_interrupt() as interrupted:
             if not self.history.rows:
@@ -217,7 +216,10 @@ class Loop:
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
         """(reason to stop, whether to stop now, rounds per second, whether to save) for all processes: process 0's, and
         anybody's Ctrl-C."""
-        here = lambda: (self.call_back(result, row), speed, self.save_due(result.round))  # noqa: E731
+
+        def here() -> tuple[str, float, bool]:
+            return self.call_back(result, row), speed, self.save_due(result.round)
+
         reason, speed, due = self.group.decide(here)
         return reason, any(self.group.gather(interrupted)), speed, due
 
