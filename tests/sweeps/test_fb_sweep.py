@@ -59,6 +59,12 @@ def test_the_best_point_has_the_best_mean_over_the_seeds(two_by_two) -> None:
     assert (two_by_two.trials, two_by_two.failed, two_by_two.spent("rounds")) == (4, 0, 24)
 
 
+def test_its_last_jobs_come_by_point_and_seed(two_by_two) -> None:
+    """They are played seed after seed."""
+    assert list(two_by_two.outcomes) == [Job(0, 0, 0), Job(1, 0, 0), Job(0, 3, 0), Job(1, 3, 0)]
+    assert two_by_two.last_jobs == [Job(0, 0, 0), Job(0, 3, 0), Job(1, 0, 0), Job(1, 3, 0)]
+
+
 def test_it_says_of_itself_in_six_lines(two_by_two) -> None:
     lines = repr(two_by_two).splitlines()
     assert len(lines) == 6
