@@ -27,7 +27,7 @@ def agreement(case, engine):
     return three_rounds(case, fb.Local(**engine))
 
 
-def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ=False, fail=False, **engine):
+def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ=False, fail_at=None, **engine):
     """x, y and losses of a run of SimFBO with cohorts, unequal work and rows."""
     seen.clear()
     task = quadratic(clients=8, samples=(3, 9), local_steps=(1, 4))
@@ -48,11 +48,15 @@ def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ
         callbacks=[
             lambda result, row: seen.append(current_group().saved),
             lambda result, row: "far enough" if result.round == stop_at else None,
-            lambda result, row: {}["missing"] if fail else None,
+            lambda result, row: fail() if result.round == fail_at else None,
         ],
     )
     rows = [[value for name, value in sorted(row.items()) if name != "seconds"] for row in result.history.rows[1:]]
     return {"x": result.x, "y": result.y, "rows": np.array(rows), "stopped": np.array(result.stopped)}
+
+
+def fail():
+    raise fb.errors.CheckpointError("no space for the picture")
 
 
 def refused(function, **arguments):

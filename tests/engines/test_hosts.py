@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.loop import Loop
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, join
 from fedbilevel.engines.multihost.group import PIECE, check_reachable
@@ -128,6 +129,11 @@ def two(tmp_path_factory):
         ["said", "said", {"file": str(folder / "long"), "size": 3 * PIECE + 5}],
         ["stop", "solved", {"rounds": 8, "checkpoint": str(folder / "of-two.npz"), "stop_at": 4}],
         ["resume", "solved", {"rounds": 8, "checkpoint": str(folder / "of-one.npz"), "resume": True}],
+        [
+            "failed",
+            "refused",
+            {"function": "solved", "rounds": 8, "checkpoint": str(folder / "failed.npz"), "fail_at": 4},
+        ],
         ["differ", "refused", {"function": "solved", "rounds": 8, "checkpoint": None, "differ": True}],
         ["taken", "refused", {"function": "solved", "rounds": 8, "checkpoint": str(folder / "of-two.npz")}],
         ["unwritten", "refused", {"function": "solved", "rounds": 8, "checkpoint": str(folder / "long" / "no.npz")}],
@@ -260,6 +266,13 @@ def test_a_callback_of_process_0_stops_all(two):
         assert_agree(outcome("stop", process), expected)
 
 
+def test_where_a_callback_of_process_0_raises_all_of_them_save(two):
+    folder, outcome = two
+    errors = [str(outcome("failed", process)["['error']"]) for process in range(2)]
+    assert all(error.endswith("no space for the picture") for error in errors)
+    assert files.load_meta(folder / "failed.npz")["ledger"]["rounds"] == 4
+
+
 @pytest.mark.slow
 def test_four_processes_compute_what_one_does_and_two_go_on(tmp_path):
     """Eight clients on four processes: a cohort of five leaves some process without any, now and then."""
@@ -277,12 +290,14 @@ def test_four_processes_compute_what_one_does_and_two_go_on(tmp_path):
 
 @pytest.mark.slow
 def test_more_cases_and_numbers_that_overflow_explained_alike(tmp_path):
-    diverge = ["diverge", "refused", {"function": "solved", **DIVERGES}]
+    place = tmp_path / "run.npz"
+    diverge = ["diverge", "refused", {"function": "solved", **DIVERGES, "checkpoint": str(place)}]
     outcome = play(2, tmp_path, [*MORE, diverge])
     for name, function, arguments in MORE:
         assert_agree(outcome(name, 1), alone([name, function, {**arguments, "engine": {}}]))
     expected = host_worker.refused("solved", **DIVERGES)["error"]
-    assert "NonFiniteError: round " in str(expected)
+    assert "NonFiniteError: round 1, " in str(expected)
+    assert files.load_meta(place)["ledger"]["rounds"] == 1
     assert [outcome("diverge", process)["['error']"] for process in range(2)] == [expected] * 2
 
 
