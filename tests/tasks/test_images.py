@@ -1,5 +1,7 @@
 """The tasks on images: classes thinned and counted right, losses and optima as by hand, every client with samples."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import jax
@@ -10,7 +12,15 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.problem import Padded
 from fedbilevel.data import Dataset, load
-from fedbilevel.tasks import TASKS, classification, fair_classification, hyper_representation, loss_tuning, networks
+from fedbilevel.tasks import (
+    TASKS,
+    classification,
+    fair_classification,
+    hyper_cleaning,
+    hyper_representation,
+    loss_tuning,
+    networks,
+)
 from fedbilevel.tasks.images import LabelledImages, long_tailed
 from fedbilevel.tasks.loss_tuning import balancing_weights
 
@@ -253,3 +263,26 @@ def test_clients_that_cannot_be_halved_are_refused():
     """593 thinned digits over 400 clients: some have a single sample."""
     with pytest.raises(ValueError, match="a split needs at least 2"):
         loss_tuning(clients=400)
+
+
+@pytest.mark.parametrize(
+    "make", [classification, fair_classification, hyper_cleaning, hyper_representation, loss_tuning]
+)
+def test_losses_hold_no_images_and_a_series_reads_a_set_once(make, monkeypatch):
+    """What a series keeps of losses outlives their tasks."""
+    read = []
+
+    def reading(name):
+        found = load(name)
+        read.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr("fedbilevel.tasks.images.load", reading)
+    problem = make(seed=1).problem
+    gc.collect()
+    assert [one() for one in read] == [None]
+    del problem
+    with fb.Local.series():
+        for seed in (1, 2):
+            make(seed=seed)
+    assert len(read) == 2

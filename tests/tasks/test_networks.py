@@ -37,6 +37,21 @@ def test_cross_entropy_of_known_logits():
     assert float(networks.cross_entropy(logits, jnp.array([0, 1]))) == pytest.approx((np.log(4) + np.log(4 / 3)) / 2)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere passes are long")
+def test_short_passes_give_the_same_bits(monkeypatch):
+    """Of 50 images, two passes and a half, and one."""
+    network = networks.cnn((16, 16, 3), (4, 8, 16), 10)
+    x, y = network.init(jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (50, 16, 16, 3))
+
+    def logits(images):
+        return networks.in_passes(lambda image: network.logits(x, y, image[None])[0], images)
+
+    short = jax.jit(logits)(images)
+    monkeypatch.setattr(networks, "IN_CACHE", networks.EVALUATION_BATCH)
+    np.testing.assert_array_equal(short, jax.jit(lambda images: logits(images))(images))
+
+
 @pytest.mark.parametrize(
     ("make", "shape", "hidden", "pixels"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,9 +67,10 @@ def standardise(images: Images, mean: float | Sequence[float], std: float | Sequ
     if not np.all(scale > 0):
         raise DataError(f"std is {std}; every entry must be above zero.")
     full = 255 if images.dtype == np.uint8 else 1
-    out: NDArray[np.float32] = np.divide(images, full, dtype=np.float32, casting="same_kind")
-    out -= centre
-    out /= scale
+    out: NDArray[np.float32] = np.divide(images, full, dtype=np.float32, casting="same_kind", order="C")
+    pixels = out.reshape(len(out), math.prod(out.shape[1:]))  # a view, whose long rows are quick to go through
+    pixels -= np.resize(centre, pixels.shape[1])
+    pixels /= np.resize(scale, pixels.shape[1])
     return out
 
 

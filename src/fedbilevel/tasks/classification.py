@@ -45,9 +45,10 @@ def classification(
     """
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
+    model = images.model  # alone: losses, which a series keeps, hold no images
 
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        logits = images.model.logits(x[0], x[1], batch["image"])
+        logits = model.logits(x[0], x[1], batch["image"])
         return networks.cross_entropy(logits, batch["label"]) + ridge * optax.tree.vdot(x, x)
 
     measured = images.accuracy()
@@ -56,7 +57,7 @@ def classification(
         name="classification",
         problem=SingleLevel(loss, structure=Structure(x=images.whole_structure())),
         clients=Clients(outer=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)),
-        x0=images.model.init(jax.random.key(seed)),
+        x0=model.init(jax.random.key(seed)),
         y0=None,
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*x)},
         metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(x[0], x[1], batch)},

@@ -33,7 +33,7 @@ from fedbilevel.data import Characters, Drawings, iid, load_characters, pack_arr
 from fedbilevel.data.characters import by_alphabet
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import NETWORKS
-from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy
+from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy, in_passes
 from fedbilevel.tasks.task import Task, in_turn
 
 Objective = Literal["bilevel", "joint", "protonet", "maml", "fomaml"]
@@ -431,7 +431,7 @@ def accuracy_of_features(
     labels = labels_of(*query.shape[1:])
 
     def measure(x: PyTree) -> Array:
-        found = lax.map(lambda image: features(x, image[None])[0], images, batch_size=EVALUATION_BATCH)
+        found = in_passes(lambda image: features(x, image[None])[0], images)
 
         def one(places: tuple[Array, Array]) -> Array:
             return jnp.argmax(logits(found[places[0]], found[places[1]]), axis=-1) == labels

@@ -74,16 +74,15 @@ def hyper_cleaning(
     none = "empty with network = 'linear', of which no unit can be left out"
     require(network != "linear" or not len(capacities), "capacities", capacities, none)
     images = load_images(data, network, hidden, holdout=holdout, seed=seed, known=WITH_LINEAR)
+    model = images.model  # alone: losses, which a series keeps, hold no images
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
 
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
-        return networks.cross_entropy(images.model.logits(y[0], y[1], batch["image"]), batch["label"])
+        return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"])
 
     def inner(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
-        weighted = networks.cross_entropy(
-            images.model.logits(y[0], y[1], batch["image"]), batch["label"], weights(x, batch)
-        )
+        weighted = networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"], weights(x, batch))
         return weighted + ridge * optax.tree.vdot(y, y)
 
     measured = images.accuracy()
@@ -94,7 +93,7 @@ def hyper_cleaning(
             outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
         ),
         x0=jnp.zeros((clients, int(samples.size.max()))),
-        y0=images.model.init(jax.random.key(seed)),
+        y0=model.init(jax.random.key(seed)),
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
         metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
     )

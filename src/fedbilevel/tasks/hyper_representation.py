@@ -60,20 +60,21 @@ def hyper_representation(
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, holdout=holdout, seed=seed)
+    model = images.model  # alone: losses, which a series keeps, hold no images
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
-    x0, y0 = images.model.init(jax.random.key(seed))
+    x0, y0 = model.init(jax.random.key(seed))
 
     trained = {"train_accuracy": images.training_accuracy(train_samples, seed)} if train_samples is not None else {}
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return networks.cross_entropy(images.model.logits(x, y, batch["image"]), batch["label"])
+        return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])
 
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
 
     return Task(
         name="hyper_representation",
-        problem=Bilevel(outer=outer, inner=inner, structure=images.model.structure),
+        problem=Bilevel(outer=outer, inner=inner, structure=model.structure),
         clients=Clients(
             outer=images.rows(valid),
             inner=images.rows(train),

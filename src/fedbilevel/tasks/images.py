@@ -10,8 +10,9 @@ from jax import Array
 
 from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import ConfigurationError, require, require_count
+from fedbilevel.core.kept import recalled
 from fedbilevel.core.tree import PyTree
-from fedbilevel.data import Dataset, load, pack, partition
+from fedbilevel.data import Dataset, load, pack, partition, standardise
 from fedbilevel.data.partitions import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.networks import BACKBONES
@@ -22,7 +23,7 @@ WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
 
 @dataclass(frozen=True, eq=False)
 class LabelledImages:
-    """A standardised image set and its network.
+    """An image set, in the pixels of its makers, and its network, which takes them standardised.
 
     `part` is "test", or "validation" where images held out from training stand in place of the test images.
     """
@@ -37,8 +38,12 @@ class LabelledImages:
 
     def rows(self, chosen: Sequence[Indices]) -> Ragged:
         """These training images, one row per client: {"image", "label"}."""
-        arrays, start, size = pack(self.model.prepare(self.data.train_images), self.data.train_labels, chosen)
-        return Ragged(arrays, start, size)
+        arrays, start, size = pack(self.data.train_images, self.data.train_labels, chosen)
+        return Ragged({**arrays, "image": self.model.prepare(self.standard(arrays["image"]))}, start, size)
+
+    def standard(self, images: np.ndarray) -> np.ndarray:
+        """Some of the images, standardised: the only copies in floating point."""
+        return standardise(images, self.data.mean, self.data.std)
 
     def whole_structure(self) -> PyTree:
         """The structure of (body, head), for a task that has the whole network in one variable."""
@@ -46,7 +51,7 @@ class LabelledImages:
 
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
         """(body, head) -> share of the images of `part` that the network gets right."""
-        return networks.accuracy(self.model, self.data.test_images, self.data.test_labels)
+        return networks.accuracy(self.model, self.standard(self.data.test_images), self.data.test_labels)
 
     def training_accuracy(self, count: int, seed: int) -> Callable[[PyTree, PyTree], Array]:
         """(body, head) -> share of `count` training images, drawn once, that the network gets right."""
@@ -54,7 +59,8 @@ class LabelledImages:
         total = len(self.data.train_labels)
         require(count <= total, "train_samples", count, f"at most {total}, the training images")
         drawn = np.random.default_rng([seed, 3]).choice(total, count, replace=False)
-        return networks.accuracy(self.model, self.data.train_images[drawn], self.data.train_labels[drawn])
+        chosen = self.standard(self.data.train_images[drawn])
+        return networks.accuracy(self.model, chosen, self.data.train_labels[drawn])
 
     def own_accuracy(self, body: PyTree, head: PyTree, batch: PyTree) -> Array:
         """The share of a client's own images, {"image", "label"}, that the network gets right."""
@@ -68,7 +74,8 @@ class LabelledImages:
             raise ConfigurationError(
                 f"class {counts.argmin()} has no {self.part} image to measure it on; a larger holdout has one"
             )
-        return networks.class_accuracies(self.model, self.data.test_images, self.data.test_labels, self.data.classes)
+        measured = self.standard(self.data.test_images)
+        return networks.class_accuracies(self.model, measured, self.data.test_labels, self.data.classes)
 
 
 def load_images(
@@ -81,7 +88,7 @@ def load_images(
     seed: int = 0,
     known: Mapping[str, Callable[..., networks.Network]] = NETWORKS,
 ) -> LabelledImages:
-    """Load, hold out, thin, standardise.
+    """Load, hold out, thin.
 
     Args:
         data: "digits" (embedded), "mnist", "fashion-mnist" or "cifar-10".
@@ -95,12 +102,11 @@ def load_images(
     require(network in known, "network", network, f"one of {sorted(known)}")
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     require(0 < ratio <= 1, "ratio", ratio, "above 0 and at most 1")
-    found = load(data)
+    found = recalled(("image set", data), lambda: load(data))
     if holdout:
         found = held_out(found, holdout, seed)
     if ratio < 1:
         found = long_tailed(found, ratio)
-    found = found.standardised()
     model = known[network](found.train_images.shape[1:], tuple(hidden), found.classes)
     return LabelledImages(found, model, "validation" if holdout else "test")
 

@@ -69,6 +69,7 @@ def loss_tuning(
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
+    model = images.model  # alone: losses, which a series keeps, hold no images
     parts = images.dealt(clients, partition_by, partition_options, seed)
     train, valid = complete_halves(parts, images.data.train_labels, images.data.classes, validation, seed)
     population = Clients(
@@ -81,10 +82,10 @@ def loss_tuning(
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         label = batch["label"]
-        return networks.cross_entropy(images.model.logits(y[0], y[1], batch["image"]), label, balance[label])
+        return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), label, balance[label])
 
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        logits = images.model.logits(y[0], y[1], batch["image"]) * jax.nn.sigmoid(x["scale"]) + x["shift"]
+        logits = model.logits(y[0], y[1], batch["image"]) * jax.nn.sigmoid(x["scale"]) + x["shift"]
         weight = classes * jax.nn.softmax(x["weight"])[batch["label"]] if class_weights else 1.0
         return networks.cross_entropy(logits, batch["label"], weight) + ridge * optax.tree.vdot(y, y)
 
@@ -96,7 +97,7 @@ def loss_tuning(
         problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure())),
         clients=population,
         x0={"scale": none, "shift": none, **({"weight": none} if class_weights else {})},
-        y0=images.model.init(jax.random.key(seed)),
+        y0=model.init(jax.random.key(seed)),
         metrics={f"balanced_{images.part}_accuracy": lambda x, y: jnp.mean(each_class(*y))},
         metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
     )

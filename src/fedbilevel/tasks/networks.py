@@ -24,6 +24,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 
 EVALUATION_BATCH = 500  # images per pass when measuring accuracy: bounds the memory of activations
+IN_CACHE = 20  # images per pass on a CPU, whose cache then holds their patches: two to three times as fast
 
 
 class Network(NamedTuple):
@@ -200,9 +201,14 @@ def _right(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable
             image, label = pair
             return jnp.argmax(network.logits(x, y, image[None])[0]) == label
 
-        return lax.map(correct, (prepared, truth), batch_size=EVALUATION_BATCH).astype(float)
+        return in_passes(correct, (prepared, truth)).astype(float)
 
     return measure
+
+
+def in_passes(one: Callable[[PyTree], PyTree], images: PyTree) -> PyTree:
+    """`one` of each image, over leaves (n, …), compiled for a few images at a time."""
+    return lax.map(one, images, batch_size=IN_CACHE if jax.default_backend() == "cpu" else EVALUATION_BATCH)
 
 
 EPSILON = 1e-5  # added to the variance of a normalisation
