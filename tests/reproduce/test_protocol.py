@@ -11,6 +11,8 @@ import pytest
 
 from fedbilevel.cli import main
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments import series
+from fedbilevel.experiments.runner import task_of
 from fedbilevel.reproduce import outcome, picture, protocol
 from fedbilevel.reproduce.entry import Entry, read
 
@@ -39,8 +41,12 @@ def entry() -> Entry:
 
 @pytest.fixture(scope="module")
 def place(entry: Entry, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("reproduce")
-    played = protocol.play(entry, "quick", out, seeds=(0, 1))
+    """Where it was played; all methods take the tasks of trials and of each seed from the same place."""
+    out, made = tmp_path_factory.mktemp("reproduce"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(series, "task_of", lambda spec: made.append(spec.task.fields["seed"]) or task_of(spec))
+        played = protocol.play(entry, "quick", out, seeds=(0, 1))
+    assert made == [100, 0, 1]
     outcome.keep(outcome.outcome_of(played), outcome.file_of(entry, "quick", out).parent)
     return out
 
@@ -57,13 +63,18 @@ def test_an_outcome_says_what_was_chosen_and_found(entry: Entry, place: Path) ->
     assert found["processor_seconds"] > 0
 
 
-def test_an_entry_that_was_played_is_not_played_again(entry: Entry, place: Path) -> None:
+def test_an_entry_that_was_played_is_not_played_again(
+    entry: Entry, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are samples read for it."""
+    monkeypatch.setattr(series, "task_of", lambda spec: pytest.fail("a task is made"))
     before = {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")}
     said: list[str] = []
     again = outcome.outcome_of(protocol.play(entry, "quick", place, seeds=(0, 1), said=said.append))
     kept = outcome.read(outcome.file_of(entry, "quick", place))
     assert {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")} == before
     assert again["panels"] == kept["panels"]
+    assert list(again["panels"]["all"]) == list(entry.methods)
     assert len(said) == 4  # runs; no trial
 
 

@@ -141,7 +141,7 @@ def open_study(storage: str, recorded: Mapping[str, Any], swept: Swept) -> optun
             study = optuna.create_study(
                 storage=opened,
                 study_name=STUDY,
-                direction="maximize" if swept.larger_is_better else "minimize",
+                direction="maximize" if swept.larger_is_better() else "minimize",
                 sampler=seeded_sampler(),
                 load_if_exists=True,
             )

@@ -206,7 +206,6 @@ class Swept:
         specs: of the points, or the errors with which they are refused.
         select: the metric that decides.
         seeds: of every point.
-        larger_is_better: of that metric.
     """
 
     definition: Definition
@@ -216,20 +215,34 @@ class Swept:
     tasks: TaskCache
     select: str
     seeds: Sequence[int]
-    larger_is_better: bool
+    first: Spec
 
     @classmethod
     def of(
-        cls, definition: Definition, specs: Sequence[Spec | FedbilevelError], folder: Path, show: Show | None
+        cls,
+        definition: Definition,
+        specs: Sequence[Spec | FedbilevelError],
+        folder: Path,
+        show: Show | None = None,
+        tasks: TaskCache | None = None,
+        checked: bool = False,
     ) -> Swept:
-        """A sweep whose metric and seeds are known: the first point's task is made for it."""
-        spec, tasks = next(one for one in specs if isinstance(one, Spec)), TaskCache()
+        """A sweep whose metric and seeds are known: the first point's task is made for it, unless the definition says
+        the metric and this is `checked`."""
+        spec = next(one for one in specs if isinstance(one, Spec))
         seeds = [spec.run.seed] if definition.seeds is None else definition.seeds
         first = spec if definition.seeds is None else seeded(spec, seeds[0])
-        task = tasks(first)
-        select = chosen_metric(definition, first, task)
-        larger = History(directions=_directions(task)).larger_is_better(select)
-        return cls(definition, specs, folder, show or silently, tasks, select, seeds, larger)
+        select = definition.select or ""
+        swept = cls(definition, specs, folder, show or silently, tasks or TaskCache(), select, seeds, first)
+        return swept if checked and select else dataclasses.replace(swept, select=swept.metric())
+
+    def metric(self) -> str:
+        """The metric that decides; see `chosen_metric`."""
+        return chosen_metric(self.definition, self.first, self.tasks(self.first))
+
+    def larger_is_better(self) -> bool:
+        """Whether a larger value of that metric is better."""
+        return History(directions=_directions(self.tasks(self.first))).larger_is_better(self.select)
 
     def plan(self, points: Sequence[Mapping[str, Any]]) -> Plan:
         """What is tried, with these values of the points."""
@@ -289,6 +302,7 @@ def sweep_specs(
     resume: bool = False,
     show: Show | None = None,
     said: Said | None = None,
+    tasks: TaskCache | None = None,
 ) -> Sweep:
     """Play a sweep over a grid of a spec's fields, each trial in a folder of its own.
 
@@ -297,24 +311,28 @@ def sweep_specs(
         folder: new or empty; with `resume` that of the same sweep, whose finished trials are not played again.
         show: see `Show`.
         said: called with a line about each trial that has ended.
+        tasks: where other sweeps and runs of the same tasks take them from.
 
     Raises:
         ConfigurationError: wrong input, or the folder holds something else; nothing was run.
         CheckpointError: something could not be written, or another process is at it.
     """
-    points = definition.points()
-    swept = Swept.of(definition, specs, Path(folder), show)
+    points, folder = definition.points(), Path(folder)
+    begun = resume and (folder / DEFINITION).is_file()  # what has been played is read without samples
+    swept = Swept.of(definition, specs, folder, show, tasks, checked=begun)
     plan = swept.plan(points)
     require_rungs(plan, specs)
 
     def run(jobs: Sequence[Job]) -> Iterable[tuple[Job, TrialOutcome]]:
+        if jobs and begun:
+            swept.metric()  # is still there
         for job in jobs:
             outcome = swept.trial(job, plan.rungs[job.rung], last=job.rung == len(plan.rungs) - 1)
             if said is not None:
                 said(in_a_line(job, outcome, swept.select))
             yield job, outcome
 
-    with opened(Path(folder), definition.recorded(specs), resume=resume) as journal:
+    with opened(folder, definition.recorded(specs), resume=resume) as journal:
         return dataclasses.replace(play(plan, run, journal), made=specs)
 
 

@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError, NumericalError
+from fedbilevel.core.kept import series
 from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import toml
@@ -99,24 +101,28 @@ def play(
     place, tasks = place_of(entry, scale, out), TaskCache()
     runs: dict[str, dict[str, list[History | None]]] = {}
     played = Played(entry, scale, seeds, runs)
-    for panel in entry.panels_at(scale):
-        for method in entry.methods_of(panel):
-            with _timed(place):
-                chosen = choose(entry, panel, method, scale, place, said)
-            played.chosen.setdefault(panel, {})[method] = chosen
-            found = runs.setdefault(panel, {}).setdefault(method, [])
-            for seed in seeds:
+    with series():
+        for panel in entry.panels_at(scale):
+            methods = entry.methods_of(panel)
+            chosen = played.chosen[panel] = {}
+            for method in methods:
                 with _timed(place):
-                    history, error = _run(entry, panel, method, scale, place, chosen, seed, tasks)
-                found.append(history)
-                if error:
-                    played.errors[f"{panel} · {method} · seed {seed}"] = error
+                    chosen[method] = choose(entry, panel, method, scale, place, tasks, said)
+            found = {}
+            for seed, method in product(seeds, methods):  # all methods of a seed in a row: they share its task
+                with _timed(place):
+                    history, error = _run(entry, panel, method, scale, place, chosen[method], seed, tasks)
+                found[method, seed] = history, error
                 said(f"{panel} · {method} · seed {seed}: {error or _last(entry.measured_in(panel), history)}")
+            runs[panel] = {method: [found[method, seed][0] for seed in seeds] for method in methods}
+            for method, seed in product(methods, seeds):
+                if error := found[method, seed][1]:
+                    played.errors[f"{panel} · {method} · seed {seed}"] = error
     played.seconds, played.processor_seconds = _spent(place)
     return played
 
 
-def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, said: Said) -> Chosen:
+def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, tasks: TaskCache, said: Said) -> Chosen:
     """The values of the swept fields with the best metric on the holdout."""
     grid = entry.grid(panel, method, scale)
     if entry.tuning is None or not grid:
@@ -128,10 +134,12 @@ def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, sai
         select=entry.selected_in(panel),
     )
     folder = place / "tuning" / path_word(panel) / path_word(method)
-    begun = (folder / DEFINITION).is_file()
-    prefix = f"{panel} · {method} · trial "
-    sweep = sweep_specs(definition, specs_of(definition), folder, resume=begun, said=lambda line: said(prefix + line))
-    return _chosen(sweep)
+    begun, specs = (folder / DEFINITION).is_file(), specs_of(definition)
+
+    def told(line: str) -> None:
+        said(f"{panel} · {method} · trial {line}")
+
+    return _chosen(sweep_specs(definition, specs, folder, resume=begun, said=told, tasks=tasks))
 
 
 def _chosen(sweep: Sweep) -> Chosen:
