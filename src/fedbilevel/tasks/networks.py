@@ -207,7 +207,7 @@ def _right(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable
 
 
 def in_passes(one: Callable[[PyTree], PyTree], images: PyTree) -> PyTree:
-    """`one` of each image, over leaves (n, …), compiled for a few images at a time; flat ones (n, d) are for products."""
+    """`one` of each image, over leaves (n, …), a few at a time: convolved ones so few that a CPU's cache holds them."""
     convolved = max(np.ndim(leaf) for leaf in jax.tree.leaves(images)) > 2
     few = convolved and jax.default_backend() == "cpu"
     return lax.map(one, images, batch_size=IN_CACHE if few else EVALUATION_BATCH)
