@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedbilevel.reproduce.entry import ids, load
 from report_pages import CONTENT, HOLDS, made_up, outcome_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -47,6 +48,14 @@ def test_a_page_has_what_a_slope_is_fitted_to() -> None:
     )
     assert "| SimFBO, mean over the second half | 75.00 % | 75.00 % |" in page
     assert "| FedBiO | 90.00 ± 1.41 % | 90.00 ± 1.41 % |" in page
+
+
+@pytest.mark.parametrize("id", [id for id in ids() if load(id).runs == id])
+def test_an_entry_takes_as_long_as_it_says(id: str) -> None:
+    """Three seeds of the run that was kept, on two cores: no more than what the entry says."""
+    kept, minutes = json.loads((DOCS / "papers" / f"{id}.json").read_text("utf-8")), load(id).quick.minutes
+    assert minutes
+    assert kept["processor_seconds"] * 3 / len(kept["seeds"]) <= 2 * 60 * minutes
 
 
 def test_pages_are_as_they_are_written() -> None:

@@ -37,7 +37,7 @@ def add_to(add: Add) -> None:
         "--list", action="store_true", help="entries (all, or those of ID) with the state of their last run"
     )
     scale = reproduce.add_mutually_exclusive_group()
-    scale.add_argument("--quick", action="store_true", help="minutes on two idle cores (the default)")
+    scale.add_argument("--quick", action="store_true", help="minutes on two cores (the default)")
     scale.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU")
     reproduce.add_argument("--seeds", type=seeds, metavar="N,N,…", help="of the runs (0,1,2)")
     reproduce.add_argument("--out", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="(runs/reproduce)")

@@ -147,8 +147,8 @@ class Size:
 
     Args:
         tuning_of: tables of the tuning in single panels, after those of all.
-        minutes: that it takes: quick, on two cores; full, on a GPU at 5·10¹² of the operations that its rounds count a
-            second. None where that is not known.
+        minutes: that it takes: quick, in processor time; full, on a GPU at 5·10¹² of the operations that its rounds
+            count a second. None where that is not known.
         only: the panels that are played; none given: all. Claims of others stay open.
     """
 
