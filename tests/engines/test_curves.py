@@ -39,7 +39,6 @@ def test_the_mean_and_the_spread_of_a_curve() -> None:
     np.testing.assert_array_equal(mean.rounds, [0, 5])
     np.testing.assert_allclose(mean.value, [2.0, 0.3])
     np.testing.assert_allclose(mean.spread, [2**0.5, 0.1 * 2**0.5])
-    np.testing.assert_array_equal(mean.least, [1.0, 0.2])
     np.testing.assert_allclose(mean.costs["megabytes"], [30e-6, 30e-6])
     np.testing.assert_array_equal(mean.costs["evaluations"], [7, 7])
     assert "gflop" not in mean.costs
@@ -48,15 +47,17 @@ def test_the_mean_and_the_spread_of_a_curve() -> None:
 
 
 @pytest.mark.parametrize("end", [0.01, 1.9])  # with means that span decades the axis is logarithmic
-def test_a_band_on_a_log_axis_stays_above_the_smallest_value(end) -> None:
-    values = np.array([[1.9, end], [0.1, 0.1 * end]])  # mean - sd: 1 - 1.27 < 0, and likewise at the end
+def test_a_band_on_a_log_axis_goes_as_far_down_as_up(end) -> None:
+    """By the factor (mean + sd)/mean, where mean - sd is 1 - 1.27 < 0 and likewise at the end."""
+    values = np.array([[1.9, end], [0.1, 0.1 * end]])
     costs = {"rounds": np.array([0, 5]), "exchanges": np.array([0.0, 1.0])}
-    axes = panel_of([Curve("x", costs, values.mean(0), values.std(0, ddof=1), values.min(0))])
+    axes = panel_of([Curve("x", costs, values.mean(0), values.std(0, ddof=1))])
     log = axes.get_yscale() == "log"
     assert log == (end == 0.01)
     lowest = axes.collections[0].get_paths()[0].vertices[:, 1].min()
-    band = values.mean(0) - values.std(0, ddof=1)
-    assert lowest == pytest.approx(0.1 * end if log else band.min())
+    mean, deviation = values.mean(0), values.std(0, ddof=1)
+    band = mean**2 / (mean + deviation) if log else mean - deviation
+    assert lowest == pytest.approx(band.min())
 
 
 @pytest.mark.parametrize(("dear", "scale"), [(100, "linear"), (110, "symlog")])

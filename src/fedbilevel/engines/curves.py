@@ -53,7 +53,6 @@ class Curve:
     costs: dict[str, np.ndarray]  # by the names of PANELS; "gflop" where it is known
     value: np.ndarray
     spread: np.ndarray | None = None
-    least: np.ndarray | None = None  # the smallest of the runs' values, if there are several
     level: bool = False
     clients: dict[str, np.ndarray] | None = None  # of a per-client metric: its "p10", "p90" and "worst" over clients
 
@@ -93,14 +92,14 @@ def curve(label: str, histories: Sequence[Table], metric: str, level: bool = Fal
     shape = (len(tables), len(rounds))
     costs = {name: np.reshape([one[name] for one in spent], shape).mean(axis=0) for name in known}
     several = len(tables) > 1
-    spread, least = (values.std(axis=0, ddof=1), values.min(axis=0)) if several else (None, None)
+    spread = values.std(axis=0, ddof=1) if several else None
     clients = None
     if whole != metric and all(
         f"{whole}.{one}" in table[round] for table in tables for round in rounds for one in SHOWN
     ):
         columns = {one: [[table[round][f"{whole}.{one}"] for round in rounds] for table in tables] for one in SHOWN}
         clients = {one: np.mean(column, axis=0) for one, column in columns.items()}
-    return Curve(label, costs, values.mean(axis=0), None if clients else spread, least, level, clients)
+    return Curve(label, costs, values.mean(axis=0), None if clients else spread, level, clients)
 
 
 def column_of(metric: str, histories: Sequence[Table]) -> str:
@@ -188,17 +187,17 @@ def draw_panel(
 
 
 def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> list[Any]:
-    """The mean, in a band of one standard deviation; on a log axis it ends below at the smallest of the runs' values,
-    since mean - deviation may be below 0. Of a per-client metric the band goes from the first to the last decile of the
+    """The mean, in a band of one standard deviation; on a log axis it ends below by the same factor as above, since
+    mean - deviation may be below 0. Of a per-client metric the band goes from the first to the last decile of the
     clients, and a dotted line is the worst one's."""
     y = scale * line.value
     if line.level:
         return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=line.label)]
     x = line.costs[panel]
     drawn = axes.plot(x, y, color=colour, linestyle=dashes, label=line.label)
-    if line.spread is not None and line.least is not None:
-        low, high = y - scale * line.spread, y + scale * line.spread
-        low = np.maximum(low, scale * line.least) if log else low
+    if line.spread is not None:
+        high = y + scale * line.spread
+        low = y * (y / high) if log else y - scale * line.spread
     elif line.clients is not None:
         low, high = scale * line.clients["p10"], scale * line.clients["p90"]
         drawn += axes.plot(x, scale * line.clients["worst"], color=colour, linestyle=":", linewidth=1.0)

@@ -170,9 +170,9 @@ def _thinned(line: Curve) -> Curve:
         return line
     at = np.linspace(0, len(line.value) - 1, POINTS).round().astype(int)
     costs = {name: column[at] for name, column in line.costs.items()}
-    spread, least = (None if column is None else column[at] for column in (line.spread, line.least))
+    spread = None if line.spread is None else line.spread[at]
     clients = None if line.clients is None else {name: column[at] for name, column in line.clients.items()}
-    return Curve(line.label, costs, line.value[at], spread, least, line.level, clients)
+    return Curve(line.label, costs, line.value[at], spread, line.level, clients)
 
 
 def _chart(

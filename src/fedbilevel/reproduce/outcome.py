@@ -192,7 +192,7 @@ def in_unit(finding: Mapping[str, Any], value: float) -> str:
 def kept_curve(name: str, of: Mapping[str, Sequence[float]], against: str) -> Curve:
     """The curve of a method as it is drawn, from its record."""
     cost, mean, spread = (np.array(of[column], float) for column in ("cost", "mean", "sd"))
-    return Curve(name, {"rounds": np.arange(len(cost)), against: cost}, mean, spread, mean - spread)
+    return Curve(name, {"rounds": np.arange(len(cost)), against: cost}, mean, spread)
 
 
 def keep(outcome: Record, folder: Path) -> Path:
