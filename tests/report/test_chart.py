@@ -18,7 +18,7 @@ def line(label: str, value: np.ndarray, spread: float | None = None, level: bool
     costs = {"rounds": np.arange(len(value)), "exchanges": np.linspace(0, 40, len(value))}
     if spread is None:
         return Curve(label, costs, value, level=level)
-    return Curve(label, costs, value, np.full(len(value), spread), value - spread)
+    return Curve(label, costs, value, np.full(len(value), spread))
 
 
 def drawn(made: Chart, number: int) -> list[list[float]]:
