@@ -89,7 +89,7 @@ def solve(
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost); one
             that returns a reason stops the run. Where one raises, the run is saved first; no callback is called again
-            for the rounds before.
+            for the rounds before, and what others returned then is lost.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
         checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time, and
             with `RemoteClients` after every round. Also before round 0, at the end, on Ctrl-C, and where a callback
