@@ -270,17 +270,22 @@ def test_clients_that_cannot_be_halved_are_refused():
 )
 def test_losses_hold_no_images_and_a_series_reads_a_set_once(make, monkeypatch):
     """What a series keeps of losses outlives their tasks."""
-    read = []
+    read, held = [], []
 
     def reading(name):
-        found = load(name)
-        read.append(weakref.ref(found))
-        return found
+        read.append(name)
+        return load(name)
+
+    def holding(*parts):
+        images = LabelledImages(*parts)
+        held.extend([weakref.ref(images), weakref.ref(images.data)])
+        return images
 
     monkeypatch.setattr("fedbilevel.tasks.images.load", reading)
+    monkeypatch.setattr("fedbilevel.tasks.images.LabelledImages", holding)
     problem = make(seed=1).problem
     gc.collect()
-    assert [one() for one in read] == [None]
+    assert [one() for one in held] == [None, None]
     del problem
     with fb.Local.series():
         for seed in (1, 2):
