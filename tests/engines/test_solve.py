@@ -216,6 +216,37 @@ def test_a_run_whose_callback_raises_is_saved_first(task, tmp_path, monkeypatch)
     assert min(seen) > 4
 
 
+def explode(result, row):
+    if result.round:
+        raise ValueError("no space for the picture")
+
+
+def no_space_later(monkeypatch):
+    """The first checkpoint is written, none after it."""
+    real, calls = files.save, []
+
+    def save(*arguments, **more):
+        calls.append(1)
+        if len(calls) > 1:
+            raise fb.errors.CheckpointError("could not write: No space left on device")
+        real(*arguments, **more)
+
+    monkeypatch.setattr(files, "save", save)
+    return calls
+
+
+def test_an_error_is_not_hidden_by_a_disk_that_is_full_when_it_is_saved(task, tmp_path, monkeypatch):
+    """Neither a callback's error nor that of a run that diverges; a warning says that its state was not saved."""
+    path = tmp_path / "run.npz"
+    for changes, error in [({"callbacks": [explode]}, ValueError), ({"algorithm": LATER}, fb.errors.NonFiniteError)]:
+        with monkeypatch.context() as context:
+            calls = no_space_later(context)
+            with pytest.raises(error), pytest.warns(fb.errors.CheckpointWarning, match="saving it failed.*No space"):
+                run(task, **{"rounds": 50, "checkpoint": path, **changes})
+            assert len(calls) == 2
+        path.unlink()
+
+
 class Killed(BaseException):
     """Ends a run as `kill -9` would: nothing more is saved."""
 

@@ -108,7 +108,7 @@ class Loop:
                 except (ExchangeError, NonFiniteError) as error:
                     good = getattr(error, "carry", None) or (carry if isinstance(error, ExchangeError) else None)
                     if good is not None:
-                        self.save(self.back_to(good, result.round))
+                        self.save_before(error, self.back_to(good, result.round))
                     raise
                 result = self.result(run, carry)
                 self.display.advance(result.round, self.plan.rounds)
@@ -118,8 +118,8 @@ class Loop:
                     reason, stop, speed, due = self.agree(result, row, interrupted.is_set(), speed)
                 except LostProcess:
                     raise
-                except Exception:  # of a callback
-                    self.save(carry)
+                except Exception as error:  # of a callback
+                    self.save_before(error, carry)
                     raise
                 reason = end or reason
                 if due or reason or stop:
@@ -247,6 +247,13 @@ class Loop:
         self.group.saved = str(path)
         now = time.perf_counter()
         self.next_save = now + max(SAVE_SECONDS, (now - began) / SAVE_SHARE)
+
+    def save_before(self, error: Exception, carry: Carry) -> None:
+        """Save before an error goes on. Where that fails too, the error is still the one that the user sees."""
+        try:
+            self.save(carry)
+        except CheckpointError as failed:
+            _warn(self.group, f"the run ends by {type(error).__name__}, and saving it failed: {failed}")
 
     def restore(self, carry: Carry, force: bool) -> Carry:
         """Continue from the plan's checkpoint; `carry` gives structure and shapes. `force`: though it is another's."""
