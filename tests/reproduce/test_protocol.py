@@ -66,7 +66,7 @@ def test_an_outcome_says_what_was_chosen_and_found(entry: Entry, place: Path) ->
 def test_an_entry_that_was_played_is_not_played_again(
     entry: Entry, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor are samples read for it."""
+    """Nor are samples read for it, nor is the reading counted as the entry's time."""
     monkeypatch.setattr(series, "task_of", lambda spec: pytest.fail("a task is made"))
     before = {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")}
     said: list[str] = []
@@ -74,6 +74,7 @@ def test_an_entry_that_was_played_is_not_played_again(
     kept = outcome.read(outcome.file_of(entry, "quick", place))
     assert {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")} == before
     assert again["panels"] == kept["panels"]
+    assert again["processor_seconds"] == kept["processor_seconds"]
     assert list(again["panels"]["all"]) == list(entry.methods)
     assert len(said) == 4  # runs; no trial
 

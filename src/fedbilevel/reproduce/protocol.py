@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -106,19 +105,17 @@ def play(
             methods = entry.methods_of(panel)
             chosen = played.chosen[panel] = {}
             for method in methods:
-                with _timed(place):
-                    chosen[method] = choose(entry, panel, method, scale, place, tasks, said)
+                chosen[method] = choose(entry, panel, method, scale, place, tasks, said)
             found = {}
             for seed, method in product(seeds, methods):  # all methods of a seed in a row: they share its task
-                with _timed(place):
-                    history, error = _run(entry, panel, method, scale, place, chosen[method], seed, tasks)
+                history, error = _run(entry, panel, method, scale, place, chosen[method], seed, tasks)
                 found[method, seed] = history, error
                 said(f"{panel} · {method} · seed {seed}: {error or _last(entry.measured_in(panel), history)}")
             runs[panel] = {method: [found[method, seed][0] for seed in seeds] for method in methods}
             for method, seed in product(methods, seeds):
                 if error := found[method, seed][1]:
                     played.errors[f"{panel} · {method} · seed {seed}"] = error
-    played.seconds, played.processor_seconds = _spent(place)
+    played.seconds, played.processor_seconds = Stopwatch(place).spent()
     return played
 
 
@@ -136,10 +133,16 @@ def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, tas
     folder = place / "tuning" / path_word(panel) / path_word(method)
     begun, specs = (folder / DEFINITION).is_file(), specs_of(definition)
 
-    def told(line: str) -> None:
+    def told(line: str) -> None:  # of each trial that is played, and of none whose outcome is only read
         said(f"{panel} · {method} · trial {line}")
+        watch.note()
 
-    return _chosen(sweep_specs(definition, specs, folder, resume=begun, said=told, tasks=tasks))
+    watch = Stopwatch(place)
+    try:
+        return _chosen(sweep_specs(definition, specs, folder, resume=begun, said=told, tasks=tasks))
+    except BaseException:
+        watch.note()
+        raise
 
 
 def _chosen(sweep: Sweep) -> Chosen:
@@ -179,6 +182,7 @@ def _run(
         return None, (folder / FAILED).read_text(encoding="utf-8")
     if Folder(folder).finished:  # no need to load its samples
         return load_run(folder).history, ""
+    watch = Stopwatch(place)
     try:
         ends = [ends_after(entry.panels[panel].budgets)] if entry.ranked else []
         complete(spec, folder, callbacks=ends, experiment=build(spec, tasks(spec)), plot=False, progress=False)
@@ -187,6 +191,8 @@ def _run(
     except NumericalError as error:
         write_text(folder / FAILED, str(error))
         return None, str(error)
+    finally:
+        watch.note()
     return load_run(folder).history, ""
 
 
@@ -214,21 +220,24 @@ def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line:
             said(f"{panel} · {method}: one round, {time.perf_counter() - began:.1f} s")
 
 
-@contextmanager
-def _timed(place: Path) -> Iterator[None]:
-    """Add the time that passes to what the entry has taken so far."""
-    wall, processor = time.perf_counter(), time.process_time()
-    try:
-        yield
-    finally:
-        before = _spent(place)
-        passed = time.perf_counter() - wall, time.process_time() - processor
-        write_json(place / SPENT, [old + new for old, new in zip(before, passed, strict=True)])
+class Stopwatch:
+    """Adds up, in a file of an entry's folder, the time that its trials and runs take. What is only read again is not
+    counted."""
 
+    def __init__(self, place: Path) -> None:
+        self.file = place / SPENT
+        self.wall, self.processor = time.perf_counter(), time.process_time()
 
-def _spent(place: Path) -> tuple[float, float]:
-    """Seconds and processor seconds so far."""
-    if not (place / SPENT).is_file():
-        return 0.0, 0.0
-    seconds, processor_seconds = json.loads((place / SPENT).read_text(encoding="utf-8"))
-    return seconds, processor_seconds
+    def note(self) -> None:
+        """Add what has passed since the last note, or the start."""
+        wall, processor = time.perf_counter(), time.process_time()
+        passed = wall - self.wall, processor - self.processor
+        write_json(self.file, [old + new for old, new in zip(self.spent(), passed, strict=True)])
+        self.wall, self.processor = wall, processor
+
+    def spent(self) -> tuple[float, float]:
+        """Seconds and processor seconds so far."""
+        if not self.file.is_file():
+            return 0.0, 0.0
+        seconds, processor_seconds = json.loads(self.file.read_text(encoding="utf-8"))
+        return seconds, processor_seconds
