@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ with every seed. A claim holds if the 95 % confidence interval of the difference
 
   fedbilevel reproduce --list
   fedbilevel reproduce simfbo-3
-  fedbilevel reproduce all --out runs/reproduce
+  fedbilevel reproduce all --workers 2 --out runs/reproduce
   fedbilevel reproduce fednest-2a --full --rehearse     one round of each method in the paper's own setting
 
 An interrupted entry goes on where it was. Data sets are read from $FEDBILEVEL_DATA or downloaded.
@@ -40,6 +41,9 @@ def add_to(add: Add) -> None:
     scale.add_argument("--quick", action="store_true", help="minutes on two cores (the default)")
     scale.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU")
     reproduce.add_argument("--seeds", type=seeds, metavar="N,N,…", help="of the runs (0,1,2)")
+    reproduce.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes that play an entry side by side (1)"
+    )
     reproduce.add_argument("--out", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="(runs/reproduce)")
     reproduce.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
     reproduce.add_argument("--report", action="store_true", help="write a page for people about each, and one over all")
@@ -72,6 +76,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 def _each(entries: list[Entry], options: argparse.Namespace) -> int:
     """Every entry in a process of its own, whose devices and memory are its own."""
     flags = ["--full"] * options.full + ["--rehearse"] * options.rehearse + ["--quiet"] * options.quiet
+    flags += ["--workers", str(options.workers)]
     flags += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
     failed = []
     for entry in entries:
@@ -102,20 +107,23 @@ def _entries(asked: list[str]) -> list[Entry]:
 
 def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
     terminal = console()
-    prepare_jax()
-    from fedbilevel.engines.machine import tune_cpu
     from fedbilevel.experiments import plots
-    from fedbilevel.reproduce import outcome, picture, protocol
+    from fedbilevel.reproduce import outcome, picture, protocol, workers
 
     def said(line: str) -> None:
         if not options.quiet:
             terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
     terminal.rule(f"{entry.id}: {entry.part}")
-    tune_cpu(protocol.devices_of(entry, scale))
+    begin = partial(_begin, protocol.devices_of(entry, scale))
+    begin()
     if options.rehearse:
         return protocol.rehearse(entry, scale, options.out, said=said)
-    played = protocol.play(entry, scale, options.out, seeds=options.seeds or protocol.SEEDS, said=said)
+    given: dict[str, Any] = {"seeds": options.seeds or protocol.SEEDS, "said": said}
+    if options.workers != 1:
+        workers.play_ahead(entry, scale, options.out, **given, workers=options.workers, begin=begin)
+        given["said"] = lambda line: None  # it has been said
+    played = protocol.play(entry, scale, options.out, **given)
     found = outcome.outcome_of(played)
     file = outcome.file_of(entry, scale, options.out)
     outcome.keep(found, file.parent)
@@ -126,6 +134,14 @@ def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
         terminal.print(table)
     terminal.print(f"{found['verdict']}  ({found['minutes']:.1f} minutes)  {file}", highlight=False, soft_wrap=True)
     return None
+
+
+def _begin(devices: int) -> None:
+    """Set what JAX reads at its first computation, in each process that plays."""
+    from fedbilevel.engines.machine import tune_cpu
+
+    prepare_jax()
+    tune_cpu(devices)
 
 
 def _report(out: Path) -> None:

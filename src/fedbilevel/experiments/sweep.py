@@ -322,10 +322,13 @@ def sweep_specs(
     swept = Swept.of(definition, specs, folder, show, tasks, checked=begun)
     plan = swept.plan(points)
     require_rungs(plan, specs)
+    checked = not begun
 
     def run(jobs: Sequence[Job]) -> Iterable[tuple[Job, TrialOutcome]]:
-        if jobs and begun:
+        nonlocal checked
+        if jobs and not checked:
             swept.metric()  # is still there
+            checked = True
         for job in jobs:
             outcome = swept.trial(job, plan.rungs[job.rung], last=job.rung == len(plan.rungs) - 1)
             if said is not None:

@@ -5,12 +5,14 @@ interrupted entry goes on where it was.
 
     tuning/<panel>/<method>/…     the sweep, with chosen.toml
     runs/<panel>/<method>/seed-N  the runs
+    spent/…                       the time that it took each process
     outcome.json                  what came of it (outcome.py)
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +38,7 @@ from fedbilevel.sweeps.journal import DEFINITION
 from fedbilevel.sweeps.outcome import Sweep
 
 SEEDS = (0, 1, 2)
-SPENT = "spent.json"
+SPENT = "spent"
 FAILED = "failed.txt"
 
 
@@ -64,7 +66,8 @@ class Played:
         runs: the history of each seed, None of a run that failed.
         errors: why, by panel, method and seed.
         chosen: by panel and method.
-        seconds, processor_seconds: of all trials and runs, those of earlier starts included.
+        seconds, processor_seconds: of all trials and runs, those of earlier starts included; where several processes
+            play side by side, their sum.
     """
 
     entry: Entry
@@ -95,8 +98,7 @@ def play(
     Raises:
         ConfigurationError, DataError: the entry cannot be run here, e.g. for want of data.
     """
-    if entry.tuning and (both := set(seeds) & set(entry.tuning.seeds)):
-        raise ConfigurationError(f"seeds {sorted(both)} chose the steps of {entry.id}: its runs take others")
+    require_other_seeds(entry, seeds)
     place, tasks = place_of(entry, scale, out), TaskCache()
     runs: dict[str, dict[str, list[History | None]]] = {}
     played = Played(entry, scale, seeds, runs)
@@ -108,15 +110,21 @@ def play(
                 chosen[method] = choose(entry, panel, method, scale, place, tasks, said)
             found = {}
             for seed, method in product(seeds, methods):  # all methods of a seed in a row: they share its task
-                history, error = _run(entry, panel, method, scale, place, chosen[method], seed, tasks)
+                history, error = run_of(entry, panel, method, scale, place, chosen[method], seed, tasks)
                 found[method, seed] = history, error
-                said(f"{panel} · {method} · seed {seed}: {error or _last(entry.measured_in(panel), history)}")
+                said(line_of(entry, panel, method, seed, history, error))
             runs[panel] = {method: [found[method, seed][0] for seed in seeds] for method in methods}
             for method, seed in product(methods, seeds):
                 if error := found[method, seed][1]:
                     played.errors[f"{panel} · {method} · seed {seed}"] = error
-    played.seconds, played.processor_seconds = Stopwatch(place).spent()
+    played.seconds, played.processor_seconds = spent(place)
     return played
+
+
+def require_other_seeds(entry: Entry, seeds: Sequence[int]) -> None:
+    """Refuse runs with seeds that chose their steps."""
+    if entry.tuning and (both := set(seeds) & set(entry.tuning.seeds)):
+        raise ConfigurationError(f"seeds {sorted(both)} chose the steps of {entry.id}: its runs take others")
 
 
 def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, tasks: TaskCache, said: Said) -> Chosen:
@@ -165,7 +173,7 @@ def spec_of(entry: Entry, panel: str, method: str, scale: Scale, chosen: Chosen,
     return seeded(configure(entry.tables(panel, method, scale), settings=settings), seed)
 
 
-def _run(
+def run_of(
     entry: Entry, panel: str, method: str, scale: Scale, place: Path, chosen: Chosen, seed: int, tasks: TaskCache
 ) -> tuple[History | None, str]:
     """The history of a run, or why it has none."""
@@ -196,11 +204,14 @@ def _run(
     return load_run(folder).history, ""
 
 
-def _last(metric: str, history: History | None) -> str:
-    assert history is not None
-    row = history.rows[-1]
+def line_of(entry: Entry, panel: str, method: str, seed: int, history: History | None, error: str) -> str:
+    """What came of a run, in a line."""
+    if history is None:
+        return f"{panel} · {method} · seed {seed}: {error}"
+    row, metric = history.rows[-1], entry.measured_in(panel)
     found = metric_in(row, metric)
-    return f"{metric} {'–' if found is None else f'{found:.4g}'} ({row['exchanges']:,.0f} exchanges)"
+    value = "–" if found is None else f"{found:.4g}"
+    return f"{panel} · {method} · seed {seed}: {metric} {value} ({row['exchanges']:,.0f} exchanges)"
 
 
 def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line: None) -> None:
@@ -221,23 +232,27 @@ def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line:
 
 
 class Stopwatch:
-    """Adds up, in a file of an entry's folder, the time that its trials and runs take. What is only read again is not
-    counted."""
+    """Adds up, in a file of an entry's folder, the time that trials and runs take in this process. What is only read
+    again is not counted."""
 
     def __init__(self, place: Path) -> None:
-        self.file = place / SPENT
+        self.file = place / SPENT / f"{os.getpid()}.json"
         self.wall, self.processor = time.perf_counter(), time.process_time()
 
     def note(self) -> None:
         """Add what has passed since the last note, or the start."""
         wall, processor = time.perf_counter(), time.process_time()
-        passed = wall - self.wall, processor - self.processor
-        write_json(self.file, [old + new for old, new in zip(self.spent(), passed, strict=True)])
+        before = _seconds_in(self.file) if self.file.is_file() else (0.0, 0.0)
+        write_json(self.file, [before[0] + wall - self.wall, before[1] + processor - self.processor])
         self.wall, self.processor = wall, processor
 
-    def spent(self) -> tuple[float, float]:
-        """Seconds and processor seconds so far."""
-        if not self.file.is_file():
-            return 0.0, 0.0
-        seconds, processor_seconds = json.loads(self.file.read_text(encoding="utf-8"))
-        return seconds, processor_seconds
+
+def spent(place: Path) -> tuple[float, float]:
+    """Seconds and processor seconds of all processes so far."""
+    found = [_seconds_in(file) for file in sorted((place / SPENT).glob("*.json"))]
+    return sum(wall for wall, _ in found), sum(processor for _, processor in found)
+
+
+def _seconds_in(file: Path) -> tuple[float, float]:
+    wall, processor = json.loads(file.read_text(encoding="utf-8"))
+    return wall, processor

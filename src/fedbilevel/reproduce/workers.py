@@ -1,0 +1,105 @@
+"""An entry's trials and runs, side by side in processes of this machine.
+
+A process takes the sweep of one method in one panel; when all sweeps have ended, single runs. What they did lies in
+the entry's folder, from which `play` reads it: the numbers are the same with any number of processes, if each has as
+many cores.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import require_count
+from fedbilevel.core.kept import series
+from fedbilevel.experiments.series import TaskCache
+from fedbilevel.experiments.sweep import Said
+from fedbilevel.reproduce import protocol
+from fedbilevel.reproduce.entry import Entry, Scale
+
+Begin = Callable[[], None]
+"""What a process does before its first unit, such as JAX's settings."""
+
+TASKS = TaskCache()  # of this process
+LASTING = ExitStack()  # what lasts as long as this process
+
+
+def play_ahead(
+    entry: Entry, scale: Scale, out: Path, *, seeds: Sequence[int], workers: int, begin: Begin, said: Said
+) -> None:
+    """Bring all trials and runs of an entry to their end, for `play` to read.
+
+    Args:
+        workers: processes. Where the system allows it, each has cores of its own.
+        begin: called first in each process; it must be importable by its name.
+        said: called with a line about what has ended.
+
+    Raises:
+        ConfigurationError, DataError: the entry cannot be run here, e.g. for want of data.
+    """
+    require_count("workers", workers)
+    protocol.require_other_seeds(entry, seeds)
+    context = multiprocessing.get_context("spawn")
+    cores = context.SimpleQueue()
+    for mine in _cores(workers):
+        cores.put(mine)
+    place = protocol.place_of(entry, scale, out)
+    pairs = [(panel, method) for panel in entry.panels_at(scale) for method in entry.methods_of(panel)]
+    with ProcessPoolExecutor(workers, context, _begin, (cores, begin)) as pool:
+        sweeps = {pair: pool.submit(_sweep, entry, *pair, scale, place) for pair in pairs}
+        _tell(sweeps.values(), said, pool)
+        chosen = {pair: future.result()[0] for pair, future in sweeps.items()}
+        runs = [  # all methods of a seed in a row: they share its task
+            pool.submit(_run, entry, *pair, scale, place, chosen[pair], seed)
+            for panel in entry.panels_at(scale)
+            for seed, pair in product(seeds, [pair for pair in pairs if pair[0] == panel])
+        ]
+        _tell(runs, said, pool)
+
+
+def _tell(futures: Iterable[Future[tuple[Any, list[str]]]], said: Said, pool: ProcessPoolExecutor) -> None:
+    """Hand on the lines of each unit as it ends; after an error nothing more is begun."""
+    try:
+        for future in as_completed(futures):
+            for line in future.result()[1]:
+                said(line)
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+
+
+def _cores(workers: int) -> list[list[int]]:
+    """Cores for each process: as many for all, those that are left over for none."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [[] for _ in range(workers)]
+    every = sorted(os.sched_getaffinity(0))
+    each = len(every) // workers
+    return [every[k * each : (k + 1) * each] or every for k in range(workers)]
+
+
+def _begin(cores: Any, begin: Begin) -> None:
+    """Prepare this process."""
+    if mine := cores.get():
+        os.sched_setaffinity(0, mine)
+    begin()
+    LASTING.enter_context(series())
+
+
+def _sweep(entry: Entry, panel: str, method: str, scale: Scale, place: Path) -> tuple[protocol.Chosen, list[str]]:
+    """What the holdout chose, and a line for each trial."""
+    lines: list[str] = []
+    return protocol.choose(entry, panel, method, scale, place, TASKS, lines.append), lines
+
+
+def _run(
+    entry: Entry, panel: str, method: str, scale: Scale, place: Path, chosen: protocol.Chosen, seed: int
+) -> tuple[None, list[str]]:
+    """A run, and a line about it."""
+    history, error = protocol.run_of(entry, panel, method, scale, place, chosen, seed, TASKS)
+    return None, [protocol.line_of(entry, panel, method, seed, history, error)]
