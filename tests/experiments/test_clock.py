@@ -97,7 +97,7 @@ def test_a_clock_for_other_clients_is_refused_before_anything_runs(settings, wor
 
 def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs() -> None:
     spec = configure(task="quadratic", algorithm="shrofbo", settings=[*SMALL, "cohort=3", "wait_for=2"])
-    needed = r"run\.cohort = 3 is not allowed: it must be none: shrofbo needs all clients in every round"
+    needed = r"run\.cohort = 3 is not allowed: it must be None: ShroFBO needs all clients in every round"
     with pytest.raises(ConfigurationError, match=needed):
         build(spec)
     build(spec.replace(run={"cohort": None}))

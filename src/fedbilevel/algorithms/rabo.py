@@ -53,7 +53,7 @@ from fedbilevel.algorithms.parts.hypergradients import (
     LocalDifferences,
     LocalImplicit,
 )
-from fedbilevel.algorithms.parts.linear_solvers import Neumann, SolveInfo, check_neumann_step
+from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_step
 from fedbilevel.algorithms.parts.local_steps import local_descent
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients
@@ -196,11 +196,8 @@ class RABO(Adaptive):
     hypergradient: LocalImplicit | Implicit = LocalImplicit()
 
     def validate(self) -> None:
-        if isinstance(self.hypergradient, Implicit):
-            solver = self.hypergradient.solver
-            fits = isinstance(solver, Neumann) and solver.sampling != "random_per_client"
-            allowed = "Neumann(sampling=None or 'random') with Implicit: means over unequal holders are not symmetric"
-            require(fits, "RABO.hypergradient.solver", solver, allowed)
+        objection = self.hypergradient.submodels_objection()
+        require(not objection, "RABO.hypergradient", self.hypergradient, f"one for submodels: {objection}")
 
 
 class RAFBO(Adaptive):

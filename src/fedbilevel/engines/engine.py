@@ -116,16 +116,20 @@ def check_simulated(clients: Any) -> None:
     require(here, "clients", type(clients).__name__, "Clients, unless the engine is one that reaches them elsewhere")
 
 
-def check_availability(clock: Clock, algorithm: Algorithm, population: int, cohort: int) -> None:
-    """Refuse a cohort that the method or the clock does not allow; warn of clients that are never available.
+def check_everyone(algorithm: Algorithm, population: int, cohort: int, field: str = "cohort") -> None:
+    """Refuse a cohort of some clients for a method that needs all in every round."""
+    whole = not algorithm.needs_everyone or cohort == population
+    require(whole, field, cohort, f"None: {algorithm.label} needs all clients in every round")
 
-    A method may need all clients in every round, and a cohort must not consist of clients that are never available.
+
+def check_availability(clock: Clock, algorithm: Algorithm, population: int, cohort: int) -> None:
+    """Refuse a cohort that the method does not allow, or that may consist of clients that are never available; warn of
+    these.
 
     Raises:
         ConfigurationError: `cohort`, or `Clock.availability`, does not allow a round.
     """
-    whole = not algorithm.needs_everyone or cohort == population
-    require(whole, "cohort", cohort, f"None: {algorithm.label} needs all clients in every round")
+    check_everyone(algorithm, population, cohort)
     absent = clock.never_available(population)
     if not absent.size:
         return

@@ -35,7 +35,7 @@ from fedbilevel.data import DataError
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import write_json, write_text, writing
 from fedbilevel.engines.curves import require_matplotlib
-from fedbilevel.engines.engine import Engine, check_cohort
+from fedbilevel.engines.engine import Engine, check_cohort, check_everyone
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.multihost import current_group
@@ -81,8 +81,7 @@ def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> No
     cohort = check_cohort(spec.run.cohort, population)
     spec.clock.pace(population)  # refuses tables of another number of clients
     available = population - spec.clock.never_available(population).size
-    whole = not algorithm.needs_everyone or cohort == population
-    require(whole, "run.cohort", cohort, f"none: {label(spec.algorithm.name)} needs all clients in every round")
+    check_everyone(algorithm, population, cohort, "run.cohort")
     count = algorithm.waits_for
     few = f"at most {available}, the number of clients that are ever available"
     require(count is None or count <= available, "wait_for", count, few)

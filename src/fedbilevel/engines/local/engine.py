@@ -187,7 +187,7 @@ class Local:
     def mesh(self, group: ProcessGroup) -> Mesh | None:
         """The devices to use: none named where one will do, else one axis, or two where there are several processes."""
         joined = jax.process_count() == group.processes
-        require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.multihost.group.join")
+        require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.multihost.join")
         own = [[d for d in jax.devices() if d.process_index == process] for process in range(group.processes)]
         available = min(map(len, own))
         whose = "this machine" if len(own) == 1 else "the machine with the fewest"

@@ -25,7 +25,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_costs
-from fedbilevel.engines.engine import Carry, RoundKeys, Stretch, round_keys
+from fedbilevel.engines.engine import Carry, RoundKeys, Stretch, check_everyone, round_keys
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.in_flight import InFlight, PhaseQueue
@@ -69,8 +69,7 @@ class Flower:
     ) -> FlowerRun:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
-        whole = not algorithm.needs_everyone or cohort == len(clients)
-        require(whole, "cohort", cohort, f"None: {algorithm.label} needs all clients in every round")
+        check_everyone(algorithm, len(clients), cohort)
         own = self.grid, self.terms, self.name, self.log, self.keys
         return FlowerRun(Session(*own, algorithm, problem, clients, cohort, carry), key)
 
