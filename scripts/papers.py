@@ -21,6 +21,7 @@ from fedbilevel.reproduce.outcome import (
     difference_in_words,
     mean_in_words,
     methods_in_words,
+    of_each_run,
     read,
     readings_in_words,
     state_of,
@@ -270,8 +271,9 @@ def _ends(entry: Entry, one: dict[str, Any]) -> str:
         (value, tried)
         for panel, methods in one["panels"].items()
         for method, of in methods.items()
-        for name, value in (of["chosen"] or {}).items()
+        for name, values in (of["chosen"] or {}).items()
         if len(tried := entry.grid(panel, method, one["scale"])[name]) > 2
+        for value in of_each_run(values)
     ]
     count = sum(value in (tried[0], tried[-1]) for value, tried in chosen)
     return f"{count} of {len(chosen)} chosen values are" if count else ""

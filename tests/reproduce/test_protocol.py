@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import series
 from fedbilevel.experiments.runner import task_of
 from fedbilevel.reproduce import outcome, picture, protocol
-from fedbilevel.reproduce.entry import Entry, read
+from fedbilevel.reproduce.entry import Entry, load_all, read
 
 ROUNDS = {"run": {"rounds": 4, "eval_every": 2}}
 CONTENT: dict[str, Any] = {
@@ -77,6 +78,35 @@ def test_an_entry_that_was_played_is_not_played_again(
     assert again["processor_seconds"] == kept["processor_seconds"]
     assert list(again["panels"]["all"]) == list(entry.methods)
     assert len(said) == 4  # runs; no trial
+
+
+def test_steps_of_a_panel_that_is_apart_are_chosen_by_trials_with_each_runs_seed(tmp_path: Path) -> None:
+    """Such trials see what the seed gives a run to train on, and no more."""
+    apart = read("made-up", {**CONTENT, "panels": {"all": {"apart": True}}})
+    found = outcome.outcome_of(protocol.play(apart, "quick", tmp_path, seeds=(0, 1)))
+    chosen = found["panels"]["all"]["SimFBO"]["chosen"]["server_lr.x"]
+    runs = [tmp_path / f"made-up/quick/runs/all/SimFBO/seed-{seed}/spec.toml" for seed in (0, 1)]
+    assert chosen == [tomllib.loads(run.read_text())["algorithm"]["server_lr"]["x"] for run in runs]
+    assert len(set(chosen)) == 2  # the two do not choose alike
+    trials = {json.loads(file.read_text())["seed"]: file for file in tmp_path.rglob("tuning/**/summary.json")}
+    assert {seed: f"/seed-{seed}/" in str(file) for seed, file in trials.items()} == {0: True, 1: True}
+    assert outcome.fingerprint(apart, "quick") != outcome.fingerprint(read("made-up", CONTENT), "quick")
+
+
+def test_no_trial_on_the_hospitals_sees_a_test_patient() -> None:
+    """Their seed says who is a test patient: trials have the seed of the run, and hold out training patients."""
+    panels = [(entry, panel) for entry in load_all() for panel in entry.panels if _of_hospitals(entry, panel)]
+    assert panels
+    for entry, panel in panels:
+        assert entry.panels[panel].apart
+        for method in entry.methods_of(panel):
+            assert entry.tables(panel, method, "quick", tuning=True)["task"]["holdout"] > 0
+
+
+def _of_hospitals(entry: Entry, panel: str) -> bool:
+    return any(
+        entry.tables(panel, method, "quick")["task"]["name"] == "hospitals" for method in entry.methods_of(panel)
+    )
 
 
 def test_runs_of_another_setting_are_not_taken_for_the_entrys(place: Path) -> None:

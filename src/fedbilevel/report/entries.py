@@ -27,6 +27,7 @@ from fedbilevel.reproduce.outcome import (
     kept_curve,
     mean_in_words,
     methods_in_words,
+    of_each_run,
     readings_in_words,
     state_of,
 )
@@ -147,8 +148,8 @@ def _require_same(entry: Entry, found: Record) -> None:
     for panel, methods in found["panels"].items() if same else ():
         for name, of in methods.items():
             grid = entry.grid(panel, name, found["scale"])
-            chosen = of["chosen"] or {}
-            same &= all(field in grid and value in grid[field] for field, value in chosen.items())
+            for field, value in (of["chosen"] or {}).items():
+                same &= field in grid and all(one in grid[field] for one in of_each_run(value))
     if not same:
         raise ConfigurationError(f"it is not of entry {entry.id} as it is now: play the entry again")
 
@@ -310,7 +311,8 @@ def _specs(entry: Entry, found: Record) -> list[tuple[str, str]]:
     specs = []
     for panel, methods in found["panels"].items():
         for name, of in methods.items():
-            spec = spec_of(entry, panel, name, found["scale"], Chosen(of["chosen"]), found["seeds"][0])
+            first = {field: of_each_run(value)[0] for field, value in (of["chosen"] or {}).items()}
+            spec = spec_of(entry, panel, name, found["scale"], Chosen(first), found["seeds"][0])
             specs.append((f"{panel}: {name}", spec.to_toml()))
     return specs
 

@@ -91,6 +91,8 @@ class Panel:
         tuning: tables of the trials' spec in this panel.
         budgets: of a leaderboard: amounts of costs, at which methods are ranked. A run ends when it has spent all.
         log: methods are ranked by the logarithm of the metric.
+        apart: each run's values are chosen by trials with the seed of that run, for a task whose seed decides which
+            samples are the test's. Trials with another seed would train on some of them.
     """
 
     spec: Tables = field(default_factory=dict)
@@ -101,6 +103,7 @@ class Panel:
     tuning: Tables = field(default_factory=dict)
     budgets: Mapping[str, float] = field(default_factory=dict)
     log: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,7 @@ class Tuning:
     Args:
         select: the metric that decides; it is not measured on test data.
         spec: what differs from the runs: the holdout, a shorter budget.
-        seeds: of every point; none of those of the runs.
+        seeds: of every point; none of those of the runs, but in a panel that is `apart`.
         factors: of the steps of methods with a ladder.
     """
 

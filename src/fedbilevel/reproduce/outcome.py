@@ -22,7 +22,7 @@ from fedbilevel.experiments.folder import as_damage
 from fedbilevel.experiments.runner import describe_environment
 from fedbilevel.reproduce.claims import PERCENTAGE_POINTS, State, Verdict, findings, metric_in, verdict
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale
-from fedbilevel.reproduce.protocol import Played, place_of
+from fedbilevel.reproduce.protocol import Chosen, Played, place_of
 from fedbilevel.reproduce.ranking import ranks
 from fedbilevel.wording import require_object
 
@@ -71,7 +71,10 @@ def fingerprint(entry: Entry, scale: Scale) -> str:
         for panel in entry.panels_at(scale)
     }
     claims = [{**asdict(claim), "says": ""} for claim in entry.claims]
-    panels = [[one.value, one.metric, one.select, one.budgets, one.log] for one in entry.panels.values()]
+    panels = [
+        [one.value, one.metric, one.select, one.budgets, one.log, *["apart"] * one.apart]
+        for one in entry.panels.values()
+    ]
     tuning = [entry.tuning.select, entry.tuning.seeds, entry.tuning.factors] if entry.tuning else []
     content = [claims, played, panels, tuning, entry.metric, entry.against]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
@@ -85,14 +88,28 @@ def state_of(entry: Entry, found: Record) -> str:
 def _panel(played: Played, panel: str) -> dict[str, Any]:
     """Of each method in a panel: what was chosen for it, and what its runs came to."""
     entry, methods = replace(played.entry, metric=played.entry.measured_in(panel)), played.runs[panel]
+    apart = entry.panels[panel].apart
     return {
         method: {
-            "chosen": played.chosen[panel][method].values,
-            "failed_trials": played.chosen[panel][method].failed,
+            "chosen": _in_all_runs(apart, played.chosen[panel][method]),
+            "failed_trials": sum(one.failed for one in played.chosen[panel][method][: None if apart else 1]),
             **_numbers(entry, method, [one for one in runs if one is not None], len(runs)),
         }
         for method, runs in methods.items()
     }
+
+
+def _in_all_runs(apart: bool, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
+    """The value of each field; of a panel that is `apart`, a list with one for each run. None: trials failed."""
+    if not apart:
+        return chosen[0].values
+    values = [one.values for one in chosen if one.values is not None]
+    return {name: [one[name] for one in values] for name in values[0]} if len(values) == len(chosen) else None
+
+
+def of_each_run(value: Any) -> list[Any]:
+    """What an outcome keeps as chosen for a field, as a list: one value for all runs, or one for each."""
+    return value if isinstance(value, list) else [value]
 
 
 def _numbers(entry: Entry, method: str, histories: Sequence[History], runs: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Every trial and every run has a folder of its own below OUT/<id>/<scale>. What is there is not played again, so an
 interrupted entry goes on where it was.
 
-    tuning/<panel>/<method>/…     the sweep, with chosen.toml
+    tuning/<panel>/<method>/…     the sweep, with chosen.toml; of a panel that is `apart`, one for each seed
     runs/<panel>/<method>/seed-N  the runs
     spent/…                       the time that it took each process
     outcome.json                  what came of it (outcome.py)
@@ -65,7 +65,7 @@ class Played:
     Attributes:
         runs: the history of each seed, None of a run that failed.
         errors: why, by panel, method and seed.
-        chosen: by panel and method.
+        chosen: by panel and method, for the run of each seed.
         seconds, processor_seconds: of all trials and runs, those of earlier starts included; where several processes
             play side by side, their sum.
     """
@@ -75,7 +75,7 @@ class Played:
     seeds: Sequence[int]
     runs: Runs
     errors: dict[str, str] = field(default_factory=dict)
-    chosen: dict[str, dict[str, Chosen]] = field(default_factory=dict)
+    chosen: dict[str, dict[str, list[Chosen]]] = field(default_factory=dict)
     seconds: float = 0.0
     processor_seconds: float = 0.0
 
@@ -107,10 +107,10 @@ def play(
             methods = entry.methods_of(panel)
             chosen = played.chosen[panel] = {}
             for method in methods:
-                chosen[method] = choose(entry, panel, method, scale, place, tasks, said)
+                chosen[method] = choose(entry, panel, method, scale, place, seeds, tasks, said)
             found = {}
-            for seed, method in product(seeds, methods):  # all methods of a seed in a row: they share its task
-                history, error = run_of(entry, panel, method, scale, place, chosen[method], seed, tasks)
+            for (k, seed), method in product(enumerate(seeds), methods):  # methods of a seed in a row share its task
+                history, error = run_of(entry, panel, method, scale, place, chosen[method][k], seed, tasks)
                 found[method, seed] = history, error
                 said(line_of(entry, panel, method, seed, history, error))
             runs[panel] = {method: [found[method, seed][0] for seed in seeds] for method in methods}
@@ -127,25 +127,45 @@ def require_other_seeds(entry: Entry, seeds: Sequence[int]) -> None:
         raise ConfigurationError(f"seeds {sorted(both)} chose the steps of {entry.id}: its runs take others")
 
 
-def choose(entry: Entry, panel: str, method: str, scale: Scale, place: Path, tasks: TaskCache, said: Said) -> Chosen:
-    """The values of the swept fields with the best metric on the holdout."""
+def choose(
+    entry: Entry,
+    panel: str,
+    method: str,
+    scale: Scale,
+    place: Path,
+    seeds: Sequence[int],
+    tasks: TaskCache,
+    said: Said,
+) -> list[Chosen]:
+    """The values of the swept fields with the best metric on the holdout, for the run of each seed: the same for all,
+    unless the panel is `apart`."""
     grid = entry.grid(panel, method, scale)
     if entry.tuning is None or not grid:
-        return Chosen({})
-    definition = Definition(
-        spec=entry.tables(panel, method, scale, tuning=True),
-        grid={name: [toml.value(value) for value in values] for name, values in grid.items()},
-        seeds=list(entry.tuning.seeds),
-        select=entry.selected_in(panel),
-    )
+        return [Chosen({})] * len(seeds)
     folder = place / "tuning" / path_word(panel) / path_word(method)
+
+    def best(seeds: Sequence[int], folder: Path) -> Chosen:
+        definition = Definition(
+            spec=entry.tables(panel, method, scale, tuning=True),
+            grid={name: [toml.value(value) for value in values] for name, values in grid.items()},
+            seeds=list(seeds),
+            select=entry.selected_in(panel),
+        )
+        return _best(definition, folder, Stopwatch(place), tasks, lambda line: said(f"{panel} · {method} · {line}"))
+
+    if entry.panels[panel].apart:
+        return [best([seed], folder / f"seed-{seed}") for seed in seeds]
+    return [best(entry.tuning.seeds, folder)] * len(seeds)
+
+
+def _best(definition: Definition, folder: Path, watch: Stopwatch, tasks: TaskCache, said: Said) -> Chosen:
+    """The values with the best metric in a sweep, which goes on where it was."""
     begun, specs = (folder / DEFINITION).is_file(), specs_of(definition)
 
     def told(line: str) -> None:  # of each trial that is played, and of none whose outcome is only read
-        said(f"{panel} · {method} · trial {line}")
+        said(f"trial {line}")
         watch.note()
 
-    watch = Stopwatch(place)
     try:
         return _chosen(sweep_specs(definition, specs, folder, resume=begun, said=told, tasks=tasks))
     except BaseException:

@@ -52,13 +52,13 @@ def play_ahead(
     place = protocol.place_of(entry, scale, out)
     pairs = [(panel, method) for panel in entry.panels_at(scale) for method in entry.methods_of(panel)]
     with ProcessPoolExecutor(workers, context, _begin, (cores, begin)) as pool:
-        sweeps = {pair: pool.submit(_sweep, entry, *pair, scale, place) for pair in pairs}
+        sweeps = {pair: pool.submit(_sweep, entry, *pair, scale, place, seeds) for pair in pairs}
         _tell(sweeps.values(), said, pool)
         chosen = {pair: future.result()[0] for pair, future in sweeps.items()}
         runs = [  # all methods of a seed in a row: they share its task
-            pool.submit(_run, entry, *pair, scale, place, chosen[pair], seed)
+            pool.submit(_run, entry, *pair, scale, place, chosen[pair][k], seed)
             for panel in entry.panels_at(scale)
-            for seed, pair in product(seeds, [pair for pair in pairs if pair[0] == panel])
+            for (k, seed), pair in product(enumerate(seeds), [pair for pair in pairs if pair[0] == panel])
         ]
         _tell(runs, said, pool)
 
@@ -91,10 +91,12 @@ def _begin(cores: Any, begin: Begin) -> None:
     LASTING.enter_context(series())
 
 
-def _sweep(entry: Entry, panel: str, method: str, scale: Scale, place: Path) -> tuple[protocol.Chosen, list[str]]:
-    """What the holdout chose, and a line for each trial."""
+def _sweep(
+    entry: Entry, panel: str, method: str, scale: Scale, place: Path, seeds: Sequence[int]
+) -> tuple[list[protocol.Chosen], list[str]]:
+    """What the holdout chose for the run of each seed, and a line for each trial."""
     lines: list[str] = []
-    return protocol.choose(entry, panel, method, scale, place, TASKS, lines.append), lines
+    return protocol.choose(entry, panel, method, scale, place, seeds, TASKS, lines.append), lines
 
 
 def _run(
