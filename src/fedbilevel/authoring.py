@@ -1,7 +1,7 @@
-"""What those need who write a method of their own, and the types of what the library returns.
+"""Names for writing a method of your own, and the types of results.
 
 A method is a subclass of `Algorithm`, its fields are made by `static`, `positive`, …, and what its clients run is
-marked with `phase`: see docs/how-to/own-method.md. Whoever runs published methods needs `fedbilevel` alone.
+marked with `phase`: see docs/how-to/own-method.md. To run published methods, `fedbilevel` alone is enough.
 """
 
 from typing import TYPE_CHECKING

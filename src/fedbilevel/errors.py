@@ -1,4 +1,4 @@
-"""What the library raises and warns of on purpose, one class for each kind."""
+"""Errors and warnings that the library raises on purpose, one class for each kind."""
 
 from fedbilevel.core.errors import (
     AbsenceWarning,

@@ -1,4 +1,4 @@
-"""What the fields of methods hold: rounds on y, hypergradients, linear solvers, local steps.
+"""Parts, the values of methods' fields: rounds on y, hypergradients, linear solvers, local steps.
 
 FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG(max_steps=20)), outer_lr=0.1)
 """

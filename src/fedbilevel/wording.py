@@ -1,6 +1,4 @@
-"""Words for messages: about a package that is not installed, and of others, libraries and strangers, who are quoted in
-one line that is not long and commands no terminal.
-"""
+"""Helpers for error messages: missing packages, and untrusted text shortened to one printable line."""
 
 from typing import Any
 
@@ -16,13 +14,13 @@ def missing(package: str, extra: str) -> str:
 
 
 def in_a_line(error: Exception, longest: int = 200) -> str:
-    """What another library's error says, in one line without a full stop; its type where it says nothing."""
+    """The message of another library's error, in one line without a full stop; its type if the message is empty."""
     said = " ".join((getattr(error, "strerror", None) or str(error)).split())
     return printable(said, longest).rstrip(".") or type(error).__name__
 
 
 def printable(text: str, longest: int = 200) -> str:
-    """The beginning of a stranger's text, such that it commands no terminal."""
+    """The beginning of an untrusted text, without characters that a terminal would obey."""
     return "".join(character if character.isprintable() else "�" for character in text[:longest])
 
 

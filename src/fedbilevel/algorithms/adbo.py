@@ -91,7 +91,7 @@ class Totals(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the server keeps."""
+    """The server's state."""
 
     x: PyTree
     y: PyTree  # z, the inner variable that all are to agree on
@@ -108,7 +108,7 @@ class Point(NamedTuple):
 
 
 class ClientState(NamedTuple):
-    """What a client keeps."""
+    """A client's state, kept between rounds."""
 
     x: PyTree
     y: PyTree
@@ -165,7 +165,7 @@ class Lagrangian(Part):
 
 
 class CuttingPlanes(Algorithm):
-    """What ADBO and SDBO share: cutting planes for the inner problem, and steps on the Lagrangian.
+    """Base of ADBO and SDBO: cutting planes for the inner problem, and steps on the Lagrangian.
 
     Args:
         batch_size: samples per draw for each loss, with replacement; None takes all samples.

@@ -61,7 +61,7 @@ from fedbilevel.core.tree import PyTree, move, scaled
 
 @renamed(NESTED_STATE)
 class State(NamedTuple):
-    """What the server keeps."""
+    """The server's state."""
 
     x: PyTree
     y: PyTree
@@ -70,7 +70,7 @@ class State(NamedTuple):
 
 
 class Nested(Algorithm):
-    """What methods share that step on y, then on x by a hypergradient, whose checks and warnings are theirs.
+    """Base of methods that step on y, then on x by a hypergradient, whose checks and warnings are theirs.
 
     Args:
         batch_size: samples per draw for each loss, with replacement; None takes all samples.

@@ -167,7 +167,8 @@ class IRIG(Incremental):
 
     Needs: a simple bilevel problem, all of whose samples are with one client.
     Good for: a yardstick for FISM.
-    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift of clients, which goes with γ_k; λ_k.
+    Vectors up per client: 1 like x. Hvps per client: none.
+    Bias: steps along single samples in place of their mean, which goes with γ_k; λ_k.
     """
 
     name = "irig"

@@ -58,7 +58,7 @@ from fedbilevel.core.tree import XYV, PyTree
 
 
 class State(NamedTuple):
-    """What the server keeps."""
+    """The server's state."""
 
     iterate: XYV
     optimizer: optax.OptState
@@ -75,7 +75,7 @@ class State(NamedTuple):
 
 
 class SingleLoop(LocalDirections):
-    """What SimFBO and ShroFBO share: the fields, the client's side, the server's step.
+    """Base of SimFBO and ShroFBO: the fields, the client's side, the server's step.
 
     Args:
         server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; one serves all three.

@@ -35,7 +35,7 @@ from fedbilevel.core.tree import XY, PyTree, move
 
 
 class LocalDescent(Algorithm):
-    """What FedLin and FedAvg share: the fields and the start.
+    """Base of FedLin and FedAvg: the fields and the start.
 
     Args:
         local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves

@@ -1,4 +1,4 @@
-"""What an algorithm is: a configuration, what the server does in a round, and the phases that clients run."""
+"""Algorithms: a configuration, what the server does in a round, and the phases that clients run."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ def parts_of(function: Any) -> tuple[PyTree, PyTree]:
 class Part(ABC):
     """A configuration with phases, that can be a field of a method: a linear solver, the steps on y, a method itself.
 
-    A subclass is a frozen dataclass with keyword-only fields, and a pytree (see core/config.py). Its methods that are
-    marked with `@phase` are phases of the method that it is a part of, named by the way to them: "inner.descent".
+    A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and
+    other real numbers; counts, and what `static` makes, shape the compiled program. Its methods that are marked with
+    `@phase` are phases of the method that it is a part of, named by the way to them: "inner.descent".
     """
 
     kind: ClassVar[str]
@@ -151,9 +152,10 @@ def _hints(cls: type[Part]) -> dict[str, Any]:
 class Algorithm(Part):
     """Base class of every federated method.
 
-    A subclass is a frozen dataclass with keyword-only fields, and a pytree (see core/config.py). It has to define
-    `init` and `round`; every other method here is a hook with a default. A method marked with `@phase` is what a client
-    runs when the server names it.
+    A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and
+    other real numbers; counts, and what `static` makes, shape the compiled program. It has to define `init` and
+    `round`; every other method here is a hook with a default. A method marked with `@phase` is what a client runs when
+    the server names it.
     """
 
     name: ClassVar[str]

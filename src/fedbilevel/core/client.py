@@ -1,4 +1,4 @@
-"""Who holds the data: a population of clients of unequal size, and one client as a phase sees it."""
+"""Clients: the population, of unequal size, and one client as a phase sees it."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ class Clients(Shown):
     Args:
         outer: samples of the outer loss: one pytree of arrays per client in a list (of unequal lengths), or one pytree
             of stacked arrays with leading axes (client, sample), or a `Ragged`. A data frame is a dict of columns.
-        inner: samples of the inner loss, likewise; None where both losses read the same samples (minimax problems),
-            or only the outer one reads any (single-level problems).
+        inner: samples of the inner loss, in the same form as `outer`; None where both losses read the same samples
+            (minimax problems), or only the outer one reads any (single-level problems).
         weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
         outer_sizes: (M,) true numbers of samples in `outer`, where its arrays are stacked and padded at the end.
         inner_sizes: (M,) true numbers of samples in `inner`, where its arrays are stacked and padded at the end.

@@ -1,4 +1,4 @@
-"""What can go wrong, one class per kind, each message saying which field, what it got and what is allowed."""
+"""Errors and warnings, one class per kind, each message saying which field, what it got and what is allowed."""
 
 import difflib
 import math
@@ -45,7 +45,7 @@ class InfluenceWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """The run goes on, but not quite from what a plain continuation would go on from."""
+    """A run resumes from another state or setup than its newest checkpoint has, or could not lock or save its files."""
 
 
 class ExchangeError(FedbilevelError):

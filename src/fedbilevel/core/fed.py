@@ -72,19 +72,19 @@ class Fed(Protocol):
         ...
 
     def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
-        """Σ p_i u_i over the first n replies to arrive, each computed on the message that its client was last sent.
+        """Σ p_i u_i over the first n replies, which end the exchange; each is to the last message that its client got.
 
-        A client works on one message at a time, and has at most one reply in an exchange. Whoever is idle when it
-        begins is sent its message; whoever still works on an earlier message of this phase goes on with that. Whoever
-        hands in a reply of another phase meanwhile is sent the message as soon as that is done, and the reply counts
-        at once in the next `first` of its own phase, beside which fewer are then waited for. Who has replied is sent
-        the next message when the next exchange begins: with n = 1 at once. With n = M each time and nobody lost this is
-        `mean`: everyone has replied to this very message.
+        Idle clients get this message. Busy clients finish their earlier one; that reply counts. A client works on one
+        message at a time, and has at most one reply in an exchange. A client that has replied gets its next message
+        when the next exchange begins. With n = M every time, and no client lost, this is `mean`.
 
-        `max_staleness` = s also waits for everyone who was asked s or more exchanges of this phase ago, so that no
-        reply is ever older, and for everyone who has been busy with others, or away, for more than s exchanges of this
-        phase; what else arrives meanwhile counts too. For algorithms that say `asynchronous`, whose clients all take
-        part (no cohorts).
+        A client that is busy with another phase gets this message as soon as it has finished. Its reply to the other
+        phase counts in the next `first` of that phase, which then waits for fewer.
+
+        `max_staleness` = s also waits for every client that was asked s or more exchanges of this phase ago, so that no
+        reply is older, and for every client that was busy with other phases, or away, for more than s exchanges of this
+        phase. Replies that arrive in that time count, too. Only for algorithms with `asynchronous`, in which all
+        clients take part: there are no cohorts.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What is to be solved: the losses; who holds the data is said elsewhere (client.py)."""
+"""Problems: the losses to be minimised. Who holds the data is said elsewhere (client.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_PARTS = ("remembered", "identity")
 
 @dataclass(frozen=True, init=False, eq=False)
 class Problem:
-    """What every kind of problem comes down to: an outer and an inner loss of (x, y, batch).
+    """Base of every kind of problem: an outer and an inner loss of (x, y, batch).
 
     `implicit_term` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F
     itself where that Hessian is the identity ("identity"), or not at all where ∇y F vanishes ("none").
@@ -113,7 +113,8 @@ class Bilevel(Problem):
 
     Args:
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
-        inner: g(x, y, batch) -> scalar, the training loss, likewise; strongly convex in y for x to be defined.
+        inner: g(x, y, batch) -> scalar, the training loss, a mean over the samples of the batch; strongly convex in y,
+            so that y*(x) is one point.
             Terms without samples (regularisers) may be added to either.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
         local: "x" where x is split by client: its leaves are (M, ...), and a client's losses read its own block alone,

@@ -19,10 +19,11 @@ class RemoteClients(Shown):
     """A population whose samples are out of reach: how many clients, and what one sample looks like.
 
     Args:
-        count: M.
+        count: M, the number of clients.
         outer: an example of a client's samples of the outer loss: a pytree with leaves (any number, ...), of which
             only shapes and dtypes are looked at.
-        inner: likewise; None where both losses read the same samples.
+        inner: an example of a client's samples of the inner loss, in the same form; None where both losses read the
+            same samples.
         weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, or
             (low, high): drawn uniformly, both included, for each client and round.
@@ -55,7 +56,7 @@ class RemoteClients(Shown):
 
     @classmethod
     def of(cls, clients: Clients) -> RemoteClients:
-        """The remote clients with the numbers, shapes, local steps and capacities of these simulated ones."""
+        """A `RemoteClients` with the count, shapes, weights, local steps and capacities of simulated clients."""
         outer, inner = clients.examples()
         one = clients.inner is clients.outer
         known = {"local_steps": clients.local_steps, "capacity": clients.capacity}

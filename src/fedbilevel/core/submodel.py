@@ -44,7 +44,7 @@ class Structure:
         x: a tree like x with a string for each array, one word for each of its axes: "_" for an axis that is never cut,
             the name of a group for one with an entry per unit, or "49*name" for one that has 49 entries per unit, as
             a flattened (49, units) has. None where nothing of x is ever cut.
-        y: likewise.
+        y: the same for the arrays of y; None where nothing of y is ever cut.
 
     A dense layer of 10 inputs and the head on it: x={"weight": "_ hidden", "bias": "hidden"},
     y={"weight": "hidden _", "bias": "_"}. A group may reach from x into y, as this one does.
@@ -77,7 +77,7 @@ class UnitLayout:
 
     sizes: Mapping[str, int]  # units of each group that may be cut
     axes: Mapping[str, tuple[tuple[Axis, ...], ...]]  # "x", "y" -> of each leaf, its axes
-    shapes: Mapping[str, tuple[tuple[int, ...], ...]]  # likewise
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]]  # "x", "y" -> of each leaf, its shape
 
     @classmethod
     def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> UnitLayout:
@@ -226,7 +226,9 @@ class UnitPolicy:
     """How units are chosen; of no effect where the clients have no capacities.
 
     Args:
-        policy: "importance", "static", "rolling", "random" or "covered": see core/submodel.py.
+        policy: "importance" keeps the units of largest weights, "static" the first ones, "rolling" a window that moves
+            on by one unit each round, "random" units that each client draws for itself. "covered" deals the units out
+            in segments, so that as many clients as possible hold each.
         pruned: "both", "x" or "y": whose units may be left out; with "x" groups of units that reach into y stay whole.
         fixed: of "random" and "covered": the same units in every round.
         min_coverage: of "covered": deal each segment but the first to exactly so many clients of a capacity, and the

@@ -1,1 +1,1 @@
-"""What to know before and beside a run: whether a hypergradient is right, and which step sizes a problem bears."""
+"""Checks before and beside a run: whether a hypergradient is right, and which step sizes suit a problem."""

@@ -1,4 +1,4 @@
-"""What a run measured, row by row."""
+"""The history of a run: its measurements, row by row."""
 
 import json
 import re

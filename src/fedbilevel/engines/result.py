@@ -1,4 +1,4 @@
-"""What a run gives back, and what ends it early: conditions on what it has found, and budgets.
+"""The result of a run, and what ends it early: conditions on what it has found, and budgets.
 
 A budget is of rounds, exchanges, bytes or time. Costs are looked at where the history has a row. Rows fall on fixed
 rounds, so where a run ends depends on the numbers alone, not on speed or interruptions.

@@ -34,7 +34,7 @@ class Clock:
     Args:
         compute: seconds for a batch gradient or for an hvp (a product of a vector with second derivatives); one number,
             or one per client.
-        network: seconds for a message and its reply; likewise.
+        network: seconds for a message and its reply; one number, or one per client.
         spread: σ of the log-normal factors, whose mean is 1; they are drawn anew for each exchange and client.
         stragglers: how many clients are slower than said so far; which ones, `seed` says.
         slowdown: how many times slower those are, in both.

@@ -76,8 +76,8 @@ class RunPlan:
     Args:
         rounds: in total; None with a budget.
         exchanges: a budget in place of rounds: the run ends at the first row of its history that has so many.
-        bytes: a budget likewise, of messages down and up together, to and from the whole cohort.
-        time: a budget likewise, in seconds of the clock.
+        bytes: a budget in place of rounds: the bytes of all messages, down and up together, of the whole cohort.
+        time: a budget in place of rounds, in seconds of the clock.
         cohort: clients per round; None takes everyone.
         pooled: give every sample to a single client: the same problem without a federation.
         seed: of the cohorts and of all samples drawn (the task has a seed of its own).
@@ -123,13 +123,13 @@ class RunPlan:
 
     @property
     def budget(self) -> tuple[str, float] | None:
-        """What is counted, and the amount of it that ends the run; None where rounds do."""
+        """The budget that ends the run: which cost is counted, and how much of it; None where rounds end it."""
         return next(((name, value) for name in BUDGETS if (value := getattr(self, name)) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """Where clients run: these fields of `fedbilevel.Local`."""
+    """The engine of a simulation: these fields of `fedbilevel.Local`."""
 
     chunk: int | None = None
     devices: int = 1

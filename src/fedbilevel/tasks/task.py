@@ -1,4 +1,4 @@
-"""What every task provides."""
+"""The type of all tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""What several methods share: wrappers, local steps, inner rounds, hypergradients, regularization."""
+"""Parts that several methods share: wrappers, local steps, inner rounds, hypergradients, regularization."""

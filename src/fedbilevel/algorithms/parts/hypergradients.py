@@ -59,7 +59,7 @@ class Own(NamedTuple):
 
 
 class Exact(Part):
-    """Products with second derivatives by differentiating twice: see oracles/products.py."""
+    """Exact products with second derivatives, by differentiating the loss twice. No matrix is ever formed."""
 
     kind: ClassVar[str] = "exact"
 
@@ -74,7 +74,10 @@ class Exact(Part):
 
 
 class Differences(Part):
-    """Products with second derivatives by central differences of gradients: see oracles/differences.py.
+    """Products with second derivatives by central differences of gradients: each costs two gradients.
+
+    For losses that JAX cannot differentiate twice. The error grows as the square of the length of the differences; very
+    short ones are off by rounding.
 
     Args:
         perturbation: the length of differences, in units of the one that balances truncation and rounding.
@@ -340,9 +343,8 @@ class LocalSystem(SolvedSystem):
 
     Args:
         solver: of each client's own ∇²yy g_i·v = ∇y f_i: a Neumann series or conjugate gradient.
-        paired: one draw serves all of a hypergradient, of samples whose rows belong together, as a task's support and
-            query images do: it is then that of the drawn samples' own problem. Independent draws rarely meet in the
-            inner unknowns that each sample has for itself.
+        paired: use one draw of samples for the whole hypergradient. Needed where outer and inner samples are pairs,
+            such as support and query images.
     """
 
     system: ClassVar[str] = "a client's own system"

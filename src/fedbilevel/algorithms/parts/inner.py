@@ -47,13 +47,12 @@ class InnerRounds(Part):
 
 
 class InnerSteps(InnerRounds):
-    """Rounds of local steps on y whose mean change the server takes.
+    """Rounds of local steps on y. The server changes y by the mean of the clients' changes.
 
     Args:
         lr: β; a client's step is β/τ_i.
-        server_lr: the server takes so many times the mean change of y: 1 in the papers, up to M where each client has
-            inner unknowns of its own, which all others leave as they are. Of submodels the mean is over the clients
-            that hold an entry, and the smallest number of holders is the bound.
+        server_lr: factor on the mean change of y. Papers use 1. Up to M is possible where each client has inner
+            unknowns of its own; with submodels, up to the smallest number of clients that hold an entry.
     """
 
     lr: float = positive(default=0.5)

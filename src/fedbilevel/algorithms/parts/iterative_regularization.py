@@ -1,4 +1,4 @@
-"""What methods for simple bilevel problems by iterative regularization have in common.
+"""The common part of methods for simple bilevel problems by iterative regularization.
 
     min H(x) over the minimisers of F over X:   follow the minimisers of F + λ_k H over X, with λ_k → 0
 
@@ -54,7 +54,7 @@ class Standstill(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the server keeps."""
+    """The server's state."""
 
     x: PyTree
     y: PyTree  # the average iterate x̂ = Σ γ_k x_k / Σ γ_k over the rounds so far

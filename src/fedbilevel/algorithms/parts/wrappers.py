@@ -143,7 +143,7 @@ class LastReplies(NamedTuple):
 
 @renamed(LATE_STATE)
 class State(NamedTuple):
-    """What the server keeps."""
+    """The server's state."""
 
     inside: Any  # the state of the method inside
     replies: dict[str, LastReplies]  # by phase
@@ -158,7 +158,7 @@ class State(NamedTuple):
 
 
 class ClientState(NamedTuple):
-    """What a client keeps."""
+    """A client's state, kept between rounds."""
 
     inside: PyTree  # what the method inside has it keep
     replies: dict[str, LastReply]  # by phase
@@ -224,7 +224,7 @@ class Asynchronous(Wrapper):
         return ClientState(self.algorithm.client_state(problem, x, y), last)
 
     def of_phases(self, none: Callable[[PyTree], Any], x: PyTree, y: PyTree) -> dict[str, Any]:
-        """By phase, `none` of an update's shapes."""
+        """For each asynchronous phase, `none` applied to zeros in the shape of its update."""
         return {name: none(template(self.gives(name), x, y)) for name in self.algorithm.asynchronous_phases}
 
     def gives(self, name: str) -> PyTree:

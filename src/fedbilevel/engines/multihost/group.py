@@ -59,7 +59,7 @@ class ProcessGroup:
     coordinator: str = ""  # HOST:PORT
     saved: str = ""  # the path of this run's last checkpoint
     advice: str = ""  # how to continue from it
-    trouble: str = ""  # what it means, at this moment, if JAX's runtime ends this process
+    trouble: str = ""  # the explanation that is printed if JAX's runtime aborts this process now
     reported: bool = False  # whether this process has already said that another one was lost
     ending: int | None = None  # exit code of a process that has said why it ends
     messages: int = 0  # so far; all processes count alike, since all make the same calls
@@ -72,7 +72,7 @@ class ProcessGroup:
 
     @contextmanager
     def meanwhile(self, trouble: str) -> Iterator[None]:
-        """What it means if JAX's runtime ends this process self."""
+        """While the block runs, `trouble` is the explanation printed if JAX's runtime aborts this process."""
         self.trouble = trouble
         try:
             yield

@@ -75,7 +75,7 @@ class Site:
             must have the server's values where what clients keep begins with them: their own x and y in ADBO and SDBO,
             blocks of x where the problem is local in x.
         outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
-        inner: likewise; None where both losses read the same samples.
+        inner: its own samples of the inner loss, in the same form; None where both losses read the same samples.
         works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
         capacity: the share of the model's units that it can hold, as the server has it (`RemoteClients.capacity`). It
             then serves messages of that size alone; None: of the whole model.
