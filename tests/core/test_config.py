@@ -182,16 +182,16 @@ def test_a_sweep_is_a_vmap_over_the_algorithm(form):
     q = XYV(x * 2, y * 3, y - 1)
     each = [SimFBO(server_lr=size, radius=radius) for size in sizes]
     if form == "stacked":
-        together = jax.vmap(lambda algorithm: algorithm.server_update(algorithm.init(x, y), q))(sweep(each))
+        together = jax.vmap(lambda algorithm: algorithm.server_update(*algorithm.init(x, y), q)[0])(sweep(each))
     else:
-        together = jax.vmap(lambda size: SimFBO(server_lr=size, radius=radius).server_update(each[0].init(x, y), q))(
-            jnp.array(sizes)
-        )
+        together = jax.vmap(
+            lambda size: SimFBO(server_lr=size, radius=radius).server_update(*each[0].init(x, y), q)[0]
+        )(jnp.array(sizes))
     for i, algorithm in enumerate(each):
-        alone = algorithm.server_update(algorithm.init(x, y), q).iterate
-        for a, b in zip(together.iterate, alone, strict=True):
+        alone = algorithm.server_update(*algorithm.init(x, y), q)[0]
+        for a, b in zip(together, alone, strict=True):
             np.testing.assert_allclose(a[i], b, rtol=4 * np.finfo(float).eps)
-    assert not np.array_equal(together.iterate.x[0], together.iterate.x[1])
+    assert not np.array_equal(together.x[0], together.x[1])
 
 
 @pytest.mark.parametrize("value", [np.array(-1.0), jnp.asarray(-0.5), jnp.array([0.1, 0.0]), True])

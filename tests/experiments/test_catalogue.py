@@ -74,7 +74,7 @@ def test_every_algorithm_says_what_people_choose_by(one) -> None:
     assert "" not in told
 
 
-def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
+def test_the_paper_that_a_class_names_goes_before_that_of_its_module(monkeypatch) -> None:
     class Mine(FedAvg):
         """A method of mine. It has more to say.
 
@@ -84,14 +84,13 @@ def test_what_a_class_says_goes_before_its_module(monkeypatch) -> None:
         and luck. Much of it.
         """
 
-        __module__ = "fedbilevel.algorithms.simfbo"  # whose docstring has the rest
+        __module__ = "fedbilevel.algorithms.simfbo"  # which names another paper
 
     monkeypatch.setitem(ALGORITHMS, "mine", Mine)
     mine = facts.algorithm("mine")
     assert mine.title == "A method of mine"
     assert mine.paper == "Author et al. 2020, arXiv:2001.00001"
     assert mine.needs == "patience, and luck"
-    assert mine.exchanges == "one"
     assert mine.good_for == catalogue.MISSING
 
 

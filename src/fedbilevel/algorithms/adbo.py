@@ -28,10 +28,8 @@ that were asked τ steps ago or earlier (ADBO),
     x ← x − γ_x [Σ_l λ_l a_l − Σ p_i θ_i]       z ← z − γ_z Σ_l λ_l c_l
     λ_l ← max(0, λ_l + γ_λ [(a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l)/n_l − c_λ λ_l]),    n_l = 4 max(h, ε) at its making
 
-Exchanges per round: T + 2K. The server sends x and λ (T times), x and z' (2K times); clients reply with θ_i and the
-b_il·y_i, then with y'_i, or K times the shares of ∂h/∂x and ∂h/∂z'. Client state: x_i, y_i, θ_i, b_il for each plane,
-and K times y'_i and ψ_i.
-Cost per local step: a gradient of f. Per plane: K gradients of g, and K passes for both products with ∇²g.
+Messages: the server sends x and λ (T times), x and z' (2K times); clients reply with θ_i and the b_il·y_i, then with
+y'_i, or K times the shares of ∂h/∂x and ∂h/∂z'. A plane costs K gradients of g and K passes for both products with ∇²g.
 
 Departures from the paper:
 1. What the paper sums over clients are means with weights p_i. With equal ones that is the paper's Lagrangian over M,
@@ -326,6 +324,8 @@ class CuttingPlanes(Algorithm):
 class SDBO(CuttingPlanes):
     """Cutting planes for the inner problem, in steps that wait for all clients.
 
+    Exchanges per round: T + 2K. Cost per local step: a gradient of f.
+    Client state: x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i.
     Needs: a bilevel problem; all clients in every round.
     Good for: comparison with ADBO, which computes the same where no client is late.
     Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.
@@ -355,6 +355,8 @@ class ADBO(CuttingPlanes):
         wait_for: S, how many replies a step waits for; 1 moves the server with each.
         max_staleness: τ; a step also waits for every client that was asked so many steps ago, or more; None: no bound.
 
+    Exchanges per round: T + 2K. Cost per local step: a gradient of f.
+    Client state: x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i.
     Needs: a bilevel problem.
     Good for: clients of unequal speed; only the making of a plane waits for the slowest.
     Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.

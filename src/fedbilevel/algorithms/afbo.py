@@ -21,11 +21,8 @@ The mean of H_i is not the hypergradient where clients differ, and so neither is
     outer   H_i = ∇x f_i − ∇²xy g_i v,   r_i = ∇²yy g_i v − ∇y f_i            (SimFBO's directions)
             x ← x − α mean_i H_i,   v ← v − γ mean_i r_i
 
-Exchanges per round: K + 1. The server sends x and y (`SystemSteps`, outer: and v); clients reply with vectors of y's
-shape, then of x's (`SystemSteps`: and of v's).
-Client state: none; `Asynchronous`: its last reply to either.
-Cost per local step: a gradient of g; per outer reply one of f and the products with the client's own ∇²g
-(`SystemSteps`: two products, by the same pass).
+Messages: the server sends x and y (`SystemSteps`, outer: and v); clients reply with vectors of y's shape, then of x's
+(`SystemSteps`: and of v's).
 
 Departures from the paper:
 1. Algorithm 1 leaves out the local step y_{e+1} = y_e − η G_e, lets i run to N and takes y^{t+1} = y^{t,K−1}: here
@@ -89,6 +86,9 @@ class AFBO(Nested):
         inner: the rounds on y: the server steps along the mean of the clients' mean gradients.
         hypergradient: how h is found: by each client alone (APHE), or by steps on a v of the server's.
 
+    Exchanges per round: K + 1. Client state: none; `Asynchronous`: its last reply to either.
+    Cost per local step: a gradient of g; per outer reply one of f and the products with the client's own ∇²g
+    (`SystemSteps`: two products, by the same pass).
     Needs: a bilevel problem; g strongly convex in y, with `LocalImplicit` g_i for every client.
     Good for: clients of very different speed, where no round should wait for the slowest.
     Vectors up per client: 1 like x, K like y. Hvps per client: N; 2 with `SystemSteps`.

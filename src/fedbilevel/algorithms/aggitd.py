@@ -18,9 +18,6 @@ With τ = 1, H and ∇²xy G that do not depend on y, and ∇y F that is the sam
 that expectation is the derivative of F(x, y^N(x)), y^N(x) being N gradient steps from a fixed y^0: what unrolling
 gives. At y^0 = y*(x) it is also ∇x F − ∇²xy G v, v = λ Σ_{k<N} (I − λH)^k ∇y F the truncated Neumann series of H⁻¹∇y F.
 
-Exchanges per round: N + 1. Client state: none.
-Cost per local step: a gradient of g; per exchange after Q one product more (by default also a gradient of f).
-
 Departures from the paper:
 1. Unrolling takes ∇y F at y^N and the factors I − λH(y^n) from the last to the first, which only a second pass over the
    iterates could; as in the paper, ∇y F is taken at y^Q and the factors in the order of the iterates, so that the
@@ -65,6 +62,8 @@ class InnerIterate(NamedTuple):
 class AggITD(Algorithm):
     """Iterative differentiation folded into the inner loop.
 
+    Exchanges per round: N + 1. Client state: none.
+    Cost per local step: a gradient of g; per exchange after Q one product more (by default also a gradient of f).
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: an inner loop that is long anyway: the hypergradient costs one exchange more.
     Vectors up per client: 1 like x, 2N like y. Hvps per client: N. Bias: truncation (1 − λμ)^N; drift of y where τ > 1.

@@ -10,8 +10,6 @@ saddle points.
 
 The fixed point is the saddle point for τ = 1, another point where clients differ and τ > 1.
 
-Cost per local step: one gradient of f in (x, y).
-
 Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the mean of z_{i,τ}, and is unbiased for unequal weights too.
@@ -42,7 +40,7 @@ class FedAvgS(Algorithm):
     Needs: a minimax problem.
     Good for: clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1.
     Vectors up per client: 1 like x, 1 like y. Hvps per client: none. Bias: drift where τ > 1.
-    Client state: none.
+    Client state: none. Cost per local step: one gradient of f in (x, y).
 
     Args:
         local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves

@@ -16,8 +16,8 @@ after which the server averages z, and FedBiOAcc's also m. The paper writes α_t
 constant, and 1 − c α_t²: the same with η = δ u^{-1/3} times that constant and a = c δ² u^{-2/3}; u = ∞ keeps both
 constant. Where the noise of d does not depend on z, that of m settles at a/(2 − a) of its variance.
 
-Exchanges per round: one. The server sends x, y and v (FedBiOAcc: and m, t), and clients reply with the changes of these
-but t. Client state: none.
+Messages: the server sends x, y and v (FedBiOAcc: and m, t), and clients reply with the changes of these but t.
+
 Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the mean of z_{i,τ}, and is unbiased for unequal weights too; likewise for m.
@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_steps import LIKE, LocalDirections, Plain, descend
+from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, LocalDirections, Plain, descend
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive
@@ -54,6 +54,7 @@ class FedBiO(LocalDirections):
     """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
+    Exchanges per round: one. Client state: none.
     Good for: one set of step sizes, where clients are alike or τ = 1.
     Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ.
     Bias: drift of clients, whose steps are the only ones; unequal work.
@@ -67,7 +68,7 @@ class FedBiO(LocalDirections):
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))
 
-    @phase(takes=LIKE, gives=LIKE)
+    @phase(takes=LIKE_XYV, gives=LIKE_XYV)
     def local_descent(self, client: Client, start: XYV, key: Array) -> Reply:
         """τ_i simultaneous steps; the reply is the change of (x, y, v)."""
         tau = client.local_steps(self.local_steps)
@@ -98,6 +99,7 @@ class FedBiOAcc(LocalDirections):
     """FedBiO along momenta whose variance is reduced as in STORM.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
+    Exchanges per round: one. Client state: none.
     Good for: small batches, whose noise the momenta average out without lagging behind.
     Vectors up per client: 2 like x, 4 like y. Hvps per client: 4τ. Bias: drift of clients; unequal work.
     Cost per local step: two gradients of g and two joint passes, each f's gradient and both products with ∇²g.
@@ -123,7 +125,7 @@ class FedBiOAcc(LocalDirections):
         start = XYV(x, y, optax.tree.zeros_like(y))
         return State(start, optax.tree.zeros_like(start), jnp.zeros((), jnp.int32))
 
-    @phase(takes=State(LIKE, LIKE, NUMBER), gives=(LIKE, LIKE))  # type: ignore[arg-type]  # a prefix of a State
+    @phase(takes=State(LIKE_XYV, LIKE_XYV, NUMBER), gives=(LIKE_XYV, LIKE_XYV))  # type: ignore[arg-type]  # a prefix of a State
     def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
         """τ_i steps along the momentum; the reply is the change of (x, y, v) and of the momentum."""
         tau = client.local_steps(self.local_steps)

@@ -14,10 +14,6 @@ each client's own, that variance falls with their number, hence the paper's line
 client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each length apart, and each product takes in the
 next of these sums.
 
-Exchanges per round: T + N + 1; merged, "random_per_client" T + N' + 2 for the longest N'_i drawn, by conjugate gradient
-with K products T + K + 1, the others having nothing to merge. Client state: none.
-Cost per local step: a gradient of g.
-
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
 2. The T inner rounds ask the round's own cohort, the exchanges of the hypergradient a fresh one each.
@@ -42,6 +38,9 @@ class FedMBO(OneStep):
             conjugate gradient has ∇²xy G with each product, "random_per_client" stops after the longest length drawn.
             Refused where nothing can be left out.
 
+    Exchanges per round: T + N + 1; merged, "random_per_client" T + N' + 2 for the longest N'_i drawn, by conjugate
+    gradient with K products T + K + 1, the others having nothing to merge. Client state: none.
+    Cost per local step: a gradient of g.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
     Vectors up per client: 1 like x, T + N like y. Hvps per client: N. Bias: truncation; drift of y where τ > 1.

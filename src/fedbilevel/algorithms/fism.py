@@ -15,9 +15,8 @@ Round k: the server picks 𝓗_k ∈ ∂H(x_k) and sends it with x_k; client i w
 H stays on the server. With `refresh` the clients have H too, and take 𝓗 at z: IR-IG is that with a single client that
 holds all samples.
 
-Exchanges per round: one. The server sends x, a vector of its shape (𝓗) and two numbers; clients reply with a vector of
-x's shape and a number (with `tolerance` another). Client state: none.
-Cost per local step: a subgradient of one sample's f and a projection; with `refresh`, and IR-IG, one of H too.
+Messages: the server sends x, a vector of its shape (𝓗) and two numbers; clients reply with a vector of x's shape and a
+number (with `tolerance` another).
 
 Departures from the paper:
 1. λ is relative to the mean of the f_ij: the paper's is m times ours, for m samples in all. Nothing else changes, and
@@ -132,6 +131,8 @@ class FISM(Incremental):
         refresh: whether clients take the subgradient 𝓗 of H anew at every step, at z. Their problem has to have H then.
             False: the server takes it, once in a round.
 
+    Exchanges per round: one. Client state: none.
+    Cost per local step: a subgradient of one sample's f and a projection; with `refresh` one of H too.
     Needs: a simple bilevel problem.
     Good for: losses with kinks, and a preference among many solutions.
     Vectors up per client: 1 like x. Hvps per client: none. Bias: drift of clients, which goes with γ_k; λ_k.
@@ -165,6 +166,8 @@ class IRIG(Incremental):
     Mostafa Amini, Farzad Yousefian. "An Iterative Regularized Incremental Projected Subgradient Method for a Class of
     Bilevel Optimization Problems". ACC 2019.
 
+    Exchanges per round: one. Client state: none.
+    Cost per local step: a subgradient of one sample's f, one of H, and a projection.
     Needs: a simple bilevel problem, all of whose samples are with one client.
     Good for: a yardstick for FISM.
     Vectors up per client: 1 like x. Hvps per client: none.

@@ -11,10 +11,8 @@ Teboulle's FBi-PG (2024).
 
     z_k = x_k + (1 − α/(k + α)) (x_k − x_{k−1}),     x_{k+1} = P_X[z_k − γ (∇F(z_k) + λ_k ∇H(z_k))]
 
-Exchanges per round: one. The server sends a vector of x's shape (BiFISTA with `tolerance` two); clients reply with one
+Messages: the server sends a vector of x's shape (BiFISTA with `tolerance` two); clients reply with one
 (with `tolerance` and a number).
-Client state: none.
-Cost per local step: a subgradient of f on the whole batch, once in a round.
 
 Departures from the papers:
 1. F is the mean over samples, weighted by client; λ is relative to that.
@@ -85,6 +83,8 @@ class IRG(WholeSubgradient, DecreasingSteps):
 
     Mikhail V. Solodov. "An Explicit Descent Method for Bilevel Convex Optimization". Journal of Convex Analysis, 2007.
 
+    Exchanges per round: one. Client state: none.
+    Cost per local step: a subgradient of f on the whole batch, once in a round.
     Needs: a simple bilevel problem.
     Good for: few samples; a yardstick for incremental methods.
     Vectors up per client: 1 like x. Hvps per client: none. Bias: λ_k.
@@ -116,6 +116,8 @@ class BiFISTA(WholeSubgradient):
     Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel Optimization:
     Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389.
 
+    Exchanges per round: one. Client state: none.
+    Cost per local step: a subgradient of f on the whole batch, once in a round.
     Needs: a simple bilevel problem with smooth losses.
     Good for: smooth losses, many exchanges.
     Vectors up per client: 1 like x. Hvps per client: none. Bias: λ_k.

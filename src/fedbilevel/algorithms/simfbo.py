@@ -20,9 +20,8 @@ plain steps, and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
 one that was posed (Theorem 2).
 
-Exchanges per round: one. The server sends x, y and v, and clients reply with vectors of these three shapes (ShroFBO:
-and two numbers). Client state: none.
-Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
+Messages: the server sends x, y and v, and clients reply with vectors of these three shapes (ShroFBO: and two numbers).
+A local step is a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
 (`independent_batches`: a gradient of g, two of f and the two products apart).
 
 Departures from the paper:
@@ -48,7 +47,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_steps import LIKE, LocalDirections, LocalOptimizer, Plain, descend
+from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, LocalDirections, LocalOptimizer, Plain, descend
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes
@@ -62,8 +61,6 @@ class State(NamedTuple):
 
     iterate: XYV
     optimizer: optax.OptState
-    work: Array | None = None  # of ShroFBO: estimates of ρ, summed over the rounds so far
-    rounds: Array | None = None  # of ShroFBO
 
     @property
     def x(self) -> PyTree:
@@ -78,7 +75,9 @@ class SingleLoop(LocalDirections):
     """Base of SimFBO and ShroFBO: the fields, the client's side, the server's step.
 
     Args:
-        server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; one serves all three.
+        server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; one serves all three. In
+            a round the server moves by γ times the mean of the sums that clients make of their directions. `client_lr`
+            only decides how far each client goes while it sums them, and so how far clients drift apart.
         radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
             not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
@@ -92,22 +91,22 @@ class SingleLoop(LocalDirections):
     local_optimizer: LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optax.sgd(1.0))
 
-    def first_state(self, x: PyTree, y: PyTree) -> State:
-        """The state before round 0: v = 0."""
+    def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:
+        """The iterate before round 0, with v = 0, and the server optimizer's state."""
         iterate = XYV(x, y, optax.tree.zeros_like(y))
-        return State(iterate, self.server_optimizer.init(iterate))
+        return iterate, self.server_optimizer.init(iterate)
 
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """q_i, the sum of a client's directions over its τ_i local steps from `start`."""
         tau = client.local_steps(self.local_steps)
         return self.counted(self.local_sum(client, start, tau, key, self.local_optimizer), tau)
 
-    def server_update(self, state: State, q: XYV) -> State:
-        """Server, line 14: (5), with v brought back into its ball."""
-        updates, optimizer = self.server_optimizer.update(q, state.optimizer, state.iterate)
+    def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
+        """Server, line 14: (5), with v brought back into its ball; the next iterate and server optimizer's state."""
+        updates, optimizer = self.server_optimizer.update(q, optimizer, iterate)
         direction = optax.tree.scale(-1, updates)  # optax's updates already point downhill, and `descend` subtracts
-        moved = descend(state.iterate, self.server_lr, direction)
-        return state._replace(iterate=moved._replace(v=project_ball(moved.v, self.radius)), optimizer=optimizer)
+        moved = descend(iterate, self.server_lr, direction)
+        return moved._replace(v=project_ball(moved.v, self.radius)), optimizer
 
 
 class SimFBO(SingleLoop):
@@ -115,7 +114,8 @@ class SimFBO(SingleLoop):
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: fewest exchanges, and the cheapest ones; the first method to try. Clients should do equal work.
-    Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ.
+    Exchanges per round: one. Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Client state: none.
+    Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
     Bias: drift of clients, proportional to their step size; unequal work re-weights them.
     """
 
@@ -123,37 +123,59 @@ class SimFBO(SingleLoop):
     asynchronous_phases = ("local_updates",)
 
     def init(self, x: PyTree, y: PyTree) -> State:
-        return self.first_state(x, y)
+        return State(*self.start(x, y))
 
     @property
     def local_x_lr(self) -> Any:
         """γ_x, where clients keep x (`Bilevel(local="x")`): they make the server's step on it themselves."""
         return self.server_lr.x
 
-    @phase(takes=LIKE, gives=LIKE)
+    @phase(takes=LIKE_XYV, gives=LIKE_XYV)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
         return self.own_updates(client, start, key)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
-        return self.server_update(state, fed.mean(self.local_updates, state.iterate, key, unbiased=True))
+        q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # the q of (4), with its factor M/P
+        return State(*self.server_update(state.iterate, state.optimizer, q))
+
+
+class RobustState(NamedTuple):
+    """The server's state of ShroFBO."""
+
+    iterate: XYV
+    optimizer: optax.OptState
+    work: Array  # estimates of ρ, summed over the rounds so far
+    rounds: Array  # how many these are
+
+    @property
+    def x(self) -> PyTree:
+        return self.iterate.x
+
+    @property
+    def y(self) -> PyTree:
+        return self.iterate.y
 
 
 class ShroFBO(SingleLoop):
     """SimFBO made robust to unequal local work, by normalised replies.
 
+    Clients cannot keep x, as SimFBO's can: their step on it would be γ_x ρ h_i, and only the server has ρ.
+
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
-    Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Bias: drift of clients.
+    Exchanges per round: one. Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Client state: none.
+    Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
+    Bias: drift of clients.
     """
 
     name = "shrofbo"
     asynchronous_phases = ("normalised_updates",)
 
-    def init(self, x: PyTree, y: PyTree) -> State:
-        return self.first_state(x, y)._replace(work=jnp.zeros(()), rounds=jnp.zeros(()))
+    def init(self, x: PyTree, y: PyTree) -> RobustState:
+        return RobustState(*self.start(x, y), work=jnp.zeros(()), rounds=jnp.zeros(()))
 
-    @phase(takes=LIKE, gives=(LIKE, Public(NUMBER), Public(NUMBER)))
+    @phase(takes=LIKE_XYV, gives=(LIKE_XYV, Public(NUMBER), Public(NUMBER)))
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights.
 
@@ -164,12 +186,12 @@ class ShroFBO(SingleLoop):
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
         return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
-        h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)
+    def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
+        h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)  # with (6)'s factor M/P
         now = work.public / share.public
-        before, rounds = jnp.asarray(state.work), jnp.asarray(state.rounds)
-        rho = jnp.where(rounds > 0, before / jnp.maximum(rounds, 1), now)
-        return self.server_update(state, optax.tree.scale(rho, h))._replace(work=before + now, rounds=rounds + 1)
+        rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
+        moved, optimizer = self.server_update(state.iterate, state.optimizer, optax.tree.scale(rho, h))
+        return RobustState(moved, optimizer, state.work + now, state.rounds + 1)
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -34,25 +34,25 @@ def library() -> str:
 
 def algorithm(name: str) -> AlgorithmFacts:
     """One algorithm, the library's or a user's own. Its facts stand under fixed headings ("Needs: …") in the docstring
-    of its class or, for what classes of a file have in common, in that of its module."""
+    of its class; the paper is named there or in that of its module."""
     cls = algorithm_class(name)
-    texts = [inspect.getdoc(cls) or "", inspect.getdoc(inspect.getmodule(cls)) or ""]
+    text = inspect.getdoc(cls) or ""
 
-    def fact(find: Callable[[str], str]) -> str:
-        return next(filter(None, map(find, texts)), MISSING)
+    def fact(heading: str) -> str:
+        return _entry(text, heading) or MISSING
 
     return AlgorithmFacts(
         name=label(name),
-        title=_sentence(texts[0]),
-        paper=fact(_paper),
-        exchanges=fact(lambda text: _entry(text, "Exchanges per round")),
-        needs=fact(lambda text: _entry(text, "Needs")),
-        good_for=fact(lambda text: _entry(text, "Good for")),
-        client_state=fact(lambda text: _entry(text, "Client state")),
-        cost=fact(lambda text: _entry(text, "Cost per local step")),
-        up=fact(lambda text: _entry(text, "Vectors up per client")),
-        hvps=fact(lambda text: _entry(text, "Hvps per client")),
-        bias=fact(lambda text: _entry(text, "Bias")),
+        title=_sentence(text),
+        paper=_paper(text) or _paper(inspect.getdoc(inspect.getmodule(cls)) or "") or MISSING,
+        exchanges=fact("Exchanges per round"),
+        needs=fact("Needs"),
+        good_for=fact("Good for"),
+        client_state=fact("Client state"),
+        cost=fact("Cost per local step"),
+        up=fact("Vectors up per client"),
+        hvps=fact("Hvps per client"),
+        bias=fact("Bias"),
         submodels=_trains_submodels(cls),
         fields=_defaults(cls, "algorithm"),
         parts=_parts(cls, ""),

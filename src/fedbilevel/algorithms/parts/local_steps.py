@@ -28,8 +28,8 @@ from fedbilevel.oracles.products import Directions, directions, independent_dire
 Gradient = Callable[[PyTree, Array], PyTree]
 """(point, key) -> the client's own gradient at that point, on samples that the key draws."""
 Count = int | Array
-LIKE = XYV("x", "y", "y")
-"""What messages and replies are shaped like: the entries x, y and v of an `XYV` like x, y and y (see `phase`)."""
+LIKE_XYV = XYV("x", "y", "y")
+"""What a phase takes or gives that is an `XYV`: its entries are shaped like x, y and, for v, y again (see `phase`)."""
 
 
 def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
