@@ -1,4 +1,4 @@
-"""What people who wait are shown: phases and rounds, in the right order, never at the cost of the run."""
+"""What people who wait are shown: stages and rounds, in the right order, never at the cost of the run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple] = []
 
-    def phase(self, name: str) -> None:
-        self.events.append(("phase", name))
+    def stage(self, name: str) -> None:
+        self.events.append(("stage", name))
 
     def advance(self, round: int, rounds: int) -> None:
         self.events.append(("advance", round, rounds))
@@ -34,8 +34,8 @@ class Told:
         self.events.append(("close",))
 
     @property
-    def phases(self) -> list[str]:
-        return [event[1] for event in self.events if event[0] == "phase"]
+    def stages(self) -> list[str]:
+        return [event[1] for event in self.events if event[0] == "stage"]
 
 
 class Broken(Told):
@@ -83,8 +83,8 @@ def test_a_run_tells_what_it_does_and_every_round_and_its_end(task, monkeypatch)
     told = Told()
     solve(task, progress=told)
     assert [event for event in told.events if event[0] == "advance"] == [("advance", n, 3) for n in range(4)]
-    assert told.phases == ["tracing", "tracing", "compiling"]
-    assert told.events.index(("phase", "compiling")) == told.events.index(("advance", 1, 3)) - 1
+    assert told.stages == ["tracing", "tracing", "compiling"]
+    assert told.events.index(("stage", "compiling")) == told.events.index(("advance", 1, 3)) - 1
     assert told.events[-1] == ("close",)
     assert told.events.count(("close",)) == 1
 
@@ -101,14 +101,14 @@ def test_a_run_that_fails_closes_its_display(task) -> None:
     told = Told()
     with pytest.raises(fb.errors.ConfigurationError):
         solve(task, engine=fb.Local(devices=1000), progress=told)
-    assert told.events == [("phase", "tracing"), ("close",)]
+    assert told.events == [("stage", "tracing"), ("close",)]
 
 
 def test_a_display_that_fails_costs_nothing_but_itself(task) -> None:
     broken = Broken()
     with pytest.warns(UserWarning, match="progress is not shown any more: OSError: no terminal"):
         shown = solve(task, progress=broken)
-    assert broken.events == [("phase", "tracing"), ("close",)]
+    assert broken.events == [("stage", "tracing"), ("close",)]
     silent = solve(task, progress=False)
     for one, other in zip(jax.tree.leaves(shown.state), jax.tree.leaves(silent.state), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -191,12 +191,12 @@ def test_a_bar_where_both_streams_are_a_terminal_and_rich_is_there(out, err, ric
     assert isinstance(chosen(False), Silent)
 
 
-def test_a_terminal_shows_phase_rounds_speed_and_what_is_left(task, monkeypatch) -> None:
+def test_a_terminal_shows_stage_rounds_speed_and_what_is_left(task, monkeypatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setattr(sys, "stderr", screen)
     bar = chosen(None)
-    bar.phase("compiling")
+    bar.stage("compiling")
     bar.lines.refresh()
     bar.speed.clock = clock = Clock()
     bar.advance(10, 100)

@@ -217,7 +217,7 @@ def test_what_cuts_messages_goes_with_the_anatomy():
     def phase():
         pass
 
-    phase.__parts__ = ("y", "y")
+    phase.__takes_and_gives__ = ("y", "y")
     unit_layout = UnitLayout.of(fb.Structure(y="hidden"), jnp.zeros(3), jnp.zeros(4))
     small = fed.cut_message(unit_layout, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
     assert small.tolist() == [1.0, 3.0]

@@ -58,7 +58,7 @@ def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -
 
     def mark(function: Any) -> Any:
         check_arguments(function)
-        function.__phase__, function.__parts__ = True, None if takes is None else (takes, gives)
+        function.__phase__, function.__takes_and_gives__ = True, None if takes is None else (takes, gives)
         return function
 
     return mark if function is None else mark(function)
@@ -69,13 +69,13 @@ def is_phase(value: object) -> bool:
     return callable(value) and hasattr(value, "__phase__")
 
 
-def parts_of(function: Any) -> tuple[PyTree, PyTree]:
-    """What a phase takes and gives, of x and of y."""
-    parts = getattr(function, "__parts__", None)
+def takes_and_gives(function: Any) -> tuple[PyTree, PyTree]:
+    """`takes` and `gives` of a phase: what of its message and its update is shaped like x, like y, or otherwise."""
+    said = getattr(function, "__takes_and_gives__", None)
     name = getattr(function, "__name__", repr(function))
-    require(parts is not None, f"phase {name}: takes, gives", parts, "said, for clients who hold submodels")
-    assert parts is not None
-    return parts[0], parts[1]
+    require(said is not None, f"phase {name}: takes, gives", said, "said, for clients who hold submodels")
+    assert said is not None
+    return said[0], said[1]
 
 
 @dataclass_transform(
@@ -327,7 +327,7 @@ class Algorithm(Part):
         checked = partial(reply_of, f"{self.label}.{name}", phase)
         if client.problem.local is None:
             return checked(client, message, key)
-        return local_x.run(checked, parts_of(phase), self.local_x_lr, client, message, key)
+        return local_x.run(checked, takes_and_gives(phase), self.local_x_lr, client, message, key)
 
     def phase_name(self, function: object) -> str:
         """The name of a phase, given as the bound method that an exchange gets.

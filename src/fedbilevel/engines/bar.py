@@ -36,7 +36,7 @@ class Bar:
         )
         self.bar: Any = None
 
-    def phase(self, name: str) -> None:
+    def stage(self, name: str) -> None:
         self.speed.pause()
         self._show(what=name, refresh=True)  # at once: what comes may leave no time to the thread that draws
 

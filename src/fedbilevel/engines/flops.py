@@ -17,7 +17,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.core.algorithm import Algorithm, parts_of
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Reply
@@ -92,7 +92,7 @@ def flops_of_calls(
         if not cut:
             enter(name, message, exchange.state)
         for unit_layout, kept in cut:
-            takes, _ = parts_of(algorithm.named_phase(name))
+            takes, _ = takes_and_gives(algorithm.named_phase(name))
             units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
             enter(name, jax.eval_shape(partial(unit_layout.cut, takes), message, units), exchange.state)
     return costs

@@ -30,8 +30,8 @@ MEASURING, WRITING = "measuring a round", "writing"
 class Display(Protocol):
     """Whom a run tells how far it is, from the thread of the run; what is raised here ends the display, not the run."""
 
-    def phase(self, name: str) -> None:
-        """What is being done now, which is no round: "tracing", "compiling", "waiting for clients"."""
+    def stage(self, name: str) -> None:
+        """The run is at a stage that is no round: "tracing", "compiling", "waiting for clients"."""
         ...
 
     def advance(self, round: int, rounds: int) -> None:
@@ -49,7 +49,7 @@ _shown: ContextVar[Display | None] = ContextVar("shown", default=None)
 def doing(name: str) -> None:
     """Say what is being done now, which is no round, to whom it may concern."""
     if (display := _shown.get()) is not None:
-        display.phase(name)
+        display.stage(name)
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def showing(progress: bool | Display | None) -> Iterator[Guarded]:
 
 def require_progress(progress: object) -> None:
     """Refuse what `showing` cannot take."""
-    able = all(callable(getattr(progress, name, None)) for name in ("phase", "advance", "close"))
-    allowed = "True, False, None, or an object with methods phase, advance and close"
+    able = all(callable(getattr(progress, name, None)) for name in ("stage", "advance", "close"))
+    allowed = "True, False, None, or an object with methods stage, advance and close"
     require(progress is None or isinstance(progress, bool) or able, "progress", progress, allowed)
 
 
@@ -117,7 +117,7 @@ def _installed(name: str) -> Any:
 class Silent:
     """Shows nothing."""
 
-    def phase(self, name: str) -> None: ...
+    def stage(self, name: str) -> None: ...
 
     def advance(self, round: int, rounds: int) -> None: ...
 
@@ -134,8 +134,8 @@ class Guarded:
         self.display, self.clock = display, clock
         self.works, self.due = True, -float("inf")
 
-    def phase(self, name: str) -> None:
-        self._tell(self.display.phase, name)
+    def stage(self, name: str) -> None:
+        self._tell(self.display.stage, name)
 
     def advance(self, round: int, rounds: int) -> None:
         if self.clock() >= self.due or round >= rounds:
@@ -162,12 +162,12 @@ class Guarded:
 
 
 class Lines:
-    """Plain lines on standard error, for log files: each phase, and the rounds every few seconds."""
+    """Plain lines on standard error, for log files: each stage, and the rounds every few seconds."""
 
     def __init__(self) -> None:
         self.speed, self.due = Speed(), 0.0
 
-    def phase(self, name: str) -> None:
+    def stage(self, name: str) -> None:
         self.speed.pause()
         print(f"fedbilevel: {name}", file=sys.stderr, flush=True)
 
@@ -187,7 +187,7 @@ class Notebook:
     def __init__(self, tqdm: Callable[..., Any]) -> None:
         self.tqdm, self.bar = tqdm, None
 
-    def phase(self, name: str) -> None:
+    def stage(self, name: str) -> None:
         self._bar().set_description(name)
 
     def advance(self, round: int, rounds: int) -> None:

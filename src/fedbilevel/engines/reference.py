@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, parts_of
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.authored import next_state
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
@@ -102,7 +102,11 @@ class ReferenceFed:
         """The part of a message that client i is sent, and what gives its sums the shapes of the whole."""
         if self.submodels is None:
             return message, lambda sums: sums
-        (takes, gives), layout, units = parts_of(phase), self.submodels.unit_layout, self.units(self.submodels, i)
+        (takes, gives), layout, units = (
+            takes_and_gives(phase),
+            self.submodels.unit_layout,
+            self.units(self.submodels, i),
+        )
         return layout.cut(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
 
     def units(self, submodels: RoundSubmodels, i: int) -> Units:

@@ -101,7 +101,7 @@ def solve(
         progress: show what is being done (tracing, compiling), and the rounds with their speed and the time left. None:
             on a terminal with `rich`, in a notebook with `tqdm`, where these are installed; nothing goes into pipes
             and files. True: there, too, in plain lines on standard error. False: never. Or an object with methods
-            phase(name), advance(round, rounds) and close(), called ten times a second at most.
+            stage(name), advance(round, rounds) and close(), called ten times a second at most.
 
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
@@ -175,7 +175,7 @@ def solve(
     )
     alone = nullcontext() if path is None else lock.held(path.with_name(f".{path.name}.lock"), path, group)
     with alone, showing(progress) as display:
-        display.phase(TRACING)
+        display.stage(TRACING)
         if count_flops:
             held = submodels.classes(algorithm, problem, clients, x, y)
             loop.costs = known_flops(algorithm, problem, clients, x, y, held)

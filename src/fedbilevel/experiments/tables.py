@@ -26,7 +26,7 @@ UNITS = {"rounds": "rounds", "exchanges": "exchanges", "bytes": "bytes", "time":
 class Watch:
     """Shows how far a run is, in rounds or in what its budget counts.
 
-    It is the run's display, which gets phases, and one of its callbacks, which get numbers.
+    It is the run's display, which gets stages, and one of its callbacks, which get numbers.
     """
 
     def __init__(self, console: Console, metric: str, spec: Spec) -> None:
@@ -35,9 +35,9 @@ class Watch:
         self.bar = Bar(console, UNITS[self.counted]) if console.is_terminal else None
         self.speed = self.bar.speed if self.bar else Speed(UNITS[self.counted])
 
-    def phase(self, name: str) -> None:
+    def stage(self, name: str) -> None:
         if self.bar:
-            self.bar.phase(name)
+            self.bar.stage(name)
         else:
             self.speed.pause()
 

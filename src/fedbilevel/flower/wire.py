@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbilevel import __version__
-from fedbilevel.core.algorithm import Algorithm, parts_of
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.config import Schedule, hyperparameters
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError
 from fedbilevel.core.problem import Problem
@@ -311,7 +311,7 @@ class Contract:
 
         calls: dict[str, CallSignature] = {}
         for call in self.calls.values():
-            takes, gives = parts_of(self.algorithm.named_phase(call.phase))
+            takes, gives = takes_and_gives(self.algorithm.named_phase(call.phase))
             call = call._replace(message=small(takes, call.message), update=small(gives, call.update))
             calls[call.name] = call
         return replace(self, calls=calls, units=kept)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, check_algorithm, methods_that, parts_of
+from fedbilevel.core.algorithm import Algorithm, check_algorithm, methods_that, takes_and_gives
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
@@ -229,7 +229,7 @@ class Asynchronous(Wrapper):
 
     def gives(self, name: str) -> PyTree:
         """The declared shape of a phase's update."""
-        return parts_of(self.algorithm.named_phase(name))[1]
+        return takes_and_gives(self.algorithm.named_phase(name))[1]
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, exchange = message

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedbilevel.core.algorithm import Algorithm, parts_of
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import LoopBody, Phase, Reply
 from fedbilevel.core.problem import Problem
@@ -175,7 +175,7 @@ class LocalFed:
         submodels = self.submodels
         shapes: list[PyTree] = [None, None]
         if submodels is not None:
-            takes, gives = parts_of(phase)
+            takes, gives = takes_and_gives(phase)
             same = submodels.units(number)
             small = submodels.unit_layout.cut(takes, message, same) if submodels.alike else None
 

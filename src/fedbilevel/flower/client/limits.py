@@ -1,4 +1,4 @@
-"""What a client lets a server ask: work, messages, questions and time."""
+"""Limits on what a server may ask of a client: work, messages, questions and time."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Limits:
         min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
             client's samples is served, too.
         min_local_samples: a client that holds fewer samples of either loss replies to nothing.
-        questions_per_round: questions of one round at most; those that are asked again count again. Rounds are the
-            server's word: this stops mistakes, `questions` all else.
+        questions_per_round: questions of one round at most, each to run a phase or to tell metrics; those that are
+            asked again count again. Rounds are the server's word: this stops mistakes, `questions` all else.
         questions: questions in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
             keeps a run's memory, that is, for each run apart. A client that has reached it replies to nothing.
     """

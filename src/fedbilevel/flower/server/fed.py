@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, parts_of
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Phase, Reply
 from fedbilevel.core.submodel import UnitLayout, Units
@@ -279,10 +279,10 @@ def programs(unit_layout: UnitLayout) -> SubmodelPrograms:
     known: Any = ref(unit_layout)
 
     def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:
-        return known().cut(parts_of(phase)[0], message, units)
+        return known().cut(takes_and_gives(phase)[0], message, units)
 
     def restore(phase: Phase, sums: Sums, units: Units) -> Sums:
-        return put_back(known(), parts_of(phase)[1], sums, units)
+        return put_back(known(), takes_and_gives(phase)[1], sums, units)
 
     if unit_layout not in PROGRAMS:
         PROGRAMS[unit_layout] = SubmodelPrograms(jax.jit(cut, static_argnums=0), jax.jit(restore, static_argnums=0))
