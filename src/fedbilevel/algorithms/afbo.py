@@ -47,13 +47,12 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.fednest import Nested, State
-from fedbilevel.algorithms.parts.hypergradients import Estimate, Hypergradient, LocalImplicit
+from fedbilevel.algorithms.parts.hypergradients import Hypergradient, LocalImplicit
 from fedbilevel.algorithms.parts.inner import MeanGradient
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
@@ -74,9 +73,6 @@ class SystemSteps(Hypergradient):
     def start(self, y: PyTree) -> PyTree:
         """v before the first round."""
         return optax.tree.zeros_like(y)
-
-    def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
-        raise ConfigurationError("SystemSteps estimates no hypergradient at a given point: its v comes from all rounds")
 
 
 class AFBO(Nested):

@@ -29,7 +29,7 @@ from fedbilevel.algorithms.parts.linear_solvers import CG, InClient, Neumann, Pr
 from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at, positive, static
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
@@ -117,11 +117,14 @@ def hypergradient_given(
 
 
 class Hypergradient(Part):
-    """How a method finds ∇Φ(x): every method here but `estimate` is a hook with a default."""
+    """How a method finds ∇Φ(x): every method here is a hook with a default."""
 
-    @abstractmethod
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
-        """An estimate of ∇Φ(x) at y, in the shape of x; `merged=True` makes the fewest exchanges that give the same."""
+        """An estimate of ∇Φ(x) at y, in the shape of x; `merged=True` makes the fewest exchanges that give the same.
+
+        Without it the part is for methods whose rounds need no estimate at a given point, such as AFBO.
+        """
+        raise ConfigurationError(f"{type(self).__name__} estimates no hypergradient at a given point")
 
     def start(self, y: PyTree) -> PyTree:
         """The state of this part on the server before round 0; None: it keeps nothing between rounds."""
