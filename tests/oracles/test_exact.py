@@ -7,8 +7,8 @@ import pytest
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.problem import Bilevel
-from fedbilevel.oracles.exact import implicit_gradient
 from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
+from implicit import implicit_gradient
 
 EPS = np.finfo(np.float64).eps
 CONDITION = 10.0

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.oracles.exact import implicit_gradient
 from fedbilevel.tasks import TASKS, compositional, portfolio
 from fedbilevel.tasks.compositional import inner, local_point, outer, solution
 from fedbilevel.tasks.portfolio import moments, moments_of, shares
+from implicit import implicit_gradient
 
 MARKETS = portfolio(clients=4, assets=5, months=(30, 60))
 

@@ -11,8 +11,8 @@ import hospital_files
 from fedbilevel import data
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.data import heart
-from fedbilevel.oracles.exact import implicit_gradient
 from fedbilevel.tasks.hospitals import dealt, hospital_weights, hospitals
+from implicit import implicit_gradient
 
 NAMES = list(hospital_files.SIZES)
 FOLDS = 3

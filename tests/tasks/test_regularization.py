@@ -8,8 +8,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import data
 from fedbilevel.data import DataError
-from fedbilevel.oracles.exact import implicit_gradient
 from fedbilevel.tasks.regularization import logits, regularization, with_one
+from implicit import implicit_gradient
 
 INFORMATIVE, NOISE = 2, 3
 

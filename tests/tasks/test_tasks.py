@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.oracles.exact import implicit_gradient
 from fedbilevel.tasks import TASKS, hyper_representation, quadratic
 from fedbilevel.tasks.quadratic import TiedUnits, solution
+from implicit import implicit_gradient
 
 
 @pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])

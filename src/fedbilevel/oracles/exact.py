@@ -16,9 +16,7 @@ import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
-from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require_count
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.operators import Solution, conjugate_gradient
 from fedbilevel.oracles.population import Population
@@ -34,14 +32,9 @@ class ExactHypergradient(NamedTuple):
     inner_gradient: PyTree  # ∇y G, like y: zero where y = y*(x)
 
 
-def implicit_gradient(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> ExactHypergradient:
-    """Solve ∇²yy G·v = ∇y F densely, over all samples. Use float64."""
-    return dense_implicit(Population.of(problem, clients), x, y)
-
-
 @jax.jit
 def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergradient:
-    """By the Hessian's matrix: O(dim y³) time, O(dim y²) memory and dim y Hessian-vector products."""
+    """By the Hessian's matrix (use float64): O(dim y³) time, O(dim y²) memory and dim y Hessian-vector products."""
     flat, unravel = ravel_pytree(y)
     row = lambda e: ravel_pytree(population.inner.hess_v(x, y, unravel(e)))[0]  # noqa: E731
     hessian = jax.lax.map(row, jnp.eye(flat.size, dtype=flat.dtype), batch_size=32)
