@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _elsewhere(name: str) -> str:
-    """Where a name that users are not shown here is public, or what stands in its place; empty for other names."""
+    """The public place of a name that `fedbilevel` itself does not have, or what stands in its place; or ""."""
     for module in ("fedbilevel.errors", "fedbilevel.authoring", "fedbilevel.parts"):
         if name in import_module(module).__all__:
             return f"{module}.{name}"
@@ -31,15 +31,21 @@ def _elsewhere(name: str) -> str:
 
 
 class _Moved:
-    """Asked last for a module: refuses one of an earlier version, or such a name in `from fedbilevel import …`."""
+    """Asked last for a module: refuses one of an earlier version, and such a name in `from fedbilevel import …`.
+
+    Python asks here for such a name, too. What `__getattr__` says of it, Python leaves out of its own ImportError.
+    """
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package, _, rest = name.partition(".")
-        if package == __name__:
-            moved = import_module("fedbilevel.core.renames").MODULES
-            if found := moved.get(rest) or _elsewhere(rest.removeprefix("experiments.")):
-                raise ModuleNotFoundError(f"no {name}: it is now {found}")
+        if package != __name__:
+            return
+        if now := import_module("fedbilevel.core.renames").MODULES.get(rest):
+            raise ModuleNotFoundError(f"no {name}: it is now {now}")
+        if now := _elsewhere(rest.removeprefix("experiments.")):
+            place, _, last = name.rpartition(".")
+            raise ImportError(f"cannot import name {last!r} from {place!r}: it is now {now}")
 
 
 sys.meta_path.append(_Moved)
