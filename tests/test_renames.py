@@ -114,6 +114,13 @@ def test_the_value_of_a_field(method: str, value: str, now: str) -> None:
         authoring.ALGORITHMS[method](hypergradient=value)
 
 
+def test_a_value_that_other_methods_still_have() -> None:
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"'local'.*allowed: coordinates, local-differences, printed"
+    ):
+        configure(task="quadratic", algorithm="rafbo", settings=["hypergradient=local"])
+
+
 def test_arguments_and_attributes() -> None:
     for call, fields in (
         (authoring.Reply, {"update": 0, "products": 1}),

@@ -445,7 +445,7 @@ class LocalDifferences(LocalSystem):
         perturbation: the length of differences, in units of the one that balances truncation and rounding.
     """
 
-    kind: ClassVar[str] = "local"
+    kind: ClassVar[str] = "local-differences"
 
     perturbation: float = positive(default=1.0)
 
