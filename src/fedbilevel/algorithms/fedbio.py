@@ -54,9 +54,8 @@ class FedBiO(LocalDirections):
     """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
-    Exchanges per round: one. Client state: none.
     Good for: one set of step sizes, where clients are alike or τ = 1.
-    Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ.
+    Exchanges per round: one. Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Client state: none.
     Bias: drift of clients, whose steps are the only ones; unequal work.
     Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
     """
@@ -99,9 +98,9 @@ class FedBiOAcc(LocalDirections):
     """FedBiO along momenta whose variance is reduced as in STORM.
 
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
-    Exchanges per round: one. Client state: none.
     Good for: small batches, whose noise the momenta average out without lagging behind.
-    Vectors up per client: 2 like x, 4 like y. Hvps per client: 4τ. Bias: drift of clients; unequal work.
+    Exchanges per round: one. Vectors up per client: 2 like x, 4 like y. Hvps per client: 4τ. Client state: none.
+    Bias: drift of clients; unequal work.
     Cost per local step: two gradients of g and two joint passes, each f's gradient and both products with ∇²g.
 
     Args:
@@ -125,7 +124,7 @@ class FedBiOAcc(LocalDirections):
         start = XYV(x, y, optax.tree.zeros_like(y))
         return State(start, optax.tree.zeros_like(start), jnp.zeros((), jnp.int32))
 
-    @phase(takes=State(LIKE_XYV, LIKE_XYV, NUMBER), gives=(LIKE_XYV, LIKE_XYV))  # type: ignore[arg-type]  # a prefix of a State
+    @phase(takes=State(LIKE_XYV, LIKE_XYV, NUMBER), gives=(LIKE_XYV, LIKE_XYV))  # type: ignore[arg-type]  # a prefix
     def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
         """τ_i steps along the momentum; the reply is the change of (x, y, v) and of the momentum."""
         tau = client.local_steps(self.local_steps)

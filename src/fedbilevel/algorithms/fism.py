@@ -131,11 +131,11 @@ class FISM(Incremental):
         refresh: whether clients take the subgradient 𝓗 of H anew at every step, at z. Their problem has to have H then.
             False: the server takes it, once in a round.
 
-    Exchanges per round: one. Client state: none.
-    Cost per local step: a subgradient of one sample's f and a projection; with `refresh` one of H too.
     Needs: a simple bilevel problem.
     Good for: losses with kinks, and a preference among many solutions.
-    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift of clients, which goes with γ_k; λ_k.
+    Exchanges per round: one. Vectors up per client: 1 like x. Hvps per client: none. Client state: none.
+    Cost per local step: a subgradient of one sample's f and a projection; with `refresh` one of H too.
+    Bias: drift of clients, which goes with γ_k; λ_k.
     """
 
     name = "fism"
@@ -166,11 +166,10 @@ class IRIG(Incremental):
     Mostafa Amini, Farzad Yousefian. "An Iterative Regularized Incremental Projected Subgradient Method for a Class of
     Bilevel Optimization Problems". ACC 2019.
 
-    Exchanges per round: one. Client state: none.
-    Cost per local step: a subgradient of one sample's f, one of H, and a projection.
     Needs: a simple bilevel problem, all of whose samples are with one client.
     Good for: a yardstick for FISM.
-    Vectors up per client: 1 like x. Hvps per client: none.
+    Exchanges per round: one. Vectors up per client: 1 like x. Hvps per client: none. Client state: none.
+    Cost per local step: a subgradient of one sample's f, one of H, and a projection.
     Bias: steps along single samples in place of their mean, which goes with γ_k; λ_k.
     """
 

@@ -21,8 +21,6 @@ so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁
 one that was posed (Theorem 2).
 
 Messages: the server sends x, y and v, and clients reply with vectors of these three shapes (ShroFBO: and two numbers).
-A local step is a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g
-(`independent_batches`: a gradient of g, two of f and the two products apart).
 
 Departures from the paper:
 1. One draw of inner and one of outer samples serves all three directions of a local step, each direction being

@@ -102,11 +102,8 @@ class ReferenceFed:
         """The part of a message that client i is sent, and what gives its sums the shapes of the whole."""
         if self.submodels is None:
             return message, lambda sums: sums
-        (takes, gives), layout, units = (
-            takes_and_gives(phase),
-            self.submodels.unit_layout,
-            self.units(self.submodels, i),
-        )
+        (takes, gives), layout = takes_and_gives(phase), self.submodels.unit_layout
+        units = self.units(self.submodels, i)
         return layout.cut(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
 
     def units(self, submodels: RoundSubmodels, i: int) -> Units:
