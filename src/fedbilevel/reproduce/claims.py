@@ -231,7 +231,8 @@ def _slope(entry: Entry, claim: Claim, runs: Runs) -> Finding:
         return Finding(claim.says, "", claim.better, "", None, None, None, None, "open", note)
     slope, error = fitted_slope(at, read)
     apart, half = slope - claim.slope, 2 * error
-    state: State = "contradicted" if abs(apart) > half + claim.within else "open" if half > claim.within else "holds"
+    most, least = abs(apart) + half, abs(apart) - half
+    state: State = "holds" if most <= claim.within else "contradicted" if least > claim.within else "open"
     return Finding(claim.says, "", claim.better, "", slope, claim.slope, apart, half, state)
 
 

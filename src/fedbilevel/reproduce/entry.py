@@ -61,7 +61,7 @@ class Claim:
         log: readings are compared by their decimal logarithms, as errors are that fall by powers of ten.
         level: the claim is that both are level: their difference lies within ±level.
         slope: the claim is that, on logarithmic axes, what is read off grows with the panels' values by this slope.
-        within: of a slope: the fitted one may differ by so much and twice its standard error, which may be no more.
+        within: of a slope: the fitted one may differ by so much, twice its standard error included.
     """
 
     says: str
