@@ -14,12 +14,12 @@ from typing import Any
 
 from fedbilevel.core.metrics import text
 from fedbilevel.experiments import toml
+from fedbilevel.reproduce.claims import mean_in_words
 from fedbilevel.reproduce.entry import Claim, Entry, Scale, load_all
 from fedbilevel.reproduce.outcome import (
     FILE,
     STALE,
     difference_in_words,
-    mean_in_words,
     methods_in_words,
     of_each_run,
     read,
@@ -180,21 +180,21 @@ def board(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     yield "Budgets, in the order of the ranks in a cell:\n"
     for panel, of in budgets.items():
         yield f"- {panel}: {', '.join(budget_in_words(cost, amount) for cost, amount in of.items())}"
-    yield "\n### Where each is first\n"
+    yield "\n### Which are level with the best\n"
     yield "Those in a row share rank 1: none of all methods is better than they are for sure.\n"
     rows = told_apart(found)
     yield from _table(
         {
             "task": [panel for panel, *_ in rows],
             "after": [budget_in_words(cost, budgets[panel][cost]) for panel, cost, *_ in rows],
-            "first": [", ".join(first) for *_, first, _ in rows],
+            "level with the best": [", ".join(first) for *_, first, _ in rows],
             "of": [str(count) for *_, count in rows],
         }
     )
     for panel, of in found.items():
         metric = entry.measured_in(panel)
         yield f"### {panel[0].upper()}{panel[1:]}\n"
-        yield f"Rank, and the mean of `{metric}` over the seeds:\n"
+        yield f"Rank, and mean ± standard deviation of `{metric}` over the seeds:\n"
         columns = {
             budget_in_words(cost, budgets[panel][cost]): [place_in_words(metric, place) for place in at.values()]
             for cost, at in of.items()
@@ -219,8 +219,9 @@ In each cell of the table stand a method's ranks in a task at four budgets; a me
 of methods that are better for sure: the 95 % confidence interval of the difference (Student's, paired by seed; of an
 error in powers of ten) lies above 0. So all that cannot be told apart from the best is first, too, and with three seeds
 that is often much. A method whose numbers scatter from seed to seed is hard to tell from any other: it may share rank 1
-with a mean below that of one with rank 2. Nothing is corrected for the number of comparisons. "first" counts the places
-with rank 1.
+with a mean far below that of one with rank 2. So the table is in the order of the mean place by the mean alone, that of
+a method which fails being the last; "level with the best" counts the ranks 1. Nothing is corrected for the number of
+comparisons.
 """
 AGAIN = """\
 ### Run it again, add a method

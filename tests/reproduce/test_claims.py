@@ -198,8 +198,8 @@ def test_a_claim_of_a_slope() -> None:
     assert findings(made, runs(-0.5))[0].state == "contradicted"
     assert findings(made, runs(-1.0, 0.5))[0].state == "open"  # an error of the fit that would let anything pass
     (near,) = findings(made, runs(-0.97, 0.02))  # with its error it may be further away than the bound
-    assert near.difference is not None and near.half_width is not None
-    assert 0.025 < abs(near.difference) < 0.035 and 0.02 < near.half_width < 0.05
+    assert near.difference == pytest.approx(0.03, abs=0.005)
+    assert near.half_width == pytest.approx(0.035, abs=0.015)
     assert near.state == "open"
 
 

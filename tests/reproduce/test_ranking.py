@@ -67,10 +67,32 @@ def test_a_method_that_fails_has_no_rank() -> None:
     made = read("made-up", {**CONTENT, "metric": "fit"})
     good, bad = history([0.9, 0.5]), history([0.9, 0.7])
     found = ranks(made, {"all": {"FedBiO": [good, None], "SimFBO": [bad, bad]}})
-    assert found["all"]["exchanges"]["FedBiO"] == {"rank": None, "values": [], "mean": None}
+    assert found["all"]["exchanges"]["FedBiO"] == {"rank": None, "place": None, "values": [], "mean": None, "sd": None}
     assert found["all"]["exchanges"]["SimFBO"]["rank"] == 1
-    assert overview(found) == {"method": ["SimFBO", "FedBiO"], "first": ["2 of 2", "0 of 2"], "all": ["1 1", "– –"]}
+    assert overview(found) == {
+        "method": ["SimFBO", "FedBiO"],
+        "mean place": ["1.0", "2.0"],
+        "level with the best": ["2 of 2", "0 of 2"],
+        "all": ["1 1", "– –"],
+    }
     assert told_apart(found)[0] == ("all", "exchanges", ["SimFBO"], 1)
+
+
+def test_a_method_that_scatters_is_level_with_the_best_and_not_well_placed() -> None:
+    """0.1, 0.9 and 0.1 cannot be told from 0.8; by its mean, 0.37, the method is the last."""
+    made = read("made-up", {**CONTENT, "metric": "test_accuracy"})
+
+    def runs(*ends: float) -> list[History]:
+        return [replaced(history([0.0, end]), "fit", "test_accuracy") for end in ends]
+
+    found = ranks(made, {"all": {"FedBiO": runs(0.1, 0.9, 0.1), "SimFBO": runs(0.8, 0.81, 0.79)}})
+    assert {name: at["rank"] for name, at in found["all"]["exchanges"].items()} == {"FedBiO": 1, "SimFBO": 1}
+    assert overview(found)["method"] == ["SimFBO", "FedBiO"]
+    assert overview(found)["mean place"] == ["1.0", "2.0"]
+
+
+def replaced(run: History, before: str, now: str) -> History:
+    return History([{now if name == before else name: value for name, value in row.items()} for row in run.rows])
 
 
 def test_a_leaderboard_is_played(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def _listing(every: list[Entry], scale: Scale, out: Path) -> Any:
 def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
     """The metric of each method in each panel."""
     from fedbilevel.experiments.layout import fitted
-    from fedbilevel.reproduce.outcome import mean_in_words
+    from fedbilevel.reproduce.claims import mean_in_words
 
     panels = found["panels"]
     columns = {"method": list(entry.methods)}

@@ -18,6 +18,7 @@ from fedbilevel.experiments.folder import as_damage
 from fedbilevel.report.chart import Chart, amount, bars, chart, series
 from fedbilevel.report.page import FILE, PageTable, pairs, render, table
 from fedbilevel.reproduce import outcome, picture
+from fedbilevel.reproduce.claims import mean_in_words
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale, load_all
 from fedbilevel.reproduce.outcome import (
     STALE,
@@ -25,7 +26,6 @@ from fedbilevel.reproduce.outcome import (
     difference_in_words,
     in_unit,
     kept_curve,
-    mean_in_words,
     methods_in_words,
     of_each_run,
     readings_in_words,
@@ -186,7 +186,8 @@ def _ranks(entry: Entry, found: Record) -> list[PageTable]:
     ranks = found["ranks"]
     tables = [
         table(
-            "Ranks in each panel at its budgets, in the order of the tables below",
+            "Ranks in each panel at its budgets, in the order of the tables below. What cannot be told apart from the"
+            " best has rank 1, too; the mean place is that by the mean alone",
             overview(ranks),
             texts=list(overview(ranks)),
         )
@@ -196,7 +197,8 @@ def _ranks(entry: Entry, found: Record) -> list[PageTable]:
         columns = {"method": list(next(iter(of.values())))}
         for cost, at in of.items():
             columns[budget_in_words(cost, budgets[cost])] = [place_in_words(metric, place) for place in at.values()]
-        tables.append(table(f"{panel}: rank, and mean {words(metric)} over the seeds", columns, texts=["method"]))
+        caption = f"{panel}: rank, and mean {words(metric)} ± standard deviation over the seeds"
+        tables.append(table(caption, columns, texts=["method"]))
     return tables
 
 

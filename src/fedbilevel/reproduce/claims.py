@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from fedbilevel.core.metrics import best, in_percent
+from fedbilevel.core.metrics import best, in_percent, text
 from fedbilevel.engines.curves import PANELS, costs_of, words
 from fedbilevel.engines.history import History, Row
 from fedbilevel.reproduce.entry import Claim, Entry
@@ -215,6 +215,15 @@ def _state(mean: float, half: float, level: float | None) -> State:
             "holds" if -level <= low and high <= level else "contradicted" if low > level or high < -level else "open"
         )
     return "holds" if low > 0 else "contradicted" if high < 0 else "open"
+
+
+def mean_in_words(metric: str, of: Mapping[str, Any]) -> str:
+    """What a method's runs ended with, from its record: mean ± standard deviation over the seeds, or "failed"."""
+    if of["mean"] is None:
+        return "failed"
+    if of["sd"] is None:
+        return text(metric, of["mean"])
+    return f"{text(metric, of['mean']).removesuffix(' %')} ± {text(metric, of['sd'])}"
 
 
 def _slope(entry: Entry, claim: Claim, runs: Runs) -> Finding:

@@ -164,15 +164,6 @@ def _plain(finding: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mean_in_words(metric: str, of: Mapping[str, Any]) -> str:
-    """What a method's runs ended with, from its record: mean ± standard deviation over the seeds, or "failed"."""
-    if of["mean"] is None:
-        return "failed"
-    if of["sd"] is None:
-        return text(metric, of["mean"])
-    return f"{text(metric, of['mean']).removesuffix(' %')} ± {text(metric, of['sd'])}"
-
-
 def difference_in_words(finding: Mapping[str, Any]) -> str:
     """By how much a method is better, from a finding's record, with half the width of the interval where it has one."""
     if finding["difference"] is None:
@@ -308,7 +299,15 @@ CONTENT: dict[str, Fits] = {  # of the file
         )
     ),
     "ranks": _by_name(
-        _by_name(_by_name(_record(rank=_or_none(_count), values=_list(_finite), mean=_or_none(_finite))))
+        _by_name(
+            _by_name(
+                _record(
+                    **dict.fromkeys(("rank", "place"), _or_none(_count)),
+                    values=_list(_finite),
+                    **dict.fromkeys(("mean", "sd"), _or_none(_finite)),
+                )
+            )
+        )
     ),
     "panels": _by_name(
         _by_name(

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fedbilevel.core.metrics import text
 from fedbilevel.engines.curves import costs_of
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.result import Callback, Result
-from fedbilevel.reproduce.claims import UNITS, Runs, interval, larger_is_better
+from fedbilevel.reproduce.claims import UNITS, Runs, interval, larger_is_better, mean_in_words
 from fedbilevel.reproduce.entry import Entry
 
 Budgets = Mapping[str, float]
@@ -52,7 +51,7 @@ def ranks(entry: Entry, runs: Runs) -> dict[str, dict[str, dict[str, Any]]]:
 def _places(
     entry: Entry, panel: str, cost: str, amount: float, runs: Mapping[str, Sequence[History | None]]
 ) -> dict[str, Any]:
-    """Of each method; one that fails with some seed has no rank."""
+    """Of each method: its rank, and its place by its mean alone. One that fails with some seed has neither."""
     metric = entry.measured_in(panel)
     whole = {name: [one for one in side if one is not None] for name, side in runs.items()}
     read = {
@@ -61,8 +60,16 @@ def _places(
     }
     larger = next((larger_is_better(one, metric) for side in whole.values() for one in side), True)
     placed = ranked({name: values for name, values in read.items() if values}, larger, entry.panels[panel].log)
+    means = {name: float(np.mean(values)) for name, values in read.items() if values}
+    sign = 1 if larger else -1
     return {
-        name: {"rank": placed.get(name), "values": values, "mean": float(np.mean(values)) if values else None}
+        name: {
+            "rank": placed.get(name),
+            "place": 1 + sum(sign * other > sign * means[name] for other in means.values()) if values else None,
+            "values": values,
+            "mean": means.get(name),
+            "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None,
+        }
         for name, values in read.items()
     }
 
@@ -100,21 +107,29 @@ def budget_in_words(cost: str, amount: float) -> str:
 
 
 def place_in_words(metric: str, place: Mapping[str, Any]) -> str:
-    """A method's rank, with the mean of its metric: "1 (93.20 %)"."""
-    return "failed" if place["rank"] is None else f"{place['rank']} ({text(metric, place['mean'])})"
+    """A method's rank, with mean and standard deviation of its metric: "1 (93.20 ± 0.4 %)"."""
+    return "failed" if place["rank"] is None else f"{place['rank']} ({mean_in_words(metric, place)})"
 
 
 def overview(ranks: Ranks) -> dict[str, list[str]]:
-    """A table by columns: methods, how often each is among the first, and in each panel its ranks at the budgets.
+    """A table by columns: methods, each one's mean place and how often it is level with the best, and in each panel its
+    ranks at the budgets.
 
-    Those that are first most often come first.
+    In order of the mean place, that by the mean of the metric: a method that scatters is level with all others, and not
+    well placed. One that fails has the last place.
     """
     tables = [at for of in ranks.values() for at in of.values()]
-    places = {name: [at[name]["rank"] for at in tables if name in at] for name in _methods(ranks)}
-    order = sorted(places, key=lambda name: -places[name].count(1))
+    own = {name: [at[name] for at in tables if name in at] for name in _methods(ranks)}
+    last = {id(at[name]): len(at) for at in tables for name in at}
+    place = {
+        name: float(np.mean([last[id(one)] if one["place"] is None else one["place"] for one in of]))
+        for name, of in own.items()
+    }
+    order = sorted(own, key=lambda name: place[name])
     return {
         "method": order,
-        "first": [f"{places[name].count(1)} of {len(places[name])}" for name in order],
+        "mean place": [f"{place[name]:.1f}" for name in order],
+        "level with the best": [f"{sum(one['rank'] == 1 for one in own[name])} of {len(own[name])}" for name in order],
         **{panel: [_in_a_cell(of, name) for name in order] for panel, of in ranks.items()},
     }
 
