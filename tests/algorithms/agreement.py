@@ -1,4 +1,9 @@
-"""What every engine is compared on: the cases that the tests of each method list as `AGREEMENT`, by name."""
+"""What the tests of each method list for tests of all methods.
+
+AGREEMENT: the cases that every engine is compared on, by name.
+NEVER_LATE: by class, words of the reason why `Asynchronous` refuses it, where the class gives a reason of its own.
+LEARNS: by class, the task on which it learns the digits, where that is not hyper_representation.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -55,14 +60,19 @@ def unwrapped(algorithm: Algorithm) -> Algorithm:
 
 
 @cache
-def cases(name: str = "") -> dict[str, Case]:
-    """All cases; with a name those of the files that mention it, without loading the others."""
-    found = {TWO_PHASES: Case(TwoPhase())}
+def listed(constant: str, name: str = "") -> dict[Any, Any]:
+    """What the tests of each method list under this constant; with a name without loading files that lack it."""
+    found: dict[Any, Any] = {}
     for file in sorted(Path(__file__).parent.glob("test_*.py")):
         text = file.read_text("utf-8")
-        if "\nAGREEMENT = {" in text and name in text:
-            found |= import_module(file.stem).AGREEMENT
+        if f"\n{constant} = {{" in text and name in text:
+            found |= getattr(import_module(file.stem), constant)
     return found
+
+
+def cases(name: str = "") -> dict[str, Case]:
+    """All cases; with a name those of the files that mention it."""
+    return {TWO_PHASES: Case(TwoPhase())} | listed("AGREEMENT", name)
 
 
 def three_rounds(case: str, engine: Any) -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ AGREEMENT = {
         slow=True,
     ),
 }
+NEVER_LATE = {fb.AggITD: "belongs to another r"}
 
 WORK = np.array([1, 3, 2])
 N, LAMBDA, ALPHA = 3, 0.6, 0.2

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import Case, cases
+from agreement import Case, cases, listed
 
 import fedbilevel as fb
 from fedbilevel import authoring
@@ -60,25 +60,13 @@ def test_every_method_that_can_be_late_is_here():
     assert able == METHODS.keys()
 
 
-REASONS = {
-    "adbo": "set its own field wait_for",
-    "aggitd": "belongs to another r",
-    "bi-fista": "iterates grow without bound",
-    "fedbioacc": "would add the same change again",
-    "fedmbo": "an earlier reply belongs to another vector",
-    "fednest": "an earlier reply belongs to another vector",
-    "fednest-sgd": "an earlier reply belongs to another vector",
-    "irig": "a single client holds all samples",
-    "sdbo": "it is there to compare ADBO with",
-}
-
-
 @pytest.mark.parametrize("name", [name for name, cls in authoring.ALGORITHMS.items() if not cls().asynchronous_phases])
 def test_why_a_method_cannot_be_late_is_said(name):
     cls = authoring.ALGORITHMS[name]
     with pytest.raises(fb.errors.ConfigurationError) as error:
         fb.Asynchronous(cls(), wait_for=2)
-    said = f"{cls.__name__} cannot be Asynchronous: .*{REASONS[name]}.*; methods that can: AFBO, FISM, FedAvg, "
+    reason = listed("NEVER_LATE").get(cls, "it lists no asynchronous_phases")
+    said = f"{cls.__name__} cannot be Asynchronous: .*{reason}.*; methods that can: AFBO, FISM, FedAvg, "
     assert re.match(said, str(error.value))
 
 

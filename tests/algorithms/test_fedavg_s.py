@@ -15,6 +15,7 @@ from fedbilevel.tasks.quadratic import quadratic
 AGREEMENT = {
     "FedAvg-S, minimax": Case(fb.FedAvgS(batch_size=None), work=(1, 4), problem=MINIMAX, slow=True),
 }
+LEARNS = {fb.FedAvgS: "fair_classification"}
 
 DX, DY = 2, 3
 ALPHA, BETA, ROUNDS = 0.1, 0.3, 600

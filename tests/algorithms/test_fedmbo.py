@@ -22,6 +22,7 @@ AGREEMENT = {
         slow=True,
     ),
 }
+NEVER_LATE = {fb.FedMBO: "an earlier reply belongs to another vector"}
 
 WORK = np.array([1, 3, 2])
 BETA, ALPHA, S = 0.6, 0.2, 0.7

@@ -47,6 +47,10 @@ AGREEMENT = {
         slow=True,
     ),
 }
+NEVER_LATE = {
+    fb.FedNest: "an earlier reply belongs to another vector",
+    fb.FedNestSGD: "an earlier reply belongs to another vector",
+}
 
 WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
 STEPS = {"outer_lr": 0.2, "batch_size": None}

@@ -23,6 +23,8 @@ AGREEMENT = {
         slow=True,
     ),
 }
+NEVER_LATE = {fb.IRIG: "a single client holds all samples"}
+LEARNS = {fb.FISM: "selection", fb.IRIG: "selection"}
 
 SIZES, WEIGHTS, ROUNDS, DIM = (2, 4, 3), np.array([1.0, 2.0, 0.5]), 4, 3
 LR, A, REGULARIZATION, B = 0.3, 0.7, 0.2, 0.25

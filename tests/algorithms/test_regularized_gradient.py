@@ -11,6 +11,8 @@ AGREEMENT = {
     "BiFISTA, mini-batches": Case(fb.BiFISTA(batch_size=4, lr=0.1), problem=SIMPLE_BILEVEL, slow=True),
     "IRG, mini-batches": Case(fb.IRG(batch_size=4, lr=0.1), problem=SIMPLE_BILEVEL, slow=True),
 }
+NEVER_LATE = {fb.BiFISTA: "iterates grow without bound"}
+LEARNS = {fb.BiFISTA: "selection", fb.IRG: "selection"}
 
 ROUNDS = 4
 FIELDS = {"lr": 0.4, "regularization": 0.3, "regularization_decay": 0.25}

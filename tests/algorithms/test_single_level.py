@@ -19,6 +19,7 @@ AGREEMENT = {
         fb.FedAvg(batch_size=None), work=(1, 4), problem=agreement.SINGLE_LEVEL, slow=True
     ),
 }
+LEARNS = {fb.FedAvg: "classification", fb.FedLin: "classification"}
 
 DIM, LR, ROUNDS = 3, 0.4, 2_000
 WORK = np.array([1, 2, 3, 5])

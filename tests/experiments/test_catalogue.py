@@ -110,9 +110,9 @@ def test_facts_about_a_users_own_algorithm_are_read_from_its_code(tmp_path) -> N
 
 
 def test_who_trains_submodels_is_said() -> None:
-    said = {facts.name: facts.submodels for facts in catalogue.algorithms()}
-    cannot = {"adbo", "bi-fista", "fism", "irg", "irig", "sdbo"}
-    assert {name for name in said if said[name] == "no"} == cannot
+    said = {facts.name: facts.submodels == "yes" for facts in catalogue.algorithms()}
+    assert said == {name: cls.trains_submodels for name, cls in ALGORITHMS.items()}
+    assert (said["rabo"], said["fism"]) == (True, False)
 
 
 def test_algorithms_with_the_same_fields_stand_together() -> None:

@@ -8,23 +8,16 @@ that methods find the outer variable is shown on closed forms, in tests/algorith
 from __future__ import annotations
 
 import pytest
+from agreement import listed
 
 from fedbilevel import experiments
 from fedbilevel.algorithms import ALGORITHMS
-
-OTHER_TASKS = {
-    "fedavg": "classification",
-    "fedlin": "classification",
-    "fedavg-s": "fair_classification",
-    **dict.fromkeys(("bi-fista", "fism", "irg", "irig"), "selection"),
-    **dict.fromkeys(("adbo", "sdbo"), "regularization"),
-}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_one_command_learns_the_digits(algorithm, run, tmp_path) -> None:
-    task = OTHER_TASKS.get(algorithm, "hyper_representation")
+    task = listed("LEARNS").get(ALGORITHMS[algorithm], "hyper_representation")
     chosen = [] if task == "hyper_representation" else [task]  # which is the task where none is named
     code, _, error = run("run", *chosen, "--algorithm", algorithm, "--quiet", "--out", tmp_path / "run")
     assert (code, error) == (0, "")

