@@ -17,7 +17,7 @@ import fedbilevel as fb
 from fedbilevel import authoring, experiments
 from fedbilevel.core import renames
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import configure
+from fedbilevel.experiments import configure, resolve
 from fedbilevel.tasks import Task
 
 NAMES = """ALGORITHMS AbsenceWarning CapacityWarning CheckpointError CheckpointWarning Client ConfigurationError
@@ -31,14 +31,17 @@ UNITS = "fixed min_coverage policy pruned"
 FIELDS = {
     "adbo": f"{PLANES} first",
     "sdbo": PLANES,
-    "afbo": f"{NESTED} client_lr delay_penalty first max_staleness own_x system_lr",
+    "afbo": f"{NESTED} merged client_lr delay_penalty first max_staleness own_x system_lr",
     "aggitd": "inner_lr inner_rounds inverse local_steps",
+    "bi-fista": "lr_decay",
     "fedavg": UNITS,
     "fedlin": UNITS,
-    **dict.fromkeys(("fedmbo", "fednest", "fednest-sgd", "lfednest"), NESTED),
-    **dict.fromkeys(("fism", "irig"), "first max_staleness"),
-    "rabo": f"{NESTED} {UNITS}",
-    "rafbo": f"{NESTED} {UNITS} coordinates estimator perturbation",
+    **dict.fromkeys(("fedmbo", "fednest", "fednest-sgd"), NESTED),
+    "lfednest": f"{NESTED} merged",
+    "fism": "first max_staleness",
+    "irig": "first max_staleness refresh",
+    "rabo": f"{NESTED} merged {UNITS}",
+    "rafbo": f"{NESTED} merged {UNITS} coordinates estimator perturbation",
     **dict.fromkeys(("simfbo", "shrofbo"), f"{UNITS} coefficients first max_staleness own_x"),
 }
 SAME = {*UNITS.split(), "delay_penalty", "max_staleness"}
@@ -103,6 +106,33 @@ def test_a_field_of_a_method(method: str) -> None:
                 configure(task="quadratic", algorithm=method, settings=[f"{name}=1"])
 
 
+@pytest.mark.parametrize("method", FIELDS)
+def test_all_fields_of_a_method_at_once(method: str) -> None:
+    """One line for each, so that a spec of version 0.1 is changed in one go."""
+    old = dict.fromkeys(FIELDS[method].split(), 1)
+    with pytest.raises(fb.errors.ConfigurationError) as in_python:
+        authoring.ALGORITHMS[method](**old)
+    with pytest.raises(fb.errors.ConfigurationError) as in_a_spec:
+        resolve({"task": "quadratic", "algorithm": {"name": method, **old}})
+    for refused in (in_python, in_a_spec):
+        lines = str(refused.value).splitlines()
+        assert all(f"'{name}': it is now " in line for name, line in zip(old, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "now"),
+    [
+        ("simfbo", "first", "wait_for, of the wrapper Asynchronous"),
+        ("adbo", "first", "wait_for$"),
+        ("fednest", "inverse", "the part hypergradient.solver"),
+        ("aggitd", "inverse", "sampling, "),
+    ],
+)
+def test_a_field_with_another_name_in_each_class(method: str, field: str, now: str) -> None:
+    with pytest.raises(fb.errors.ConfigurationError, match=f"'{field}': it is now {now}"):
+        authoring.ALGORITHMS[method](**{field: 1})
+
+
 @pytest.mark.parametrize(
     ("method", "value", "now"),
     [("fednest", "global", "implicit"), ("afbo", "global", "steps"), ("rafbo", "coordinate", "coordinates")],
@@ -112,6 +142,8 @@ def test_the_value_of_a_field(method: str, value: str, now: str) -> None:
         configure(task="quadratic", algorithm=method, settings=[f"hypergradient={value}"])
     with pytest.raises(fb.errors.ConfigurationError, match=r"\(…\) or "):
         authoring.ALGORITHMS[method](hypergradient=value)
+    with pytest.raises(fb.errors.ConfigurationError, match=f"(?s)'inner_lr': it is now .*'{value}': it is now .*{now}"):
+        resolve({"task": "quadratic", "algorithm": {"name": method, "hypergradient": value, "inner_lr": 1}})
 
 
 def test_a_value_that_other_methods_still_have() -> None:

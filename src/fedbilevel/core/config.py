@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.errors import ConfigurationError, is_count, require, require_count, unknown_field
+from fedbilevel.core.errors import ConfigurationError, is_count, refuse_together, require, require_count, unknown_field
 from fedbilevel.core.tree import XYV
 
 SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
@@ -207,14 +207,14 @@ def _check_annotated(cls: type) -> None:
 
 
 def _explain_misspelt(cls: type) -> None:
-    """Let a misspelt keyword be answered with the nearest field."""
+    """Let every misspelt keyword be answered with the nearest field."""
     original: Any = cls.__init__  # type: ignore[misc]
     names = [field.name for field in dataclasses.fields(cls)]
 
     def __init__(self: Any, *given: Any, **fields: Any) -> None:
-        for name in fields:
-            if name not in names:
-                raise unknown_field(f"field of {cls.__name__}", name, names)
+        refuse_together(
+            [unknown_field(f"field of {cls.__name__}", name, names) for name in fields if name not in names]
+        )
         original(self, *given, **fields)
 
     __init__.__wrapped__ = original  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 import numpy as np
@@ -80,6 +80,12 @@ def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> Configuration
     names = list(allowed)
     today = name_of_today(name, names)
     return ConfigurationError(f"unknown {kind} {name!r}: it is now {today}") if today else unknown(kind, name, names)
+
+
+def refuse_together(wrong: Sequence[ConfigurationError]) -> None:
+    """Raise one error that says all that is wrong, one thing on each line; nothing where nothing is wrong."""
+    if wrong:
+        raise ConfigurationError("\n".join(map(str, wrong)))
 
 
 def diverged(where: str, what: str) -> NonFiniteError:

@@ -97,7 +97,7 @@ FIELDS = {
     "inner_rounds": f"rounds, {_INNER}",
     "inner_server_lr": f"server_lr, {_INNER}",
     "system_lr": "lr, a field of the part hypergradient = SystemSteps(…)",
-    "inverse": "the part hypergradient.solver, Neumann(…) or CG(…), and of AggITD sampling",
+    "inverse": "the part hypergradient.solver, Neumann(…) or CG(…)",
     "neumann_terms": f"terms, {_SOLVER}",
     "neumann_step": f"step, {_SOLVER}",
     "cg_iterations": f"max_steps, {_SOLVER} = CG(…)",
@@ -106,8 +106,8 @@ FIELDS = {
     "paired": "a field of the part hypergradient = LocalImplicit(…)",
     "estimator": "the part hypergradient: Coordinates(…) or PrintedSlopes(…)",
     "coordinates": "count, a field of the part hypergradient = Coordinates(…)",
-    "first": "wait_for, of the wrapper Asynchronous (in a spec asynchronous.wait_for) and of ADBO",
-    "max_staleness": "a field of the wrapper Asynchronous (in a spec asynchronous.max_staleness) and of ADBO",
+    "first": "wait_for, of the wrapper Asynchronous (in a spec asynchronous.wait_for)",
+    "max_staleness": "a field of the wrapper Asynchronous (in a spec asynchronous.max_staleness)",
     "delay_penalty": "a field of the wrapper Asynchronous (in a spec asynchronous.delay_penalty)",
     **dict.fromkeys(
         ("policy", "pruned", "fixed", "min_coverage"),
@@ -128,6 +128,9 @@ FIELDS_BESIDE = {
         "client_lr": f"{_INNER} = MeanGradient(…)",
         "perturbation": "a field of the part hypergradient (RAFBO), or of its second_order = Differences(…)",
     },
+    "hypergradient": {"merged": "a field of FedNest, FedNestSGD and FedMBO alone; here it saves nothing: leave it out"},
+    "wait_for": {"first": "wait_for"},
+    "sampling": {"inverse": "sampling, 'random' or, for 'series', None"},
     "regularization": {
         "refresh": "a field of FISM alone; IRIG takes 𝓗 anew at every step in any case: leave it out",
         "lr_decay": "a field of methods with decreasing steps alone; those of BiFISTA are constant: leave it out",
@@ -135,7 +138,7 @@ FIELDS_BESIDE = {
     "lagrangian": dict.fromkeys(("planes", "tolerance"), _LAGRANGIAN),
     "perturbation": {"second_order": "perturbation, of the differences of gradients that this part always takes"},
 }
-"""The same for classes with the field that is the key; other classes have fields of these names today."""
+"""The same for classes with the field that is the key, before what `FIELDS` says of all."""
 
 
 KINDS = {
@@ -151,7 +154,7 @@ KINDS = {
 def name_of_today(field: str, allowed: Iterable[str]) -> str:
     """What a field of earlier versions is now, for a class that has the fields `allowed`; empty if there was none."""
     beside = (FIELDS_BESIDE[name].get(field, "") for name in allowed if name in FIELDS_BESIDE)
-    return FIELDS.get(field) or next(filter(None, beside), "")
+    return next(filter(None, beside), "") or FIELDS.get(field, "")
 
 
 COLUMNS = REPLY

@@ -274,19 +274,26 @@ def of_function(function: Callable[..., Any]) -> dict[str, Field]:
 def complete(
     where: str, fields: Mapping[str, Field], given: Mapping[str, Any], preset: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Every field in the spec's form: as given, else as the preset says, else the default."""
+    """Every field in the spec's form: as given, else as the preset says, else the default.
+
+    Raises:
+        ConfigurationError: fields that are not there, and values that do not fit: it names all of them.
+    """
     for name in given:
         if not fields:
             raise ConfigurationError(f"{where}.{name} cannot be set: this {where} has no fields")
-        if name not in fields:
-            raise unknown_field(f"field of {where}", name, fields)
+    wrong = [unknown_field(f"field of {where}", name, fields) for name in given if name not in fields]
     out = {}
     for name, field in fields.items():
         values = [layer[name] for layer in (given, preset) if name in layer]
         if field.default is not inspect.Parameter.empty:
             values.append(field.default)
-        require(bool(values), f"{where}.{name}", "nothing", "given")
-        out[name] = field.accept(where, *values)
+        try:
+            require(bool(values), f"{where}.{name}", "nothing", "given")
+            out[name] = field.accept(where, *values)
+        except ConfigurationError as error:
+            wrong.append(error)
+    errors.refuse_together(wrong)
     return out
 
 
@@ -315,10 +322,12 @@ def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> Configuration
 
 
 def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
-    """The error for a setting that is a field of no section: their fields in the order of `sections`."""
+    """The error for a setting that is a field of no section: their fields in the order of `sections`, the
+    algorithm's first."""
+    own = next(iter(sections.values()))
+    if name_of_today(name, own):
+        return errors.unknown_field("field", name, own)
     every = {field for fields in sections.values() for field in fields}
-    if name_of_today(name, every):
-        return errors.unknown_field("field", name, every)
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_class(cls))
     found = f", a field of {', '.join(owners)}" if owners else errors.hint(name, sorted(every))
     said = "; ".join(f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields)
@@ -346,9 +355,11 @@ def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str,
         kind = current.get("name") or next(iter(options))
         require(bool(current) or len(options) == 1, f"{place}.name", "nothing", f"one of {', '.join(options)}")
     fields = of_class(options[kind])
-    for name in fields_given:
-        if name not in fields:
-            raise errors.unknown_field(f"field of {kind!r} in {place}", name, ["name", *fields])
+    unknown_fields = [name for name in fields_given if name not in fields]
+    allowed = ["name", *fields]
+    errors.refuse_together(
+        [errors.unknown_field(f"field of {kind!r} in {place}", name, allowed) for name in unknown_fields]
+    )
     return {"name": kind, **complete(place, fields, fields_given, current)}
 
 
