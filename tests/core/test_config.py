@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+import fedbilevel as fb
+from fedbilevel import authoring
 from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.linear_solvers import Neumann
@@ -207,3 +209,49 @@ def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
         assert float(at(falling, round).server_lr.x) == 0.0
     assert float(jax.jit(lambda a, r: at(a, r).server_lr.x)(falling, 1)) == pytest.approx(0.05)
     assert at(falling, 0).local_optimizer == falling.local_optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: fb.SimFBO(local_optimizer="momentum"),
+            "SimFBO.local_optimizer = 'momentum' is not allowed: it must be",
+        ),
+        (lambda: fb.ShroFBO(local_optimizer=fb.parts.Momentum), "it must be Plain(…) or Momentum(…) or Proximal(…) or"),
+        (
+            lambda: fb.SimFBO(server_optimizer="adam"),
+            "SimFBO.server_optimizer = 'adam' is not allowed: it must be an optax",
+        ),
+        (lambda: fb.ShroFBO(server_optimizer=optax.adam), "ShroFBO.server_optimizer = <function adam"),
+        (lambda: fb.FedNest(outer_lr=optax.sgd(1.0)), "FedNest.outer_lr = GradientTransformation"),
+        (lambda: fb.FedNest(outer_lr=optax.sgd), "it must be a positive number or a schedule"),
+        (
+            lambda: fb.SimFBO(server_lr=optax.cosine_decay_schedule),
+            "SimFBO.server_lr.x = <function cosine_decay_schedule",
+        ),
+        (lambda: fb.FedNest(outer_lr={"schedule": "cosine"}), "FedNest.outer_lr = {'schedule': 'cosine'}"),
+        (lambda: fb.FedNest(outer_lr=None), "FedNest.outer_lr = None"),
+        (lambda: fb.FedNest(outer_lr=fb.parts.CG()), "FedNest.outer_lr = CG("),
+        (lambda: fb.FedBiO(client_lr=None), "FedBiO.client_lr = None"),
+        (lambda: fb.FedBiO(client_lr=fb.parts.CG()), "FedBiO.client_lr = CG("),
+        (lambda: fb.FedNest(inner=fb.parts.SVRG), "it must be SVRG(…)"),
+        (lambda: fb.FedNest(merged="no"), "FedNest.merged = 'no' is not allowed: it must be True or False"),
+        (lambda: fb.parts.Implicit(fresh_cohorts=1), "Implicit.fresh_cohorts = 1"),
+        (lambda: fb.FISM(refresh="no"), "FISM.refresh = 'no'"),
+    ],
+)
+def test_what_a_field_cannot_hold_is_refused_before_a_run(make, words):
+    with pytest.raises(fb.errors.ConfigurationError) as error:
+        make()
+    assert words in str(error.value)
+
+
+def test_a_local_optimizer_of_ones_own():
+    """Steps twice as long in q are steps of twice the size."""
+
+    class Double(authoring.LocalOptimizer):
+        def step(self, q, memory, d):
+            return q + 2 * d, None
+
+    assert fb.SimFBO(local_optimizer=Double()).local_optimizer.total(3) == 6

@@ -142,9 +142,6 @@ class FISM(Incremental):
 
     refresh: bool = static(default=False)
 
-    def validate(self) -> None:
-        require(isinstance(self.refresh, bool), "FISM.refresh", self.refresh, "True or False")
-
     @property
     def anew(self) -> bool:
         return self.refresh

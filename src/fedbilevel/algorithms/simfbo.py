@@ -45,7 +45,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, LocalDirections, LocalOptimizer, Plain, descend
+from fedbilevel.algorithms.parts.local_steps import (
+    LIKE_XYV,
+    LocalDirections,
+    LocalOptimizer,
+    Momentum,
+    Plain,
+    Proximal,
+    descend,
+)
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes
@@ -86,7 +94,7 @@ class SingleLoop(LocalDirections):
 
     server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     radius: float = positive(default=float("inf"))
-    local_optimizer: LocalOptimizer = Plain()
+    local_optimizer: Plain | Momentum | Proximal | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optax.sgd(1.0))
 
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 import numpy as np
+import optax
 from jax import Array
 from jax.core import Tracer
 
@@ -27,6 +28,8 @@ from fedbilevel.core.tree import XYV
 
 SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
+KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
+"""Kinds of static fields that are known by their defaults."""
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,8 +58,10 @@ def _by_name(make: F) -> F:
 
 @_by_name
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """A field that shapes the compiled program (a count, a flag, a choice); without a default it has to be given."""
-    return dataclasses.field(default=default, metadata={"static": True})
+    """A field that shapes the compiled program (a count, a flag, a choice); without a default it has to be given. Where
+    that is a flag or an optimizer, nothing else is allowed."""
+    check = functools.partial(_check_kind, default)
+    return dataclasses.field(default=default, metadata={"static": True, "prepare": check})
 
 
 def wrapped(kw_only: bool) -> Any:
@@ -224,13 +229,30 @@ def _explain_misspelt(cls: type) -> None:
 def _prepare_number(
     name: str, value: Any, below: float = math.inf, allowed: str = "a positive number or a schedule"
 ) -> Any:
+    if isinstance(value, Schedule):
+        return value
     if callable(value):
+        try:
+            require(np.shape(value(0)) == (), name, value, allowed)
+        except TypeError as error:
+            raise ConfigurationError(f"{name} = {value!r} cannot be called with a round: {error}") from error
         return Schedule(value)
-    require(not isinstance(value, str | bool), name, value, allowed)
+    _refuse_no_number(name, value, allowed)
     concrete = isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
     if concrete:  # what remains is a tracer or a placeholder in a tree map
         numbers = np.asarray(value, float)
         require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
+    return value
+
+
+def _refuse_no_number(name: str, value: Any, allowed: str) -> None:
+    none = isinstance(value, str | bool | list | tuple | dict | set | None) or dataclasses.is_dataclass(value)
+    require(not none, name, value, allowed)
+
+
+def _check_kind(default: Any, name: str, value: Any) -> Any:
+    for kind, allowed in KINDS.items():
+        require(isinstance(value, kind) or not isinstance(default, kind), name, value, allowed)
     return value
 
 
@@ -249,8 +271,8 @@ def _prepare_step_sizes(name: str, value: Any) -> Any:
             value = XYV(**value)
         elif callable(value) or isinstance(value, int | float | str | np.number | np.ndarray | Array):
             value = XYV(value, value, value)
-        else:  # a placeholder in a tree map, unless it is a sequence, whose order nobody could know
-            require(not isinstance(value, tuple | list), name, value, "a number, or one for each of x, y and v by name")
+        else:  # a placeholder in a tree map; a sequence is none, whose order nobody could know
+            _refuse_no_number(name, value, "a number, or one for each of x, y and v by name")
             return value
     largest = sys.float_info.max
     return XYV(*(_prepare_number(f"{name}.{part}", size, largest) for part, size in zip("xyv", value, strict=True)))

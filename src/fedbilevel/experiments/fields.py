@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import optax
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.parts.local_steps import LocalOptimizer, Momentum, Plain, Proximal
 from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.renames import KINDS, name_of_today
@@ -364,10 +363,9 @@ def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str,
 
 
 def _parts(hint: Any) -> dict[str, Any]:
-    """The classes of a part's annotation by their kinds; empty where anything in it is no such class."""
-    if hint is LocalOptimizer:  # a protocol, so that one's own fit; a spec knows those of the library
-        return {cls.kind: cls for cls in (Plain, Momentum, Proximal)}
-    options = [option for option in _options(hint) if option is not type(None)]
+    """The classes of a part's annotation by their kinds; empty where anything in it is no such class. An abstract one
+    lets parts of one's own be given in Python; a spec knows those of the library."""
+    options = [option for option in _options(hint) if option is not type(None) and not inspect.isabstract(option)]
     if not options or not all(dataclasses.is_dataclass(option) and _kind(option) for option in options):
         return {}
     return {_kind(option): option for option in options}

@@ -10,17 +10,18 @@ steps. So a client carries the sum q of the steps so far and what its optimizer 
 depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weighted mean of the d_k.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.algorithm import Algorithm, Part
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import config, fraction, positive_integer, static, step_sizes
+from fedbilevel.core.config import fraction, positive_integer, static, step_sizes
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
@@ -59,31 +60,26 @@ def corrected_drift(
     return jax.lax.fori_loop(1, tau, step, optax.tree.zeros_like(start))  # the first step is along q itself
 
 
-class LocalOptimizer(Protocol):
-    """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0."""
+class LocalOptimizer(Part):
+    """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0; a subclass may be one's own."""
 
     def begin(self, like: PyTree) -> PyTree:
-        """The optimizer's memory before the first step; q and d have the shapes of `like`."""
-        ...
+        """The optimizer's memory before the first step, here none; q and d have the shapes of `like`."""
+        return None
 
+    @abstractmethod
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
         """The next q and the next memory, d being the gradient at z_0 − ηq."""
-        ...
 
     def total(self, tau: Count) -> Array:
         """‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
-        ...
+        return added_up(self, tau)
 
 
-@config
-class Plain:
+class Plain(LocalOptimizer):
     """Gradient steps: a_k = 1."""
 
     kind: ClassVar[str] = "plain"
-
-    def begin(self, like: PyTree) -> PyTree:
-        """Nothing is remembered between steps."""
-        return None
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
         """q + d, and no memory: the next sum of directions after the gradient d."""
@@ -94,8 +90,7 @@ class Plain:
         return jnp.asarray(tau, float)
 
 
-@config
-class Momentum:
+class Momentum(LocalOptimizer):
     """Heavy ball from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ).
 
     Args:
@@ -115,13 +110,8 @@ class Momentum:
         m = move(d, self.decay, memory)
         return optax.tree.add(q, m), m
 
-    def total(self, tau: Count) -> Array:
-        """‖a‖₁, the sum of the coefficients of τ steps."""
-        return added_up(self, tau)
 
-
-@config
-class Proximal:
+class Proximal(LocalOptimizer):
     """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; a_k = (1 − α)^{τ−1−k}.
 
     Args:
@@ -132,17 +122,9 @@ class Proximal:
 
     pull: float = fraction(default=0.1)
 
-    def begin(self, like: PyTree) -> PyTree:
-        """Nothing is remembered between steps."""
-        return None
-
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
         """((1 − α) q + d, no memory): the next sum of steps after the gradient d."""
         return optax.tree.add(scaled(1 - self.pull, q), d), None
-
-    def total(self, tau: Count) -> Array:
-        """‖a‖₁, the sum of the coefficients of τ steps."""
-        return added_up(self, tau)
 
 
 def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
