@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
+import pkgutil
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -183,3 +188,49 @@ def test_a_default_without_its_name() -> None:
 def test_a_hook(hook: str, now: str) -> None:
     with pytest.raises(fb.errors.ConfigurationError, match=f"Mine.{hook}: it is now {now}"):
         type("Mine", (fb.SimFBO,), {hook: property(lambda self: 1)})
+
+
+def rows() -> list[tuple[str, str]]:
+    """The migration table of the changelog: (before, now)."""
+    text = (Path(__file__).resolve().parent.parent / "CHANGELOG.md").read_text("utf-8")
+    table = text.partition("\n| before | now |\n")[2].partition("\n\n")[0]
+    return re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)
+
+
+def dotted(cell: str) -> Iterator[str]:
+    """Names below `fedbilevel` in full; after `fedbilevel.a.b`, `.c` is `fedbilevel.a.c`."""
+    place = ""
+    for found in re.findall(r"\b(?:fb|fedbilevel)(?:\.\w+)+|(?<=`)\.\w+(?=`)", cell):
+        name = f"{place}{found}" if found.startswith(".") else re.sub(r"^fb\b", "fedbilevel", found)
+        place = name.rpartition(".")[0]
+        yield name
+
+
+def called(cell: str) -> Iterator[tuple[type, str]]:
+    """(class, field) of calls in which no other call stands."""
+    for name, arguments in re.findall(r"\b(\w+)\(([^()]*)\)", cell):
+        cls = getattr(fb, name, None) or getattr(fb.parts, name, None) if name[0].isupper() else None
+        if cls is not None:
+            yield from ((cls, field) for field in re.findall(r"(\w+)=", arguments))
+
+
+@pytest.mark.parametrize(("before", "now"), rows(), ids=[before[:40] for before, _ in rows()])
+def test_the_migration_table_is_true(before: str, now: str) -> None:
+    names = list(dotted(now))
+    for name in names:
+        pkgutil.resolve_name(name)
+    for cls, field in called(now):
+        assert field in inspect.signature(cls).parameters, (cls, field)
+    for name in dotted(before):
+        with pytest.raises((AttributeError, ImportError)) as refused:
+            pkgutil.resolve_name(name)
+        assert any(place.rpartition(".")[0] in str(refused.value) for place in names), name
+    for cls, field in called(before):
+        with pytest.raises(fb.errors.ConfigurationError, match=f"'{field}': it is now "):
+            cls(**{field: "old"})
+
+
+def test_the_migration_table_names_all_that_left_the_top_level() -> None:
+    said = {name for before, _ in rows() for name in dotted(before)}
+    errors = {name for name in NAMES.split() if hasattr(fb.errors, name)}
+    assert {f"fedbilevel.{name}" for name in set(NAMES.split()) - errors - {"Public", "Withheld"}} <= said

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 def _elsewhere(name: str) -> str:
     """The public place of a name that `fedbilevel` itself does not have, or what stands in its place; or ""."""
-    for module in ("fedbilevel.errors", "fedbilevel.authoring", "fedbilevel.parts"):
+    for module in ("fedbilevel.errors", "fedbilevel.parts", "fedbilevel.authoring"):
         if name in import_module(module).__all__:
             return f"{module}.{name}"
     return import_module("fedbilevel.core.renames").PUBLIC.get(name, "")
