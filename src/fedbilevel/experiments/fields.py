@@ -271,17 +271,18 @@ def of_function(function: Callable[..., Any]) -> dict[str, Field]:
 
 
 def complete(
-    where: str, fields: Mapping[str, Field], given: Mapping[str, Any], preset: Mapping[str, Any]
+    where: str, fields: Mapping[str, Field], given: Mapping[str, Any], preset: Mapping[str, Any], owner: str = ""
 ) -> dict[str, Any]:
-    """Every field in the spec's form: as given, else as the preset says, else the default.
+    """Every field in the spec's form: as given, else as the preset says, else the default. Errors name `owner`,
+    where that says more than `where` of what has the fields.
 
     Raises:
         ConfigurationError: fields that are not there, and values that do not fit: it names all of them.
     """
     for name in given:
         if not fields:
-            raise ConfigurationError(f"{where}.{name} cannot be set: this {where} has no fields")
-    wrong = [unknown_field(f"field of {where}", name, fields) for name in given if name not in fields]
+            raise ConfigurationError(f"{where}.{name} cannot be set: {owner or f'this {where}'} has no fields")
+    wrong = [unknown_field(f"field of {owner or where}", name, fields) for name in given if name not in fields]
     out = {}
     for name, field in fields.items():
         values = [layer[name] for layer in (given, preset) if name in layer]
@@ -354,12 +355,7 @@ def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str,
         kind = current.get("name") or next(iter(options))
         require(bool(current) or len(options) == 1, f"{place}.name", "nothing", f"one of {', '.join(options)}")
     fields = of_class(options[kind])
-    unknown_fields = [name for name in fields_given if name not in fields]
-    allowed = ["name", *fields]
-    errors.refuse_together(
-        [errors.unknown_field(f"field of {kind!r} in {place}", name, allowed) for name in unknown_fields]
-    )
-    return {"name": kind, **complete(place, fields, fields_given, current)}
+    return {"name": kind, **complete(place, fields, fields_given, current, f"{kind!r} in {place}")}
 
 
 def _parts(hint: Any) -> dict[str, Any]:
