@@ -255,7 +255,8 @@ def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
             )
             yield f"  - {panel}: {chosen}"
         if ends := _ends(entry, one):
-            yield f"  - {ends} the first or the last of three or more that were tried: better ones may lie beyond"
+            note = "the first or the last of those that were tried, as any of two is: better ones may lie beyond"
+            yield f"  - {ends} {note}"
     else:
         yield f"- Nothing is chosen: {entry.untuned}"
     made, seeds = one["environment"], ", ".join(map(str, one["seeds"]))
@@ -273,7 +274,7 @@ def _ends(entry: Entry, one: dict[str, Any]) -> str:
         for panel, methods in one["panels"].items()
         for method, of in methods.items()
         for name, values in (of["chosen"] or {}).items()
-        if len(tried := entry.grid(panel, method, one["scale"])[name]) > 2
+        if len(tried := entry.grid(panel, method, one["scale"])[name]) > 1
         for value in of_each_run(values)
     ]
     count = sum(value in (tried[0], tried[-1]) for value, tried in chosen)

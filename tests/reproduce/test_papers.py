@@ -34,7 +34,7 @@ def test_a_page_says_what_was_compared_tried_and_left_out() -> None:
     assert page.count("ends higher |") == 1
     assert "Not played at this scale, so that claims about them are open: two shards; Dirichlet." in page
     assert "SimFBO server_lr.x = 0.01 of {0.01, 0.1, 1.0} (failed trials: 1)" in page
-    assert "1 of 2 chosen values are the first or the last of three or more" in page
+    assert "1 of 2 chosen values are the first or the last of those that were tried" in page
 
 
 def test_a_page_has_what_a_slope_is_fitted_to() -> None:
