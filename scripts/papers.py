@@ -262,8 +262,7 @@ def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     made, seeds = one["environment"], ", ".join(map(str, one["seeds"]))
     software = f"jax {made['jax']}, NumPy {made['numpy']}, Python {made['python']}"
     spent = f"{one['minutes']:.1f} minutes, {one['processor_seconds']:.0f} processor seconds"
-    yield f"- Seeds {seeds}; {spent}, which other"
-    yield f"  programs shared; {software}, {made['cpus']} cores."
+    yield f"- Seeds {seeds}; {spent}; {software}, {made['cpus']} cores."
     yield ""
 
 
