@@ -211,7 +211,7 @@ def board(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
 DIFFERENCE = """\
 A difference is by how much the first method is better, paired by seed, ± half of its 95 % confidence interval; of a
 slope it is the fitted one less the predicted one, ± twice its standard error; of a claim about a share of what the
-other method has, it is what is left to that share. Values are means over the seeds
+other method has, it is the margin below that share. Values are means over the seeds
 ([the rules](../how-to/reproduce.md)).
 """
 RULE = """\

@@ -80,7 +80,7 @@ class AFBO(Nested):
 
     Args:
         inner: the rounds on y: the server steps along the mean of the clients' mean gradients.
-        hypergradient: how h is found: by each client alone (APHE), or by steps on a v of the server's.
+        hypergradient: how h is found: by each client alone (APHE), or by steps on a v kept by the server.
 
     Exchanges per round: K + 1. Client state: none; `Asynchronous`: its last reply to either.
     Cost per local step: a gradient of g; per outer reply one of f and the products with the client's own ∇²g

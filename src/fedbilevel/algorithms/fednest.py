@@ -66,7 +66,7 @@ class State(NamedTuple):
     x: PyTree
     y: PyTree
     info: SolveInfo  # of the last v; the first negative curvature stays noted
-    v: PyTree = None  # what the hypergradient keeps: a v of the server's own (AFBO)
+    v: PyTree = None  # what the hypergradient keeps: a v kept by the server (AFBO)
 
 
 class Nested(Algorithm):

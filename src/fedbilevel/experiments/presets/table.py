@@ -72,7 +72,7 @@ def neumann(**fields: float | str) -> Fields:
 
 
 def system_steps(lr: float) -> Fields:
-    """AFBO's hypergradient by steps on a v of the server's, of that size."""
+    """AFBO's hypergradient by steps on a v kept by the server, of that size."""
     return {"hypergradient": {"name": "steps", "lr": lr}}
 
 
