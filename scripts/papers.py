@@ -12,21 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.metrics import text
 from fedbilevel.experiments import toml
-from fedbilevel.reproduce.claims import mean_in_words
-from fedbilevel.reproduce.entry import Claim, Entry, Scale, load_all
+from fedbilevel.reproduce import picture
+from fedbilevel.reproduce.entry import Entry, Scale, load_all
 from fedbilevel.reproduce.outcome import (
     FILE,
     STALE,
     difference_in_words,
+    holding_in_words,
     methods_in_words,
     of_each_run,
     read,
     readings_in_words,
     state_of,
 )
-from fedbilevel.reproduce.picture import READ, point, slopes_of
 from fedbilevel.reproduce.protocol import SEEDS
 from fedbilevel.reproduce.ranking import budget_in_words, overview, place_in_words, told_apart
 
@@ -80,16 +79,22 @@ def numbers(entries: list[Entry], found: Outcomes) -> str:
     head, begin, rest = README.read_text("utf-8").partition("<!-- papers -->\n")
     _, end, tail = rest.partition("<!-- -->\n")
     rows = [
-        f"| [`{entry.id}`](docs/papers/{entry.paper}.md#{entry.id}) | {entry.title} "
-        f"| {MARK[state(entry, found)]} {state(entry, found)} |\n"
+        f"| [`{entry.id}`](docs/papers/{entry.paper}.md#{entry.id}) | {entry.title} | {came(entry, found)} |\n"
         for entry in entries
         if entry.paper not in ("theory", "leaderboard")
     ]
-    return "".join([head, begin, "| entry | shows | state |\n|---|---|---|\n", *rows, end, tail])
+    return "".join([head, begin, "| entry | shows | state, claims that hold |\n|---|---|---|\n", *rows, end, tail])
 
 
 def state(entry: Entry, found: Outcomes) -> str:
     return state_of(entry, found[entry.id]) if entry.id in found else NOT_RUN
+
+
+def came(entry: Entry, found: Outcomes) -> str:
+    """The state of an entry with its mark, and how many of its claims hold."""
+    said = state(entry, found)
+    holding = holding_in_words(found[entry.id]) if said not in (NOT_RUN, STALE) else ""
+    return f"{MARK[said]} {said}" + f", {holding}" * bool(holding)
 
 
 def index(entries: list[Entry], found: Outcomes) -> str:
@@ -98,13 +103,14 @@ def index(entries: list[Entry], found: Outcomes) -> str:
         "# What the papers show, and what came out here\n",
         "Each row is a figure or table, run by one command, with the claims written before "
         "([how](../how-to/reproduce.md)).",
-        "The scale is the quick one, of minutes on two cores: what differs from the paper is on the pages.\n",
-        "| entry | part | shows | state |",
+        "The scale is the quick one, of minutes on two cores: what differs from the paper is on the pages.",
+        "A claim is counted for each panel and each other method that it is about. *: revised after a first run.\n",
+        "| entry | part | shows | state, claims that hold |",
         "|---|---|---|---|",
     ]
     lines += [
         f"| [`{entry.id}`]({entry.paper}.md#{entry.id}) | {entry.part} | {entry.title} "
-        f"| {MARK[state(entry, found)]} {state(entry, found)} |"
+        f"| {came(entry, found)}{' *' * bool(entry.revised)} |"
         for entry in entries
     ]
     return "\n".join(lines) + "\n"
@@ -127,9 +133,11 @@ def page(name: str, entries: list[Entry], found: Outcomes) -> Iterator[str]:
 
 def section(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     """What came of an entry."""
-    came = state_of(entry, one)
+    said = state_of(entry, one)
     seeds = "" if one["seeds"] == list(SEEDS) else f" --seeds {','.join(map(str, one['seeds']))}"
-    yield f"{MARK[came]} **{came}** (`fedbilevel reproduce {entry.id}{seeds}`, {one['date']})\n"
+    yield f"{MARK[said]} **{said}** (`fedbilevel reproduce {entry.id}{seeds}`, {one['date']})\n"
+    if entry.revised:
+        yield f"Revised: {entry.revised}\n"
     yield f"![{entry.title}]({entry.id}.png)\n"
     yield from board(entry, one) if entry.ranked else claims(entry, one)
     if entry.reported:
@@ -160,15 +168,10 @@ def claims(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
 
 def numbers_of(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
     """The metric of each method in each panel: at the end, or as a claim of a slope reads it off the mean curve."""
-    slopes = slopes_of(entry, one) if entry.series else {}
-    named = {name: f"{name}, {READ[claim.by]}" for name, (claim, _) in slopes.items() if claim.by != "end"}
-    besides = "; of the mean curve where another reading is named" if named else ""
+    columns, besides = picture.numbers_of(entry, one)
     yield f"`{entry.metric}` at the end, mean ± standard deviation over the seeds{besides}:\n"
     yield "| method | " + " | ".join(one["panels"]) + " |\n|---|" + "---:|" * len(one["panels"])
-    for method in entry.methods:
-        claim, _ = slopes.get(method, (None, None))
-        cells = [_cell(entry, claim, of.get(method)) for of in one["panels"].values()]
-        yield f"| {' | '.join([named.get(method, method), *cells])} |"
+    yield from (f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True))
     yield ""
 
 
@@ -237,13 +240,6 @@ def _table(columns: dict[str, list[str]]) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     yield from (f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True))
     yield ""
-
-
-def _cell(entry: Entry, claim: Claim | None, of: dict[str, Any] | None) -> str:
-    if of is None:
-        return ""
-    read_off = claim is not None and claim.by != "end" and of["curve"]
-    return text(entry.metric, point(claim, of)[0]) if read_off else mean_in_words(entry.metric, of)
 
 
 def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.engines.curves import Curve
-from fedbilevel.report.chart import POINTS, SVG, Chart, amount, bars, chart
+from fedbilevel.report.chart import POINTS, SVG, Chart, amount, bars, chart, series
 
 AT = np.array([0.0, 10.0, 20.0, 40.0])
 
@@ -99,3 +99,16 @@ def test_a_level_has_one_number() -> None:
 )
 def test_costs_are_written_for_people(cost: float, said: str) -> None:
     assert amount(cost) == said
+
+
+def test_a_series_has_the_settings_values_on_its_axis_and_no_others() -> None:
+    at = np.array([7.31, 5.0, 3.96, 2.5])
+    made = series(
+        [Curve("A", {"clients": at}, np.array([1.0, 2.0, 4.0, 100.0]))], "loss", "clients", title="-", numbers=[0]
+    )
+    texts = [
+        "".join("".join(one.itertext()).split()) for one in ElementTree.fromstring(made.svg).iter(f"{{{SVG}}}text")
+    ]
+    assert texts[:4] == ["2.5", "4", "5", "7.3"]
+    assert len(texts) > 4
+    assert all(one.startswith("10") for one in texts[4:])  # the other axis: powers of ten

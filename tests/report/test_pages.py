@@ -173,7 +173,7 @@ def test_panels_may_be_left_out_and_have_methods_of_their_own() -> None:
     page = Elements(entry_page(entry, outcome_for(entry)))
     assert page.text("figcaption") == ["iid", "two shards"]
     rows = page.text("tr")
-    assert "FedBiO 90.00 ± 1.41 % not run" in rows
+    assert "FedBiO 90.00 ± 1.41 % –" in rows
     assert "SimFBO 80.00 ± 1.41 % 80.00 ± 1.41 %" in rows
 
 
@@ -234,7 +234,7 @@ def test_the_index_has_every_entry_with_its_state(tmp_path: Path) -> None:
     keep(entry, tmp_path)
     index, page = write_index([entry, other], tmp_path)
     rows = Elements(index.read_text()).text("tr")
-    assert "◐ partly reproduced 2026-01-31, 3.2 minutes – not run takes 60 min" in rows[1]
+    assert "◐ partly reproduced 1 of 2 hold; 2026-01-31, 3.2 minutes – not run takes 60 min" in rows[1]
     assert "simfbo-4" in rows[2]
     said = "2 entries. Quick: 1 partly reproduced, 1 not run. Full: 2 not run."
     assert said in Elements(index.read_text()).text("p")
@@ -243,6 +243,30 @@ def test_the_index_has_every_entry_with_its_state(tmp_path: Path) -> None:
     assert index.parent / link == page
     (back,) = [one["href"] for one in Elements(page.read_text()).all("a") if "index" in one["href"]]
     assert (page.parent / back).resolve() == index.resolve()
+
+
+def test_a_page_and_the_index_say_what_was_revised(tmp_path: Path) -> None:
+    entry = made_up(revised="Seeds were added.")
+    keep(entry, tmp_path)
+    index, page = (Elements(one.read_text()) for one in write_index([entry], tmp_path))
+    assert index.text("tr")[1].endswith("Revised: Seeds were added.")
+    assert "Revised: Seeds were added." in page.text("p")
+    assert any(said.startswith("Claims. A difference") for said in page.text("caption"))
+    assert any(
+        said.startswith("Claims, written before")
+        for said in Elements(entry_page(made_up(), outcome_for(made_up()))).text("caption")
+    )
+
+
+def test_a_page_has_what_a_slope_is_fitted_to() -> None:
+    """The second halves of SimFBO's curves (0.1, 0.7, 0.8) have the mean 0.75, not the 0.80 at their ends."""
+    panels = {"ten": {"value": 10.0}, "hundred": {"value": 100.0}}
+    claims = [{"says": "-", "better": "SimFBO", "by": "late", "slope": 0.5}]
+    entry = made_up(series="number of clients", panels=panels, claims=claims)
+    finding = {**FINDING, **HOLDS, "says": "-", "panel": "", "than": ""}
+    page = Elements(entry_page(entry, outcome_for(entry, findings=[finding])))
+    assert "SimFBO, mean over the second half 75.00 % 75.00 %" in page.text("tr")
+    assert any(said.endswith("; of the mean curve where another reading is named") for said in page.text("caption"))
 
 
 def test_the_index_says_which_outcome_is_stale(tmp_path: Path) -> None:
@@ -254,7 +278,8 @@ def test_the_index_says_which_outcome_is_stale(tmp_path: Path) -> None:
 def test_an_outcome_that_cannot_be_shown_leaves_the_index_to_the_others(tmp_path: Path) -> None:
     entry = made_up()
     keep(entry, tmp_path, id="other")
-    (index,) = write_index([entry], tmp_path)
+    with pytest.warns(UserWarning, match="no page of made-up, quick: .* is not of entry made-up as it is now"):
+        (index,) = write_index([entry], tmp_path)
     assert "! not readable" in Elements(index.read_text()).text("tr")[1]
     assert "it is not of entry made-up as it is now: play the entry again" in index.read_text()
 
@@ -288,6 +313,13 @@ def test_the_command_writes_pages_beside_what_they_show(tmp_path: Path, capsys: 
     names = ["runs/report.html", "runs/simfbo/seed-0/report.html", "new/mine.html"]
     names += ["index.html", "simfbo-4/quick/report.html", "simfbo-4/quick/report.html"]
     assert printed == [str(tmp_path / name) for name in names]
+
+
+def test_the_command_says_which_outcome_has_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (keep(load("simfbo-4"), tmp_path) / outcome.FILE).write_text("{")
+    assert main(["report", str(tmp_path)]) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("fedbilevel: warning: no page of simfbo-4, quick: ")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_no_entry_chooses_by_test_data(entry: Entry) -> None:
 
 def test_how_long_an_entry_takes_is_said_in_words() -> None:
     assert [Size(minutes=minutes).takes for minutes in (None, 7, 119, 120, 11000)] == [
-        "?",
+        "< 1 min",
         "7 min",
         "119 min",
         "2 h",

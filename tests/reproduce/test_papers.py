@@ -48,6 +48,18 @@ def test_a_page_has_what_a_slope_is_fitted_to() -> None:
     )
     assert "| SimFBO, mean over the second half | 75.00 % | 75.00 % |" in page
     assert "| FedBiO | 90.00 ± 1.41 % | 90.00 ± 1.41 % |" in page
+    assert "over the seeds; of the mean curve where another reading is named:" in page
+
+
+def test_what_was_revised_and_how_much_holds_is_said_beside_the_state() -> None:
+    entry = made_up(revised="Seeds were added.")
+    found = outcome_for(entry, environment=dict.fromkeys(("jax", "numpy", "python", "cpus"), "1"))
+    written = runpy.run_path(str(ROOT / "scripts" / "papers.py"))
+    assert "\nRevised: Seeds were added.\n" in "\n".join(written["section"](entry, found))
+    assert "| ◐ partly reproduced, 1 of 2 * |\n" in written["index"]([entry], {entry.id: found})
+    assert "| – not run |\n" in written["index"]([made_up()], {})
+    old = {entry.id: {**found, "played_for": "another setting"}}
+    assert "| ! stale: play it again * |\n" in written["index"]([entry], old)
 
 
 @pytest.mark.parametrize("id", [id for id in ids() if load(id).runs == id])

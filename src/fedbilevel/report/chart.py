@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from fedbilevel.core.metrics import in_percent, text
 from fedbilevel.engines.curves import DASHES, PANELS, Curve, axis_label, draw_panel, new_figure
+from fedbilevel.reproduce.picture import value_in_words
 
 SIZE = (4.8, 3.0)  # inches
 DPI = 72  # of Matplotlib's SVG: its unit is the point
@@ -118,6 +119,9 @@ def series(
         axes.plot(at, scale * values, color="black", linewidth=0.8, zorder=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    places = sorted({float(value) for line in curves for value in line.costs[of]})
+    axes.set_xticks(places, list(map(value_in_words, places)))
+    axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     return _chart(axes, drawn, curves, metric, of, title, numbers, note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,12 @@ from fedbilevel.experiments.folder import as_damage
 from fedbilevel.report.chart import Chart, amount, bars, chart, series
 from fedbilevel.report.page import FILE, PageTable, pairs, render, table
 from fedbilevel.reproduce import outcome, picture
-from fedbilevel.reproduce.claims import mean_in_words
 from fedbilevel.reproduce.entry import SCALES, Entry, Scale, load_all
 from fedbilevel.reproduce.outcome import (
     STALE,
     Record,
     difference_in_words,
+    holding_in_words,
     in_unit,
     kept_curve,
     methods_in_words,
@@ -56,11 +57,11 @@ def write_entry(entry: Entry, folder: Path, index: str = "") -> Path:
 def write_index(entries: Sequence[Entry], out: Path) -> list[Path]:
     """Write the pages of all entries that were played below `out`, and the one over all entries, which comes first.
 
-    An outcome that cannot be shown has its reason there in place of a page.
+    An outcome that cannot be shown has its reason there in place of a page, and a warning says it.
     """
     papers = dict[str, list[dict[str, Any]]]()
     for entry in entries:
-        row = {"id": entry.id, "part": entry.part, "title": entry.title}
+        row = {"id": entry.id, "part": entry.part, "title": entry.title, "revised": entry.revised}
         papers.setdefault(entry.paper, []).append(row | {"states": [_state(entry, scale, out) for scale in SCALES]})
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / INDEX, index_page(papers))
@@ -79,8 +80,10 @@ def _state(entry: Entry, scale: Scale, out: Path) -> dict[str, str]:
             return {"scale": scale, "verdict": STALE, "link": "", "note": f"played on {found['date']}"}
         page = write_entry(entry, folder, index=f"../../{INDEX}")
     except ConfigurationError as error:
+        warnings.warn(f"no page of {entry.id}, {scale}: {error}", stacklevel=3)
         return {"scale": scale, "verdict": "not readable", "link": "", "note": str(error)}
-    note = f"{found['date']}, {found['minutes']:.1f} minutes"
+    holding = f"{holding_in_words(found)} hold; " if not entry.ranked else ""
+    note = f"{holding}{found['date']}, {found['minutes']:.1f} minutes"
     return {"scale": scale, "verdict": found["verdict"], "link": page.relative_to(out).as_posix(), "note": note}
 
 
@@ -164,7 +167,7 @@ def _counts(entry: Entry, found: Record) -> str:
         return f"{len(entry.methods)} methods, {len(found['ranks'])} tasks"
     states = [one["state"] for one in found["findings"]]
     others = [f"{state}: {states.count(state)}" for state in ("contradicted", "open") if state in states]
-    return "; ".join([f"{states.count('holds')} of {len(states)} comparisons hold", *others])
+    return "; ".join([f"{holding_in_words(found)} comparisons hold", *others])
 
 
 def _claim(entry: Entry, one: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,14 +253,10 @@ def _bars(entry: Entry, found: Record) -> list[Chart]:
 
 
 def _methods(entry: Entry, found: Record) -> PageTable:
-    methods = [name for name in entry.methods if _is_played(found, name)]
-    columns = {"method": methods}
-    for panel, of in found["panels"].items():
-        metric = entry.measured_in(panel)
-        columns[panel] = [mean_in_words(metric, of[name]) if name in of else "not run" for name in methods]
+    columns, besides = picture.numbers_of(entry, found)
     what = "the metric" if entry.ranked else words(entry.metric)
     caption = f"Ours: {what} at the end, mean ± standard deviation over {len(found['seeds'])} seeds"
-    return table(caption, columns, texts=["method"])
+    return table(caption + besides, columns, texts=["method"])
 
 
 def _reported(entry: Entry) -> PageTable:
@@ -294,7 +293,7 @@ def _chosen(entry: Entry, found: Record) -> PageTable:
             ", ".join(text(entry.measured_in(panel), value) for value in of["values"]) or "–" for panel, _, of in rows
         ],
     }
-    caption = f"Chosen values, and the {'metric' if entry.ranked else words(entry.metric)} of each seed"
+    caption = f"Chosen values, and the {'metric' if entry.ranked else words(entry.metric)} of each seed at the end"
     return table(caption, columns, texts=["panel", "method", "chosen"])
 
 

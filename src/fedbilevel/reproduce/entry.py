@@ -1,7 +1,7 @@
 """An entry: a figure or table of a paper, as a file that says what the paper did and found, and what is run here.
 
-An entry is written before its runs, with the claims that decide. Specs are merged from the tables [spec], [quick] or
-[full], [panels.NAME] and [methods.NAME], a later one before an earlier one.
+An entry is written before its runs, with the claims that decide; what was changed later it says. Specs are merged from
+the tables [spec], [quick] or [full], [panels.NAME] and [methods.NAME], a later one before an earlier one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Size:
     Args:
         tuning_of: tables of the tuning in single panels, after those of all.
         minutes: that it takes: quick, in processor time; full, on a GPU at 5·10¹² of the operations that its rounds
-            count a second. None where that is not known.
+            count a second. None where it is less than one.
         only: the panels that are played; none given: all. Claims of others stay open.
     """
 
@@ -167,7 +167,7 @@ class Size:
     def takes(self) -> str:
         """The minutes for people."""
         if self.minutes is None:
-            return "?"
+            return "< 1 min"
         return f"{self.minutes:g} min" if self.minutes < 120 else f"{self.minutes / 60:,.0f} h"
 
 
@@ -192,6 +192,7 @@ class Entry:
         tuning: None where nothing is chosen; `untuned` then says why.
         claims: what decides.
         runs: the id of the entry whose runs these are; its own by default.
+        revised: what was changed after a first run, in a sentence; "" where nothing was.
     """
 
     id: str
@@ -214,6 +215,7 @@ class Entry:
     untuned: str = ""
     series: str = ""
     runs: str = ""
+    revised: str = ""
 
     def __post_init__(self) -> None:
         require(bool(self.panels), "panels", dict(self.panels), "one or more")

@@ -85,6 +85,12 @@ def state_of(entry: Entry, found: Record) -> str:
     return found["verdict"] if found["played_for"] == fingerprint(entry, found["scale"]) else STALE
 
 
+def holding_in_words(found: Record) -> str:
+    """How many of the comparisons that its claims make hold: "15 of 51"; "" of a leaderboard, which has none."""
+    states = [one["state"] for one in found["findings"]]
+    return f"{states.count('holds')} of {len(states)}" if states else ""
+
+
 def _panel(played: Played, panel: str) -> dict[str, Any]:
     """Of each method in a panel: what was chosen for it, and what its runs came to."""
     entry, methods = replace(played.entry, metric=played.entry.measured_in(panel)), played.runs[panel]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedbilevel.core.metrics import in_percent
+from fedbilevel.core.metrics import in_percent, text
 from fedbilevel.engines.curves import COLOURS, DASHES, LEVEL, PANELS, axis_label, draw_panel, new_figure, typography
-from fedbilevel.reproduce.claims import of_curve
+from fedbilevel.reproduce.claims import mean_in_words, of_curve
 from fedbilevel.reproduce.entry import Claim, Entry
 from fedbilevel.reproduce.outcome import Record, kept_curve
 from fedbilevel.reproduce.ranking import overview
@@ -107,14 +107,42 @@ def _series(entry: Entry, outcome: Record) -> Any:
                 axes.plot(at, predicted(claim, at, mean), color=LEVEL, linewidth=0.8, zorder=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        places = [panel.value for panel in entry.panels.values()]
-        axes.set_xticks(places, [f"{value:.2g}" for value in places])
+        places = [panel.value or 0.0 for panel in entry.panels.values()]
+        axes.set_xticks(places, list(map(value_in_words, places)))
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3, linewidth=0.6)
         axes.set_ylabel(PANELS.get(entry.metric) or axis_label([entry.metric]))
         axes.set_xlabel(entry.series)
         figure.legend(loc="outside lower center", ncols=1, frameon=False)
     return figure
+
+
+def value_in_words(value: float) -> str:
+    """A panel's value beside an axis, in two digits or more."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def numbers_of(entry: Entry, outcome: Record) -> tuple[dict[str, list[str]], str]:
+    """Columns of a table: methods, and what each came to in each panel; and what its caption has to add.
+
+    That is the metric at the end; of a method with a claim of a slope what the slope is fitted to, which is named.
+    """
+    panels, slopes = outcome["panels"], slopes_of(entry, outcome)
+    columns: dict[str, list[str]] = {"method": [], **{panel: [] for panel in panels}}
+    for method in entry.methods:
+        if not any(method in of for of in panels.values()):
+            continue
+        claim, _ = slopes.get(method, (None, {}))
+        claim = None if claim is None or claim.by == "end" else claim
+        columns["method"].append(f"{method}, {READ[claim.by]}" if claim else method)
+        for panel, of in panels.items():
+            columns[panel].append(_cell(entry.measured_in(panel), claim, of[method]) if method in of else "–")
+    named = any(claim.by != "end" for claim, _ in slopes.values())
+    return columns, "; of the mean curve where another reading is named" if named else ""
+
+
+def _cell(metric: str, claim: Claim | None, of: Record) -> str:
+    return text(metric, point(claim, of)[0]) if claim and of["curve"] else mean_in_words(metric, of)
 
 
 def slopes_of(entry: Entry, outcome: Record) -> dict[str, tuple[Claim, Record]]:
