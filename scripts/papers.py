@@ -1,4 +1,4 @@
-"""Write docs/papers, a page for each paper, and the table in README.md: what came of every entry that was played.
+"""Write what came of every entry that was played: docs/papers, the table in README.md, and kept.json for --list.
 
     python scripts/papers.py [FOLDER]
 
@@ -18,6 +18,7 @@ from fedbilevel.reproduce.entry import Entry, Scale, load_all
 from fedbilevel.reproduce.outcome import (
     FILE,
     STALE,
+    SUMMARY,
     difference_in_words,
     holding_in_words,
     methods_in_words,
@@ -32,6 +33,7 @@ from fedbilevel.reproduce.ranking import budget_in_words, overview, place_in_wor
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "papers"
 README = ROOT / "README.md"
+KEPT = ROOT / "src" / "fedbilevel" / "reproduce" / "kept.json"
 PAPERS = {
     "afbo": "Anarchic federated bilevel optimization (AFBO)",
     "fednest": "FedNest (Tarzanagh et al., ICML 2022)",
@@ -69,6 +71,7 @@ def written() -> Iterator[tuple[Path, str]]:
     found = {entry.id: read(file) for entry in entries if (file := PAGES / f"{entry.id}.json").is_file()}
     yield PAGES / "README.md", index(entries, found)
     yield README, numbers(entries, found)
+    yield KEPT, summaries(found)
     for paper, name in PAPERS.items():
         own = [entry for entry in entries if entry.paper == paper]
         yield PAGES / f"{paper}.md", "\n".join(page(name, own, found))
@@ -95,6 +98,15 @@ def came(entry: Entry, found: Outcomes) -> str:
     said = state(entry, found)
     holding = holding_in_words(found[entry.id]) if said not in (NOT_RUN, STALE) else ""
     return f"{MARK[said]} {said}" + f", {holding}" * bool(holding)
+
+
+def summaries(found: Outcomes) -> str:
+    """The content of kept.json, a line for each entry."""
+    lines = [
+        f"{json.dumps(id)}: {json.dumps({name: one[name] for name in SUMMARY}, ensure_ascii=False)}"
+        for id, one in found.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def index(entries: list[Entry], found: Outcomes) -> str:

@@ -75,6 +75,7 @@ def test_pages_are_as_they_are_written() -> None:
     assert [file.stem for file, _ in found] == [
         "README",
         "README",
+        "kept",
         "afbo",
         "fednest",
         "fism",

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from fedbilevel.cli import main
+from fedbilevel.cli.reproduce import _listing
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import series
 from fedbilevel.experiments.runner import task_of
 from fedbilevel.reproduce import outcome, picture, protocol
-from fedbilevel.reproduce.entry import Entry, load_all, read
+from fedbilevel.reproduce.entry import Entry, Scale, load, load_all, read
 
 ROUNDS = {"run": {"rounds": 4, "eval_every": 2}}
 CONTENT: dict[str, Any] = {
@@ -283,6 +284,25 @@ def test_the_list_goes_past_an_outcome_that_cannot_be_read(tmp_path: Path, capsy
     assert "not readable" in said
     assert "0 of 4 entries" in said
     assert main(["reproduce", "simfb", "--list"]) == 2
+    assert capsys.readouterr().err.count(" leaderboard,") == 1
+
+
+def test_the_list_has_what_the_project_kept_where_the_user_has_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fism = [load(id) for id in ("fism-2", "fism-3", "fism-table-1")]
+    mine = {**outcome.kept()["fism-2"], "played_for": "another setting", "date": "2026-01-31"}
+    monkeypatch.setattr(outcome, "read", lambda file: mine)
+    outcome.keep({}, outcome.file_of(fism[0], "quick", tmp_path).parent)
+    monkeypatch.setattr(outcome, "kept", lambda: {"fism-2": mine, "fism-3": mine})
+
+    def states(scale: Scale) -> list[str]:
+        by_name = {str(column.header): list(column.cells) for column in _listing(fism, scale, tmp_path).columns}
+        return [f"{state} {date}".rstrip() for state, date in zip(by_name["state"], by_name["on"], strict=True)]
+
+    stale = f"{outcome.STALE} (kept) 2026-01-31"
+    assert states("quick") == [f"{outcome.STALE} 2026-01-31", stale, "not run"]
+    assert states("full") == ["not run"] * 3
 
 
 def test_a_run_that_is_refused_says_why_and_the_others_are_played(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def add_to(add: Add) -> None:
     reproduce = add("reproduce", _reproduce, "run a figure or table of a paper, and say whether it holds", EPILOG)
     reproduce.add_argument("ids", nargs="*", metavar="ID", help="see --list; a paper's name takes its entries; or all")
     reproduce.add_argument(
-        "--list", action="store_true", help="entries (all, or those of ID) with the state of their last run"
+        "--list",
+        action="store_true",
+        help="entries (all, or those of ID) with the state of the last run, yours or kept",
     )
     scale = reproduce.add_mutually_exclusive_group()
     scale.add_argument("--quick", action="store_true", help="minutes on two cores (the default)")
@@ -98,7 +100,7 @@ def _entries(asked: list[str]) -> list[Entry]:
     from fedbilevel.reproduce.entry import load_all
 
     every = load_all()
-    known = [ALL, *dict.fromkeys(entry.paper for entry in every), *(entry.id for entry in every)]
+    known = {ALL, *(name for entry in every for name in (entry.paper, entry.id))}
     for name in asked:
         if name not in known:
             raise unknown("entry", name, known)
@@ -155,44 +157,50 @@ def _report(out: Path) -> None:
 
 
 def _listing(every: list[Entry], scale: Scale, out: Path) -> Any:
-    """Entries: what they show, how long they take, and the verdict of their last run."""
+    """Entries: what they show, how long they take, and the verdict of the last run: the user's own, or one kept."""
     from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.experiments.layout import fitted
-    from fedbilevel.reproduce.outcome import Record, file_of, read, state_of
+    from fedbilevel.reproduce.outcome import file_of, kept, read, state_of
 
-    def kept(entry: Entry) -> Record:
+    of_project = kept() if scale == "quick" else {}
+
+    def state(entry: Entry) -> tuple[str, str, bool]:
+        """The state, its date, and whether it is of the user's own run."""
         file = file_of(entry, scale, out)
         try:
-            found = read(file) if file.is_file() else {}
-            return found | {"verdict": state_of(entry, found)} if found else {}
+            if file.is_file():
+                found = read(file)
+                return state_of(entry, found), found["date"], True
         except ConfigurationError:
-            return {"verdict": "not readable"}
+            return "not readable", "", False
+        if entry.id not in of_project:
+            return "not run", "", False
+        found = of_project[entry.id]
+        return f"{state_of(entry, found)} (kept)", found["date"], False
 
-    found = [kept(entry) for entry in every]
+    found = [state(entry) for entry in every]
     columns = {
         "id": [entry.id for entry in every],
         "part": [entry.part for entry in every],
         "shows": [entry.title for entry in every],
         "takes": [entry.size(scale).takes for entry in every],
-        "state": [one.get("verdict", "not run") for one in found],
-        "on": [one.get("date", "") for one in found],
+        "state": [came for came, *_ in found],
+        "on": [date for _, date, _ in found],
     }
-    done = sum("date" in one for one in found)
-    notes = [f"{done} of {len(every)} entries have been run in {out}, scale {scale}."]
+    notes = [f"{sum(own for *_, own in found)} of {len(every)} entries have been run in {out}, scale {scale}."]
+    if any(came.endswith("(kept)") for came in columns["state"]):
+        notes.append("(kept): not run there; that is what came of the project's own run.")
     return fitted("Figures and tables", columns, console().width, texts=list(columns), droppable=("on",), notes=notes)
 
 
 def _numbers(entry: Entry, found: dict[str, Any], width: int) -> Any:
-    """The metric of each method in each panel."""
+    """The metric of each method in each panel: at the end, or what a slope is fitted to."""
     from fedbilevel.experiments.layout import fitted
-    from fedbilevel.reproduce.claims import mean_in_words
+    from fedbilevel.reproduce.picture import numbers_of
 
-    panels = found["panels"]
-    columns = {"method": list(entry.methods)}
-    for panel in panels:
-        cells = [panels[panel].get(method) for method in entry.methods]
-        columns[panel] = ["–" if one is None else mean_in_words(entry.metric, one) for one in cells]
-    notes = [f"Mean ± standard deviation over seeds {', '.join(map(str, found['seeds']))} at the end of the runs."]
+    columns, besides = numbers_of(entry, found)
+    seeds = ", ".join(map(str, found["seeds"]))
+    notes = [f"Mean ± standard deviation over seeds {seeds} at the end of the runs{besides}."]
     return fitted(f"{entry.title}: {entry.metric}", columns, width, texts=["method"], notes=notes)
 
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +30,7 @@ from fedbilevel.wording import require_object
 SCHEMA = 2
 FILE = "outcome.json"
 STALE = "stale: play it again"
+SUMMARY = ("verdict", "date", "scale", "seeds", "minutes", "played_for")  # of the project's own runs, in kept.json
 POINTS = 60  # of a curve that is kept
 DIGITS = 5  # of a number that is kept
 Record = dict[str, Any]
@@ -236,6 +238,11 @@ def read(path: Path) -> Record:
             if name not in found or not fits(found[name]):
                 raise ValueError(f"{name} is missing or is not as it was written")
         return dict(found)
+
+
+def kept() -> dict[str, Record]:
+    """What came of the project's own runs at the quick scale, by entry: SUMMARY of each; docs/papers has the whole."""
+    return dict(json.loads((resources.files("fedbilevel.reproduce") / "kept.json").read_text(encoding="utf-8")))
 
 
 Fits = Callable[[Any], bool]
