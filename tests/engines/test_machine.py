@@ -5,9 +5,13 @@ import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import fedbilevel as fb
+from fedbilevel.cli import main
 from fedbilevel.engines import machine
 
 PROGRAM = """
@@ -39,12 +43,62 @@ def test_a_bound_that_is_none_is_refused(given, tmp_path):
         fb.Local.keep_on_disk(tmp_path, megabytes=given)
 
 
-def test_what_jax_is_told_by_the_environment_stays(monkeypatch, tmp_path):
+@pytest.fixture
+def settings():
+    """JAX's settings of its cache, put back after the test."""
+    names = [name for name in jax.config.values if "cache" in name]
+    before = {name: jax.config.values[name] for name in names}
+    yield lambda: {name: jax.config.values[name] for name in names}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_the_folder_may_change_after_something_was_compiled(tmp_path, settings):
+    for folder, factor in {"first": 2.0, "second": 3.0}.items():
+        assert fb.Local.keep_on_disk(tmp_path / folder) == tmp_path / folder
+        jax.jit(lambda x, factor=factor: factor * x)(jnp.ones(7)).block_until_ready()
+    assert all(any((tmp_path / folder).glob("*lambda*-cache")) for folder in ("first", "second"))
+
+
+def not_a_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "programs"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_changes_nothing(tmp_path, settings):
+    before = settings()
+    with pytest.raises(fb.errors.ConfigurationError, match=r"cannot be kept in .*file/programs: Not a directory"):
+        fb.Local.keep_on_disk(not_a_folder(tmp_path))
+    assert settings() == before
+
+
+def test_a_full_disk_is_refused(tmp_path, monkeypatch, settings):
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
+    with pytest.raises(fb.errors.ConfigurationError, match="No space left on device"):
+        fb.Local.keep_on_disk(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
+def test_a_command_goes_on_without_a_place_for_programs(variable, tmp_path, monkeypatch, settings, capsys):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, str(not_a_folder(tmp_path)))
+    folder = tmp_path / "run"
+    command = ["run", "quadratic", "--algorithm", "fedbio", "--rounds", "1", "--quiet", "--out", str(folder)]
+    assert main(command) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert [line.partition(" in ")[0] for line in said] == [
+        "fedbilevel: warning: every process compiles anew: programs cannot be kept"
+    ]
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_what_jax_is_told_by_the_environment_comes_first_and_its_bound_stays(monkeypatch, tmp_path, settings):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    told = []
-    monkeypatch.setattr(machine.jax.config, "update", lambda name, value: told.append(name))
-    assert fb.Local.keep_on_disk() == tmp_path
-    assert not {"jax_compilation_cache_dir", "jax_compilation_cache_max_size"} & set(told)
+    bound = jax.config.jax_compilation_cache_max_size
+    assert fb.Local.keep_on_disk(megabytes=7) == tmp_path
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    assert jax.config.jax_compilation_cache_max_size == bound
 
 
 def test_the_missing_package_is_named_with_what_brings_it(monkeypatch):

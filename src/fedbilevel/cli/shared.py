@@ -196,9 +196,9 @@ def console(quiet: bool = False) -> Console:
 
 def prepare_jax() -> None:
     """Keep compiled programs between runs, so that the second start is quick. JAX's own settings come first."""
-    from fedbilevel.engines.machine import keep_on_disk
+    from fedbilevel.engines.machine import keep_on_disk_if_possible
 
-    keep_on_disk()
+    keep_on_disk_if_possible()
 
 
 def tune(spec: Spec) -> None:

@@ -7,13 +7,16 @@ import ctypes
 import importlib.util
 import os
 import sys
+import tempfile
 import time
+import warnings
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.wording import missing
@@ -53,17 +56,38 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
     require_count("megabytes", megabytes)
     if importlib.util.find_spec("filelock") is None:
         raise ConfigurationError(f"programs on disk need {missing('filelock', 'cli')}")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    own = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if own and folder is None:
-        return Path(own)  # with its own bound, if any
+    own = os.environ.get("JAX_COMPILATION_CACHE_DIR") if folder is None else None  # with its own bound, if any
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     chosen = user / "fedbilevel" / "programs" if folder is None else Path(folder)
-    jax.config.update("jax_compilation_cache_dir", str(chosen))
-    jax.config.update("jax_compilation_cache_max_size", megabytes * 10**6)
-    _remove_halves(chosen)
-    return chosen
+    if "://" not in (own or ""):
+        _require_writable(Path(own or chosen))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", own or str(chosen))
+    if not own:
+        jax.config.update("jax_compilation_cache_max_size", megabytes * 10**6)
+        _remove_halves(chosen)
+    compilation_cache.reset_cache()  # else JAX stays with the folder and the bound of its first compilation
+    return Path(own or chosen)
+
+
+def keep_on_disk_if_possible() -> None:
+    """`keep_on_disk` where nobody asked for it: if there is no place for them, programs are compiled each time."""
+    try:
+        keep_on_disk()
+    except ConfigurationError as error:
+        jax.config.update("jax_compilation_cache_dir", None)
+        warnings.warn(f"every process compiles anew: {error}", stacklevel=2)
+
+
+def _require_writable(folder: Path) -> None:
+    """Make the folder, and write there as much as a program takes: JAX itself says for every program what fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(10**6))
+    except OSError as error:
+        raise ConfigurationError(f"programs cannot be kept in {folder}: {error.strerror}") from error
 
 
 def _remove_halves(folder: Path) -> None:

@@ -180,7 +180,10 @@ class Local:
             megabytes: beyond these the programs that were not used for longest are removed.
 
         Returns:
-            The folder.
+            The folder; a later call may choose another one.
+
+        Raises:
+            ConfigurationError: the folder cannot be written, or the package filelock is missing; all stays as it was.
         """
         return keep_on_disk(folder, megabytes)
 

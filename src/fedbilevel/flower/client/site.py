@@ -27,7 +27,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
-from fedbilevel.engines.machine import keep_on_disk
+from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.store import ContextStore, FolderStore, SavedState, Store, states_for
@@ -370,7 +370,7 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
             run; a process that stays (see `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        keep_on_disk()  # Flower's stock SuperNode starts a new process for every message
+        keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
     app = ClientApp()
     runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> the last one, and what it was made for
 
