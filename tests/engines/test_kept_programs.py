@@ -259,6 +259,38 @@ def test_metrics_find_their_programs_and_their_own_constants():
     np.testing.assert_allclose(second.history.rows[-1]["d"], np.sum((y - 1) ** 2), rtol=1e-6)
 
 
+@pytest.fixture
+def compilations():
+    """A list that gets an entry whenever XLA compiles something."""
+    found = []
+
+    def listen(event, seconds, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(more)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()], ids=["local", "reference"])
+def test_metrics_of_clients_are_compiled_once_and_find_their_own_constants(engine, compilations):
+    """However many runs measure them: another number that the metric reads needs no program, another metric does."""
+
+    def measured(shape, to):
+        metric = {"d": lambda x, y, batch: jnp.mean(shape(batch @ (y - to)))}
+        before = len(compilations)
+        result = solved(metrics_per_client=metric, engine=engine)
+        y, rows = np.asarray(result.y, np.float64), CLIENTS.outer.values
+        want = np.mean(np.asarray(shape(jnp.asarray(rows @ (y - to)))))
+        np.testing.assert_allclose(result.history.rows[-1]["d.mean"], want, rtol=1e-5)
+        return len(compilations) - before
+
+    assert measured(jnp.square, np.zeros(3)) > 0
+    assert measured(jnp.square, np.ones(3)) == 0
+    assert measured(jnp.abs, np.ones(3)) > 0
+
+
 def test_the_number_of_programs_is_bounded():
     cache = BoundedCache(2)
     made = []

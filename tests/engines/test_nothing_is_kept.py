@@ -28,11 +28,16 @@ def solved(engine, algorithm=fb.SimFBO(local_steps=1, batch_size=2)):  # noqa: B
     def size(x, y):
         return scale @ y
 
+    def size_per_client(x, y, batch):
+        return jnp.mean(batch @ (scale * y))
+
     problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
     fb.Local.forget()
     start = jnp.zeros(2), jnp.zeros(3)
-    result = fb.solve(algorithm, problem, clients, *start, rounds=1, engine=engine, metrics={"size": size})
+    measured = {"metrics": {"size": size}, "metrics_per_client": {"own": size_per_client}}
+    result = fb.solve(algorithm, problem, clients, *start, rounds=1, engine=engine, **measured)
     given = {"problem": problem, "outer": outer, "inner": inner, "metric": size, "clients": clients, "result": result}
+    given["metric of clients"] = size_per_client
     given |= {"a constant": scale, "samples": clients.inner.values, "algorithm": algorithm}
     given |= {f"program {number}": program for number, program in enumerate(PROGRAMS.values.values())}
     return {name: weakref.ref(thing) for name, thing in given.items()}
@@ -42,7 +47,7 @@ def solved(engine, algorithm=fb.SimFBO(local_steps=1, batch_size=2)):  # noqa: B
 def test_nothing_is_kept(engine):
     kept = solved(engine)
     gc.collect()
-    programs = ["program 0", "program 1", "program 2"]  # what the server begins with, the metric, the rounds
+    programs = [f"program {number}" for number in range(4)]  # what the server begins with, the metrics, the rounds
     assert [name for name, thing in kept.items() if thing() is not None] == programs
     fb.Local.forget()
     gc.collect()

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import NonFiniteError, require
@@ -61,11 +62,17 @@ class Evaluation:
         shapes = [aval.shape for aval in closed.out_avals]
         require(shapes == [()], f"the value of metrics[{name!r}]", shapes, "one number")
 
-        def run(constants: list[Any], x: PyTree, y: PyTree) -> Any:
-            return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves((x, y)))[0]
+        return _kept(closed, x, y)
 
-        constants = jax.device_put(closed.consts)
-        return partial(compiled(run, constants, x, y), constants)
+
+def _kept(closed: ClosedJaxpr, *like: PyTree) -> Callable[..., Any]:
+    """What was traced for such arguments, with the program of an earlier run where it is the same."""
+
+    def run(constants: list[Any], *given: PyTree) -> Any:
+        return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(given))[0]
+
+    constants = jax.device_put(closed.consts)
+    return partial(compiled(run, constants, *like), constants)
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,8 @@ class PerClientEvaluation:
         group: ProcessGroup | None = None,
     ) -> None:
         self.metrics, self.clients, self.group = metrics, clients, group or current_group()
-        self.programs = {name: _over_samples(metric.function, x_fixed, y_fixed) for name, metric in metrics.items()}
+        self.fixed = x_fixed, y_fixed
+        self.programs: dict[str, Callable[[PyTree, PyTree, PyTree], Any]] = {}
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
         """The row of all metrics.
@@ -180,7 +188,10 @@ class PerClientEvaluation:
             sample = places - (ends - rows.size)[owner]
             whose = lambda i, of=sample, at=owner: f"in sample {of[i]} of client {first + at[i]}"  # noqa: E731
             what = f"Clients.{self.metrics[name].samples}"
-            values = self.programs[name](x, y, _block(rows.values, index, what, whose))
+            block = _block(rows.values, index, what, whose)
+            if name not in self.programs:
+                self.programs[name] = _over_samples(self.metrics[name].function, *self.fixed, x, y, block)
+            values = self.programs[name](x, y, block)
             np.add.at(sums, owner, np.asarray(values, np.float64)[: len(places)])
         return sums / rows.size
 
@@ -198,12 +209,13 @@ def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], 
     return jax.tree_util.tree_map_with_path(take, values)
 
 
-def _over_samples(function: Measure, x_fixed: PyTree, y_fixed: PyTree) -> Callable[[PyTree, PyTree, PyTree], Any]:
-    """(x, y, block) -> the metric on each sample by itself, (BLOCK,)."""
+def _over_samples(
+    function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, block: PyTree
+) -> Callable[[PyTree, PyTree, PyTree], Any]:
+    """(x, y, block) -> the metric on each sample by itself, (BLOCK,), for arguments like these."""
 
-    @jax.jit
-    def run(x: PyTree, y: PyTree, block: PyTree) -> Any:
+    def each(x: PyTree, y: PyTree, block: PyTree) -> Any:
         whole = join(x, x_fixed), join(y, y_fixed)
         return jax.vmap(lambda sample: function(*whole, jax.tree.map(lambda a: a[None], sample)))(block)
 
-    return run
+    return _kept(jax.make_jaxpr(each)(x, y, block), x, y, block)
