@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.cli import main
 from fedbilevel.engines.local import engine as engine_module
+from fedbilevel.engines.local.fed import LocalFed
 from fedbilevel.engines.progress import COMPILING
+from fedbilevel.engines.recorder import Recorder
 
 SAMPLES = [np.random.default_rng(i).normal(size=(n, 3)) for i, n in enumerate((4, 6))]
 CLIENTS = fb.Clients(SAMPLES, [2 * rows for rows in SAMPLES])
@@ -96,3 +99,15 @@ def test_each_run_calls_them_anew(monkeypatch):
     """What they read may have changed, which JAX, who remembers by the function, would not see."""
     algorithm = fb.SimFBO(batch_size=2)
     assert [calls(algorithm, monkeypatch) for _ in range(2)] == [BOTH, BOTH]
+
+
+@pytest.mark.parametrize("length", ["--exchanges", "--rounds"])
+def test_a_command_traces_a_round_twice(length, monkeypatch, tmp_path):
+    """Once as shapes alone, from which operations and bytes are counted; once for the program, which holds an engine's
+    clients, sums and keys. A budget is turned into rounds by four rounds of that same program."""
+    rounds, whole = [], fb.FedBiO.round
+    monkeypatch.setattr(fb.FedBiO, "round", lambda self, fed, *at: rounds.append(type(fed)) or whole(self, fed, *at))
+    command = ["run", "quadratic", "--algorithm", "fedbio", length, "8", "--quiet", "--out", str(tmp_path / "run")]
+    assert main(command) == 0
+    assert set(rounds) == {Recorder, LocalFed}
+    assert len(rounds) == 2

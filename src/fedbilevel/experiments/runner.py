@@ -28,6 +28,7 @@ from fedbilevel import __version__
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, FedbilevelError, require
+from fedbilevel.core.kept import series
 from fedbilevel.core.metrics import best
 from fedbilevel.core.renames import RUN, renamed
 from fedbilevel.core.submodel import UnitPolicy
@@ -227,6 +228,7 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
     return spec if rounds is None else spec.replace(run={"rounds": rounds})
 
 
+@series()  # what was traced to count the costs of a round is not traced again
 def _play(
     spec: Spec,
     place: Folder,
