@@ -136,6 +136,29 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_table(halved, tmp_path, mon
         )
 
 
+FIT, RISK = fb.Metric(lambda x, y: (x**2).sum(), larger_is_better=False), lambda x, y, batch: (y**2).sum()
+OTHERS = [
+    ({"metrics": {"fit": fb.Metric(lambda x, y: (x**4).sum(), larger_is_better=False)}}, r"metrics\['fit'\] was"),
+    ({"metrics": {"fit": fb.Metric(FIT.function, larger_is_better=True)}}, r"metrics\['fit'\] was"),
+    ({"metrics": {"fit": FIT, "more": FIT}}, r"metrics\['more'\] was None"),
+    ({"metrics_per_client": {"risk": lambda x, y, batch: (y**4).sum()}}, r"metrics_per_client\['risk'\] was"),
+    ({"metrics_per_client": {"risk": fb.PerClient(RISK, "inner")}}, r"metrics_per_client\['risk'\] was"),
+    ({"metrics_per_client": {"risk": fb.PerClient(RISK, larger_is_better=True)}}, r"metrics_per_client\['risk'\] was"),
+    ({"metrics_per_client": None}, r"metrics_per_client\['risk'\] was .* and is None now"),
+]
+
+
+@pytest.mark.parametrize(("other", "message"), OTHERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_sweep_is_not_resumed_with_another_metric_of_the_same_name(other, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fedbilevel.sweeps.sweep.play", lambda plan, run, journal: made_up(plan, lambda *_: 0.5))
+    given = {"select": "fit", "metrics": {"fit": FIT}, "metrics_per_client": {"risk": RISK}, "folder": tmp_path}
+    swept(**given)
+    same = {"fit": fb.Metric(lambda a, b: (a**2).sum(), larger_is_better=False)}
+    swept(**{**given, "metrics": same}, resume=True)
+    with pytest.raises(ConfigurationError, match=f"cannot resume .*: {message}"):
+        swept(**{**given, **other}, resume=True)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm
@@ -28,11 +29,12 @@ from fedbilevel.core.errors import (
     unknown_field,
 )
 from fedbilevel.core.hashes import of_program
-from fedbilevel.core.metrics import MetricFunction
-from fedbilevel.core.problem import Problem, check_losses
-from fedbilevel.core.tree import XYV, PyTree, split
+from fedbilevel.core.inputs import explained
+from fedbilevel.core.metrics import MetricFunction, directions
+from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
+from fedbilevel.core.tree import XYV, PyTree, join, split
 from fedbilevel.engines.engine import Engine
-from fedbilevel.engines.evaluation import Measure, PerClient
+from fedbilevel.engines.evaluation import Measure, PerClient, as_per_client
 from fedbilevel.engines.fingerprint import of_samples, of_tree
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.result import Budget, rounds_at_most, rounds_done, stop_after
@@ -165,7 +167,8 @@ def sweep(
         return TrialOutcome.of(result.history, select)
 
     if folder is not None:
-        given |= _of_problem(problem, clients, x0, y0) | {"metrics": sorted(metrics or ())}
+        own = as_per_client(metrics_per_client)
+        given |= _of_problem(problem, clients, x0, y0) | _of_metrics(problem, clients, x0, y0, metrics or {}, own)
         given["engine"] = repr(engine) if is_dataclass(engine) else type(engine).__name__
         where: Any = opened(Path(folder), given, resume=resume)
     else:
@@ -198,6 +201,35 @@ def _of_problem(problem: Problem, clients: Clients, x0: PyTree, y0: PyTree) -> d
         "population": of_tree(population),
         "samples": of_samples(clients, current_group()),
     }
+
+
+def _of_metrics(
+    problem: Problem,
+    clients: Clients,
+    x0: PyTree,
+    y0: PyTree,
+    metrics: Mapping[str, MetricFunction],
+    per_client: Mapping[str, PerClient],
+) -> dict[str, Any]:
+    """Of each metric whether a larger value is better, whose samples it is measured on, and a hash of its program."""
+    (x, x_fixed), (y, y_fixed) = split(x0), split(x0 if isinstance(problem, SimpleBilevel) else y0)
+    batches = dict(zip(("outer", "inner"), clients.examples(), strict=True))
+    kinds: dict[str, Mapping[str, Any]] = {"metrics": metrics, "metrics_per_client": per_client}
+    found = {}
+    for kind, named in kinds.items():
+        for name, metric in named.items():
+            function, given, samples = metric, {"x": x, "y": y}, []
+            if isinstance(metric, PerClient):
+                function, given["batch"], samples = metric.function, batches[metric.samples], [metric.samples]
+            with explained(f"{kind}[{name!r}]", **given):
+                whole = partial(_of_whole, function, x_fixed, y_fixed)
+                program = jax.make_jaxpr(whole)(*given.values())
+            found[f"{kind}[{name!r}]"] = [directions(named)[name], *samples, of_program(program)]
+    return found
+
+
+def _of_whole(function: Callable[..., Any], x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, *batch: Any) -> Any:
+    return function(join(x, x_fixed), join(y, y_fixed), *batch)
 
 
 def place_of(job: Job) -> Path:
