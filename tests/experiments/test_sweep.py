@@ -170,6 +170,22 @@ def test_a_run_that_goes_on_to_the_next_rung_is_an_unbroken_run(tmp_path) -> Non
         (["--grid", "server_lr.x=0.1,,0.2"], "'' is not a TOML value"),
         (["--grid", "server_lr.x=0.1,0.10"], "grid of server_lr.x: 0.1 is there twice"),
         (["--grid", "cohort=1", "--grid", "cohort=2"], "--grid cohort is given twice"),
+        (
+            ["--grid", "server_lr.x=0.1,1e9", "--grid", "algorithm.server_lr.x=0.2"],
+            "server_lr.x and algorithm.server_lr.x are one field: name it once",
+        ),
+        (
+            ["--grid", "server_lr.x=0.1", "--grid", "algorithm.server_lr=0.2"],
+            "server_lr.x is a part of algorithm.server_lr",
+        ),
+        (
+            ["--algorithm", "fednest", "--grid", "hypergradient.solver=cg", "--grid", "hypergradient.name=implicit"],
+            "hypergradient.solver is a part of hypergradient.name",
+        ),
+        (
+            ["--search", "server_lr.x=0.1:1", "--grid", "algorithm.server_lr=0.2", "--trials", "2"],
+            "server_lr.x is a part of algorithm.server_lr",
+        ),
         (["--grid", "run.seed=0,1"], "run.seed cannot be swept: no seed is better than another"),
         ([], "a sweep needs a field and its values: --grid FIELD=VALUE"),
         (["--grid", "cohort=1,2", "--select", "relativ_error"], "'relativ_error'; did you mean 'relative_error'"),

@@ -167,6 +167,10 @@ def test_a_sweep_is_not_resumed_with_another_metric_of_the_same_name(other, mess
         ({"grid": {"server_lr.x": 0.1}}, r"grid of server_lr\.x = 0\.1 is not allowed"),
         ({"grid": {"server_lr.x": "0.1"}}, r"grid of server_lr\.x = '0\.1' is not allowed"),
         ({"grid": {"server_lr.x": [0.1, 0.10]}}, r"grid of server_lr\.x: 0\.1 is there twice"),
+        (
+            {"grid": {"server_lr.x": [0.1, 0.2], "server_lr": [fb.XYV(0.5, 0.5, 0.5)]}},
+            r"server_lr\.x is a part of server_lr, whose values would replace its own",
+        ),
         ({"grid": {"sever_lr.x": [0.1]}}, r"unknown field of SimFBO 'sever_lr'; did you mean 'server_lr'"),
         ({"grid": {"server_lr.z": [0.1]}}, r"unknown field of XYV 'z'"),
         ({"grid": {"local_steps.x": [1]}}, r"local_steps\.x is no field: local_steps is 5, which has none"),

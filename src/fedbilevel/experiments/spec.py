@@ -339,6 +339,17 @@ def configure(
     return assign(resolve(tables), others)
 
 
+def full_path(spec: Spec, name: str) -> str:
+    """The one path of a field, whichever of its names is given: "algorithm.server_lr.x" of "server_lr.x".
+
+    The name of a part is the part itself.
+    """
+    path = f"task.{name}" if name in ("data", "network") else name
+    known = fields_of(spec.task.name, spec.algorithm.name)
+    section, field, *inside = _full_path(path.split("."), known, label(spec.algorithm.name))
+    return ".".join((section, field, *inside)).removesuffix(".name" if inside else "")
+
+
 def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]], algorithm: str) -> list[str]:
     """The path with its section in front; `algorithm` names the method in messages."""
     if path[0] in known and len(path) > 1:

@@ -31,7 +31,7 @@ from fedbilevel.experiments.layout import fitted
 from fedbilevel.experiments.loader import full_name, label
 from fedbilevel.experiments.runner import algorithm_of, build
 from fedbilevel.experiments.series import TaskCache, seeded
-from fedbilevel.experiments.spec import Spec, configure
+from fedbilevel.experiments.spec import Spec, configure, full_path
 from fedbilevel.sweeps.journal import DEFINITION, definition_in, opened, play
 from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import (
@@ -44,6 +44,7 @@ from fedbilevel.sweeps.plan import (
     made,
     measured_on_test,
     product,
+    require_apart,
     require_holdout,
     require_known,
     require_seeds,
@@ -144,6 +145,7 @@ class Definition:
         """The spec of a point, given by texts for its fields; its algorithm is known to be allowed."""
         settings = [*self.settings, *(f"{name}={text}" for name, text in values.items())]
         spec = configure(self.spec, task=self.task, algorithm=self.algorithm, data=self.data, settings=settings)
+        require_apart({name: full_path(spec, name) for name in values})
         algorithm_of(spec)
         return spec
 

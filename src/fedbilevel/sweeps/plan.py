@@ -93,6 +93,17 @@ def product(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
+def require_apart(paths: Mapping[str, str]) -> None:
+    """Refuse names of swept fields, with their full paths, of which one would replace another's values."""
+    for (name, path), (other, there) in itertools.permutations(paths.items(), 2):
+        if path == there:
+            raise ConfigurationError(f"{name} and {other} are one field: name it once, with all its values")
+        if path.startswith(f"{there}."):
+            raise ConfigurationError(
+                f"{name} is a part of {other}, whose values would replace its own: sweep one of them"
+            )
+
+
 def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> list[T | FedbilevelError]:
     """What `make` gives for each point, or the error with which it refuses the point.
 

@@ -49,6 +49,7 @@ from fedbilevel.sweeps.plan import (
     TrialOutcome,
     made,
     product,
+    require_apart,
     require_holdout,
     require_known,
 )
@@ -112,6 +113,7 @@ def sweep(
     require(not resume or folder is not None, "resume", resume, "used together with folder")
     require(isinstance(grid, Mapping), "grid", grid, "lists of values by the dotted paths of fields")
     points = product(grid)
+    require_apart({name: name for name in grid})
     seeds = [int(seed) if type(seed) is not bool and hasattr(seed, "__index__") else seed for seed in seeds]
     shown = [{name: plain(value) for name, value in point.items()} for point in points]
     plan = Plan(points=shown, seeds=seeds, select=select, halving=halving)
