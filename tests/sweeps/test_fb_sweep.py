@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -171,6 +172,9 @@ def test_a_sweep_is_not_resumed_with_another_metric_of_the_same_name(other, mess
             {"grid": {"server_lr.x": [0.1, 0.2], "server_lr": [fb.XYV(0.5, 0.5, 0.5)]}},
             r"server_lr\.x is a part of server_lr, whose values would replace its own",
         ),
+        ({"grid": {"server_lr.x": np.array([0.1, 0.1])}}, r"grid of server_lr\.x: 0\.1 is there twice"),
+        ({"grid": {"server_lr.x": jnp.array([0.5, 0.5])}}, r"grid of server_lr\.x: 0\.5 is there twice"),
+        ({"grid": {"local_steps": [5, np.int64(5)]}}, r"grid of local_steps: 5 is there twice"),
         ({"grid": {"sever_lr.x": [0.1]}}, r"unknown field of SimFBO 'sever_lr'; did you mean 'server_lr'"),
         ({"grid": {"server_lr.z": [0.1]}}, r"unknown field of XYV 'z'"),
         ({"grid": {"local_steps.x": [1]}}, r"local_steps\.x is no field: local_steps is 5, which has none"),
@@ -338,8 +342,6 @@ def test_fields_of_parts_are_replaced_by_their_paths() -> None:
 
 
 def test_values_have_a_form_that_json_holds() -> None:
-    import jax.numpy as jnp
-
     values = [jnp.float32(0.5), np.int64(3), np.bool_(True), None, (1, 2), fb.XYV(1.0, 2, 3), fb.parts.CG(max_steps=7)]
     shown = json.loads(json.dumps([plain(value) for value in values]))
     assert shown[:6] == [0.5, 3, True, None, [1, 2], {"x": 1.0, "y": 2, "v": 3}]

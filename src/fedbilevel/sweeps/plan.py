@@ -87,8 +87,9 @@ def product(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     for name, values in axes.items():
         some = isinstance(values, Collection) and not isinstance(values, str | Mapping) and len(values) > 0
         require(some, f"grid of {name}", values, "a list of one value or more")
-        for i, value in enumerate(values):
-            if any(value is other or (value == other) is True for other in values[:i]):
+        plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # NumPy's and JAX's
+        for i, value in enumerate(plain):
+            if any(value is other or (value == other) is True for other in plain[:i]):
                 raise ConfigurationError(f"grid of {name}: {value!r} is there twice")
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
