@@ -16,7 +16,7 @@ from fedbilevel.errors import CheckpointError, ConfigurationError
 from fedbilevel.sweeps import journal
 from fedbilevel.sweeps.journal import Journal, play
 from fedbilevel.sweeps.outcome import Sweep
-from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, product
+from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, measured_on_test, product
 from fedbilevel.sweeps.sweep import plain, with_values
 from fedbilevel.tasks import quadratic
 
@@ -206,6 +206,18 @@ def test_a_test_metric_decides_only_where_that_is_said(monkeypatch) -> None:
     metrics = {"test_accuracy": TASK.metrics["relative_error"]}
     found = swept(select="test_accuracy", metrics=metrics, select_on_test=True)
     assert "SELECTED ON TEST DATA" in repr(found)
+
+
+OF_TEST = (
+    "test test_accuracy testAccuracy TestAccuracy testacc acctest test2 acc_test1 acc2test acc_on_tests on-tests "
+    "TESTLoss lossTEST balanced_test_accuracy.worst testing_loss test/fit TEST_ACC"
+)
+NOT_OF_TEST = "validation_accuracy latest contest greatest_fit fastestRound attest attests protests2 latest_loss.worst"
+
+
+@pytest.mark.parametrize(("names", "are"), [(OF_TEST, True), (NOT_OF_TEST, False)])
+def test_a_name_says_whether_a_metric_is_of_test_data(names, are) -> None:
+    assert [name for name in names.split() if measured_on_test(name) != are] == []
 
 
 def test_a_function_may_make_the_algorithm(monkeypatch) -> None:

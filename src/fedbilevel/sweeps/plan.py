@@ -124,9 +124,18 @@ def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> lis
     return out
 
 
+ORDINARY = re.compile(
+    "(at|con|de|pro)test|testament|testimon.*|testost.*|"
+    "(brigh|fas|fit|flat|grea|hot|la|ligh|nea|quie|shor|sligh|smar|sof|stric|tigh)test"
+)
+"""Words with "test" in them that say nothing of test data."""
+
+
 def measured_on_test(metric: str) -> bool:
-    """Whether a metric's name says that it is measured on test data: test_accuracy, balanced_test_accuracy.worst."""
-    return "test" in re.split(r"[^a-z0-9]+", metric.lower())
+    """Whether a metric's name says that it is measured on test data: a word of it begins or ends with "test", as in
+    test_accuracy, testAccuracy, acc_on_tests, test2, and is no ordinary word such as "fastest"."""
+    words = [word.lower().removesuffix("s") for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", metric)]
+    return any(word.startswith("test") or word.endswith("test") for word in words if not ORDINARY.fullmatch(word))
 
 
 def require_holdout(select: str, on_test: bool, advice: str) -> None:
