@@ -161,6 +161,19 @@ def test_wrong_input_is_a_sentence(arguments, message, run, tmp_path, monkeypatc
     assert message in error
 
 
+def test_a_refused_storage_leaves_the_folder_free_and_a_begun_one_as_it_is(played, tmp_path) -> None:
+    folder = tmp_path / "out"
+
+    def refused(definition: Definition) -> None:
+        with pytest.raises(ConfigurationError, match="foo://x cannot be used"):
+            search_specs(definition, specs_of(definition), folder, storage="foo://x")
+
+    refused(Definition(task="quadratic", grid={"server_lr.x": ["0.5"]}))
+    search_specs(GRID, specs_of(GRID), folder)
+    refused(GRID)
+    assert Definition.read(folder).grid == GRID.grid
+
+
 def test_no_password_is_shown() -> None:
     shown = search.without_password("--storage postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
     assert shown == "--storage postgresql+psycopg://me:***@host/db cannot be used: me@host"

@@ -32,7 +32,7 @@ from fedbilevel.engines import lock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.spec import Spec
 from fedbilevel.experiments.sweep import Definition, Said, Show, Swept, in_a_line
-from fedbilevel.sweeps.journal import LOCK, claim, require_no_file
+from fedbilevel.sweeps.journal import DEFINITION, LOCK, claim, require_no_file
 from fedbilevel.sweeps.outcome import Sweep
 from fedbilevel.sweeps.plan import Job, TrialOutcome
 from fedbilevel.wording import in_a_line as quoted
@@ -87,8 +87,14 @@ def search_specs(
     require_no_file(folder)
     with lock.held(folder / LOCK, folder) if storage is None else nullcontext():
         with lock.turn(folder / LOCK) if storage is not None else nullcontext():
+            begun = (folder / DEFINITION).is_file()
             claim(folder, recorded, join=resume or storage is not None)
-        study = open_study(storage or str(folder / STORAGE), recorded, swept)
+            try:
+                study = open_study(storage or str(folder / STORAGE), recorded, swept)
+            except ConfigurationError:
+                if not begun:
+                    (folder / DEFINITION).unlink()  # the folder is free for a mended command
+                raise
         worker = Worker(study, swept, searched, specs, count, said)
         with series():
             worker.work()
