@@ -12,7 +12,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import progress
-from fedbilevel.engines.bar import Bar
+from fedbilevel.engines.bar import Bar, terminal
 from fedbilevel.engines.progress import Guarded, Lines, Notebook, Silent, chosen, showing
 from fedbilevel.engines.speed import Speed
 from fedbilevel.tasks.quadratic import quadratic
@@ -248,6 +248,21 @@ def test_a_notebook_has_tqdms_bar_where_tqdm_is_installed(task, monkeypatch) -> 
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     assert isinstance(chosen(None), Silent)
     assert isinstance(Notebook(Tqdm), Notebook)
+
+
+def test_one_of_several_runs_is_named_before_its_stages_and_while_it_runs() -> None:
+    screen, book, told = Terminal(), Notebook(Tqdm), Told()
+    for display in (bar := Bar(terminal(screen)), book, told):
+        with showing(display) as shown:
+            shown.begin("trial 2 of 5")
+            shown.stage("tracing")
+            shown.advance(4, 4)
+            if display is bar:
+                bar.lines.refresh()
+    assert "trial 2 of 5: tracing" in screen.getvalue()
+    assert "trial 2 of 5: running" in screen.getvalue()
+    assert book.bar.log == ["trial 2 of 5: tracing", "trial 2 of 5", "unpaused", "closed"]
+    assert told.events == [("stage", "trial 2 of 5"), ("stage", "tracing"), ("advance", 4, 4), ("close",)]
 
 
 def test_the_speed_leaves_out_what_was_no_round() -> None:

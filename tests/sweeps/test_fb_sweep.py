@@ -77,6 +77,40 @@ def test_it_says_of_itself_in_six_lines(two_by_two) -> None:
 BYTES = 2 * 2 * (2 + 2 + 2) * 8  # of an exchange: two clients, down and up, x, y and v of two numbers each
 
 
+class Told:
+    """A display that keeps which trials begin, and which come to their last round."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def stage(self, name: str) -> None:
+        self.events += [name] if "trial" in name else []
+
+    def advance(self, round: int, rounds: int) -> None:
+        self.events += [(round, rounds)] if round == rounds else []
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+
+def test_it_shows_which_trial_is_run_and_its_rounds(capsys) -> None:
+    told = Told()
+    swept(progress=told)
+    assert told.events == ["trial 1 of 2", (6, 6), "trial 2 of 2", (6, 6), "closed"]
+    swept(progress=True, halving=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in lines if "trial" in line] == [
+        "rung 1 of 2, trial 1 of 2",
+        "rung 1 of 2, trial 2 of 2",
+        "rung 2 of 2, trial 1 of 1",
+    ]
+    assert any("round 6/6" in line for line in lines)
+    swept()
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ConfigurationError, match="progress = 'loud' is not allowed"):
+        swept(progress="loud")
+
+
 @pytest.mark.parametrize("length", [{"exchanges": 5.5}, {"bytes": 5.5 * BYTES}, {"time": 5.5}], ids=str)
 def test_a_run_may_end_by_another_cost_than_rounds(length, tmp_path) -> None:
     """Of SimFBO a round is one exchange, which takes a second."""

@@ -23,6 +23,8 @@ def terminal(stream: TextIO) -> Console:
 class Bar:
     """A display of a run that vanishes when it is closed; what is printed meanwhile stands above it."""
 
+    heading = ""
+
     def __init__(self, console: Console, unit: str = "rounds") -> None:
         self.speed = Speed(unit)
         self.lines = TwoLines(
@@ -38,7 +40,8 @@ class Bar:
 
     def stage(self, name: str) -> None:
         self.speed.pause()
-        self._show(what=name, refresh=True)  # at once: what comes may leave no time to the thread that draws
+        # At once: what comes may leave no time to the thread that draws.
+        self._show(what=f"{self.heading}{name}", refresh=True)
 
     def advance(self, round: int, rounds: int) -> None:
         self.show(round, rounds)
@@ -48,7 +51,7 @@ class Bar:
         self.speed.mark(done)
         place = f"{done:,.0f}/{whole:,.0f} {self.speed.unit}"
         below = {"numbers": numbers, "speed": self.speed.text(whole)}
-        self._show(total=whole, completed=done, what=RUNNING, place=place, **below)
+        self._show(total=whole, completed=done, what=f"{self.heading}{RUNNING}", place=place, **below)
 
     def close(self) -> None:
         self.lines.stop()

@@ -134,6 +134,13 @@ class Guarded:
         self.display, self.clock = display, clock
         self.works, self.due = True, -float("inf")
 
+    def begin(self, run: str) -> None:
+        """One of several runs begins. The displays of this library go on to show its name; to others it is a stage."""
+        if isinstance(getattr(self.display, "heading", None), str):
+            self._tell(setattr, self.display, "heading", f"{run}: ")
+        else:
+            self.stage(run)
+
     def stage(self, name: str) -> None:
         self._tell(self.display.stage, name)
 
@@ -184,16 +191,20 @@ class Lines:
 class Notebook:
     """tqdm's bar below the cell of a notebook."""
 
+    heading = ""
+
     def __init__(self, tqdm: Callable[..., Any]) -> None:
-        self.tqdm, self.bar = tqdm, None
+        self.tqdm, self.bar, self.runs = tqdm, None, True
 
     def stage(self, name: str) -> None:
-        self._bar().set_description(name)
+        self.runs = False
+        self._bar().set_description(f"{self.heading}{name}")
 
     def advance(self, round: int, rounds: int) -> None:
         bar = self._bar()
-        if bar.desc:
-            bar.set_description("", refresh=False)
+        if not self.runs:
+            self.runs = True
+            bar.set_description(self.heading.removesuffix(": "), refresh=False)
             bar.unpause()  # what was no round is not part of the speed
         bar.total = rounds
         bar.update(round - bar.n)

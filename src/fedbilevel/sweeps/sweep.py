@@ -37,6 +37,7 @@ from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient, as_per_client
 from fedbilevel.engines.fingerprint import of_samples, of_tree
 from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.progress import Display, showing
 from fedbilevel.engines.result import Budget, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import solve
 from fedbilevel.sweeps.journal import Journal, opened, play
@@ -81,6 +82,7 @@ def sweep(
     select_on_test: bool = False,
     folder: str | Path | None = None,
     resume: bool = False,
+    progress: bool | Display | None = None,
 ) -> Sweep:
     """Run an algorithm with every combination of some values of its fields, and find the best one.
 
@@ -100,6 +102,7 @@ def sweep(
         select_on_test: allow a metric with "test" in its name to decide.
         folder: where checkpoints and outcomes are kept, so that an interrupted sweep can be resumed; None keeps none.
         resume: go on with the sweep in `folder`, which must be the same; finished runs are not run again.
+        progress: show which trial is run, and how far it is; see `fedbilevel.solve`.
 
     Returns:
         The sweep: `rows`, `best`, `algorithm` (the best one), `trials`, `to_pandas()`, `plot()`. A run that diverged or
@@ -135,7 +138,9 @@ def sweep(
     }
 
     def run(jobs: Sequence[Job]) -> Iterable[tuple[Job, TrialOutcome]]:
-        for job in jobs:
+        for number, job in enumerate(jobs, 1):
+            rung = f"rung {job.rung + 1} of {len(plan.rungs)}, " if halving else ""
+            display.begin(f"{rung}trial {number} of {len(jobs)}")
             yield job, one(job, algorithms[job.point])
 
     def one(job: Job, algorithm: Algorithm | FedbilevelError) -> TrialOutcome:
@@ -162,7 +167,7 @@ def sweep(
                 callbacks=[last, stop_after(rung)],
                 checkpoint=place,
                 resume="auto" if place else False,
-                progress=False,
+                progress=display,
             )
         except (ConfigurationError, NumericalError) as error:
             return TrialOutcome.failed(error, last.row)
@@ -175,7 +180,8 @@ def sweep(
         where: Any = opened(Path(folder), given, resume=resume)
     else:
         where = nullcontext(Journal())
-    with where as journal, tempfile.TemporaryDirectory() if halving and folder is None else nullcontext() as scratch:
+    made_here = tempfile.TemporaryDirectory() if halving and folder is None else nullcontext()
+    with showing(progress) as display, where as journal, made_here as scratch:
         store = Path(folder) if folder is not None else Path(scratch) if scratch else None
         return replace(play(plan, run, journal), made=algorithms)
 
