@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from itertools import pairwise
 
 import jax.numpy as jnp
 import numpy as np
@@ -424,3 +425,16 @@ def test_a_picture_of_more_fields_has_a_panel_for_each() -> None:
     figure = figure_of(product({"a": [1, 2], "b": ["x", "y"], "c": [0.1, 10.0], "d": [1, 2]}), halving=4)
     assert [axes.get_xlabel() for axes in figure.axes][:4] == ["a", "b", "c", "d"]
     assert figure.legends
+
+
+@pytest.mark.parametrize("values", [range(3, 50), np.geomspace(2e-5, 1.9e-3, 20), np.geomspace(1e-3, 1.0, 20)], ids=len)
+def test_numbers_below_a_logarithmic_axis_stand_apart(values) -> None:
+    figure = figure_of([{"a": float(value), "b": i} for i, value in enumerate(values)])
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    labels = [*axes.get_xticklabels(), *axes.get_xticklabels(minor=True)]
+    boxes = sorted((label.get_window_extent() for label in labels if label.get_text()), key=lambda box: box.x0)
+    inside = [box for box in boxes if axes.bbox.x0 <= (box.x0 + box.x1) / 2 <= axes.bbox.x1]
+    assert axes.get_xscale() == "log"
+    assert len(inside) >= 2
+    assert all(left.x1 < right.x0 for left, right in pairwise(inside))

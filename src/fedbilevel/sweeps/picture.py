@@ -17,6 +17,7 @@ from fedbilevel.engines.curves import COLOURS, axis_label, new_figure, typograph
 from fedbilevel.sweeps.plan import Plan, Standing
 
 APART = 10  # largest over smallest value from which an axis is logarithmic
+DECADES = 100  # largest over smallest value below which powers of ten are too few ticks: 1, 3, 10, …
 TICKS = 7  # at most, where each value of a field has one
 PANEL = (4.2, 3.6)  # inches
 FAILED = "#B00020"
@@ -125,9 +126,15 @@ def _draw_map(figure: Any, axes: Any, plan: Plan, standings: Sequence[Standing],
 
 def _places(axes: Any, values: Sequence[Any]) -> list[float]:
     """Where the values stand on the horizontal axis, which is prepared for them: numbers on a scale, else in order."""
+    from matplotlib.ticker import LogLocator
+
     if all(map(is_number, values)):
         if _apart(values):
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter("")
+            if max(values) < DECADES * min(values):
+                axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+                axes.xaxis.set_major_formatter(lambda value, _: _label(value))
         if len(levels := sorted(set(values))) <= TICKS:
             axes.set_xticks(levels, list(map(_label, levels)))
             axes.minorticks_off()
