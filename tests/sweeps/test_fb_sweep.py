@@ -214,6 +214,7 @@ def test_a_sweep_is_not_resumed_with_another_metric_of_the_same_name(other, mess
         ({"grid": {"server_lr.z": [0.1]}}, r"unknown field of XYV 'z'"),
         ({"grid": {"local_steps.x": [1]}}, r"local_steps\.x is no field: local_steps is 5, which has none"),
         ({"grid": {"server_lr.x": [0.1, "abc"]}}, r"SimFBO\.server_lr\.x = 'abc' is not allowed"),
+        ({"metrics": ["relative_error"]}, r"metrics = \['relative_error'\] is not allowed"),
         ({"select": "relativ_error"}, r"unknown metric .* 'relativ_error'; did you mean 'relative_error'"),
         ({"select": "test_accuracy"}, r"test_accuracy is measured on test data.*select_on_test=True"),
         ({"rounds": -5}, r"rounds = -5 is not allowed"),

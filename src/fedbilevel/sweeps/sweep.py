@@ -115,6 +115,7 @@ def sweep(
     require_count("eval_every", eval_every, optional=True)
     require(not resume or folder is not None, "resume", resume, "used together with folder")
     require(isinstance(grid, Mapping), "grid", grid, "lists of values by the dotted paths of fields")
+    require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
     points = product(grid)
     require_apart({name: name for name in grid})
     seeds = [int(seed) if type(seed) is not bool and hasattr(seed, "__index__") else seed for seed in seeds]
