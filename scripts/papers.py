@@ -235,8 +235,8 @@ of methods that are better for sure: the 95 % confidence interval of the differe
 error in powers of ten) lies above 0. So all that cannot be told apart from the best is first, too, and with three seeds
 that is often much. A method whose numbers scatter from seed to seed is hard to tell from any other: it may share rank 1
 with a mean far below that of one with rank 2. So the table is in the order of the mean place by the mean alone, that of
-a method which fails being the last; "level with the best" counts the ranks 1. Nothing is corrected for the number of
-comparisons.
+a method which fails being the last, and those that play fewer tasks below the others; "level with the best" counts the
+ranks 1. Nothing is corrected for the number of comparisons.
 """
 AGAIN = """\
 ### Run it again, add a method

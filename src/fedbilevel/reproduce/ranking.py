@@ -116,7 +116,7 @@ def overview(ranks: Ranks) -> dict[str, list[str]]:
     ranks at the budgets.
 
     In order of the mean place, that by the mean of the metric: a method that scatters is level with all others, and not
-    well placed. One that fails has the last place.
+    well placed. One that fails has the last place. Those that play fewer panels stand below the others.
     """
     tables = [at for of in ranks.values() for at in of.values()]
     own = {name: [at[name] for at in tables if name in at] for name in _methods(ranks)}
@@ -125,7 +125,7 @@ def overview(ranks: Ranks) -> dict[str, list[str]]:
         name: float(np.mean([last[id(one)] if one["place"] is None else one["place"] for one in of]))
         for name, of in own.items()
     }
-    order = sorted(own, key=lambda name: place[name])
+    order = sorted(own, key=lambda name: (-len(own[name]), place[name]))
     return {
         "method": order,
         "mean place": [f"{place[name]:.1f}" for name in order],
