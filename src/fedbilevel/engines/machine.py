@@ -83,7 +83,8 @@ def keep_on_disk_if_possible() -> None:
 def _require_writable(folder: Path) -> None:
     """Make the folder, and write there as much as a program takes: JAX itself says for every program what fails."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(10**6))
     except OSError as error:
