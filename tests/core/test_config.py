@@ -255,3 +255,21 @@ def test_a_local_optimizer_of_ones_own():
             return q + 2 * d, None
 
     assert fb.SimFBO(local_optimizer=Double()).local_optimizer.total(3) == 6
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [lambda r: jnp.where(r < 1, 1.0, 1 / r), lambda r: 0.1 / (1 + r.astype(jnp.float32))],
+    ids=["an int would divide by 0", "an int has no astype"],
+)
+def test_a_schedule_is_asked_with_what_it_gets_in_a_run(schedule):
+    assert fb.FedNest(outer_lr=schedule).outer_lr.function is schedule
+
+
+def test_a_schedule_that_fails_is_refused_with_its_error():
+    with pytest.raises(fb.errors.ConfigurationError, match=r"FedNest.outer_lr = .* cannot be called .*no such table"):
+        fb.FedNest(outer_lr=lambda r: {}["no such table"])
+
+
+def test_a_flag_may_be_numpys():
+    assert fb.FISM(refresh=np.array([False])[0]).refresh is False

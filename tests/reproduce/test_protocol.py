@@ -290,6 +290,7 @@ def test_the_list_goes_past_an_outcome_that_cannot_be_read(tmp_path: Path, capsy
 def test_the_list_has_what_the_project_kept_where_the_user_has_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow table has no dates
     fism = [load(id) for id in ("fism-2", "fism-3", "fism-table-1")]
     mine = {**outcome.kept()["fism-2"], "played_for": "another setting", "date": "2026-01-31"}
     monkeypatch.setattr(outcome, "read", lambda file: mine)

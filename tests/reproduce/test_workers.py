@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,25 @@ def test_what_is_refused_in_a_process_is_refused(tmp_path: Path) -> None:
     changed = read("made-up", {**CONTENT, "spec": {"task": {"name": "quadratic", "clients": 4}}})
     with pytest.raises(ConfigurationError, match="cannot resume the sweep"):
         workers.play_ahead(changed, "quick", tmp_path, seeds=(0,), workers=2, begin=BEGIN, said=str)
+
+
+def test_after_an_error_nothing_more_is_begun(tmp_path: Path) -> None:
+    """The first sweep is refused at once; of the seven after it at most those that were begun by then are played."""
+    methods = {f"method {k}": CONTENT["methods"]["FedBiO"] for k in range(8)}
+    content = {**CONTENT, "methods": methods, "claims": [{"says": "-", "better": "method 0", "than": ["method 1"]}]}
+    entry = read("made-up", content)
+    place = protocol.place_of(entry, "quick", tmp_path) / "tuning" / "all"
+    (place / "method-0").mkdir(parents=True)
+    (place / "method-0" / "something else").touch()
+    with pytest.raises(ConfigurationError, match="that folder is not empty"):
+        workers.play_ahead(entry, "quick", tmp_path, seeds=(0,), workers=2, begin=BEGIN, said=str)
+    assert len(list(place.iterdir())) < 8
+
+
+def test_a_process_that_is_ended_from_outside_is_explained(tmp_path: Path) -> None:
+    entry = read("made-up", CONTENT)
+    with pytest.raises(ConfigurationError, match=r"2 processes was ended from outside.*try fewer --workers"):
+        workers.play_ahead(entry, "quick", tmp_path, seeds=(0,), workers=2, begin=partial(os._exit, 9), said=str)
 
 
 @pytest.mark.parametrize(

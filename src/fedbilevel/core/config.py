@@ -233,9 +233,11 @@ def _prepare_number(
         return value
     if callable(value):
         try:
-            require(np.shape(value(0)) == (), name, value, allowed)
-        except TypeError as error:
-            raise ConfigurationError(f"{name} = {value!r} cannot be called with a round: {error}") from error
+            shape = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32)).shape
+        except Exception as error:  # whatever a function of the user raises
+            text = f"{name} = {value!r} is not allowed: it must be {allowed}; it cannot be called with a round"
+            raise ConfigurationError(f"{text}: {error}") from error
+        require(shape == (), name, value, allowed)
         return Schedule(value)
     _refuse_no_number(name, value, allowed)
     concrete = isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
@@ -251,6 +253,7 @@ def _refuse_no_number(name: str, value: Any, allowed: str) -> None:
 
 
 def _check_kind(default: Any, name: str, value: Any) -> Any:
+    value = bool(value) if isinstance(value, np.bool_) else value
     for kind, allowed in KINDS.items():
         require(isinstance(value, kind) or not isinstance(default, kind), name, value, allowed)
     return value

@@ -95,13 +95,13 @@ def product(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def require_apart(paths: Mapping[str, str]) -> None:
-    """Refuse names of swept fields, with their full paths, of which one would replace another's values."""
-    for (name, path), (other, there) in itertools.permutations(paths.items(), 2):
+    """Refuse names of swept fields, in their order, with their full paths, of which one replaces another's values."""
+    for (name, path), (other, there) in itertools.combinations(paths.items(), 2):
         if path == there:
             raise ConfigurationError(f"{name} and {other} are one field: name it once, with all its values")
         if path.startswith(f"{there}."):
             raise ConfigurationError(
-                f"{name} is a part of {other}, whose values would replace its own: sweep one of them"
+                f"{name} is a part of {other}, whose values would replace its own: name {other} first, or one of them"
             )
 
 
