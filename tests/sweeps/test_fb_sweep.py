@@ -17,7 +17,7 @@ from fedbilevel.errors import CheckpointError, ConfigurationError
 from fedbilevel.sweeps import journal
 from fedbilevel.sweeps.journal import Journal, play
 from fedbilevel.sweeps.outcome import Sweep
-from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, measured_on_test, product
+from fedbilevel.sweeps.plan import Job, Plan, TrialOutcome, measured_on_test, product, require_apart
 from fedbilevel.sweeps.sweep import plain, with_values
 from fedbilevel.tasks import quadratic
 
@@ -439,3 +439,10 @@ def test_numbers_below_a_logarithmic_axis_stand_apart(values) -> None:
     assert axes.get_xscale() == "log"
     assert len(inside) >= 2
     assert all(left.x1 < right.x0 for left, right in pairwise(inside))
+
+
+def test_a_part_is_swept_before_its_fields_and_not_after_them():
+    """As they are set: a part first, then what differs in it."""
+    require_apart({"inner": "algorithm.inner", "inner.lr": "algorithm.inner.lr"})
+    with pytest.raises(ConfigurationError, match=r"inner\.lr is a part of inner, .* name inner first"):
+        require_apart({"inner.lr": "algorithm.inner.lr", "inner": "algorithm.inner"})
