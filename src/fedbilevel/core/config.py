@@ -233,7 +233,7 @@ def _prepare_number(
         return value
     if callable(value):
         try:
-            shape = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32)).shape
+            shape = jax.eval_shape(lambda round: value(round), jax.ShapeDtypeStruct((), np.int32)).shape
         except Exception as error:  # whatever a function of the user raises
             text = f"{name} = {value!r} is not allowed: it must be {allowed}; it cannot be called with a round"
             raise ConfigurationError(f"{text}: {error}") from error
