@@ -120,11 +120,7 @@ def overview(ranks: Ranks) -> dict[str, list[str]]:
     """
     tables = [at for of in ranks.values() for at in of.values()]
     own = {name: [at[name] for at in tables if name in at] for name in _methods(ranks)}
-    last = {id(at[name]): len(at) for at in tables for name in at}
-    place = {
-        name: float(np.mean([last[id(one)] if one["place"] is None else one["place"] for one in of]))
-        for name, of in own.items()
-    }
+    place = {name: float(np.mean([at[name]["place"] or len(at) for at in tables if name in at])) for name in own}
     order = sorted(own, key=lambda name: (-len(own[name]), place[name]))
     return {
         "method": order,
