@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,28 @@ def test_a_folder_with_a_run_to_go_on_with_says_how(tmp_path):
     (tmp_path / "killed" / "checkpoint.npz").touch()
     with pytest.raises(ConfigurationError, match=r"not empty; fedbilevel run --resume \S*killed goes on"):
         require_free(tmp_path / "killed")
+
+
+def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = tmp_path / "src" / "fedbilevel" / "experiments" / "runner.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("first\n")
+    monkeypatch.setattr(runner, "__file__", str(code))
+    monkeypatch.setattr(runner, "_commit", runner._commit.__wrapped__)
+    assert runner.describe_environment()["commit"] is None  # installed, or unpacked from an archive
+
+    def git(*words: str) -> str:
+        by = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        return subprocess.run(["git", *by, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init")
+    assert runner.describe_environment()["commit"] is None  # nothing is committed yet
+    git("add", ".")
+    git("commit", "-m", "one")
+    git("tag", "v1")
+    commit = git("rev-parse", "HEAD")[:12]
+    assert runner.describe_environment()["commit"] == commit
+    code.write_text("second\n")
+    assert runner.describe_environment()["commit"] == f"{commit}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runner.describe_environment()["commit"] is None  # a machine without git

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -406,10 +407,11 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions of Python and of the packages that decide numbers, devices and CPU count."""
+    """Versions of Python and of the packages that decide numbers, the commit of this code, devices and CPU count."""
     devices = jax.devices()
     return {
         "fedbilevel": __version__,
+        "commit": _commit(Path(__file__).parents[3]),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "system": platform.system(),
@@ -420,6 +422,22 @@ def describe_environment() -> dict[str, Any]:
         "device_kind": devices[0].device_kind,
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
+
+
+@cache
+def _commit(checkout: Path) -> str | None:
+    """The commit of this code, with "-dirty" where a file differs; None where the code lies in no checkout of its own.
+
+    An installed package may lie in a checkout of another project, in its virtual environment: that is not asked.
+    """
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout.strip() if said.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:
