@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fedbilevel.cli.reproduce import _listing
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import series
 from fedbilevel.experiments.runner import task_of
-from fedbilevel.reproduce import outcome, picture, protocol
+from fedbilevel.reproduce import outcome, picture, protocol, workers
 from fedbilevel.reproduce.entry import Entry, Scale, load, load_all, read
 
 ROUNDS = {"run": {"rounds": 4, "eval_every": 2}}
@@ -317,3 +318,79 @@ def test_a_run_that_is_refused_says_why_and_the_others_are_played(tmp_path: Path
     assert list(played.errors) == ["all · FedNest · seed 0"]
     assert "Neumann.step = 1000.0 is not allowed" in played.errors["all · FedNest · seed 0"]
     assert played.runs["all"]["FedBiO"][0] is not None
+
+
+def test_a_run_that_is_refused_is_remembered_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not tried again, and its failure is not taken for that of another setting."""
+
+    def made(step: float) -> Entry:
+        fednest = {"name": "fednest", "hypergradient": {"solver": {"name": "neumann", "step": step}}}
+        methods = {"SimFBO": {"algorithm": {"name": "simfbo"}}, "FedBiO": {"algorithm": fednest}}
+        return read("made-up", {**CONTENT, "tuning": None, "untuned": "-", "methods": methods})
+
+    first = protocol.play(made(1000.0), "quick", tmp_path, seeds=(0, 1))
+    assert list(first.errors) == ["all · FedBiO · seed 0", "all · FedBiO · seed 1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(series, "task_of", lambda spec: pytest.fail("a task is made"))
+        assert protocol.play(made(1000.0), "quick", tmp_path, seeds=(0, 1)).errors == first.errors
+    with pytest.raises(ConfigurationError, match=r"seed-0 holds a run of another setting \(algorithm.hypergradient"):
+        protocol.play(made(0.5), "quick", tmp_path, seeds=(0, 1))
+
+
+def test_a_folder_with_something_else_is_no_failed_run(tmp_path: Path) -> None:
+    methods = {name: {"algorithm": of["algorithm"]} for name, of in CONTENT["methods"].items()}
+    entry = read("made-up", {**CONTENT, "tuning": None, "untuned": "-", "methods": methods})
+    folder = tmp_path / "made-up/quick/runs/all/SimFBO/seed-0"
+    folder.mkdir(parents=True)
+    (folder / "something else").touch()
+    with pytest.raises(ConfigurationError, match="seed-0: that folder is not empty"):
+        protocol.play(entry, "quick", tmp_path, seeds=(0,))
+    assert [file.name for file in folder.iterdir()] == ["something else"]
+
+
+PLAYERS = {"alone": protocol.play, "workers": partial(workers.play_ahead, workers=2, begin=int, said=str)}
+
+
+@pytest.mark.parametrize("play", PLAYERS.values(), ids=list(PLAYERS))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": {"name": "simfbo", "radius": -1.0}}, "SimFBO.radius = -1.0 is not allowed"),
+        ({"grid": {"server_lr.x": [0.05, -0.1]}}, "server_lr.x = -0.1 is not allowed"),
+        ({"algorithm": {"name": "fism"}, "grid": {"lr": [0.1, 0.2]}}, "FISM solves SimpleBilevel problems"),
+        ({"task": {"noise": -1.0}}, "noise = -1.0 is not allowed"),
+        ({"run": {"cohort": 7}}, "cohort = 7 is not allowed: it must be 1 to 3"),
+    ],
+    ids=["field", "value of a grid", "problem", "task", "cohort"],
+)
+def test_a_mistake_ends_an_entry_before_anything_is_played(
+    tmp_path: Path, change: dict[str, Any], message: str, play: Any
+) -> None:
+    """It is the second method's: the first could be played."""
+    methods = {**CONTENT["methods"], "SimFBO": CONTENT["methods"]["SimFBO"] | change}
+    with pytest.raises(ConfigurationError, match=f"^all · SimFBO: .*{message}"):
+        play(read("made-up", {**CONTENT, "methods": methods}), "quick", tmp_path, seeds=(0,))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "seeds", "message"),
+    [
+        ({"quick": {"minutes": 1, "spec": {"run": {"rounds": 0}}}}, (0,), "rounds = 0 is not allowed"),
+        ({}, (0, -1), "seed = -1 is not allowed"),
+        ({"tuning": {"select": "validation_accuracy"}}, (0,), "unknown metric to select on 'validation_accuracy'"),
+    ],
+    ids=["runs alone", "a later seed", "metric"],
+)
+def test_what_only_runs_or_choices_need_is_looked_at_first(
+    tmp_path: Path, change: dict[str, Any], seeds: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"^all · FedBiO: .*{message}"):
+        protocol.play(read("made-up", {**CONTENT, **change}), "quick", tmp_path, seeds=seeds)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_names_the_method_that_is_refused(tmp_path: Path) -> None:
+    methods = {**CONTENT["methods"], "SimFBO": {**CONTENT["methods"]["SimFBO"], "run": {"cohort": 7}}}
+    with pytest.raises(ConfigurationError, match=r"^all · SimFBO: cohort = 7 is not allowed"):
+        protocol.rehearse(read("made-up", {**CONTENT, "methods": methods}), "quick", tmp_path)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -26,11 +27,11 @@ from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import Folder, load_run, path_word
-from fedbilevel.experiments.runner import build, complete
+from fedbilevel.experiments.runner import algorithm_of, build, complete
 from fedbilevel.experiments.search import specs_of
 from fedbilevel.experiments.series import TaskCache, difference, seeded
 from fedbilevel.experiments.spec import Spec, configure, read_like
-from fedbilevel.experiments.sweep import Definition, Said, sweep_specs
+from fedbilevel.experiments.sweep import Definition, Said, chosen_metric, sweep_specs
 from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale
 from fedbilevel.reproduce.ranking import ends_after
@@ -40,6 +41,7 @@ from fedbilevel.sweeps.outcome import Sweep
 SEEDS = (0, 1, 2)
 SPENT = "spent"
 FAILED = "failed.txt"
+TUNING, RUNS = "tuning", "runs"
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ def play(
     Raises:
         ConfigurationError, DataError: the entry cannot be run here, e.g. for want of data.
     """
-    require_other_seeds(entry, seeds)
     place, tasks = place_of(entry, scale, out), TaskCache()
+    require_playable(entry, scale, place, seeds, tasks)
     runs: dict[str, dict[str, list[History | None]]] = {}
     played = Played(entry, scale, seeds, runs)
     with series():
@@ -121,10 +123,68 @@ def play(
     return played
 
 
-def require_other_seeds(entry: Entry, seeds: Sequence[int]) -> None:
-    """Refuse runs with seeds that chose their steps."""
+def require_playable(entry: Entry, scale: Scale, place: Path, seeds: Sequence[int], tasks: TaskCache) -> None:
+    """Refuse what is wrong in an entry or its seeds before anything is played.
+
+    All specs of trials and runs are looked at. Methods of which nothing has been played are also made for the samples
+    of their first trial, or of their first run where nothing is chosen.
+
+    Raises:
+        ConfigurationError: something is wrong; the message names the panel and the method.
+        DataError: the samples are not there.
+    """
     if entry.tuning and (both := set(seeds) & set(entry.tuning.seeds)):
         raise ConfigurationError(f"seeds {sorted(both)} chose the steps of {entry.id}: its runs take others")
+    firsts = {}
+    for pair in pairs_of(entry, scale):
+        with _named(*pair):
+            firsts[pair] = _first_specs(entry, *pair, scale, seeds)
+    new = [pair for pair in firsts if not any(_folder(place, kind, *pair).exists() for kind in (TUNING, RUNS))]
+    watch = Stopwatch(place)
+    for pair in new:
+        with _named(*pair):
+            for spec in firsts[pair]:
+                task = build(spec, tasks(spec)).task
+            if definition := _definition(entry, *pair, scale, seeds):
+                chosen_metric(definition, spec, task)
+    if new:
+        watch.note()
+
+
+def _first_specs(entry: Entry, panel: str, method: str, scale: Scale, seeds: Sequence[int]) -> list[Spec]:
+    """The specs of the first trials, one at each point, or of the first run where nothing is chosen; those of all
+    trials and runs are made on the way."""
+    definition = _definition(entry, panel, method, scale, seeds)
+    if definition is None:
+        firsts = runs = [spec_of(entry, panel, method, scale, Chosen({}), seeds[0])]
+    else:
+        first, *_ = definition.seeds or seeds
+        found = zip(specs_of(definition), definition.points(), strict=True)
+        allowed = [(one, values) for one, values in found if isinstance(one, Spec)]  # others count as failed trials
+        firsts = [seeded(one, first) for one, _ in allowed]
+        runs = [spec_of(entry, panel, method, scale, Chosen(values), seeds[0]) for _, values in allowed]
+    for spec in [*runs, *(seeded(runs[0], seed) for seed in seeds[1:])]:
+        algorithm_of(spec)
+    return firsts
+
+
+def pairs_of(entry: Entry, scale: Scale) -> list[tuple[str, str]]:
+    """The panels that are played at a scale, each with its methods."""
+    return [(panel, method) for panel in entry.panels_at(scale) for method in entry.methods_of(panel)]
+
+
+@contextmanager
+def _named(panel: str, method: str) -> Iterator[None]:
+    """Say of which method in which panel something is refused."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{panel} · {method}: {error}") from error
+
+
+def _folder(place: Path, kind: str, panel: str, method: str) -> Path:
+    """Where the trials or the runs of a method in a panel are."""
+    return place / kind / path_word(panel) / path_word(method)
 
 
 def choose(
@@ -139,23 +199,30 @@ def choose(
 ) -> list[Chosen]:
     """The values of the swept fields with the best metric on the holdout, for the run of each seed: the same for all,
     unless the panel is `apart`."""
-    grid = entry.grid(panel, method, scale)
-    if entry.tuning is None or not grid:
-        return [Chosen({})] * len(seeds)
-    folder = place / "tuning" / path_word(panel) / path_word(method)
+    folder = _folder(place, TUNING, panel, method)
 
     def best(seeds: Sequence[int], folder: Path) -> Chosen:
-        definition = Definition(
-            spec=entry.tables(panel, method, scale, tuning=True),
-            grid={name: [toml.value(value) for value in values] for name, values in grid.items()},
-            seeds=list(seeds),
-            select=entry.selected_in(panel),
-        )
+        definition = _definition(entry, panel, method, scale, seeds)
+        if definition is None:
+            return Chosen({})
         return _best(definition, folder, Stopwatch(place), tasks, lambda line: said(f"{panel} · {method} · {line}"))
 
     if entry.panels[panel].apart:
         return [best([seed], folder / f"seed-{seed}") for seed in seeds]
-    return [best(entry.tuning.seeds, folder)] * len(seeds)
+    return [best(seeds, folder)] * len(seeds)
+
+
+def _definition(entry: Entry, panel: str, method: str, scale: Scale, seeds: Sequence[int]) -> Definition | None:
+    """The sweep over the grid of a method, for runs with these seeds; None where nothing is chosen."""
+    grid = entry.grid(panel, method, scale)
+    if entry.tuning is None or not grid:
+        return None
+    return Definition(
+        spec=entry.tables(panel, method, scale, tuning=True),
+        grid={name: [toml.value(value) for value in values] for name, values in grid.items()},
+        seeds=list(seeds) if entry.panels[panel].apart else list(entry.tuning.seeds),
+        select=entry.selected_in(panel),
+    )
 
 
 def _best(definition: Definition, folder: Path, watch: Stopwatch, tasks: TaskCache, said: Said) -> Chosen:
@@ -181,9 +248,7 @@ def _chosen(sweep: Sweep) -> Chosen:
 
 def devices_of(entry: Entry, scale: Scale) -> int:
     """The most devices that a run of the entry plays on."""
-    tables = [
-        entry.tables(panel, method, scale) for panel in entry.panels_at(scale) for method in entry.methods_of(panel)
-    ]
+    tables = [entry.tables(*pair, scale) for pair in pairs_of(entry, scale)]
     return max(int(one.get("engine", {}).get("devices", 1)) for one in tables)
 
 
@@ -199,7 +264,7 @@ def run_of(
     """The history of a run, or why it has none."""
     if chosen.values is None:
         return None, chosen.error
-    folder = place / "runs" / path_word(panel) / path_word(method) / f"seed-{seed}"
+    folder = _folder(place, RUNS, panel, method) / f"seed-{seed}"
     spec = spec_of(entry, panel, method, scale, chosen, seed)
     there = Folder(folder).spec
     if there.is_file() and (changed := difference(read_like(there, spec), spec)):
@@ -210,13 +275,14 @@ def run_of(
         return None, (folder / FAILED).read_text(encoding="utf-8")
     if Folder(folder).finished:  # no need to load its samples
         return load_run(folder).history, ""
+    if not Folder(folder).begun:
+        Folder(folder).require_free()
     watch = Stopwatch(place)
     try:
         ends = [ends_after(entry.panels[panel].budgets)] if entry.ranked else []
         complete(spec, folder, callbacks=ends, experiment=build(spec, tasks(spec)), plot=False, progress=False)
-    except ConfigurationError as error:  # such as a step too large for what this seed's clients hold
-        return None, str(error)
-    except NumericalError as error:
+    except (ConfigurationError, NumericalError) as error:  # refused: such as a step too large for this seed's samples
+        write_text(there, spec.to_toml())
         write_text(folder / FAILED, str(error))
         return None, str(error)
     finally:
@@ -240,15 +306,14 @@ def rehearse(entry: Entry, scale: Scale, out: Path, *, said: Said = lambda line:
     Raises:
         FedbilevelError: it cannot.
     """
-    for panel in entry.panels_at(scale):
-        for method in entry.methods_of(panel):
-            chosen = Chosen({name: values[0] for name, values in entry.grid(panel, method, scale).items()})
+    for panel, method in pairs_of(entry, scale):
+        chosen = Chosen({name: values[0] for name, values in entry.grid(panel, method, scale).items()})
+        once = {"rounds": 1, "exchanges": None, "bytes": None, "time": None, "eval_every": 1}
+        folder, began = _folder(place_of(entry, scale, out), "rehearsal", panel, method), time.perf_counter()
+        with _named(panel, method):
             spec = spec_of(entry, panel, method, scale, chosen, seed=0)
-            once = {"rounds": 1, "exchanges": None, "bytes": None, "time": None, "eval_every": 1}
-            folder = place_of(entry, scale, out) / "rehearsal" / path_word(panel) / path_word(method)
-            began = time.perf_counter()
             complete(spec.replace(run=once), folder, plot=False, progress=False)
-            said(f"{panel} · {method}: one round, {time.perf_counter() - began:.1f} s")
+        said(f"{panel} · {method}: one round, {time.perf_counter() - began:.1f} s")
 
 
 class Stopwatch:

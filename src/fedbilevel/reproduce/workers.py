@@ -48,13 +48,13 @@ def play_ahead(
         ConfigurationError, DataError: the entry cannot be run here, e.g. for want of data.
     """
     require_count("workers", workers)
-    protocol.require_other_seeds(entry, seeds)
+    place = protocol.place_of(entry, scale, out)
+    protocol.require_playable(entry, scale, place, seeds, TaskCache())
     context = multiprocessing.get_context("spawn")
     cores = context.SimpleQueue()
     for mine in _cores(workers):
         cores.put(mine)
-    place, ended = protocol.place_of(entry, scale, out), context.Event()
-    pairs = [(panel, method) for panel in entry.panels_at(scale) for method in entry.methods_of(panel)]
+    pairs, ended = protocol.pairs_of(entry, scale), context.Event()
     with _explained(workers), ProcessPoolExecutor(workers, context, _begin, (cores, ended, begin)) as pool:
         sweeps = {pair: pool.submit(_sweep, entry, *pair, scale, place, seeds) for pair in pairs}
         _tell(sweeps.values(), said, ended)
