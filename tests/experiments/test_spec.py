@@ -123,6 +123,18 @@ def test_schedules(table: dict, values: tuple) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (["server_lr=0.2", "server_lr.x=0.1"], {"x": 0.1, "y": 0.2, "v": 0.2}),
+        (["server_lr=0.2", "server_lr={x = 0.1}", "server_lr.v=0.3"], {"x": 0.1, "y": 0.2, "v": 0.3}),
+        (["server_lr.x=0.1", "server_lr=0.2"], {"x": 0.2, "y": 0.2, "v": 0.2}),
+    ],
+)
+def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wanted: dict) -> None:
+    assert assign(resolve({}), settings).algorithm.fields["server_lr"] == wanted
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["local_stesp=3"], ["'local_stesp'", "did you mean 'local_steps'"]),

@@ -204,9 +204,11 @@ class Field:
     def changed(self, where: str, current: Any, path: Sequence[str], value: Any) -> Any:
         """`current`, a value in the spec's form, with the entry at `path` inside it replaced by `value`.
 
-        The result is complete where it is a part, and otherwise still to be accepted.
+        The result is complete where it is a part or step sizes, and otherwise still to be accepted.
         """
         place = f"{where}.{self.name}"
+        if self.hint is XYV and not path:
+            return self.accept(where, value, current)
         if not self.parts:
             return value if not path else _with_entry(place, current, path, value)
         if not path:
