@@ -186,6 +186,24 @@ def test_a_run_that_goes_on_to_the_next_rung_is_an_unbroken_run(tmp_path) -> Non
             ["--search", "server_lr.x=0.1:1", "--grid", "algorithm.server_lr=0.2", "--trials", "2"],
             "server_lr.x is a part of algorithm.server_lr",
         ),
+        (
+            ["--set", "algorithm.server_lr.x=0.1", "--grid", "server_lr=0.01,0.1"],
+            "algorithm.server_lr.x=0.1 is set for all points, and --grid server_lr would replace it, which sets all of "
+            "algorithm.server_lr: leave one of them out, or give --grid algorithm.server_lr.x=0.1 after --grid",
+        ),
+        (
+            ["--set", "local_steps=5", "--search", "algorithm.local_steps=1:8", "--trials", "2"],
+            "local_steps=5 is set for all points, and --search algorithm.local_steps would replace it: leave one",
+        ),
+        (
+            ["--rounds", "4", "--grid", "rounds=4,8"],
+            "run.rounds=4 is set for all points, and --grid rounds would replace it: leave one of them out",
+        ),
+        (
+            ["--algorithm", "fednest", "--grid", "algorithm.name=simfbo,fednest"],
+            "algorithm=fednest is set for all points, and --grid algorithm.name would replace it",
+        ),
+        (["--grid", "task.name=quadratic"], "task=quadratic is set for all points, and --grid task.name would"),
         (["--grid", "run.seed=0,1"], "run.seed cannot be swept: no seed is better than another"),
         ([], "a sweep needs a field and its values: --grid FIELD=VALUE"),
         (["--grid", "cohort=1,2", "--select", "relativ_error"], "'relativ_error'; did you mean 'relative_error'"),
@@ -209,6 +227,21 @@ def test_wrong_input_is_a_sentence_and_nothing_is_written(arguments, message, ru
     assert code == 2
     assert message in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "grid", "values"),
+    [
+        (["server_lr=0.2"], {"server_lr.x": ["0.01"]}, {"x": 0.01, "y": 0.2, "v": 0.2}),
+        (["server_lr.x=0.1"], {"server_lr.y": ["0.01"]}, {"x": 0.1, "y": 0.01}),
+        ([], {"server_lr": ["0.01"], "server_lr.x": ["0.1"]}, {"x": 0.1, "y": 0.01, "v": 0.01}),
+        (["task.local_steps=[1, 2, 3, 4]"], {"local_steps": ["5"]}, {}),
+    ],
+)
+def test_what_is_set_beside_a_swept_field_holds_at_every_point(settings, grid, values) -> None:
+    """The third is what an error advises where a setting would be replaced."""
+    (spec,) = Definition(task="quadratic", settings=["task.clients=4", *settings], grid=grid).specs()
+    assert spec.algorithm.fields["server_lr"] | values == spec.algorithm.fields["server_lr"]
 
 
 def test_a_folder_in_use_is_refused(run, tmp_path) -> None:

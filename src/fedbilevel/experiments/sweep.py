@@ -145,9 +145,34 @@ class Definition:
         """The spec of a point, given by texts for its fields; its algorithm is known to be allowed."""
         settings = [*self.settings, *(f"{name}={text}" for name, text in values.items())]
         spec = configure(self.spec, task=self.task, algorithm=self.algorithm, data=self.data, settings=settings)
-        require_apart({name: full_path(spec, name) for name in values})
+        paths = {name: full_path(spec, name) for name in values}
+        require_apart(paths)
+        for option, path in self._set_by_hand(spec).items():
+            self._require_kept(option, path, paths)
         algorithm_of(spec)
         return spec
+
+    def _set_by_hand(self, spec: Spec) -> dict[str, str]:
+        """The full paths of what is given for every point, by how it was given."""
+        names = {"task": (self.task, "task.name"), "algorithm": (self.algorithm, "algorithm.name")}
+        names["data"] = self.data, "task.data"
+        found = {f"{name}={value}": path for name, (value, path) in names.items() if value is not None}
+        return found | {text: full_path(spec, text.partition("=")[0].strip()) for text in self.settings}
+
+    def _require_kept(self, setting: str, path: str, swept: Mapping[str, str]) -> None:
+        """Refuse swept fields, with their full paths, whose values take the place of a setting at `path`."""
+        for name, over in swept.items():
+            option = f"{'--grid' if name in self.grid else '--search'} {name}"
+            if path == over:
+                raise ConfigurationError(
+                    f"{setting} is set for all points, and {option} would replace it: leave one of them out"
+                )
+            if path.startswith(f"{over}."):
+                field, _, text = setting.partition("=")
+                raise ConfigurationError(
+                    f"{setting} is set for all points, and {option} would replace it, which sets all of {over}: leave "
+                    f"one of them out, or give --grid {field.strip()}={text.strip()} after {option}"
+                )
 
     def points(self) -> list[dict[str, Any]]:
         """Every combination of the values of the grid."""
