@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from fedbilevel import cli
+from fedbilevel.experiments.loader import apart
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +19,13 @@ def _one_cache_for_compiled_programs(pytestconfig, monkeypatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("jax")))
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("pyc")))
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # children would compile all of JAX each time
+
+
+@pytest.fixture(autouse=True)
+def _files_of_users_go_with_their_test() -> Iterator[None]:
+    """Tests have files of the same names, and a process one module of a name."""
+    with apart():
+        yield
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from fedbilevel.algorithms import ALGORITHMS, FedAvg
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import catalogue, facts, listing
 from fedbilevel.experiments.fields import complete, of_function
-from fedbilevel.experiments.loader import registry_kept
+from fedbilevel.experiments.loader import apart
 from fedbilevel.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ def test_facts_about_a_users_own_algorithm_are_read_from_its_code(tmp_path) -> N
         '    name = "mine"\n    local_steps: int = 17\n'
     )
     console = Console(width=200, file=io.StringIO(), record=True)
-    with registry_kept():
+    with apart():
         console.print(listing.algorithms_table(200, f"{tmp_path}/own.py:Mine"))
         console.print(listing.algorithm_fields_table(200, f"{tmp_path}/own.py:Mine"))
     text = console.export_text()

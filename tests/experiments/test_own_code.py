@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.loader import task_maker
+from fedbilevel.experiments.loader import apart, task_maker
 from fedbilevel.experiments.runner import task_of
 from run_folders import write_run
 
@@ -155,6 +156,66 @@ from pathlib import Path
 Path(__file__).with_name("executed").touch()
 from mine import make
 """
+
+
+@pytest.fixture
+def other(here) -> Path:
+    """Another folder, whose file of that name has a neighbour of the same name."""
+    (here / "other").mkdir()
+    (here / "other" / "mine.py").write_text(SOURCE)
+    (here / "other" / "neighbour.py").write_text("SHIFT = 9.0\n")
+    return here / "other"
+
+
+def test_a_file_is_refused_a_neighbour_of_another_folder(other, here) -> None:
+    assert experiments.configure(task="sub/mine.py:make").task.fields["shift"] == 1.5
+    before = sys.modules["neighbour"]
+    with pytest.raises(ConfigurationError) as error:
+        experiments.configure(task="other/mine.py:make")
+    assert str(error.value).replace(f"{here}/", "") == (
+        "other/mine.py imports neighbour of its folder, and this process has another neighbour already, "
+        "sub/neighbour.py: rename one of them, or use other/mine.py in another process"
+    )
+    assert sys.modules["neighbour"] is before
+
+
+def test_a_module_is_refused_a_neighbour_of_another_folder(other, here, monkeypatch) -> None:
+    experiments.configure(task="sub/mine.py:make")
+    (other / "theirs.py").write_text("from mine import make\n")
+    (other / "mine.py").write_text(SOURCE + "# changed")
+    monkeypatch.chdir(other)
+    with pytest.raises(ConfigurationError, match=r"^module 'theirs' imports mine of its folder, "):
+        experiments.configure(task="theirs:make")
+
+
+def test_a_package_is_no_copy_of_a_neighbour(other, here) -> None:
+    experiments.configure(task="sub/mine.py:make")
+    (other / "neighbour.py").unlink()
+    (other / "neighbour").mkdir()
+    (other / "neighbour" / "__init__.py").write_text("SHIFT = 1.5\n")
+    with pytest.raises(ConfigurationError, match="imports neighbour of its folder"):
+        experiments.configure(task="other/mine.py:make")
+
+
+def test_a_neighbour_that_was_not_imported_before_is_the_files_own(other, here) -> None:
+    (here / "sub" / "alone.py").write_text("from fedbilevel.tasks import quadratic as make\n")
+    experiments.configure(task="sub/alone.py:make")
+    assert experiments.configure(task="other/mine.py:make").task.fields["shift"] == 9.0
+
+
+def test_copies_of_a_neighbour_are_one(other, here) -> None:
+    (other / "neighbour.py").write_text("SHIFT = 1.5\n")
+    experiments.configure(task="sub/mine.py:make")
+    assert experiments.configure(task="other/mine.py:make").task.fields["shift"] == 1.5
+
+
+def test_apart_from_the_rest_a_file_has_its_own_neighbours(other, here) -> None:
+    first = task_maker("sub/mine.py:make")
+    with apart():
+        assert experiments.configure(task="other/mine.py:make").task.fields["shift"] == 9.0
+    assert task_maker("sub/mine.py:make").__wrapped__ is first.__wrapped__
+    assert sys.modules["neighbour"].SHIFT == 1.5
+    assert str(other) not in sys.path
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from fedbilevel.experiments.folder import (
     load_run,
     require_free,
 )
-from fedbilevel.experiments.loader import algorithm_class, own_file, registry_kept, task_maker
+from fedbilevel.experiments.loader import algorithm_class, apart, own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
 from fedbilevel.experiments.series import difference
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like
@@ -357,7 +357,7 @@ def _copied(kind: str, file: Path, copy: Path, name: str, load: Callable[[str], 
     attribute = name.rpartition(":")[2]
     shutil.copy(file, copy)
     try:
-        with registry_kept():
+        with apart():
             load(f"{copy}:{attribute}")
     except ConfigurationError as error:
         shutil.rmtree(copy.parent.parent)

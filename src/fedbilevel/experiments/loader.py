@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -99,20 +99,30 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 @contextmanager
-def registry_kept() -> Iterator[None]:
-    """Let a copy of a user's file be executed, whose algorithms may have the names of the original's.
+def apart() -> Iterator[None]:
+    """Let a copy of a user's file be executed as in another process.
 
-    Inside, `ALGORITHMS` holds the library's alone; afterwards it is what it was before.
+    Inside, `ALGORITHMS` holds the library's alone, since the copy's may have the names of the original's, and nothing
+    is found in the folders of users' files; afterwards all is what it was before.
     """
-    before = dict(ALGORITHMS)
-    for name, cls in before.items():
+    algorithms, executed, folders, path = dict(ALGORITHMS), dict(EXECUTED), list(FOLDERS), list(sys.path)
+    for name, cls in algorithms.items():
         if not cls.__module__.startswith("fedbilevel."):
             del ALGORITHMS[name]
+    hidden = _with_submodules({name for name, module in sys.modules.items() if _is_users(name, module)})
+    sys.path[:] = [entry for entry in path if entry not in folders]
+    FOLDERS.clear()
+    EXECUTED.clear()
     try:
         yield
     finally:
+        _with_submodules({name for name, module in sys.modules.items() if _is_users(name, module)})
+        sys.modules.update(hidden)
+        sys.path[:], FOLDERS[:] = path, folders
         ALGORITHMS.clear()
-        ALGORITHMS.update(before)
+        ALGORITHMS.update(algorithms)
+        EXECUTED.clear()
+        EXECUTED.update(executed)
 
 
 def _found(kind: str, name: str, known: Iterable[str], named: str, wanted: str) -> Any:
@@ -147,13 +157,19 @@ def _from_file(place: str) -> ModuleType:
     path = absolute(place)
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
-    return _executed(path, path.stat().st_mtime_ns)
-
-
-@functools.cache
-def _executed(path: Path, changed: int) -> ModuleType:
-    """The module of a file, executed once for each state of the file; it may import its neighbours."""
     _let_import(path.parent)
+    state = path, path.stat().st_mtime_ns
+    if state not in EXECUTED:
+        EXECUTED[state] = _executed(path)
+    return EXECUTED[state]
+
+
+EXECUTED: dict[tuple[Path, int], ModuleType] = {}
+"""The modules of files, each executed once for each state of its file, which is when it was changed."""
+
+
+def _executed(path: Path) -> ModuleType:
+    """The module of a file; it may import its neighbours."""
     name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -162,7 +178,8 @@ def _executed(path: Path, changed: int) -> ModuleType:
     before = sys.modules.get(name)
     sys.modules[name] = module  # where the annotations of its classes are looked up
     try:
-        spec.loader.exec_module(module)
+        with _own_neighbours(path.parent, str(path)):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if before is not None:
@@ -187,15 +204,73 @@ def _module_name(path: Path) -> str:
 
 def _by_name(name: str) -> ModuleType:
     _let_import(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except (ImportError, SyntaxError, TypeError, ValueError) as error:  # the latter two: a name like ".a" or ""
-        raise ConfigurationError(f"module {name!r} cannot be imported: {error}") from error
+    with _own_neighbours(Path.cwd(), f"module {name!r}"):
+        try:
+            return importlib.import_module(name)
+        except (ImportError, SyntaxError, TypeError, ValueError) as error:  # the latter two: a name like ".a" or ""
+            raise ConfigurationError(f"module {name!r} cannot be imported: {error}") from error
+
+
+FOLDERS: list[str] = []
+"""The folders of users' files and modules, as far as they were put on sys.path for them."""
 
 
 def _let_import(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    """Modules of that folder are found before those of other users' files, and after whatever is installed."""
+    place = str(folder)
+    if place in FOLDERS:
+        FOLDERS.remove(place)
+        sys.path[:] = [entry for entry in sys.path if entry != place]
+    elif place in sys.path:
+        return
+    first = min((sys.path.index(other) for other in FOLDERS if other in sys.path), default=len(sys.path))
+    sys.path.insert(first, place)
+    FOLDERS.append(place)
+
+
+@contextmanager
+def _own_neighbours(folder: Path, what: str) -> Iterator[None]:
+    """Refuse `what`, imported inside, if it imports a module of its folder and the process has another of that name.
+
+    A process has one module of a name: the later file would compute with the functions of the earlier one's neighbour.
+    """
+    files = {name: _file_of(module) for name, module in sys.modules.items() if _is_users(name, module)}
+    taken = {name: file for name, file in files.items() if _has_another(folder, name, file)}
+    hidden = _with_submodules(taken)
+    try:
+        yield
+        twice = [name for name in taken if name in sys.modules]
+    finally:
+        _with_submodules(taken)
+        sys.modules.update(hidden)
+    if twice:
+        raise ConfigurationError(
+            f"{what} imports {twice[0]} of its folder, and this process has another {twice[0]} already, "
+            f"{taken[twice[0]]}: rename one of them, or use {what} in another process"
+        )
+
+
+def _with_submodules(names: Collection[str]) -> dict[str, ModuleType]:
+    """Take modules, and those inside them, out of this process."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+
+
+def _file_of(module: ModuleType) -> Path:
+    """The file of a module, or the folder of a package; of what is built in, a path without a folder."""
+    known = getattr(module, "__dict__", {})  # what a module imports once it is asked for is not imported here
+    return Path(next(iter(known.get("__path__") or ()), None) or known.get("__file__") or "")
+
+
+def _is_users(name: str, module: ModuleType) -> bool:
+    return "." not in name and str(_file_of(module).parent) in FOLDERS
+
+
+def _has_another(folder: Path, name: str, file: Path) -> bool:
+    """Whether the folder has a module of that name which is not that of `file`, or a copy of it."""
+    package, own = folder / name, folder / f"{name}.py"
+    if (package / "__init__.py").is_file():
+        return package != file
+    return own.is_file() and own != file and not (file.is_file() and own.read_bytes() == file.read_bytes())
 
 
 def _is_algorithm(value: Any, module: ModuleType) -> bool:
