@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -393,3 +394,18 @@ def test_reproduce_writes_pages_when_asked(
         f"report {one}" for one in pages
     ]
     assert all(one.is_file() for one in pages)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_reproduce_draws_where_it_can(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fedbilevel.reproduce.protocol.play", lambda *arguments, **given: None)
+    monkeypatch.setattr("fedbilevel.reproduce.outcome.outcome_of", lambda played: outcome_for(load("simfbo-4")))
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["reproduce", "simfbo-4", "--out", str(tmp_path), "--quiet"]) == 0
+    folder = tmp_path / "simfbo-4" / "quick"
+    drawn = ["figure.png"] if installed else []
+    assert sorted(path.name for path in folder.iterdir()) == [*drawn, outcome.FILE]
+    assert ("nothing is drawn: pictures need matplotlib" in capsys.readouterr().err) is not installed

@@ -115,7 +115,9 @@ def _compare(options: argparse.Namespace) -> int:
     from fedbilevel.engines.curves import require_matplotlib, require_size
     from fedbilevel.experiments.compare import is_per_client
 
-    require_matplotlib()
+    of_picture = [options.panel, options.size, options.out if options.algorithms is None else None]
+    if any(one is not None for one in of_picture):  # whoever says how to draw wants the picture
+        require_matplotlib()
     for panel in options.panel or []:
         is_per_client(panel)
     if options.size is not None:
@@ -147,10 +149,12 @@ def _runs(options: argparse.Namespace) -> int:
     if unfinished:
         print(f"fedbilevel: left out, not finished: {', '.join(map(str, unfinished))}", file=sys.stderr)
     groups = load_groups(runs)
-    draw(groups, picture, options.panel, options.size)
+    drawn = plots.possible()
+    if drawn:
+        draw(groups, picture, options.panel, options.size)
     written = export.write(groups, picture, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
-    _say(terminal, {"plot": [picture], "also": written})
+    _say(terminal, {"plot": [picture] * drawn, "also": written})
     return OK
 
 
@@ -186,7 +190,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     if not options.quiet:
         for sentence in said_of_several(list(specs.values())):
             terminal.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    failed = []
+    failed, drawn = [], plots.possible()
 
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
@@ -195,10 +199,10 @@ def _algorithms(options: argparse.Namespace) -> int:
             failed.append(f"{place.relative_to(folder)}: {error}")
             print(f"fedbilevel: {failed[-1]}", file=sys.stderr)
 
-    groups = play_all(specs, folder, options.seeds, play, options.panel, options.size)
+    groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, picture=drawn)
     written = export.write(groups, folder / PICTURE, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
-    _say(terminal, {"runs": [folder], "plot": [folder / PICTURE], "also": written})
+    _say(terminal, {"runs": [folder], "plot": [folder / PICTURE] * drawn, "also": written})
     return NUMBERS_FAIL if failed else OK
 
 

@@ -13,7 +13,7 @@ from fedbilevel.core.errors import CheckpointError, NumericalError
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import showing
 from fedbilevel.engines.result import Result
-from fedbilevel.experiments import Experiment, Folder, Spec, build, load_run, resume, run, tables
+from fedbilevel.experiments import Experiment, Folder, Spec, build, load_run, plots, resume, run, tables
 from fedbilevel.experiments.runner import resumable
 from fedbilevel.experiments.tables import Watch
 from fedbilevel.tasks import Task
@@ -70,10 +70,11 @@ def _shown(
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
     current_group().advice = _CONTINUE.format(folder)
+    drawn = series is None and current_group().decide(plots.possible)
     watch = Watch(console(quiet or brief), next(iter(experiment.task.metrics)), spec)
     try:
         with showing(watch) as display:
-            play(experiment=experiment, callbacks=[watch], progress=display, plot=series is None)
+            play(experiment=experiment, callbacks=[watch], progress=display, plot=drawn)
     except KeyboardInterrupt:
         raise SystemExit(fail(INTERRUPTED, _how_to_resume(folder, series))) from None
     except NumericalError as error:
@@ -89,7 +90,8 @@ def _shown(
     summary = load_run(folder).summary
     if series is None:
         terminal.print(tables.summary_table(summary))
-        terminal.print(f"run   {folder}\nplot  {Folder(folder).plot}", highlight=False, soft_wrap=True)
+        plot = f"\nplot  {Folder(folder).plot}" if drawn else ""
+        terminal.print(f"run   {folder}{plot}", highlight=False, soft_wrap=True)
     else:
         terminal.print(tables.summary_line(folder.relative_to(series), summary), highlight=False, soft_wrap=True)
     if quiet:

@@ -61,6 +61,10 @@ def _reproduce(options: argparse.Namespace) -> int:
         return OK
     if not options.ids:
         raise ConfigurationError("which entry? fedbilevel reproduce --list names them")
+    if options.report and not options.rehearse:
+        from fedbilevel.engines.curves import require_matplotlib
+
+        require_matplotlib()
     entries = _entries(options.ids)
     code = OK
     try:
@@ -121,6 +125,7 @@ def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
     begin()
     if options.rehearse:
         return protocol.rehearse(entry, scale, options.out, said=said)
+    drawn = plots.possible()
     given: dict[str, Any] = {"seeds": options.seeds or protocol.SEEDS, "said": said}
     if options.workers != 1:
         workers.play_ahead(entry, scale, options.out, **given, workers=options.workers, begin=begin)
@@ -129,7 +134,8 @@ def _one(entry: Entry, scale: Scale, options: argparse.Namespace) -> None:
     found = outcome.outcome_of(played)
     file = outcome.file_of(entry, scale, options.out)
     outcome.keep(found, file.parent)
-    plots.save(picture.draw(entry, found), file.with_name("figure.png"))
+    if drawn:
+        plots.save(picture.draw(entry, found), file.with_name("figure.png"))
     tables = [_ranks(entry, found, terminal.width)] if entry.ranked else []
     tables += [] if entry.ranked else [_numbers(entry, found, terminal.width), _claims(found, terminal.width)]
     for table in tables:

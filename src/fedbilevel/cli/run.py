@@ -207,20 +207,21 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
     from fedbilevel.cli.progress import finish
     from fedbilevel.core.kept import series as one_series
-    from fedbilevel.engines.curves import require_matplotlib
-    from fedbilevel.experiments import tables
+    from fedbilevel.experiments import plots, tables
     from fedbilevel.experiments.compare import draw, load_groups
     from fedbilevel.experiments.folder import Folder
     from fedbilevel.experiments.series import require_series, seeded
 
-    require_matplotlib()
+    drawn = plots.possible()
     series = {folder / f"seed-{seed}": seeded(spec, seed) for seed in options.seeds}
     picture = Folder(folder).plot
     require_series(folder, series, besides=[picture.name])
     with one_series():
         runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
-    draw(load_groups(list(series)), picture)
+    if drawn:
+        draw(load_groups(list(series)), picture)
     terminal = console(options.quiet)
     terminal.print(tables.seeds_table(runs, terminal.width))
-    terminal.print(f"runs  {folder}\nplot  {picture}", markup=False, highlight=False, soft_wrap=True)
+    plot = f"\nplot  {picture}" if drawn else ""
+    terminal.print(f"runs  {folder}{plot}", markup=False, highlight=False, soft_wrap=True)
     return OK

@@ -85,10 +85,10 @@ def _sweep(options: argparse.Namespace) -> int:
     terminal = console()
     definition = _definition(options)
     prepare_jax()
-    from fedbilevel.engines.curves import require_matplotlib
+    from fedbilevel.experiments import plots
     from fedbilevel.experiments.sweep import sweep_table, write_files
 
-    require_matplotlib()
+    drawn = plots.possible()
     folder = options.resume or options.out or _new_folder(definition)
     try:
         found = _played(options, definition, folder)
@@ -96,7 +96,7 @@ def _sweep(options: argparse.Namespace) -> int:
         trials = f" --trials {options.trials}" if options.trials else ""
         again = "the same command" if options.storage else f"fedbilevel sweep --resume {folder}{trials}"
         return fail(INTERRUPTED, f"interrupted; continue with: {again}")
-    written = write_files(found, folder)
+    written = write_files(found, folder, picture=drawn)
     terminal.print(sweep_table(found, terminal.width))
     for name, path in {"runs": folder, **written}.items():
         terminal.print(f"{name:<6} {path}", markup=False, highlight=False, soft_wrap=True)

@@ -214,9 +214,14 @@ def require_panel(panel: str, curves: Sequence[Curve]) -> None:
         raise ConfigurationError(f"no panel of {panel}: it was not counted in {', '.join(lacking)}")
 
 
+def can_draw() -> bool:
+    """Whether Matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Say what to install where Matplotlib is missing, before anything was computed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_draw():
         raise ConfigurationError(f"plots need {missing('matplotlib', 'cli')}")
 
 

@@ -28,6 +28,7 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
+from fedbilevel.experiments import plots
 from fedbilevel.experiments.fields import WORDS
 from fedbilevel.experiments.folder import (
     Folder,
@@ -103,7 +104,8 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
     watch = Watch(Console(width=160, force_terminal=False), next(iter(task.metrics)), spec)
     experiment = Experiment(task, algorithm_of(spec), engine)
-    complete(spec, place.path, callbacks=[note_name, watch], experiment=experiment, progress=watch)
+    drawn = plots.possible()
+    complete(spec, place.path, callbacks=[note_name, watch], plot=drawn, experiment=experiment, progress=watch)
     print(f"run   {place.path.resolve()}", flush=True)
 
 
@@ -388,5 +390,5 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
         for line in federation.run(app, f'out="{run}" client-keys="{federation.credentials.ca.parent}"'):
             print(line, end="", flush=True)
     done = load_run(run)
-    print(f"all stopped\nplot  {done.folder.plot}")
+    print("all stopped", *([f"plot  {done.folder.plot}"] if done.folder.plot.is_file() else []), sep="\n")
     return done

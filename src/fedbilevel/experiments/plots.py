@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from fedbilevel.engines.curves import (
     OF_CLIENTS,
     Curve,
     axis_label,
+    can_draw,
     draw_history,
     draw_panel,
     new_figure,
@@ -25,6 +27,7 @@ from fedbilevel.engines.curves import (
 )
 from fedbilevel.engines.history import History
 from fedbilevel.experiments.tables import gflop
+from fedbilevel.wording import missing
 
 SUFFIXES = (".png", ".pdf", ".svg")
 FAR_APART = 20  # of losses: on one linear axis the smaller would look flat
@@ -108,6 +111,13 @@ def _draw_clients(axes: Any, panel: ClientPanel) -> None:
     axes.set_ylabel(axis_label([panel.metric]))
     without = f"\nnot measured: {', '.join(panel.without)}" if panel.without else ""
     axes.set_title(OF_CLIENTS + without, fontsize="small")
+
+
+def possible() -> bool:
+    """Whether pictures can be drawn; where not, a line on standard error says what to install."""
+    if not can_draw():
+        print(f"fedbilevel: nothing is drawn: pictures need {missing('matplotlib', 'cli')}", file=sys.stderr)
+    return can_draw()
 
 
 def require_picture(path: Path) -> None:

@@ -139,12 +139,15 @@ def play_all(
     play: Play | None = None,
     panels: Sequence[str] | None = None,
     size: tuple[float, float] | None = None,
+    picture: bool = True,
 ) -> list[RunGroup]:
-    """Bring all runs of a comparison to their ends, and draw those that got there; panels and size as `draw` has them.
+    """Bring all runs of a comparison to their ends, and draw those that got there, unless no `picture` is wanted;
+    panels and size as `draw` has them.
 
     `play` does so for one run, the default silently; a run that it leaves unfinished is left out.
     """
-    require_matplotlib()
+    if picture:
+        require_matplotlib()
     if any(map(is_per_client, panels or ())) and not any(spec.run.metrics_per_client for spec in specs.values()):
         raise ConfigurationError(f"no panel {PER_CLIENT}: none of these runs {UNMEASURED}")
     series = _series(folder, specs, seeds)
@@ -163,7 +166,8 @@ def play_all(
     write_json(folder / ORDER, order)
     done.sort(key=lambda place: order.index(place.relative_to(folder).parts[0]))
     groups = load_groups(done)
-    draw(groups, folder / PICTURE, panels, size)
+    if picture:
+        draw(groups, folder / PICTURE, panels, size)
     return groups
 
 

@@ -432,15 +432,18 @@ CHOSEN, CSV, JSON, PICTURE = "chosen.toml", "sweep.csv", "sweep.json", "sweep.pn
 DROPPED_FIRST = ("MB", "exchanges", "rounds")
 
 
-def write_files(sweep: Sweep, folder: Path) -> dict[str, Path]:
-    """Write all files, each whole or not at all; their paths. Where every point failed there is no chosen spec.
+def write_files(sweep: Sweep, folder: Path, *, picture: bool = True) -> dict[str, Path]:
+    """Write all files, each whole or not at all, the picture if it is asked for; their paths. Where every point failed
+    there is no chosen spec.
 
     Numbers that depend on this machine's speed are left out: a sweep that was interrupted leaves the same files.
     """
     write_text(folder / CSV, csv_text([_run(sweep, job) for job in sweep.last_jobs]))
     write_json(folder / JSON, as_json(sweep))
-    plots.save(sweep.plot(), folder / PICTURE)
-    written = {"table": folder / CSV, "also": folder / JSON, "plot": folder / PICTURE}
+    written = {"table": folder / CSV, "also": folder / JSON}
+    if picture:
+        plots.save(sweep.plot(), folder / PICTURE)
+        written["plot"] = folder / PICTURE
     if sweep.winner is None:
         (folder / CHOSEN).unlink(missing_ok=True)
         return written

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.experiments.folder import as_damage
 from fedbilevel.report.entries import INDEX, found_below, write_entry, write_index
 from fedbilevel.report.page import FILE
@@ -26,10 +27,12 @@ def write(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
         out: the page of runs; None: report.html in the folder, or for several in the current one.
 
     Raises:
-        ConfigurationError: there is nothing in the folders that a page can show, or it cannot be read.
+        ConfigurationError: there is nothing in the folders that a page can show, or it cannot be read; or
+            Matplotlib, which draws the curves of pages, is not installed.
     """
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise ConfigurationError(f"--out {out}: the name of a page ends in .html")
+    require_matplotlib()
     first = folders[0]
     of_entry = (first / outcome.FILE).is_file()
     below = [] if of_entry or (first / "spec.toml").is_file() else found_below(first)

@@ -1,0 +1,103 @@
+"""Commands where Matplotlib is not installed: all is done but the pictures, and a line says what to install."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedbilevel import experiments
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments import federation, load_run
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.report import write
+from run_folders import write_run
+
+INSTALL = 'matplotlib, which is not installed: in a clone of the repository, pip install ".[cli]"\n'
+SAID = f"fedbilevel: nothing is drawn: pictures need {INSTALL}"
+REFUSED = f"fedbilevel: plots need {INSTALL}"
+SMALL = ["quadratic", "--rounds", 2, "--set", "clients=2", "--set", "samples=[2, 2]"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    return tmp_path
+
+
+@pytest.fixture
+def finished(here) -> Path:
+    """The folder of a finished run."""
+    return write_run(here / "finished", experiments.configure(task="quadratic"))
+
+
+def pictures(folder: Path) -> list[Path]:
+    return [path for suffix in ("png", "pdf", "svg") for path in folder.rglob(f"*.{suffix}")]
+
+
+def test_a_run_is_played_and_continued(run, here) -> None:
+    code, shown, error = run("run", *SMALL, "--out", "one")
+    assert (code, error, "plot" in shown) == (0, SAID, False)
+    code, shown, error = run("run", "--resume", "one", "--rounds", 3)
+    assert (code, error, "plot" in shown) == (0, SAID, False)
+    assert load_run("one").summary["rounds"] == 3
+    assert pictures(here) == []
+
+
+def test_seeds_are_played_and_read_again(run, here) -> None:
+    for _ in range(2):
+        code, shown, error = run("run", *SMALL, "--seeds", "0,1", "--out", "seeds")
+        assert (code, error, "plot" in shown) == (0, SAID, False)
+        assert "mean ± sd" in shown
+    assert sorted(path.name for path in (here / "seeds").iterdir()) == ["seed-0", "seed-1"]
+
+
+def test_methods_are_compared(run, here) -> None:
+    code, shown, error = run("compare", *SMALL, "--algorithms", "simfbo,fedbio", "--out", "both", "--csv")
+    assert (code, error, "plot" in shown) == (0, SAID, False)
+    assert {path.name for path in (here / "both").iterdir()} >= {"simfbo", "fedbio", "comparison.csv"}
+    assert pictures(here) == []
+
+
+def test_runs_are_compared(run, here, finished) -> None:
+    code, shown, error = run("compare", finished)
+    assert (code, error, "plot" in shown) == (0, SAID, False)
+    assert "relative_error" in shown
+    assert pictures(here) == []
+
+
+@pytest.mark.parametrize("option", [("--out", "mine.pdf"), ("--panel", "exchanges"), ("--size", "3x3")])
+def test_a_picture_that_is_asked_for_is_refused(option, run, here, finished) -> None:
+    assert run("compare", finished, *option) == (2, "", REFUSED)
+    assert [path.name for path in here.iterdir()] == ["finished"]
+
+
+def test_fields_are_swept(run, here) -> None:
+    code, shown, error = run("sweep", *SMALL, "--grid", "server_lr.x=0.1", "--out", "swept", "--quiet")
+    assert (code, error, "plot" in shown) == (0, SAID, False)
+    assert (here / "swept" / "chosen.toml").is_file()
+    assert pictures(here) == []
+
+
+def test_a_page_is_refused(run, here, finished) -> None:
+    assert run("report", finished, "--out", "page.html") == (2, "", REFUSED)
+    assert run("reproduce", "theory-drift", "--report") == (2, "", REFUSED)
+    with pytest.raises(ConfigurationError, match="plots need matplotlib"):
+        write([finished])
+    assert [path.name for path in here.iterdir()] == ["finished"]
+
+
+def test_a_federation_is_played(here, capsys) -> None:
+    spec = experiments.configure(task="quadratic", settings=["clients=2", "samples=[8, 8]", "rounds=2"])
+    federation.serve(spec, InProcess(federation.client_app(spec), 2), {"out": "played"})
+    assert SAID in capsys.readouterr().err
+    assert load_run("played").summary["rounds"] == 2
+    assert pictures(here) == []
+
+
+def test_a_run_in_python_says_so_before_it_begins(here) -> None:
+    with pytest.raises(ConfigurationError, match="plots need matplotlib"):
+        experiments.run(experiments.configure(task="quadratic"), here / "one")
+    assert list(here.iterdir()) == []
