@@ -128,12 +128,12 @@ class DeviceRows(NamedTuple):
         def step(places: Array, tables: Any) -> Any:
             # The compiler writes in place only if nothing may still read the table after that: hence a loop of its own
             # for reading, which cannot melt into what uses the rows, and writing what depends on them.
-            read = lambda place: jax.tree.map(lambda leaf: leaf.at[place].get(mode="clip"), tables[1])  # noqa: E731
+            read = lambda place: jax.tree.map(lambda leaf: leaf.at[place].get(mode="clip", wrap_negative_indices=False), tables[1])  # noqa: E731
             before = lax.map(read, places)
             replies, after = _vectorised(one, _taken(members, places), before)
             real = places < self.size
             after = jax.tree.map(lambda a, b: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, b), after, before)
-            return jax.tree.map(lambda table, rows: table.at[places].set(rows, mode="drop"), tables, (replies, after))
+            return jax.tree.map(lambda table, rows: table.at[places].set(rows, mode="drop", wrap_negative_indices=False), tables, (replies, after))
 
         return self._blocks(chosen, step, tables)
 
@@ -170,7 +170,7 @@ class DeviceRows(NamedTuple):
 
 def _taken(tree: PyTree, places: Array) -> PyTree:
     """DeviceRows of all leaves; where there is none of that place, some row."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[places].get(mode="clip"), tree)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[places].get(mode="clip", wrap_negative_indices=False), tree)
 
 
 def _vectorised(one: Callable[[Any, Any], Any], member: Any, state: Any) -> Any:
