@@ -28,6 +28,26 @@ def inner(x, y, batch):
 
 
 STRENGTH = 1.0
+FACTOR = 1.0
+
+
+class Own(Algorithm):
+    """A method of one's own, of one exchange, whose code reads a variable of its module."""
+
+    asynchronous_phases = ("gradients",)
+
+    lr: float = positive(default=0.1)
+
+    def init(self, x, y):
+        return fb.authoring.XY(x, y)
+
+    @phase(takes=("x", "y"), gives="y")
+    def gradients(self, client, message, key):
+        x, y = message
+        return Reply(FACTOR * jax.grad(client.problem.inner, 1)(x, y, client.inner_batch(key, None)), gradients=1)
+
+    def round(self, fed, state, key):
+        return state._replace(y=state.y - self.lr * fed.mean(self.gradients, tuple(state), key))
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +77,7 @@ def wrapped():
     return fb.Bilevel(lambda *given: outer(*given), lambda *given: inner(*given))
 
 
-LATE = fb.Asynchronous(fb.FedBiO(batch_size=2), wait_for=2)
+LATE = fb.Asynchronous(Own(), wait_for=2)
 SAME = {
     "the same again": {},
     "another seed": {"key": 7},
@@ -80,18 +100,18 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_that_is(case):
-    options = SAME[case]
-    first = {"problem": wrapped()} if "code" in case else {}
-    if "late" in case:
-        first = {"algorithm": LATE, "engine": fb.Local(clock=fb.Clock(spread=0.5))}
-    if "a few" in case:
-        first = {"clients": fb.Clients(*[[*SAMPLES[:3], SAMPLES[3, :2]]] * 2)}
-    assert is_fresh(solved(**first))
-    kept = solved(**options)
+@pytest.fixture(scope="module")
+def in_turn():
+    """The runs of all cases, one after the other, after one without options and a late one; and the first again."""
     fb.Local.forget()
-    alone = solved(**options)
+    assert is_fresh(solved())
+    assert is_fresh(solved(LATE, engine=fb.Local(clock=fb.Clock(spread=0.5))))
+    return {case: solved(**options) for case, options in (SAME | OTHER).items()} | {"first": solved()}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_that_is(case, in_turn):
+    kept, alone = in_turn[case], solved(**SAME[case])
     assert [is_fresh(kept), is_fresh(alone)] == [False, True]
     for a, b in zip(jax.tree.leaves((kept.x, kept.y)), jax.tree.leaves((alone.x, alone.y)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -102,16 +122,15 @@ def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_tha
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_a_run_of_another_program_is_compiled(case):
-    assert is_fresh(solved())
-    assert is_fresh(solved(**OTHER[case]))
-    assert not is_fresh(solved())  # which is kept beside the other one
+def test_a_run_of_another_program_is_compiled(case, in_turn):
+    assert is_fresh(in_turn[case])
+    assert not is_fresh(in_turn["first"])  # which is kept beside the other ones
 
 
 def test_a_variable_of_the_module_that_changes_is_noticed(monkeypatch):
-    with_one = solved()
+    with_one = solved(Own())
     monkeypatch.setitem(globals(), "STRENGTH", 5.0)
-    with_five = solved()
+    with_five = solved(Own())
     assert is_fresh(with_five)
     assert not np.array_equal(with_one.y, with_five.y)
 
@@ -123,9 +142,9 @@ def test_a_variable_around_the_function_that_changes_is_noticed():
         return outer(x, y, batch) + strength * jnp.vdot(y, y)
 
     problem = fb.Bilevel(outer, loss)
-    with_one = solved(problem=problem)
+    with_one = solved(Own(), problem)
     strength = 5.0
-    assert [is_fresh(with_one), is_fresh(solved(problem=problem))] == [True, True]
+    assert [is_fresh(with_one), is_fresh(solved(Own(), problem))] == [True, True]
 
 
 class Held:
@@ -140,30 +159,10 @@ class Held:
 
 def test_an_attribute_or_an_array_that_changes_in_place_is_noticed():
     held = Held(np.ones(3))
-    assert is_fresh(solved(problem=fb.Bilevel(outer, held.loss)))
-    assert not is_fresh(solved(problem=fb.Bilevel(outer, held.loss)))
+    assert is_fresh(solved(Own(), fb.Bilevel(outer, held.loss)))
+    assert not is_fresh(solved(Own(), fb.Bilevel(outer, held.loss)))
     held.strength[1] = 3.0
-    assert is_fresh(solved(problem=fb.Bilevel(outer, held.loss)))
-
-
-FACTOR = 1.0
-
-
-class Own(Algorithm):
-    """A method of one's own, whose code reads a variable of its module."""
-
-    lr: float = positive(default=0.1)
-
-    def init(self, x, y):
-        return fb.authoring.XY(x, y)
-
-    @phase
-    def gradients(self, client, message, key):
-        x, y = message
-        return Reply(FACTOR * jax.grad(client.problem.inner, 1)(x, y, client.inner_batch(key, None)), gradients=1)
-
-    def round(self, fed, state, key):
-        return state._replace(y=state.y - self.lr * fed.mean(self.gradients, tuple(state), key))
+    assert is_fresh(solved(Own(), fb.Bilevel(outer, held.loss)))
 
 
 def test_what_a_method_of_ones_own_reads_is_noticed(monkeypatch):
@@ -179,9 +178,9 @@ class Settings:
 
 def test_an_attribute_of_a_class_that_changes_is_noticed(monkeypatch):
     problem = fb.Bilevel(outer, lambda x, y, batch: outer(x, y, batch) + Settings.strength * jnp.vdot(y, y))
-    assert is_fresh(solved(problem=problem))
+    assert is_fresh(solved(Own(), problem))
     monkeypatch.setattr(Settings, "strength", 2.0)
-    assert is_fresh(solved(problem=problem))
+    assert is_fresh(solved(Own(), problem))
 
 
 SLOPE = 1.0
@@ -216,14 +215,14 @@ def test_a_program_that_calls_back_is_not_kept():
         return inner(x, y, batch)
 
     problem = fb.Bilevel(outer, loss)
-    assert [is_fresh(solved(problem=problem)) for _ in range(2)] == [True, True]
+    assert [is_fresh(solved(Own(), problem)) for _ in range(2)] == [True, True]
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(10, True), (100_000, False)])
 def test_a_program_that_holds_much_data_is_not_kept(rows, kept):
     table = jnp.ones((rows, 3))
     problem = fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) + jnp.mean(table @ y))
-    first, second = solved(problem=problem), solved(problem=problem)
+    first, second = solved(Own(), problem), solved(Own(), problem)
     assert [is_fresh(first), is_fresh(second)] == [True, not kept]
 
 
@@ -253,7 +252,7 @@ def test_metrics_find_their_programs_and_their_own_constants():
     def distance(to):
         return lambda x, y: jnp.sum((y - to) ** 2)
 
-    first, second = (solved(metrics={"d": distance(np.full(3, c))}) for c in (0.0, 1.0))
+    first, second = (solved(Own(), metrics={"d": distance(np.full(3, c))}) for c in (0.0, 1.0))
     y = np.asarray(first.y, np.float64)
     np.testing.assert_allclose(first.history.rows[-1]["d"], np.sum(y**2), rtol=1e-6)
     np.testing.assert_allclose(second.history.rows[-1]["d"], np.sum((y - 1) ** 2), rtol=1e-6)
@@ -280,7 +279,7 @@ def test_metrics_of_clients_are_compiled_once_and_find_their_own_constants(engin
     def measured(shape, to):
         metric = {"d": lambda x, y, batch: jnp.mean(shape(batch @ (y - to)))}
         before = len(compilations)
-        result = solved(metrics_per_client=metric, engine=engine)
+        result = solved(Own(), metrics_per_client=metric, engine=engine)
         y, rows = np.asarray(result.y, np.float64), CLIENTS.outer.values
         want = np.mean(np.asarray(shape(jnp.asarray(rows @ (y - to)))))
         np.testing.assert_allclose(result.history.rows[-1]["d.mean"], want, rtol=1e-5)
