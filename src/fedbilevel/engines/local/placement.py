@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -128,12 +128,15 @@ class DeviceRows(NamedTuple):
         def step(places: Array, tables: Any) -> Any:
             # The compiler writes in place only if nothing may still read the table after that: hence a loop of its own
             # for reading, which cannot melt into what uses the rows, and writing what depends on them.
-            read = lambda place: jax.tree.map(lambda leaf: leaf.at[place].get(mode="clip", wrap_negative_indices=False), tables[1])  # noqa: E731
-            before = lax.map(read, places)
+            before = lax.map(partial(_taken, tables[1]), places)
             replies, after = _vectorised(one, _taken(members, places), before)
             real = places < self.size
             after = jax.tree.map(lambda a, b: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, b), after, before)
-            return jax.tree.map(lambda table, rows: table.at[places].set(rows, mode="drop", wrap_negative_indices=False), tables, (replies, after))
+            return jax.tree.map(
+                lambda table, rows: table.at[places].set(rows, mode="drop", wrap_negative_indices=False),
+                tables,
+                (replies, after),
+            )
 
         return self._blocks(chosen, step, tables)
 
