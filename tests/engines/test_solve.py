@@ -19,7 +19,15 @@ DIVERGING = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e3
 
 @pytest.fixture(scope="module")
 def task():
-    return quadratic(clients=6)
+    """Clients of as many samples, for whom what runs uncompiled, to find who failed, is of the same shapes."""
+    return quadratic(clients=6, samples=(7, 7))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_series():
+    """Losses and methods do not change here: what was traced once serves all tests."""
+    with fb.Local.series():
+        yield
 
 
 def run(task, algorithm=ALGORITHM, **options):
