@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.authoring import XY, Algorithm
 from fedbilevel.core.kept import PROGRAMS
 from fedbilevel.engines import machine
+
+
+class Still(Algorithm):
+    """A method that asks nobody and moves nothing."""
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    def round(self, fed, state, key):
+        return state
 
 
 def solved(engine, algorithm=fb.SimFBO(local_steps=1, batch_size=2)):  # noqa: B008
@@ -69,5 +80,5 @@ def test_what_compiling_freed_is_given_back_after_every_solve(has_it, monkeypatc
     """By the C library's malloc_trim(0), where it has one."""
     given_back = []
     monkeypatch.setattr(machine, "_trim", lambda: given_back.append if has_it else None)
-    solved(fb.Reference())
+    solved(fb.Reference(), Still())
     assert given_back == [0] * has_it
