@@ -19,7 +19,12 @@ DIVERGING = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e3
 
 @pytest.fixture(scope="module")
 def task():
-    """Clients of as many samples, for whom what runs uncompiled, to find who failed, is of the same shapes."""
+    return quadratic(clients=6)
+
+
+@pytest.fixture(scope="module")
+def alike():
+    """Clients of as many samples: a run that diverges is played again uncompiled, and all have the same shapes."""
     return quadratic(clients=6, samples=(7, 7))
 
 
@@ -141,11 +146,11 @@ def test_a_start_that_is_not_finite(task):
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), pytest.param(fb.Reference(), marks=pytest.mark.slow)])
-def test_divergence_names_round_and_quantity(task, engine):
+def test_divergence_names_round_and_quantity(alike, engine):
     """The clients' sums of five gradients are finite, above 1.1 in some entry; the server's step of 1.7e308 is not."""
     algorithm = fb.SimFBO(local_steps=5, batch_size=None, client_lr=1e-9, server_lr=fb.XYV(1e-3, 1.7e308, 1e-3))
     with pytest.raises(fb.errors.NonFiniteError, match=SERVER_DIVERGED):
-        run(task, algorithm, rounds=50, engine=engine)
+        run(alike, algorithm, rounds=50, engine=engine)
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
@@ -178,11 +183,11 @@ def test_a_metric_that_is_not_finite_is_not_masked(task):
         run(task, metrics={"odd": lambda x, y: jnp.log(-1.0 + 0 * jnp.sum(x))})
 
 
-def test_the_last_good_checkpoint_stays(task, tmp_path):
+def test_the_last_good_checkpoint_stays(alike, tmp_path):
     path = tmp_path / "run.npz"
     with pytest.raises(fb.errors.NonFiniteError):
-        run(task, DIVERGING, rounds=50, checkpoint=path, checkpoint_every=1)
-    again = run(task, DIVERGING, rounds=1, checkpoint=path, resume=True)
+        run(alike, DIVERGING, rounds=50, checkpoint=path, checkpoint_every=1)
+    again = run(alike, DIVERGING, rounds=1, checkpoint=path, resume=True)
     assert again.round == 1
     assert np.all(np.isfinite(again.y))
 
@@ -191,15 +196,15 @@ LATER = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e60, 1
 """y becomes some 1e60 times as long in each round: at the start of round 3 its square in the losses is infinite."""
 
 
-def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(task, tmp_path, monkeypatch):
+def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(alike, tmp_path, monkeypatch):
     from fedbilevel.engines import loop as module
 
     monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
-    path, good = tmp_path / "run.npz", run(task, LATER, rounds=3)
+    path, good = tmp_path / "run.npz", run(alike, LATER, rounds=3)
     with pytest.raises(fb.errors.NonFiniteError, match="round 3, phase local_updates, client 0"):
-        run(task, LATER, rounds=50, eval_every=2, checkpoint=path)
+        run(alike, LATER, rounds=50, eval_every=2, checkpoint=path)
     assert [row["round"] for row in files.load_meta(path)["history"]] == [0, 2]
-    again = run(task, LATER, rounds=3, checkpoint=path, resume=True)
+    again = run(alike, LATER, rounds=3, checkpoint=path, resume=True)
     assert same_bits(again.state, good.state)
     assert again.ledger == good.ledger
 
