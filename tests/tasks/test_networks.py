@@ -13,22 +13,23 @@ from fedbilevel.tasks import networks
 @pytest.mark.parametrize("shape", [(2, 5, 4, 1), (3, 8, 8, 6)])
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 1), (1, 2), (5, 3)])
 def test_convolve_is_the_convolution(shape, size, stride):
-    maps = jax.random.normal(jax.random.key(0), shape)
-    weight = jax.random.normal(jax.random.key(1), (size, size, shape[-1], 7))
+    rng = np.random.default_rng(0)
+    maps, weight = rng.normal(size=shape), rng.normal(size=(size, size, shape[-1], 7))
     edges = [(size // 2, size // 2)] * 2
     expected = lax.conv_general_dilated(
         maps, weight, (stride, stride), edges, dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    np.testing.assert_allclose(networks.convolve(maps, weight, stride), expected, rtol=1e-12, atol=1e-12)
+    found = jax.jit(networks.convolve, static_argnums=2)(maps, weight, stride)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("side", [4, 5])
 def test_max_pool_pads_odd_edges(side):
-    maps = jax.random.normal(jax.random.key(0), (2, side, side, 3))
+    maps = np.random.default_rng(0).normal(size=(2, side, side, 3))
     expected = lax.reduce_window(
         maps, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), [(0, 0), (0, side % 2), (0, side % 2), (0, 0)]
     )
-    np.testing.assert_array_equal(networks.max_pool(maps), expected)
+    np.testing.assert_array_equal(jax.jit(networks.max_pool)(maps), expected)
 
 
 def test_cross_entropy_of_known_logits():
@@ -41,8 +42,8 @@ def test_cross_entropy_of_known_logits():
 def test_short_passes_give_the_same_bits(monkeypatch):
     """Of 50 images, two passes and a half, and one."""
     network = networks.cnn((16, 16, 3), (4, 8, 16), 10)
-    x, y = network.init(jax.random.key(0))
-    images = jax.random.normal(jax.random.key(1), (50, 16, 16, 3))
+    x, y = jax.jit(network.init)(jax.random.key(0))
+    images = np.random.default_rng(1).normal(size=(50, 16, 16, 3))
 
     def logits(images):
         return networks.in_passes(lambda image: network.logits(x, y, image[None])[0], images)
@@ -62,12 +63,13 @@ def test_short_passes_give_the_same_bits(monkeypatch):
 )
 def test_shapes_and_accuracy(make, shape, hidden, pixels):
     network = make(shape, hidden, 10)
-    x, y = network.init(jax.random.key(0))
+    x, y = jax.jit(network.init)(jax.random.key(0))
     images = np.random.default_rng(0).normal(size=(6, *shape))
     prepared = network.prepare(images)
-    logits = network.logits(x, y, jnp.asarray(prepared))
+    logits = jax.jit(network.logits)(x, y, prepared)
     assert logits.shape == (6, 10)
-    np.testing.assert_array_equal(logits, network.features(x, jnp.asarray(prepared)) @ y["weight"] + y["bias"])
+    again = jax.jit(lambda x, y, given: network.features(x, given) @ y["weight"] + y["bias"])(x, y, prepared)
+    np.testing.assert_array_equal(logits, again)
     assert y["weight"].shape == (hidden[-1], 10)
     best = np.argmax(logits, axis=1)
     labels = np.where(np.arange(6) < 4, best, (best + 1) % 10)
