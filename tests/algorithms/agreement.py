@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled_losses import with_compiled_losses
 from two_phase import TwoPhase
 
 import fedbilevel as fb
@@ -84,6 +85,8 @@ def three_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     carry = first_carry(algorithm, problem, task.clients, task.x0, y0)
     cohort = len(task.clients) if algorithm.needs_everyone else COHORT
     engine = replace(engine, clock=clock)
+    if isinstance(engine, fb.Reference):
+        problem = with_compiled_losses(problem)
     run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
     costs = []
     while int(carry.round) < 3:
