@@ -7,6 +7,7 @@ as y has dimensions. Float64 (tests/conftest.py).
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_losses import with_compiled_losses
 from matrices import hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
@@ -34,8 +35,9 @@ def solved(
     task, method, rounds, *, merged, cohort=None, engine=None, problem=None, start=(X0, Y0), inner=None, **fields
 ):
     algorithm = method(merged=merged, inner=on_y(method, **(inner or {})), **{**STEPS, **fields})
-    engine = engine or fb.Reference()
     problem = problem or task.problem
+    if engine is None:
+        engine, problem = fb.Reference(), with_compiled_losses(problem)
     return fb.solve(algorithm, problem, task.clients, *start, rounds=rounds, cohort=cohort, engine=engine)
 
 
