@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_losses import with_compiled_losses
 
 import fedbilevel as fb
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
@@ -34,6 +35,12 @@ DEEP = fb.Bilevel(  # one group within x, one that reaches into y
     lambda x, y, batch: inner(x[1], y, {**batch, "input": jnp.tanh(batch["input"] @ x[0])}),
     structure=fb.Structure(x=["_ first", {"weight": "first hidden", "bias": "hidden"}], y=STRUCTURE.y),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _losses_are_traced_once():
+    with fb.Local.series():
+        yield
 
 
 def population(capacity=CAPACITY, **fields):
@@ -66,7 +73,7 @@ def solved(algorithm, *, clients=None, engine=None, problem=BILEVEL, rounds=2, c
         x = [jnp.asarray(np.random.default_rng(2).normal(size=(INPUTS, INPUTS))), x]
     return fb.solve(
         algorithm,
-        problem,
+        with_compiled_losses(problem) if isinstance(engine, fb.Reference) else problem,
         population() if clients is None else clients,
         (x, y) if single else x,
         None if single else y,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asynchronous import Early
+from compiled_losses import with_compiled_losses
 
 import fedbilevel as fb
 from fedbilevel.engines.virtual_time import QUANTILES, TICK, ClockState
@@ -23,8 +24,15 @@ TASK = quadratic(clients=6, samples=(4, 4))
 IDS = jnp.arange(1000)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _losses_are_traced_once():
+    with fb.Local.series():
+        yield
+
+
 def times(algorithm, clock, rounds=4, cohort=None, task=TASK, engine=fb.Local):
-    result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, cohort=cohort,
+    problem = with_compiled_losses(task.problem) if engine is fb.Reference else task.problem
+    result = fb.solve(algorithm, problem, task.clients, task.x0, task.y0, rounds=rounds, cohort=cohort,
                       engine=engine(clock=clock), eval_every=1)  # fmt: skip
     return result.history["time"]
 
