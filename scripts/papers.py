@@ -269,6 +269,8 @@ def _provenance(entry: Entry, one: dict[str, Any]) -> Iterator[str]:
         yield f"- Nothing is chosen: {entry.untuned}"
     made, seeds = one["environment"], ", ".join(map(str, one["seeds"]))
     software = f"jax {made['jax']}, NumPy {made['numpy']}, Python {made['python']}"
+    if commit := made.get("commit"):
+        software = f"fedbilevel {commit}, {software}"
     spent = f"{one['minutes']:.1f} minutes, {one['processor_seconds']:.0f} processor seconds"
     yield f"- Seeds {seeds}; {spent}; {software}, {made['cpus']} cores."
     yield ""

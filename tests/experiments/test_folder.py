@@ -161,6 +161,9 @@ def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch
     git("tag", "v1")
     commit = git("rev-parse", "HEAD")[:12]
     assert runner.describe_environment()["commit"] == commit
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    assert runner.describe_environment()["commit"] == commit
+    monkeypatch.delenv("GIT_DIR")
     code.write_text("second\n")
     assert runner.describe_environment()["commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))

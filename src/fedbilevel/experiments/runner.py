@@ -433,8 +433,9 @@ def _commit(checkout: Path) -> str | None:
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    here = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # a hook's name another
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, env=here)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return said.stdout.strip() if said.returncode == 0 else None
