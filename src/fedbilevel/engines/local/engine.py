@@ -459,7 +459,8 @@ class LocalRun:
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         if self.local_steps is not None:
             members = members._replace(work=work_of(keys.work, ids, self.local_steps))
-        members = members._replace(counts=members.counts * inputs.pace.ever_available(ids))
+        everyone = jnp.ones(size, jnp.result_type(float))  # where nobody is masked a constant: nothing is multiplied
+        members = members._replace(counts=everyone * inputs.pace.ever_available(ids))
         if members.work is not None and not self.asynchronous:
             order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)

@@ -143,7 +143,7 @@ def members(
         inner_start=inner_start.astype(np.int32),
         inner_size=clients.inner.size[ids].astype(np.int32),
         work=None if per_client is None else per_client[ids],
-        counts=np.ones(len(ids), jnp.result_type(float)),
+        counts=None,
         number=None if submodel_plan is None else submodel_plan.number[ids],
         rank=None if submodel_plan is None else submodel_plan.rank[ids],
     )
