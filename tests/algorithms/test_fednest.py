@@ -265,14 +265,14 @@ def test_corrected_steps_are_unbiased_over_cohorts_of_unequal_clients(method):
 def test_what_hypergradients_cost_a_client_where_no_system_is_solved(problem, counts):
     """As many products, local or global; a client that makes all by itself has both gradients of f by one pass."""
     start = (jnp.ones(2), jnp.ones(2))
-    once, local = fb.parts.LocalSGD(local_steps=1), fb.parts.LocalImplicit()
+    twice, local = fb.parts.LocalSGD(local_steps=2), fb.parts.LocalImplicit()
     for algorithm in (
-        fb.FedNestSGD(inner=once),
-        fb.FedNestSGD(inner=once, hypergradient=local),
-        fb.LFedNest(inner=once),
+        fb.FedNestSGD(inner=twice),
+        fb.FedNestSGD(inner=twice, hypergradient=local),
+        fb.LFedNest(inner=twice),
     ):
         ledger = fb.solve(algorithm, problem, fb.Clients(APART), *start, rounds=1, engine=fb.Reference()).ledger
-        inner = 3  # FedAvg's gradients on y
+        inner = 2 * 3  # FedAvg's gradients on y
         gradients = counts["gradients"] if isinstance(algorithm.hypergradient, fb.parts.Implicit) else 1
         assert ((ledger.gradients - inner) / 3, ledger.hvps / 3) == (gradients, counts["hvps"])
 

@@ -355,3 +355,20 @@ def test_no_number_of_the_table_is_cut(seeds) -> None:
                 assert holds(lines, number)
     assert "smaller is better" in str(table.title)
     assert f"{4 * len(seeds)} trials" in str(table.caption)
+
+
+def test_a_sweep_is_not_resumed_with_another_text_of_ones_own_task(tmp_path, capsys) -> None:
+    """Trials of before and after the change would stand in one table."""
+    own, folder = tmp_path / "own.py", tmp_path / "sweep"
+    text = "from fedbilevel.tasks import quadratic\ndef mine(seed: int = 0): return quadratic(clients=3, seed=seed)\n"
+    own.write_text(text)
+    arguments = [f"{own}:mine", "--rounds", "1", "--grid", "server_lr.x=0.05,0.1", "--out", folder, "--quiet"]
+    assert swept(*arguments) == 0
+    capsys.readouterr()
+    assert swept("--resume", folder, "--quiet") == 0
+    own.write_text(text.replace("clients=3", "clients=4"))
+    assert swept("--resume", folder, "--quiet") == 2
+    error = capsys.readouterr().err
+    assert "cannot resume the sweep" in error
+    assert "code was" in error
+    assert "own.py" in error

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedbilevel as fb
@@ -193,6 +194,46 @@ def test_a_sweep_is_not_resumed_with_another_metric_of_the_same_name(other, mess
     swept(**{**given, "metrics": same}, resume=True)
     with pytest.raises(ConfigurationError, match=f"cannot resume .*: {message}"):
         swept(**{**given, **other}, resume=True)
+
+
+def scheduled(lr):
+    return {"server_lr": fb.XYV(optax.constant_schedule(lr), 0.1, 0.1)}
+
+
+@pytest.mark.parametrize(
+    ("begun", "other"),
+    [
+        (scheduled(0.1), scheduled(0.2)),
+        ({"server_optimizer": optax.sgd(1.0)}, {"server_optimizer": optax.adam(1.0)}),
+        ({"local_optimizer": fb.parts.Momentum()}, {"local_optimizer": fb.parts.Plain()}),
+    ],
+    ids=["schedule", "optimizer", "part"],
+)
+def test_a_sweep_is_not_resumed_with_what_a_method_is_given_as_functions(begun, other, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fedbilevel.sweeps.sweep.play", lambda plan, run, journal: made_up(plan, lambda *_: 0.5))
+    given = {"grid": {"local_steps": [1, 2]}, "folder": tmp_path}
+    swept(algorithm=fb.SimFBO(**begun), **given)
+    swept(algorithm=fb.SimFBO(**begun), **given, resume=True)
+    with pytest.raises(ConfigurationError, match=r"cannot resume .*: algorithms was"):
+        swept(algorithm=fb.SimFBO(**other), **given, resume=True)
+
+
+def test_a_sweep_is_not_resumed_with_another_projection(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fedbilevel.sweeps.sweep.play", lambda plan, run, journal: made_up(plan, lambda *_: 0.5))
+    rows = [{"t": np.ones((2, 2))}, {"t": np.zeros((2, 2))}]
+
+    def within(radius, **more):
+        inner = lambda x, batch: ((x - batch["t"]) ** 2).sum()  # noqa: E731
+        problem = fb.SimpleBilevel(
+            lambda x: (x**2).sum(), inner, project=lambda x: jnp.clip(x, -radius, radius), strong_convexity=1.0
+        )
+        fb.sweep(fb.FISM(), problem, fb.Clients(rows), np.zeros(2), grid={"lr": [0.1, 0.2]}, select="outer_loss",
+                 rounds=2, folder=tmp_path, **more)  # fmt: skip
+
+    within(0.1)
+    within(0.1, resume=True)
+    with pytest.raises(ConfigurationError, match=r"cannot resume .*: algorithms was"):
+        within(0.3, resume=True)
 
 
 @pytest.mark.parametrize(

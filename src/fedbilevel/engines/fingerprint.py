@@ -73,20 +73,8 @@ def take(
         losses: by name, as `check_losses` has traced them. The constants in them count, rules of their own that they
             give JAX for derivatives do not.
     """
-    programs = dict(losses)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
-        if isinstance(leaf, Schedule):
-            name = jax.tree_util.keystr(path).lstrip(".")
-            programs[f"schedule {name}"] = jax.make_jaxpr(leaf.function)(0)
-    if isinstance(problem, SimpleBilevel):
-        programs["projection"] = jax.make_jaxpr(problem.project)(x)
-        if problem.subgradient is not None:
-            programs["subgradient"] = jax.make_jaxpr(problem.subgradient)(x)
-    functions = {name: of_program(program) for name, program in programs.items()}
-    parts = field_values(algorithm)
-    for name, part in parts.items():
-        if isinstance(part, optax.GradientTransformation):
-            functions[name] = short(*_made_of(part))
+    said, functions = of_method(algorithm, problem, x)
+    functions = {name: of_program(program) for name, program in losses.items()} | functions
     hashed = {
         "x0": of_tree(x),
         "y0": of_tree(y),
@@ -97,15 +85,28 @@ def take(
     }
     if isinstance(clients, Clients):
         hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
-    stated = {
-        "algorithm": algorithm.label,
-        "problem": type(problem).__name__,
-        "clients": len(clients),
-        **{name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)},
-        **hyperparameters(algorithm),
-        **stated,
-    }
+    stated = {**said, "problem": type(problem).__name__, "clients": len(clients), **stated}
     return Fingerprint(stated, hashed, functions)
+
+
+def of_method(algorithm: Algorithm, problem: Problem, x: PyTree) -> tuple[dict[str, Any], Hashes]:
+    """(its name, its parts' names and its numbers; hashes of its schedules and optimizers, and of what the problem has
+    beside its losses, by name)."""
+    programs, parts = {}, field_values(algorithm)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
+        if isinstance(leaf, Schedule):
+            name = jax.tree_util.keystr(path).lstrip(".")
+            programs[f"schedule {name}"] = jax.make_jaxpr(leaf.function)(0)
+    if isinstance(problem, SimpleBilevel):
+        programs["projection"] = jax.make_jaxpr(problem.project)(x)
+        if problem.subgradient is not None:
+            programs["subgradient"] = jax.make_jaxpr(problem.subgradient)(x)
+    functions = {name: of_program(program) for name, program in programs.items()}
+    for name, part in parts.items():
+        if isinstance(part, optax.GradientTransformation):
+            functions[name] = short(*_made_of(part))
+    kinds = {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
+    return {"algorithm": algorithm.label, **kinds, **hyperparameters(algorithm)}, functions
 
 
 def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:

@@ -28,7 +28,7 @@ from fedbilevel.experiments import plots, runner, toml
 from fedbilevel.experiments.export import csv_text, finite
 from fedbilevel.experiments.folder import Folder, as_damage
 from fedbilevel.experiments.layout import fitted
-from fedbilevel.experiments.loader import full_name, label
+from fedbilevel.experiments.loader import full_name, label, own_file
 from fedbilevel.experiments.runner import algorithm_of, build
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec, configure, full_path
@@ -53,6 +53,7 @@ from fedbilevel.sweeps.sweep import LOSSES, place_of
 from fedbilevel.tasks import Task
 
 SHARE = "0.2"  # of the training data, as a message suggests to hold out
+HASHES = ("points", "code")  # in a definition on disk, beside its fields
 Watching = tuple[Sequence[Callback], bool | Display]
 """What is called back, and what shows progress."""
 Show = Callable[[Spec, Path, Task], AbstractContextManager[Watching]]
@@ -128,7 +129,8 @@ class Definition:
         """
         require((folder / DEFINITION).is_file(), "--resume", str(folder), "given for the folder of a sweep")
         found = definition_in(folder)
-        found.pop("points", None)
+        for name in HASHES:
+            found.pop(name, None)
         with as_damage(folder / DEFINITION):
             for name, value in found.items():
                 if name not in KINDS or not KINDS[name](value):
@@ -188,11 +190,15 @@ class Definition:
         return product(self.grid)
 
     def recorded(self, points: Sequence[Spec | FedbilevelError] = ()) -> dict[str, Any]:
-        """The definition as JSON can hold it, with a fingerprint of the points' specs."""
+        """The definition as JSON can hold it, with hashes of the points' specs and of the files of a user's own task
+        and algorithms; not of what these import."""
         tables = [str(one) if isinstance(one, FedbilevelError) else one.tables() for one in points]
         content = json.dumps(tables, sort_keys=True, default=str)
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return {**found, "points": hashlib.sha256(content.encode()).hexdigest()}
+        named = [name for one in points if isinstance(one, Spec) for name in (one.task.name, one.algorithm.name)]
+        files = sorted({file for name in named if (file := own_file(name))})
+        code = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        return {**found, "points": hashlib.sha256(content.encode()).hexdigest(), **({"code": code} if code else {})}
 
 
 def parse_field(option: str, text: str) -> tuple[str, str]:

@@ -35,7 +35,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, join, split
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient, as_per_client
-from fedbilevel.engines.fingerprint import of_samples, of_tree
+from fedbilevel.engines.fingerprint import of_method, of_samples, of_tree
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import Display, showing
 from fedbilevel.engines.result import Budget, rounds_at_most, rounds_done, stop_after
@@ -135,7 +135,6 @@ def sweep(
         "grid": {name: [plain(value) for value in values] for name, values in grid.items()},
         **{"select": select, "seeds": list(seeds), name: amount, "eval_every": between, "halving": halving},
         "cohort": cohort,
-        "algorithms": [_in_words(one) for one in algorithms],
     }
 
     def run(jobs: Sequence[Job]) -> Iterable[tuple[Job, TrialOutcome]]:
@@ -176,6 +175,7 @@ def sweep(
 
     if folder is not None:
         own = as_per_client(metrics_per_client)
+        given["algorithms"] = [_of_method(one, problem, x0) for one in algorithms]
         given |= _of_problem(problem, clients, x0, y0) | _of_metrics(problem, clients, x0, y0, metrics or {}, own)
         given["engine"] = repr(engine) if is_dataclass(engine) else type(engine).__name__
         where: Any = opened(Path(folder), given, resume=resume)
@@ -196,6 +196,11 @@ def _length(**lengths: float | None) -> Budget:
         require_count(name, amount)
     require(is_number(amount) and amount > 0, name, amount, "positive and finite")
     return name, amount
+
+
+def _of_method(algorithm: Algorithm | FedbilevelError, problem: Problem, x0: PyTree) -> Any:
+    """What a sweep must have in common of each point's algorithm, with a hash of what it is given as functions."""
+    return str(algorithm) if isinstance(algorithm, FedbilevelError) else of_method(algorithm, problem, split(x0)[0])
 
 
 def _of_problem(problem: Problem, clients: Clients, x0: PyTree, y0: PyTree) -> dict[str, Any]:
@@ -267,11 +272,6 @@ def _maker(
         return found
 
     return make
-
-
-def _in_words(algorithm: Algorithm | FedbilevelError) -> Any:
-    refused = isinstance(algorithm, FedbilevelError)
-    return str(algorithm) if refused else [type(algorithm).__name__, hyperparameters(algorithm)]
 
 
 def with_values(algorithm: Algorithm, values: Mapping[str, Any]) -> Algorithm:
