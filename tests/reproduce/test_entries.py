@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_no_entry_chooses_by_test_data(entry: Entry) -> None:
         assert len({len(method.grid) > 0 for method in entry.methods.values()}) == 1
     assert entry.quick.minutes
     assert (entry.quick.minutes > 10) == (entry.runs in LONGER)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda one: one.id)
+def test_both_scales_say_how_long_they_take(entry: Entry) -> None:
+    """Where nothing but the minutes is another, the full scale takes as long as the quick one."""
+    assert entry.full.minutes
+    if replace(entry.quick, minutes=None) == replace(entry.full, minutes=None):
+        assert entry.full.minutes == entry.quick.minutes
 
 
 def test_how_long_an_entry_takes_is_said_in_words() -> None:

@@ -150,8 +150,9 @@ class Size:
 
     Args:
         tuning_of: tables of the tuning in single panels, after those of all.
-        minutes: that it takes: quick, on two cores, half of its processor time; full, on a GPU at 5·10¹² of the
-            operations that its rounds count a second. None where it is less than one.
+        minutes: that it takes: quick, on two cores, half of its processor time; full, on a GPU, derived from
+            operations, launches and starting (docs/how-to/reproduce.md), or of a processor where that is faster. None
+            where it is less than one.
         only: the panels that are played; none given: all. Claims of others stay open.
     """
 
