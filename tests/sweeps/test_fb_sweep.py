@@ -232,7 +232,7 @@ def test_a_sweep_is_not_resumed_with_another_projection(tmp_path, monkeypatch) -
 
     within(0.1)
     within(0.1, resume=True)
-    with pytest.raises(ConfigurationError, match=r"cannot resume .*: algorithms was"):
+    with pytest.raises(ConfigurationError, match=r"cannot resume .*: projection was"):
         within(0.3, resume=True)
 
 

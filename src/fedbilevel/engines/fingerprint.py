@@ -73,8 +73,8 @@ def take(
         losses: by name, as `check_losses` has traced them. The constants in them count, rules of their own that they
             give JAX for derivatives do not.
     """
-    said, functions = of_method(algorithm, problem, x)
-    functions = {name: of_program(program) for name, program in losses.items()} | functions
+    said, functions = of_method(algorithm)
+    functions = {name: of_program(program) for name, program in losses.items()} | functions | of_constraint(problem, x)
     hashed = {
         "x0": of_tree(x),
         "y0": of_tree(y),
@@ -89,24 +89,26 @@ def take(
     return Fingerprint(stated, hashed, functions)
 
 
-def of_method(algorithm: Algorithm, problem: Problem, x: PyTree) -> tuple[dict[str, Any], Hashes]:
-    """(its name, its parts' names and its numbers; hashes of its schedules and optimizers, and of what the problem has
-    beside its losses, by name)."""
-    programs, parts = {}, field_values(algorithm)
+def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
+    """(its name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
+    functions, parts = {}, field_values(algorithm)
     for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
         if isinstance(leaf, Schedule):
             name = jax.tree_util.keystr(path).lstrip(".")
-            programs[f"schedule {name}"] = jax.make_jaxpr(leaf.function)(0)
-    if isinstance(problem, SimpleBilevel):
-        programs["projection"] = jax.make_jaxpr(problem.project)(x)
-        if problem.subgradient is not None:
-            programs["subgradient"] = jax.make_jaxpr(problem.subgradient)(x)
-    functions = {name: of_program(program) for name, program in programs.items()}
+            functions[f"schedule {name}"] = of_program(jax.make_jaxpr(leaf.function)(0))
     for name, part in parts.items():
         if isinstance(part, optax.GradientTransformation):
             functions[name] = short(*_made_of(part))
     kinds = {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
     return {"algorithm": algorithm.label, **kinds, **hyperparameters(algorithm)}, functions
+
+
+def of_constraint(problem: Problem, x: PyTree) -> Hashes:
+    """Hashes of what a problem has beside its losses: a projection, a subgradient."""
+    if not isinstance(problem, SimpleBilevel):
+        return {}
+    given = {"projection": problem.project, "subgradient": problem.subgradient}
+    return {name: of_program(jax.make_jaxpr(one)(x)) for name, one in given.items() if one is not None}
 
 
 def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:

@@ -35,7 +35,7 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, join, split
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient, as_per_client
-from fedbilevel.engines.fingerprint import of_method, of_samples, of_tree
+from fedbilevel.engines.fingerprint import of_constraint, of_method, of_samples, of_tree
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import Display, showing
 from fedbilevel.engines.result import Budget, rounds_at_most, rounds_done, stop_after
@@ -131,7 +131,7 @@ def sweep(
     require(fits, "eval_every", eval_every, f"at most {first}, the rounds of the first rung")
     make = _maker(algorithm, list(grid))
     algorithms = made(points, make)
-    given = {
+    given: dict[str, Any] = {
         "grid": {name: [plain(value) for value in values] for name, values in grid.items()},
         **{"select": select, "seeds": list(seeds), name: amount, "eval_every": between, "halving": halving},
         "cohort": cohort,
@@ -175,7 +175,7 @@ def sweep(
 
     if folder is not None:
         own = as_per_client(metrics_per_client)
-        given["algorithms"] = [_of_method(one, problem, x0) for one in algorithms]
+        given["algorithms"] = [str(one) if isinstance(one, FedbilevelError) else of_method(one) for one in algorithms]
         given |= _of_problem(problem, clients, x0, y0) | _of_metrics(problem, clients, x0, y0, metrics or {}, own)
         given["engine"] = repr(engine) if is_dataclass(engine) else type(engine).__name__
         where: Any = opened(Path(folder), given, resume=resume)
@@ -198,19 +198,15 @@ def _length(**lengths: float | None) -> Budget:
     return name, amount
 
 
-def _of_method(algorithm: Algorithm | FedbilevelError, problem: Problem, x0: PyTree) -> Any:
-    """What a sweep must have in common of each point's algorithm, with a hash of what it is given as functions."""
-    return str(algorithm) if isinstance(algorithm, FedbilevelError) else of_method(algorithm, problem, split(x0)[0])
-
-
 def _of_problem(problem: Problem, clients: Clients, x0: PyTree, y0: PyTree) -> dict[str, Any]:
-    """Hashes of losses, samples, weights and start: what a sweep must have in common with the one that it resumes."""
+    """Hashes of all that a problem is, samples, weights and start, which a sweep has in common with one it resumes."""
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     losses = check_losses(problem.with_fixed(x_fixed, y_fixed), x, y, *clients.examples())
     population = clients.weights, clients.local_steps, clients.capacity, clients.outer.size, clients.inner.size
     return {
         "problem": type(problem).__name__,
         **{name: of_program(program) for name, program in losses.items()},
+        **of_constraint(problem, x),
         "start": of_tree((x, y)),
         "population": of_tree(population),
         "samples": of_samples(clients, current_group()),
