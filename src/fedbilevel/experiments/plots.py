@@ -115,9 +115,10 @@ def _draw_clients(axes: Any, panel: ClientPanel) -> None:
 
 def possible() -> bool:
     """Whether pictures can be drawn; where not, a line on standard error says what to install."""
-    if not can_draw():
-        print(f"fedbilevel: nothing is drawn: pictures need {missing('matplotlib', 'cli')}", file=sys.stderr)
-    return can_draw()
+    if can_draw():
+        return True
+    print(f"fedbilevel: nothing is drawn: pictures need {missing('matplotlib', 'cli')}", file=sys.stderr)
+    return False
 
 
 def require_picture(path: Path) -> None:
