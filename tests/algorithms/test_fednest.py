@@ -15,6 +15,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic, solution
 
+pytestmark = pytest.mark.usefixtures("one_series")
+
 AGREEMENT = {
     "FedNest, random lengths, fresh cohorts": agreement.Case(
         fb.FedNest(
@@ -54,13 +56,6 @@ NEVER_LATE = {
 
 WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
 STEPS = {"outer_lr": 0.2, "batch_size": None}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_series():
-    """Losses and methods do not change here: what was traced once serves all tests."""
-    with fb.Local.series():
-        yield
 
 
 def run(algorithm, task, rounds, **options):

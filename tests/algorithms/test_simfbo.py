@@ -21,6 +21,8 @@ from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.virtual_time import ClockState
 from fedbilevel.tasks.quadratic import quadratic, solution
 
+pytestmark = pytest.mark.usefixtures("one_series")
+
 AGREEMENT = {
     "SimFBO, mini-batches": agreement.Case(fb.SimFBO(local_steps=3, batch_size=4), slow=True),
     "SimFBO, work of each client": agreement.Case(
@@ -51,13 +53,6 @@ COEFFICIENTS = {
 
 FASTER = fb.XYV(x=0.04, y=1.0, v=1.0)
 """The server's steps decide how soon a run comes to rest, not where: with these in 1,600 rounds."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_series():
-    """Losses and methods do not change here: what was traced once serves all tests."""
-    with fb.Local.series():
-        yield
 
 
 def relative_error(x, exact):

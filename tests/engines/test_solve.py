@@ -12,6 +12,8 @@ import fedbilevel as fb
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.tasks.quadratic import quadratic
 
+pytestmark = pytest.mark.usefixtures("one_series")
+
 ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
 SERVER_DIVERGED = r"round 0, server update: \.iterate\.y is not finite; smaller steps may help, fb\.diagnose suggests"
 DIVERGING = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e300, 1e-3))
@@ -26,13 +28,6 @@ def task():
 def alike():
     """Clients of as many samples: a run that diverges is played again uncompiled, and all have the same shapes."""
     return quadratic(clients=6, samples=(7, 7))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_series():
-    """Losses and methods do not change here: what was traced once serves all tests."""
-    with fb.Local.series():
-        yield
 
 
 def run(task, algorithm=ALGORITHM, **options):

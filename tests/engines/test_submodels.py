@@ -11,6 +11,8 @@ from compiled_losses import with_compiled_losses
 import fedbilevel as fb
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
 
+pytestmark = pytest.mark.usefixtures("one_series")
+
 CLIENTS, INPUTS, HIDDEN, OUTPUTS = 7, 5, 8, 2
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
 KEPT = (CAPACITY * HIDDEN).astype(int)
@@ -35,12 +37,6 @@ DEEP = fb.Bilevel(  # one group within x, one that reaches into y
     lambda x, y, batch: inner(x[1], y, {**batch, "input": jnp.tanh(batch["input"] @ x[0])}),
     structure=fb.Structure(x=["_ first", {"weight": "first hidden", "bias": "hidden"}], y=STRUCTURE.y),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _losses_are_traced_once():
-    with fb.Local.series():
-        yield
 
 
 def population(capacity=CAPACITY, **fields):

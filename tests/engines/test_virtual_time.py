@@ -13,6 +13,8 @@ import fedbilevel as fb
 from fedbilevel.engines.virtual_time import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
 
+pytestmark = pytest.mark.usefixtures("one_series")
+
 
 class Silent(Early):
     """One that does not say that it is asynchronous."""
@@ -22,12 +24,6 @@ class Silent(Early):
 
 TASK = quadratic(clients=6, samples=(4, 4))
 IDS = jnp.arange(1000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _losses_are_traced_once():
-    with fb.Local.series():
-        yield
 
 
 def times(algorithm, clock, rounds=4, cohort=None, task=TASK, engine=fb.Local):
