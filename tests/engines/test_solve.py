@@ -98,8 +98,14 @@ def test_stop_when(task):
 def test_what_a_callback_keeps_stays_valid(task):
     """The engine reuses the carry's memory; a snapshot must not be part of it."""
     kept = []
-    run(task, eval_every=1, callbacks=[lambda result, row: kept.append(result.x)])
-    assert len({np.asarray(x).tobytes() for x in kept}) > 3
+
+    def keep(result, row):
+        kept.append((result, jax.tree.map(np.array, (result.x, result.y, result.state))))
+
+    run(task, eval_every=1, callbacks=[keep])
+    assert len({np.asarray(result.x).tobytes() for result, _ in kept}) == 8
+    for result, then in kept:
+        assert same_bits((result.x, result.y, result.state), then)
 
 
 def test_start_values_are_untouched(task):

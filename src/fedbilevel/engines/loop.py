@@ -171,14 +171,14 @@ class Loop:
             self.warned = True
 
     def result(self, run: Run, carry: Carry) -> Result:
-        """A snapshot: its arrays are copies, since the next stretch reuses the carry's memory."""
-        state = local(carry.state)
-        x = state.x if carry.local_x is None else carry.local_x
-        if self.simulated and carry.local_x is not None:
+        """A snapshot: nothing changes the arrays of a server's state, and `joined` makes new ones."""
+        state, x = jax.device_put((local(carry.state), carry.local_x))  # where they are; NumPy's, to the device
+        if carry.local_x is None:
+            x = state.x
+        elif self.simulated:
             x = joined(local(carry.clients))
             if bad := nonfinite_leaves(x):
                 raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
-        x, state = jax.device_put((x, state), may_alias=False)  # jnp.copy compiles for every shape
         x_fixed, y_fixed = self.evaluation.fixed
         return Result(
             x=join(x, x_fixed),

@@ -77,15 +77,23 @@ class Program:
     """Compiled rounds. They take and give leaves alone, so that what is kept knows no class and no function."""
 
     compiled: Any
-    state_tree: Any  # the structure of the carry
+    carry_tree: Any  # the structure of the carry
     costs: RoundCosts  # of a round, as shapes
 
     def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
-        """The next carry, the rounds done, a row of packed costs for each, and what was finite in the last one."""
-        state, done, rows, finite = self.compiled(jax.tree.leaves(carry), np.int32(count), jax.tree.leaves(inputs))
+        """The next carry, the rounds done, a row of packed costs for each, and what was finite in the last one.
+
+        All of the carry is used up but the server's state, which results hold.
+        """
+        carried, done, rows, finite = self.compiled(*taken(carry), np.int32(count), jax.tree.leaves(inputs))
         done = int(done)
         packed_rows = {kind: np.asarray(row)[:done] for kind, row in rows.items()}
-        return jax.tree.unflatten(self.state_tree, state), done, packed_rows, np.asarray(finite)
+        return jax.tree.unflatten(self.carry_tree, carried), done, packed_rows, np.asarray(finite)
+
+
+def taken(carry: Carry) -> tuple[list[Any], list[Any]]:
+    """The leaves that a program takes: the server's state, then everything else."""
+    return jax.tree.leaves(carry.state), jax.tree.leaves(carry._replace(state=None))
 
 
 @dataclass(frozen=True)
@@ -306,22 +314,26 @@ class LocalRun:
         _, costs, finite = jax.eval_shape(play, carry, inputs)
         shares = self.layout.shares
         everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and shares else None
-        into, state_tree = jax.tree.flatten(carry)
+        state_tree, rest_tree = jax.tree.structure(carry.state), jax.tree.structure(carry._replace(state=None))
         given, inputs_tree = jax.tree.flatten(inputs)
+        arguments = (*taken(carry), np.int32(1), given)
 
-        def rounds(into: list[Any], count: Array, given: list[Any]) -> tuple[list[Any], Array, dict[str, Array], Array]:
-            state, inputs = jax.tree.unflatten(state_tree, into), jax.tree.unflatten(inputs_tree, given)
-            state, done, rows, good = self.rounds(play, costs, finite, state, count, inputs)
-            return jax.tree.leaves(state), done, rows, good
+        def rounds(
+            state: list[Any], rest: list[Any], count: Array, given: list[Any]
+        ) -> tuple[list[Any], Array, dict[str, Array], Array]:
+            whole = jax.tree.unflatten(rest_tree, rest)._replace(state=jax.tree.unflatten(state_tree, state))
+            inputs = jax.tree.unflatten(inputs_tree, given)
+            whole, done, rows, good = self.rounds(play, costs, finite, whole, count, inputs)
+            return jax.tree.leaves(whole), done, rows, good
 
-        traced = jax.jit(rounds, donate_argnums=0, out_shardings=everywhere).trace(into, np.int32(1), given)
+        traced = jax.jit(rounds, donate_argnums=1, out_shardings=everywhere).trace(*arguments)
 
         def finish() -> Any:
             doing(COMPILING)
             return traced.lower().compile()
 
-        key = None if shares else program_key(traced.jaxpr, (into, given), self.mesh)
-        return Program(PROGRAMS.get(key, finish), state_tree, costs)
+        key = None if shares else program_key(traced.jaxpr, arguments, self.mesh)
+        return Program(PROGRAMS.get(key, finish), jax.tree.structure(carry), costs)
 
     def rounds(
         self,
