@@ -16,10 +16,12 @@ from fedbilevel.engines.history import History
 from fedbilevel.experiments.sweep import Definition, chosen_metric, parse_values, sweep_table
 from fedbilevel.sweeps.journal import Journal, play
 from fedbilevel.sweeps.plan import Plan, TrialOutcome, product
+from fedbilevel.tasks import networks
 
 SMALL = ["quadratic", "--set", "clients=3", "--set", "samples=[2, 2]", "--set", "dim_y=2", "--rounds", "4"]
 GRID = ["--grid", "server_lr.x=0.05,0.1", "--grid", "cohort=2,9"]
 """Of three clients nine cannot be drawn, which only the run itself can know: two points of four fail."""
+HELD_OUT = ["--set", "task.holdout=0.2", "--select", "validation_accuracy"]
 FILES = ("sweep.csv", "sweep.json", "chosen.toml")
 
 
@@ -73,6 +75,19 @@ def test_the_csv_has_a_line_for_each_trial(folder) -> None:
     assert rows[0]["server_lr.x"] == "0.05"
     assert "seconds" not in rows[0]
     assert [bool(row["error"]) for row in rows] == [False, False, True, True] * 2
+
+
+def test_seeds_trace_the_losses_of_the_librarys_networks_once(tmp_path, monkeypatch) -> None:
+    calls = []
+    real = networks.cross_entropy
+    monkeypatch.setattr(networks, "cross_entropy", lambda *given: calls.append(given) or real(*given))
+    small = ["--set", "hidden=[3]", "--set", "task.clients=2", "--set", "cohort=2", "--rounds", "2", "--quiet"]
+    often = []
+    for seeds in ("0", "0,1,2"):
+        calls.clear()
+        assert swept(*small, "--grid", "server_lr.x=0.05", "--seeds", seeds, "--out", tmp_path / seeds, *HELD_OUT) == 0
+        often.append(len(calls))
+    assert often[0] == often[1] > 0
 
 
 def test_an_interrupted_sweep_is_resumed_to_the_same_files(folder, tmp_path, monkeypatch, run) -> None:

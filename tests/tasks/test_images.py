@@ -309,3 +309,15 @@ def test_losses_hold_no_images_and_a_series_reads_a_set_once(make, monkeypatch):
         for seed in (1, 2):
             make(seed=seed)
     assert len(read) == 2
+
+
+@pytest.mark.parametrize("make", [classification, fair_classification, hyper_cleaning, hyper_representation])
+def test_in_a_series_all_seeds_have_one_problem(make):
+    """It is traced once; another network or option makes another."""
+    number = "concavity" if make is fair_classification else "ridge"
+    with fb.Local.series():
+        one = make(seed=1).problem
+        assert make(seed=2, holdout=0.1).problem is one
+        others = make(**{number: 0.25}), make(network="mlp", hidden=(5,)), make(network="cnn", hidden=(2, 2, 5))
+        assert len({id(problem) for problem in (one, *(other.problem for other in others))}) == 4
+    assert make(seed=1).problem is not one

@@ -48,6 +48,7 @@ ATTEMPTS = 3  # at a point
 ORIGINAL, ALIVE, RUNS = "original", "alive", "runs"  # what is noted about a trial, see above
 
 
+@series()
 def search_specs(
     definition: Definition,
     specs: Sequence[Spec | FedbilevelError],
@@ -96,8 +97,7 @@ def search_specs(
                     (folder / DEFINITION).unlink()  # the folder is free for a mended command
                 raise
         worker = Worker(study, swept, searched, specs, count, said)
-        with series():
-            worker.work()
+        worker.work()
         return worker.result()
 
 

@@ -132,6 +132,7 @@ def comparison_folder(specs: Mapping[str, Spec]) -> Path:
     return default_path("compare", label(first.task.name), first.data)
 
 
+@one_series()
 def play_all(
     specs: Mapping[str, Spec],
     folder: Path,
@@ -156,9 +157,8 @@ def play_all(
     missing = [place for place in series if not Folder(place).finished]
     for place in missing[: len(specs)]:
         build(series[place], tasks(series[place]))  # all fit the task, or nothing begins
-    with one_series():
-        for place in missing:
-            (play or _silently)(series[place], place, tasks(series[place]))
+    for place in missing:
+        (play or _silently)(series[place], place, tasks(series[place]))
     done = [place for place in series if Folder(place).finished]
     if not done:
         raise ConfigurationError(f"none of the runs in {folder} reached its end: there is nothing to compare")

@@ -53,7 +53,7 @@ class Watch:
             self.bar.show(self.done(result), self.whole, self.numbers(result))
             return
         self.speed.mark(self.done(result))
-        if row is not None:
+        if row is not None and not self.console.quiet:
             parts = (self.place(result), self.numbers(result), self.speed.text(self.whole))
             self.console.print("  ".join(part for part in parts if part), highlight=False, soft_wrap=True)
 

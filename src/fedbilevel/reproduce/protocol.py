@@ -101,10 +101,10 @@ def play(
         ConfigurationError, DataError: the entry cannot be run here, e.g. for want of data.
     """
     place, tasks = place_of(entry, scale, out), TaskCache()
-    require_playable(entry, scale, place, seeds, tasks)
     runs: dict[str, dict[str, list[History | None]]] = {}
     played = Played(entry, scale, seeds, runs)
     with series():
+        require_playable(entry, scale, place, seeds, tasks)
         for panel in entry.panels_at(scale):
             methods = entry.methods_of(panel)
             chosen = played.chosen[panel] = {}

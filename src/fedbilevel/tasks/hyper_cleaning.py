@@ -30,7 +30,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.images import WITH_LINEAR, load_images
+from fedbilevel.tasks.images import WITH_LINEAR, load_images, posed
 from fedbilevel.tasks.task import Task, in_turn
 
 
@@ -74,10 +74,24 @@ def hyper_cleaning(
     none = "empty with network = 'linear', of which no unit can be left out"
     require(network != "linear" or not len(capacities), "capacities", capacities, none)
     images = load_images(data, network, hidden, holdout=holdout, seed=seed, known=WITH_LINEAR)
-    model = images.model  # alone: losses, which a series keeps, hold no images
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
 
+    measured = images.accuracy()
+    return Task(
+        name="hyper_cleaning",
+        problem=posed(_problem, images.model, ridge, local),
+        clients=Clients(
+            outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
+        ),
+        x0=jnp.zeros((clients, int(samples.size.max()))),
+        y0=images.model.init(jax.random.key(seed)),
+        metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
+        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
+    )
+
+
+def _problem(model: networks.Network, ridge: float, local: Literal["x"] | None) -> Bilevel:
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"])
 
@@ -85,18 +99,7 @@ def hyper_cleaning(
         weighted = networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"], weights(x, batch))
         return weighted + ridge * optax.tree.vdot(y, y)
 
-    measured = images.accuracy()
-    return Task(
-        name="hyper_cleaning",
-        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure()), local=local),
-        clients=Clients(
-            outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
-        ),
-        x0=jnp.zeros((clients, int(samples.size.max()))),
-        y0=model.init(jax.random.key(seed)),
-        metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
-        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
-    )
+    return Bilevel(outer=outer, inner=inner, structure=Structure(y=model.whole_structure), local=local)
 
 
 def spoiled(samples: Ragged, classes: int, corruption: float, seed: int) -> Ragged:

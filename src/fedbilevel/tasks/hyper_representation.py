@@ -17,7 +17,7 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.images import load_images
+from fedbilevel.tasks.images import load_images, posed
 from fedbilevel.tasks.task import Task, in_turn
 
 
@@ -60,21 +60,14 @@ def hyper_representation(
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, holdout=holdout, seed=seed)
-    model = images.model  # alone: losses, which a series keeps, hold no images
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
-    x0, y0 = model.init(jax.random.key(seed))
+    x0, y0 = images.model.init(jax.random.key(seed))
 
     trained = {"train_accuracy": images.training_accuracy(train_samples, seed)} if train_samples is not None else {}
 
-    def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])
-
-    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
-
     return Task(
         name="hyper_representation",
-        problem=Bilevel(outer=outer, inner=inner, structure=model.structure),
+        problem=posed(_problem, images.model, ridge),
         clients=Clients(
             outer=images.rows(valid),
             inner=images.rows(train),
@@ -86,3 +79,13 @@ def hyper_representation(
         metrics={f"{images.part}_accuracy": images.accuracy(), **trained},
         metrics_per_client={"client_accuracy": images.own_accuracy},
     )
+
+
+def _problem(model: networks.Network, ridge: float) -> Bilevel:
+    def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])
+
+    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
+
+    return Bilevel(outer=outer, inner=inner, structure=model.structure)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +10,15 @@ from jax import Array
 
 from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.core.kept import recalled
+from fedbilevel.core.kept import Same, recalled
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Dataset, load, pack, partition, standardise
 from fedbilevel.data.partitions import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.networks import BACKBONES
 
+P = TypeVar("P", bound=Problem)
 NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn, **BACKBONES}
 WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
 
@@ -44,10 +46,6 @@ class LabelledImages:
     def standard(self, images: np.ndarray) -> np.ndarray:
         """Some of the images, standardised: the only copies in floating point."""
         return standardise(images, self.data.mean, self.data.std)
-
-    def whole_structure(self) -> PyTree:
-        """The structure of (body, head), for a task that has the whole network in one variable."""
-        return self.model.structure.x, self.model.structure.y
 
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
         """(body, head) -> share of the images of `part` that the network gets right."""
@@ -107,8 +105,17 @@ def load_images(
         found = held_out(found, holdout, seed)
     if ratio < 1:
         found = long_tailed(found, ratio)
-    model = known[network](found.train_images.shape[1:], tuple(hidden), found.classes)
+    shape, widths, classes = found.train_images.shape[1:], tuple(hidden), found.classes
+    model = recalled(repr((network, shape, widths, classes)), lambda: known[network](shape, widths, classes))
     return LabelledImages(found, model, "validation" if holdout else "test")
+
+
+def posed(problem: Callable[..., P], model: networks.Network, *options: Any) -> P:
+    """problem(model, *options): in a series the same object for each seed, so that its losses are traced once.
+
+    It may hold no images, which the series would keep.
+    """
+    return recalled((problem, Same(model), options, repr(options)), lambda: problem(model, *options))
 
 
 def long_tailed(data: Dataset, ratio: float) -> Dataset:

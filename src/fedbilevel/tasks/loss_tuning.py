@@ -94,7 +94,7 @@ def loss_tuning(
     none = jnp.zeros(classes)
     return Task(
         name="loss_tuning",
-        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=images.whole_structure())),
+        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=model.whole_structure)),
         clients=population,
         x0={"scale": none, "shift": none, **({"weight": none} if class_weights else {})},
         y0=model.init(jax.random.key(seed)),

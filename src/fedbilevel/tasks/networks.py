@@ -11,6 +11,7 @@ submodel needs.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from jax import Array, lax
 
 from fedbilevel.core.errors import is_count, require
 from fedbilevel.core.submodel import Structure
+from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree
 
 EVALUATION_BATCH = 500  # images per pass when measuring accuracy: bounds the memory of activations
@@ -35,6 +37,11 @@ class Network(NamedTuple):
     prepare: Callable[[np.ndarray], np.ndarray]  # images as the data set has them -> as `logits` takes them
     features: Callable[[PyTree, Array], Array] = lambda x, images: images  # (x, images) -> (n, width), under the head
     structure: Structure = Structure()  # of x and y as `init` makes them
+
+    @property
+    def whole_structure(self) -> PyTree:
+        """The structure of (body, head), for a task that has the whole network in one variable."""
+        return self.structure.x, self.structure.y
 
 
 def with_head(
@@ -161,13 +168,17 @@ def max_pool(maps: Array) -> Array:
 
 def dense(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
     """A dense layer, weights normal with variance 2/inputs (He et al. 2015), bias 0."""
-    return {"weight": jax.random.normal(key, (inputs, outputs)) * (2 / inputs) ** 0.5, "bias": jnp.zeros(outputs)}
+    return {"weight": drawn(key, (inputs, outputs)), "bias": jnp.zeros(outputs)}
 
 
 def convolution(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
     """A 3×3 convolution, weights normal with variance 2/(9·inputs), bias 0."""
-    weight = jax.random.normal(key, (3, 3, inputs, outputs)) * (2 / (9 * inputs)) ** 0.5
-    return {"weight": weight, "bias": jnp.zeros(outputs)}
+    return {"weight": drawn(key, (3, 3, inputs, outputs)), "bias": jnp.zeros(outputs)}
+
+
+def drawn(key: Array, shape: tuple[int, ...]) -> Array:
+    """Weights (..., outputs), normal with variance 2/n, n being the inputs of one output: the product of those axes."""
+    return jax.random.normal(written_out(key), shape) * (2 / math.prod(shape[:-1])) ** 0.5
 
 
 def cross_entropy(logits: Array, labels: Array, weights: Array | float = 1.0) -> Array:
@@ -344,7 +355,7 @@ def maps_of(image_shape: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
 
 def normed(key: Array, size: int, inputs: int, outputs: int) -> dict[str, Array]:
     """A convolution with its normalisation: weights normal with variance 2/(size²·inputs), gain 1, bias 0."""
-    weight = jax.random.normal(key, (size, size, inputs, outputs)) * (2 / (size * size * inputs)) ** 0.5
+    weight = drawn(key, (size, size, inputs, outputs))
     return {"weight": weight, "gain": jnp.ones(outputs), "bias": jnp.zeros(outputs)}
 
 
