@@ -66,12 +66,6 @@ def nbytes(tree: PyTree) -> int:
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def all_finite(tree: PyTree) -> Array:
-    """True (a scalar array) when no floating leaf of `tree` holds a NaN or an infinity."""
-    flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
-    return jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
-
-
 def nonfinite_leaves(tree: PyTree) -> list[str]:
     """Paths of the leaves of `tree` that hold a NaN or an infinity, e.g. ['.y.weight']."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

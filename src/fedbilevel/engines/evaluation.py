@@ -5,6 +5,7 @@ No value of a single client reaches an algorithm: one number per client is kept 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.kept import compiled
 from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
-from fedbilevel.core.tree import PyTree, all_finite, join
+from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 
@@ -49,10 +50,9 @@ class Evaluation:
         for name in self.metrics:
             if name not in self.compiled:
                 self.compiled[name] = self.compile(name, x, y)
-            value = self.compiled[name](x, y)
-            if not all_finite(value):
-                raise NonFiniteError(f"round {round}, evaluation: {name} is {float(value)}")
-            row[name] = float(value)
+            row[name] = float(self.compiled[name](x, y))
+            if not math.isfinite(row[name]):
+                raise NonFiniteError(f"round {round}, evaluation: {name} is {row[name]}")
         return row
 
     def compile(self, name: str, x: PyTree, y: PyTree) -> Callable[[PyTree, PyTree], Any]:
