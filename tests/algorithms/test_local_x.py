@@ -69,6 +69,13 @@ def test_the_same_rows_with_and_without_the_server(name):
     assert sent.ledger.bytes_up - kept.ledger.bytes_up == size * exchanges_with_x_up
 
 
+def test_the_start_is_the_callers_and_serves_again():
+    start = jnp.asarray(START)
+    first, again = (run(METHODS["SimFBO"], x0=start, rounds=2) for _ in range(2))
+    np.testing.assert_array_equal(start, START)
+    np.testing.assert_array_equal(first.x, again.x)
+
+
 @pytest.mark.slow
 def test_both_engines_agree_where_clients_are_late():
     """Each block then moves once for each answer of its client."""

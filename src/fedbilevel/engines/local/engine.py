@@ -77,23 +77,25 @@ class Program:
     """Compiled rounds. They take and give leaves alone, so that what is kept knows no class and no function."""
 
     compiled: Any
-    carry_tree: Any  # the structure of the carry
+    carry_tree: Any  # the structure of the carry, without `local_x`
     costs: RoundCosts  # of a round, as shapes
 
     def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
         """The next carry, the rounds done, a row of packed costs for each, and what was finite in the last one.
 
-        All of the carry is used up but the server's state, which results hold.
+        All of the carry is used up but what others hold: the server's state, as results do, and the x of the start.
         """
-        carried, done, rows, finite = self.compiled(*taken(carry), np.int32(count), jax.tree.leaves(inputs))
+        held, own = map(jax.tree.leaves, parted(carry))
+        carried, done, rows, finite = self.compiled(held, own, np.int32(count), jax.tree.leaves(inputs))
         done = int(done)
         packed_rows = {kind: np.asarray(row)[:done] for kind, row in rows.items()}
-        return jax.tree.unflatten(self.carry_tree, carried), done, packed_rows, np.asarray(finite)
+        new: Carry = jax.tree.unflatten(self.carry_tree, carried)
+        return new._replace(local_x=carry.local_x), done, packed_rows, np.asarray(finite)
 
 
-def taken(carry: Carry) -> tuple[list[Any], list[Any]]:
-    """The leaves that a program takes: the server's state, then everything else."""
-    return jax.tree.leaves(carry.state), jax.tree.leaves(carry._replace(state=None))
+def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
+    """What others hold of a carry, and what is the program's alone."""
+    return (carry.state, carry.local_x), carry._replace(state=None, local_x=None)
 
 
 @dataclass(frozen=True)
@@ -314,17 +316,18 @@ class LocalRun:
         _, costs, finite = jax.eval_shape(play, carry, inputs)
         shares = self.layout.shares
         everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and shares else None
-        state_tree, rest_tree = jax.tree.structure(carry.state), jax.tree.structure(carry._replace(state=None))
+        (held, held_tree), (own, own_tree) = map(jax.tree.flatten, parted(carry))
         given, inputs_tree = jax.tree.flatten(inputs)
-        arguments = (*taken(carry), np.int32(1), given)
+        arguments = held, own, np.int32(1), given
 
         def rounds(
-            state: list[Any], rest: list[Any], count: Array, given: list[Any]
+            held: list[Any], own: list[Any], count: Array, given: list[Any]
         ) -> tuple[list[Any], Array, dict[str, Array], Array]:
-            whole = jax.tree.unflatten(rest_tree, rest)._replace(state=jax.tree.unflatten(state_tree, state))
+            state, local_x = jax.tree.unflatten(held_tree, held)
+            whole = jax.tree.unflatten(own_tree, own)._replace(state=state, local_x=local_x)
             inputs = jax.tree.unflatten(inputs_tree, given)
             whole, done, rows, good = self.rounds(play, costs, finite, whole, count, inputs)
-            return jax.tree.leaves(whole), done, rows, good
+            return jax.tree.leaves(whole._replace(local_x=None)), done, rows, good
 
         traced = jax.jit(rounds, donate_argnums=1, out_shardings=everywhere).trace(*arguments)
 
@@ -333,7 +336,8 @@ class LocalRun:
             return traced.lower().compile()
 
         key = None if shares else program_key(traced.jaxpr, arguments, self.mesh)
-        return Program(PROGRAMS.get(key, finish), jax.tree.structure(carry), costs)
+        carry_tree = jax.tree.structure(carry._replace(local_x=None))
+        return Program(PROGRAMS.get(key, finish), carry_tree, costs)
 
     def rounds(
         self,
