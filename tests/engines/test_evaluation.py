@@ -46,14 +46,16 @@ def test_a_metric_sees_the_whole_model():
 @pytest.mark.parametrize(
     ("metric", "shape"),
     [
-        (lambda x, y: x, r"\[\(2,\)\]"),
-        (lambda x, y: y["w"], r"\[\(1,\)\]"),
-        (lambda x, y: (x[0], x[1]), r"\[\(\), \(\)\]"),
+        (lambda x, y: x, r"\['float64\[2\]'\]"),
+        (lambda x, y: y["w"], r"\['float64\[1\]'\]"),
+        (lambda x, y: (x[0], x[1]), r"\['float64\[\]', 'float64\[\]'\]"),
         (lambda x, y: None, r"\[\]"),
+        (lambda x, y: 1j * x[0], r"\['complex128\[\]'\]"),
+        (lambda x, y: jax.random.key(0), r"\['key<fry>\[\]'\]"),
     ],
 )
 def test_a_metric_that_is_not_one_number_is_refused(metric, shape):
-    with pytest.raises(ConfigurationError, match=rf"the value of metrics\['m'\] = {shape} .*one number"):
+    with pytest.raises(ConfigurationError, match=rf"the value of metrics\['m'\] = {shape} .*one real number"):
         evaluate(metric)
 
 

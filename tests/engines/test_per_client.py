@@ -133,7 +133,8 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
             {"m": lambda x, y, batch: batch["b"]},
             r"metrics_per_client\['m'\] fails \(KeyError: 'b'\); it was given x: .*batch",
         ),
-        ({"m": lambda x, y, batch: batch["a"]}, r"the value of metrics_per_client\['m'\] = .* one number"),
+        ({"m": lambda x, y, batch: batch["a"]}, r"the value of metrics_per_client\['m'\] = .* one real number"),
+        ({"m": lambda x, y, batch: 1j * y[0]}, r"the value of metrics_per_client\['m'\] = .*complex.* one real number"),
     ],
 )
 def test_a_metric_that_is_none_is_refused_before_anything_runs(metrics, words):

@@ -126,7 +126,7 @@ def test_start_values_are_untouched(task):
         ({"metrics": ["accuracy"]}, "metrics = "),
         ({"eval_every": 0}, "eval_every = 0"),
         ({"resume": True}, "resume = True .* together with checkpoint"),
-        ({"metrics": {"pair": lambda x, y: x}}, r"metrics\['pair'\].*one number"),
+        ({"metrics": {"pair": lambda x, y: x}}, r"metrics\['pair'\].*one real number"),
         ({"engine": fb.Local(devices=64)}, "Local.devices = 64 .* at most"),
     ],
 )

@@ -29,6 +29,7 @@ BLOCK = 256  # samples that are vectorised together
 DECILES = tuple(range(10, 100, 10))
 
 ARGUMENTS = "x, y, batch"
+ONE_NUMBER = "one real number"
 
 SampleKind = Literal["outer", "inner"]
 Measure = Callable[[PyTree, PyTree, PyTree], Any]
@@ -59,9 +60,9 @@ class Evaluation:
         metric, (x_fixed, y_fixed) = self.metrics[name], self.fixed
         with explained(f"metrics[{name!r}]", x=x, y=y):
             closed = jax.make_jaxpr(lambda x, y: metric(join(x, x_fixed), join(y, y_fixed)))(x, y)
-        shapes = [aval.shape for aval in closed.out_avals]
-        require(shapes == [()], f"the value of metrics[{name!r}]", shapes, "one number")
-
+        given = closed.out_avals
+        fits = len(given) == 1 and is_one_number(given[0])
+        require(fits, f"the value of metrics[{name!r}]", [str(value) for value in given], ONE_NUMBER)
         return _kept(closed, x, y)
 
 
@@ -114,8 +115,14 @@ def check_per_client(metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, exa
         batch = examples[get_args(SampleKind).index(metric.samples)]
         with explained(f"metrics_per_client[{name!r}]", x=x, y=y, batch=batch):
             shape = jax.eval_shape(metric.function, x, y, batch)
-        one = getattr(shape, "shape", None) == () and jnp.issubdtype(jnp.result_type(shape), jnp.number)
-        require(one, f"the value of metrics_per_client[{name!r}]", shape, "one number")
+        require(is_one_number(shape), f"the value of metrics_per_client[{name!r}]", shape, ONE_NUMBER)
+
+
+def is_one_number(value: Any) -> bool:
+    """Whether a traced value is a single real number, true and false being 1 and 0."""
+    kind = getattr(value, "dtype", None)
+    real = kind is not None and any(jnp.issubdtype(kind, one) for one in (jnp.floating, jnp.integer, jnp.bool_))
+    return real and value.shape == ()
 
 
 def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | None = None) -> Row:
