@@ -172,10 +172,9 @@ class Loop:
 
     def result(self, run: Run, carry: Carry) -> Result:
         """A snapshot: nothing changes the arrays of a server's state, and `joined` makes new ones."""
-        state, x = jax.device_put((local(carry.state), carry.local_x))  # where they are; NumPy's, to the device
-        if carry.local_x is None:
-            x = state.x
-        elif self.simulated:
+        state = jax.device_put(local(carry.state))  # arrays stay where they are; NumPy's go to the device
+        x = state.x if carry.local_x is None else carry.local_x
+        if self.simulated and carry.local_x is not None:
             x = joined(local(carry.clients))
             if bad := nonfinite_leaves(x):
                 raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
