@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
-from fedbilevel.core.kept import series
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.engines.history import History
@@ -136,12 +135,11 @@ several in one program."""
 def play(plan: Plan, run: PlayJobs, journal: Journal) -> Sweep:
     """Bring every job of a sweep to its end; those whose outcome is in the journal are not played again."""
     going = list(range(len(plan.points)))
-    with series():
-        for rung in range(len(plan.rungs)):
-            jobs = [Job(point, seed, rung) for seed in plan.seeds for point in going]
-            for job, outcome in run([job for job in jobs if job not in journal.outcomes]):
-                journal.append(job, outcome)
-            going = best(plan, going, {job: one for job, one in journal.outcomes.items() if job.rung == rung})
+    for rung in range(len(plan.rungs)):
+        jobs = [Job(point, seed, rung) for seed in plan.seeds for point in going]
+        for job, outcome in run([job for job in jobs if job not in journal.outcomes]):
+            journal.append(job, outcome)
+        going = best(plan, going, {job: one for job, one in journal.outcomes.items() if job.rung == rung})
     return Sweep(plan, journal.outcomes)
 
 

@@ -30,6 +30,7 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.hashes import of_program
 from fedbilevel.core.inputs import explained
+from fedbilevel.core.kept import series
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, join, split
@@ -182,7 +183,7 @@ def sweep(
     else:
         where = nullcontext(Journal())
     made_here = tempfile.TemporaryDirectory() if halving and folder is None else nullcontext()
-    with showing(progress) as display, where as journal, made_here as scratch:
+    with showing(progress) as display, where as journal, made_here as scratch, series():
         store = Path(folder) if folder is not None else Path(scratch) if scratch else None
         return replace(play(plan, run, journal), made=algorithms)
 
