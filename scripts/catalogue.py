@@ -44,15 +44,11 @@ def listed() -> str:
     return "\n".join(
         [
             '"""Published methods, one file per paper, under one contract: a list that `make catalogue` writes."""\n',
-            "from typing import NoReturn\n",
             *(f"from fedbilevel.algorithms.{file} import {', '.join(names)}" for file, names in found.items() if names),
-            "from fedbilevel.core.algorithm import ALGORITHMS as ALGORITHMS",
-            "from fedbilevel.core.renames import no_attribute\n",
+            "from fedbilevel.core.algorithm import ALGORITHMS as ALGORITHMS\n",
             "__all__ = [",
             *(f'    "{name}",' for name in names),
-            "]\n\n",
-            "def __getattr__(name: str) -> NoReturn:",
-            "    raise no_attribute(__name__, name)\n",
+            "]\n",
         ]
     )
 

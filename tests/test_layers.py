@@ -155,15 +155,11 @@ def test_no_circle_of_imports_in_flower() -> None:
     assert left == {}
 
 
-def test_a_name_of_before_says_what_stands_in_its_place() -> None:
+def test_a_name_of_another_public_module_is_found() -> None:
     import fedbilevel
-    from fedbilevel.core.renames import PUBLIC
 
-    assert not PUBLIC.keys() & set(fedbilevel.__all__)
-    with pytest.raises(AttributeError, match=r"'algorithm': a method is a subclass of fedbilevel.authoring.Algorithm"):
-        _ = fedbilevel.algorithm
-    with pytest.raises(AttributeError, match=r"'steps': fedbilevel.authoring.step_sizes"):
-        _ = fedbilevel.steps
+    with pytest.raises(AttributeError, match=r"no attribute 'SVRG': fedbilevel.parts.SVRG"):
+        _ = fedbilevel.SVRG
 
 
 def test_a_user_is_shown_no_more_than_twenty_nine_names_beside_the_methods() -> None:

@@ -4,8 +4,6 @@ A method is a subclass of `Algorithm`, its fields are made by `static`, `positiv
 marked with `phase`: see docs/how-to/own-method.md. To run published methods, `fedbilevel` alone is enough.
 """
 
-from typing import TYPE_CHECKING
-
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimizer, Plain, descend
@@ -13,7 +11,6 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
 from fedbilevel.core.fed import Fed, Public, Reply, Withheld
-from fedbilevel.core.renames import PUBLIC
 from fedbilevel.core.tree import XY, XYV
 from fedbilevel.diagnostics.check import HypergradientReport
 from fedbilevel.diagnostics.diagnose import Diagnosis
@@ -56,10 +53,3 @@ __all__ = [
     "static",
     "step_sizes",
 ]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """Refuse a name of an earlier version; an ImportError says so in `from fedbilevel.authoring import …`, too."""
-        said = f"cannot import name {name!r} from {__name__!r}: it is now {PUBLIC.get(name)}"
-        raise ImportError(said) if name in PUBLIC else AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -331,7 +331,6 @@ def test_the_gradient_of_h_is_that_of_a_plain_h():
         ({"max_staleness": -1}, "ADBO.max_staleness = -1 is not allowed: it must be a positive integer or None"),
         ({"max_staleness": 2.5}, "ADBO.max_staleness = 2.5"),
         ({"estimate": 3}, "ADBO.estimate = 3 is not allowed: it must be LinearizedADMM(…)"),
-        ({"planes": 3}, "unknown field of ADBO 'planes': it is now a field of the part lagrangian"),
         ({"iteration": 3}, "unknown field of ADBO 'iteration'; did you mean 'iterations'?"),
     ],
 )

@@ -132,13 +132,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
         (lambda: fb.Asynchronous(fb.SimFBO(), wait_for=2, max_staleness=0), "max_staleness = 0"),
         (lambda: fb.Asynchronous(fb.SimFBO(), wait_for=2, delay_penalty=-1.0), "delay_penalty = -1.0 is not allowed"),
         (lambda: fb.Asynchronous(fb.SimFBO(), wait_for=2, delay_penalty=float("nan")), "delay_penalty = nan"),
-        (lambda: fb.SimFBO(own_x=True), "it is now local of the problem, Bilevel(outer, inner, local='x')"),
         (lambda: fb.Asynchronous(fb.SimFBO(), waitfor=2), "did you mean 'wait_for'"),
-        (
-            lambda: fb.ShroFBO(coefficients=fb.parts.Plain()),
-            "field of ShroFBO 'coefficients': it is now local_optimizer",
-        ),
-        (lambda: fb.SimFBO(first=2), "field of SimFBO 'first': it is now wait_for, of the wrapper Asynchronous"),
     ],
 )
 def test_what_cannot_be(make, words):

@@ -3,7 +3,6 @@
 The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (tests/conftest.py).
 """
 
-import re
 from typing import NamedTuple
 
 import agreement
@@ -417,17 +416,3 @@ def test_the_servers_step_on_y_multiplies_the_mean_change(method, inner):
     halved, whole = solved(lr=0.05, server_lr=2.0), solved(lr=0.1)
     np.testing.assert_allclose(halved.y, whole.y, rtol=1e-12)
     np.testing.assert_allclose(halved.x, whole.x, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("make", "today"),
-    [
-        (lambda: fb.FedNest(inner_lr=0.1), "it is now lr, a field of the part inner"),
-        (lambda: fb.AFBO(client_lr=0.1), "it is now a field of the part inner = MeanGradient"),
-        (lambda: fb.RAFBO(perturbation=0.1), "it is now a field of the part hypergradient (RAFBO)"),
-        (lambda: fb.LFedNest(neumann_terms=3), "it is now terms, a field of the part hypergradient.solver"),
-    ],
-)
-def test_fields_that_parts_have_now_are_refused_with_their_place(make, today):
-    with pytest.raises(fb.errors.ConfigurationError, match=re.escape(today)):
-        make()

@@ -55,33 +55,6 @@ def saved(tmp_path):
     return path
 
 
-class Before(NamedTuple):
-    """Attributes of the state of a run by names of earlier versions."""
-
-    own_x: object
-    answers: object
-
-
-class Now(NamedTuple):
-    local_x: object
-    replies: object
-
-
-class OfAUser(NamedTuple):
-    replies: object
-    answers: object
-
-
-def test_names_of_earlier_versions_are_read(tmp_path):
-    """And attributes of a user's own state that have these names keep them."""
-    path = tmp_path / "old.npz"
-    checkpoint.save(path, {"run": Before(jnp.ones(2), {"walk": jnp.zeros(3)}), "own": OfAUser(1.0, 2.0)}, {})
-    now = {"run": Now(jnp.zeros(2), {"walk": jnp.ones(3)}), "own": OfAUser(jnp.zeros(()), jnp.zeros(()))}
-    got, _ = checkpoint.load(path, jax.tree.map(jnp.asarray, now))
-    assert (got["run"].local_x.tolist(), got["run"].replies["walk"].tolist()) == ([1.0, 1.0], [0.0, 0.0, 0.0])
-    assert (float(got["own"].replies), float(got["own"].answers)) == (1.0, 2.0)
-
-
 def test_what_was_saved_comes_back_bit_for_bit(saved):
     got, meta = checkpoint.load(saved, tree(seed=1))
     same(got, tree())

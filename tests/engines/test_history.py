@@ -43,9 +43,3 @@ def test_two_histories_share_no_rows():
     one, other = History(), History()
     one.rows.append({"round": 0})
     assert len(other) == 0
-
-
-def test_columns_of_an_earlier_version_are_read_under_the_names_of_today():
-    assert History.of([{"round": 0, "products": 7}]).rows == [{"round": 0, "hvps": 7}]
-    row = {"round": 0, "hvps": 7, "products": 0.5}  # a metric of the user's own
-    assert History.of([row]).rows == [row]

@@ -156,9 +156,3 @@ def test_books_merge_by_kind_of_exchange_and_metric():
 def test_a_ledger_that_is_none_is_refused_with_what_was_found(fields, words):
     with pytest.raises(ValueError, match=words):
         Ledger.of(fields)
-
-
-def test_a_ledger_of_an_earlier_version_is_read_under_the_names_of_today():
-    assert Ledger.of({"rounds": 2, "products": 7}) == Ledger(rounds=2, hvps=7)
-    with pytest.raises(ValueError, match="'products' is no total of a ledger"):
-        Ledger.of({"products": 7, "hvps": 7})

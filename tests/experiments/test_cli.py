@@ -154,10 +154,6 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
         (["quadratic", "--data", "mnist"], "unknown field of task 'data'"),
         (["hyper_cleaning", "--data", "covtype"], '"covtype" is a table, not an image set: it is for the task regular'),
         (
-            ["--algorithm", "fednest", "--set", "first=3"],
-            "unknown field 'first': it is now wait_for, of the wrapper Asynchronous",
-        ),
-        (
             ["--algorithm", "fedbio", "--set", "algorithm.wait_for=3"],
             "unknown field of algorithm 'wait_for', a field of adbo",
         ),
@@ -166,8 +162,6 @@ def test_arguments_are_read_without_jax(arguments: list[str]) -> None:
             "unknown field 'momentum', a field of bi-fista (allowed: simfbo: batch_size, client_lr, ",
         ),
         (["quadratic", "--set", "radus=3"], "unknown field 'radus'; did you mean 'radius'? (allowed: simfbo: "),
-        (["quadratic", "--set", "coefficients=momentum"], "unknown field 'coefficients': it is now local_optimizer"),
-        (["quadratic", "--set", "own_x=true"], "unknown field 'own_x': it is now local of the problem"),
         (["hyper_cleaning", "--set", "local=z"], "task.local = 'z' is not allowed"),
         (["quadratic", "--set", "local_stesp=3"], "did you mean 'local_steps'"),
         (["quadratic", "--set", "server_lr.x=0"], "algorithm.server_lr.x = 0 is not allowed"),

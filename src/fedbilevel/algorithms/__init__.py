@@ -1,7 +1,5 @@
 """Published methods, one file per paper, under one contract: a list that `make catalogue` writes."""
 
-from typing import NoReturn
-
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.aggitd import AggITD
@@ -15,7 +13,6 @@ from fedbilevel.algorithms.regularized_gradient import IRG, BiFISTA
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
 from fedbilevel.algorithms.single_level import FedAvg, FedLin
 from fedbilevel.core.algorithm import ALGORITHMS as ALGORITHMS
-from fedbilevel.core.renames import no_attribute
 
 __all__ = [
     "ADBO",
@@ -40,7 +37,3 @@ __all__ = [
     "ShroFBO",
     "SimFBO",
 ]
-
-
-def __getattr__(name: str) -> NoReturn:
-    raise no_attribute(__name__, name)

@@ -54,12 +54,10 @@ from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.renames import NESTED_STATE, renamed
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 
 
-@renamed(NESTED_STATE)
 class State(NamedTuple):
     """The server's state."""
 

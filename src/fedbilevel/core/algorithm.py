@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache, partial
-from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_type_hints, overload
 
 from jax import Array
@@ -28,7 +27,6 @@ from fedbilevel.core.config import (
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.problem import Bilevel, Problem
-from fedbilevel.core.renames import HOOKS
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import PyTree
 
@@ -171,8 +169,6 @@ class Algorithm(Part):
     """Whether clients of limited capacity may train submodels: every phase then says what it takes and gives."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        for name in HOOKS.keys() & vars(cls).keys() - get_annotations(cls).keys():
-            raise ConfigurationError(f"{cls.__name__}.{name}: it is now {HOOKS[name]}")
         super().__init_subclass__(**options)
         if "name" in vars(cls):
             _register(cls)

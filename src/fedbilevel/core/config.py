@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.errors import ConfigurationError, is_count, refuse_together, require, require_count, unknown_field
+from fedbilevel.core.errors import ConfigurationError, is_count, refuse_together, require, require_count, unknown
 from fedbilevel.core.tree import XYV
 
 SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
@@ -42,22 +42,7 @@ class Schedule:
     function: Callable[[Any], Any]
 
 
-def _by_name(make: F) -> F:
-    """Refuse a default that is given without its name, as in earlier versions: type checkers would take it for none."""
-
-    @functools.wraps(make)
-    def made(*given: Any, **fields: Any) -> Any:
-        if given:
-            said = ", ".join(map(repr, given))
-            one = f"default={given[0]!r}" if len(given) == 1 else "default=XYV(x=…, y=…, v=…)"
-            raise ConfigurationError(f"{make.__name__}({said}): write {make.__name__}({one})")
-        return make(**fields)
-
-    return cast(F, made)
-
-
-@_by_name
-def static(default: Any = dataclasses.MISSING) -> Any:
+def static(*, default: Any = dataclasses.MISSING) -> Any:
     """A field that shapes the compiled program (a count, a flag, a choice); without a default it has to be given. Where
     that is a flag or an optimizer, nothing else is allowed."""
     check = functools.partial(_check_kind, default)
@@ -69,8 +54,7 @@ def wrapped(kw_only: bool) -> Any:
     return dataclasses.field(kw_only=kw_only)
 
 
-@_by_name
-def positive_integer(default: Any = dataclasses.MISSING, optional: bool = False) -> Any:
+def positive_integer(*, default: Any = dataclasses.MISSING, optional: bool = False) -> Any:
     """A static field that must be a positive integer, or, if `optional`, None; without a default it has to be given."""
 
     def prepare(name: str, value: Any) -> Any:
@@ -80,26 +64,22 @@ def positive_integer(default: Any = dataclasses.MISSING, optional: bool = False)
     return dataclasses.field(default=default, metadata={"static": True, "prepare": prepare})
 
 
-@_by_name
-def counts(default: int) -> Any:
+def counts(*, default: int) -> Any:
     """A static field that must be a positive integer, or several of them, one for each client; kept as a tuple then."""
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
-@_by_name
-def step_sizes(default: XYV) -> Any:
+def step_sizes(*, default: XYV) -> Any:
     """A field of three step sizes; a single number or schedule given for it serves all three."""
     return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes})
 
 
-@_by_name
-def positive(default: float) -> Any:
+def positive(*, default: float) -> Any:
     """A field that must be a positive number or a schedule; infinity is allowed."""
     return dataclasses.field(default=default, metadata={"prepare": _prepare_number})
 
 
-@_by_name
-def fraction(default: float) -> Any:
+def fraction(*, default: float) -> Any:
     """A field that must be a number strictly between 0 and 1, or a schedule."""
 
     def prepare(name: str, value: Any) -> Any:
@@ -217,9 +197,7 @@ def _explain_misspelt(cls: type) -> None:
     names = [field.name for field in dataclasses.fields(cls)]
 
     def __init__(self: Any, *given: Any, **fields: Any) -> None:
-        refuse_together(
-            [unknown_field(f"field of {cls.__name__}", name, names) for name in fields if name not in names]
-        )
+        refuse_together([unknown(f"field of {cls.__name__}", name, names) for name in fields if name not in names])
         original(self, *given, **fields)
 
     __init__.__wrapped__ = original  # type: ignore[attr-defined]

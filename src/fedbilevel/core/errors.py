@@ -7,8 +7,6 @@ from numbers import Integral
 
 import numpy as np
 
-from fedbilevel.core.renames import name_of_today
-
 
 class FedbilevelError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -73,13 +71,6 @@ def hint(name: str, names: Iterable[str]) -> str:
     lower = {one.lower(): one for one in names}
     near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return f"; did you mean {lower[near[0]]!r}?" if near else ""
-
-
-def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:
-    """The error for a field that is not there; one of an earlier version is answered with what it is now."""
-    names = list(allowed)
-    today = name_of_today(name, names)
-    return ConfigurationError(f"unknown {kind} {name!r}: it is now {today}") if today else unknown(kind, name, names)
 
 
 def refuse_together(wrong: Sequence[ConfigurationError]) -> None:

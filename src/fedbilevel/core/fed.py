@@ -14,11 +14,9 @@ import optax
 from jax import Array
 
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.renames import REPLY, renamed
 from fedbilevel.core.tree import PyTree
 
 
-@renamed(REPLY)
 class Reply(NamedTuple):
     """A client's reply to one exchange, which a phase returns.
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
-from fedbilevel.core.renames import with_stored_names
 from fedbilevel.core.tree import PyTree
 from fedbilevel.wording import in_a_line
 
@@ -81,12 +80,10 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
     expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
     with as_checkpoint_error(path), _opened(path) as archive:
         meta, dtypes = _header(archive)
-        stored = [name.removesuffix(".npy") for name in archive.namelist()]
-        there = {name if name in expected else with_stored_names(name): name for name in stored if name != META}
-        if odd := sorted(set(expected) ^ set(there)):
+        stored = {name.removesuffix(".npy") for name in archive.namelist()} - {META}
+        if odd := sorted(set(expected) ^ stored):
             raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
-        pairs = ((name, there[name], leaf) for name, leaf in expected.items())
-        arrays = {name: _leaf(archive, path, old, dtypes[old], leaf) for name, old, leaf in pairs}
+        arrays = {name: _leaf(archive, path, name, dtypes[name], leaf) for name, leaf in expected.items()}
 
     def restore(place: Any, leaf: Any) -> Any:
         restored = jnp.asarray(arrays[_name(place)])

@@ -17,7 +17,6 @@ from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.renames import LEDGER, renamed, with_names_of_today
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.wording import printable, require_object
@@ -179,7 +178,6 @@ _KINDS = {
 }
 
 
-@renamed(LEDGER)
 @dataclass(repr=False)
 class Ledger(Shown):
     """Totals since round 0; resuming continues them.
@@ -218,14 +216,13 @@ class Ledger(Shown):
 
     @classmethod
     def of(cls, fields: Any) -> Ledger:
-        """The ledger whose fields JSON holds, under names of today or of earlier versions.
+        """The ledger whose fields JSON holds.
 
         Raises:
             ValueError: a field is not one of a ledger's, or has another type.
         """
         known = [one.name for one in dataclasses.fields(cls)]
         require_object(fields, f"the totals of a ledger ({', '.join(known[:2])}, …)")
-        fields = with_names_of_today(fields)
         if odd := [name for name in fields if name not in known]:
             raise ValueError(f"{printable(odd[0], 50)!r} is no total of a ledger, which are: {', '.join(known)}")
         made = cls(**fields)

@@ -13,7 +13,6 @@ import numpy as np
 from fedbilevel.core.card import Card, Shown, counted, listed, span
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
-from fedbilevel.core.renames import COLUMNS, COLUMNS_OF_DELAYS, with_names_of_today
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.curves import draw_history
@@ -43,8 +42,6 @@ class History(Shown):
     def __getitem__(self, column: str) -> np.ndarray:
         """A column, NaN where a row lacks it (there are no losses yet in row 0)."""
         if column not in self.columns:
-            if now := (COLUMNS | COLUMNS_OF_DELAYS).get(column):
-                raise ConfigurationError(f"unknown column of the history {column!r}: it is now {now}")
             raise unknown("column of the history", column, self.columns)
         return np.array([row.get(column, np.nan) for row in self.rows])
 
@@ -147,7 +144,7 @@ class History(Shown):
 
     @classmethod
     def of(cls, rows: Any, directions: Any = None) -> "History":
-        """The history whose rows and directions JSON holds; columns may have their names of an earlier version.
+        """The history whose rows and directions JSON holds.
 
         Raises:
             ValueError: a row is not numbers by name, or its round is not a whole number; or the directions are not true
@@ -162,7 +159,7 @@ class History(Shown):
         directions = {} if directions is None else directions
         if not isinstance(directions, dict) or not all(type(larger) is bool for larger in directions.values()):
             raise ValueError("whether larger values are better is not true or false by the names of metrics")
-        return cls([with_names_of_today(row) for row in rows], directions)
+        return cls(rows, directions)
 
 
 def is_number(value: Any) -> bool:

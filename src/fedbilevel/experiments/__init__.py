@@ -13,8 +13,6 @@ The names below are loaded when they are first used, so that the command line ca
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedbilevel.core.renames import no_attribute
-
 if TYPE_CHECKING:
     from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
@@ -60,5 +58,5 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise no_attribute(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'spec')}"), name)

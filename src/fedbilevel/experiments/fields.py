@@ -32,7 +32,6 @@ import optax
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core import errors
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.renames import KINDS, name_of_today
 from fedbilevel.core.tree import XYV
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): '"none"'}
@@ -220,7 +219,7 @@ class Field:
         fields = of_class(self.parts[current["name"]])
         if name not in fields:
             kind = f"field of {current['name']!r} in {place}"
-            raise errors.unknown_field(kind, name, ["name", *fields])
+            raise unknown(kind, name, ["name", *fields])
         return {**current, name: fields[name].changed(place, current[name], rest, value)}
 
     def build(self, value: Any) -> Any:
@@ -318,17 +317,14 @@ def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> Configuration
     """The error for a field that is not there; where some algorithms have it, they are named."""
     names = sorted(allowed)
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_class(cls))
-    if not owners or name_of_today(name, names):
-        return errors.unknown_field(kind, name, names)
+    if not owners:
+        return unknown(kind, name, names)
     return ConfigurationError(f"unknown {kind} {name!r}, a field of {', '.join(owners)} (allowed: {', '.join(names)})")
 
 
 def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
     """The error for a setting that is a field of no section: their fields in the order of `sections`, the
     algorithm's first."""
-    own = next(iter(sections.values()))
-    if name_of_today(name, own):
-        return errors.unknown_field("field", name, own)
     every = {field for fields in sections.values() for field in fields}
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_class(cls))
     found = f", a field of {', '.join(owners)}" if owners else errors.hint(name, sorted(every))
@@ -349,8 +345,6 @@ def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str,
     if "name" in table:
         kind, current = table["name"], {}
         if kind not in options:
-            if now := KINDS.get(kind):
-                raise ConfigurationError(f"unknown part for {place} {kind!r}: it is now {now}")
             raise unknown(f"part for {place}", kind, options)
     else:
         current = (_accept_part(place, field, *below) if below else None) or {}

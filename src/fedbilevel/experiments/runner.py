@@ -31,7 +31,6 @@ from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, FedbilevelError, require
 from fedbilevel.core.kept import series
 from fedbilevel.core.metrics import best
-from fedbilevel.core.renames import RUN, renamed
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.data import DataError
 from fedbilevel.engines import checkpoint, lock
@@ -119,7 +118,6 @@ def _made(kind: str, make: Callable[..., Any], named: Component, fields: Any) ->
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
 
 
-@renamed(RUN)
 def run(
     spec: Spec,
     folder: str | Path | None = None,
@@ -153,7 +151,6 @@ def run(
             return _play(spec, place, experiment, callbacks, plot, display, resume=False)
 
 
-@renamed(RUN)
 def resume(
     folder: str | Path,
     *,

@@ -19,7 +19,6 @@ import numpy as np
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.renames import FIELDS_BESIDE
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments import toml
@@ -365,11 +364,12 @@ def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]], algori
         raise unknown_setting(path[0], {algorithm: known["algorithm"], **others})
     if "algorithm" in holders:
         return ["algorithm", *path]
-    if "inner" in known["algorithm"] and path[0] in FIELDS_BESIDE["inner"]:
-        choices = " or ".join((f"inner.{path[0]}", *(f"{section}.{path[0]}" for section in holders)))
-        raise ConfigurationError(f"{path[0]!r} is no field of {algorithm} now: write {choices}")
-    if len(holders) > 1:
-        choices = " or ".join(f"{section}.{path[0]}" for section in holders)
+    inside = [
+        name for name, field in known["algorithm"].items() if any(path[0] in of_class(c) for c in field.parts.values())
+    ]
+    if inside or len(holders) > 1:
+        holders = [*inside, *holders]
+        choices = " or ".join(f"{holder}.{path[0]}" for holder in holders)
         raise ConfigurationError(f"{path[0]!r} is a field of {' and of '.join(holders)}: write {choices}")
     return [holders[0], *path]
 

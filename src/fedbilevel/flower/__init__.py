@@ -8,8 +8,6 @@ The names below are loaded when they are first used; without Flower the error sa
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedbilevel.core.renames import no_attribute
-
 if TYPE_CHECKING:
     from fedbilevel.flower.client.limits import Limits
     from fedbilevel.flower.client.site import Site, client_app
@@ -34,7 +32,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise no_attribute(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fedbilevel.flower.versions import require_flower
 
     require_flower()

@@ -26,7 +26,7 @@ from fedbilevel.core.errors import (
     is_number,
     require,
     require_count,
-    unknown_field,
+    unknown,
 )
 from fedbilevel.core.hashes import of_program
 from fedbilevel.core.inputs import explained
@@ -261,7 +261,7 @@ def _maker(
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         for name in fields:
             if name not in parameters:
-                raise unknown_field("argument of the function that makes the algorithm", name, parameters)
+                raise unknown("argument of the function that makes the algorithm", name, parameters)
 
     def make(point: PointValues) -> Algorithm:
         found = build(**point)
@@ -291,7 +291,7 @@ def _with_value(holder: Any, path: str, names: list[str], value: Any) -> Any:
         raise ConfigurationError(f"{path} is no field: {within} is {holder!r}, which has none")
     name, *rest = names
     if name not in fields:
-        raise unknown_field(f"field of {kind}", name, fields)
+        raise unknown(f"field of {kind}", name, fields)
     new = _with_value(fields[name], path, rest, value) if rest else value
     return holder._replace(**{name: new}) if isinstance(holder, XYV) else dataclasses.replace(holder, **{name: new})
 

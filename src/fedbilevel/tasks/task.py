@@ -11,14 +11,12 @@ from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
-from fedbilevel.core.renames import TASK, renamed
 from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating arrays of NumPy, whose shapes the docstrings say."""
 
 
-@renamed(TASK)
 @dataclass(frozen=True)
 class Task:
     """A problem with its population, a start, and what is worth measuring.

@@ -40,7 +40,6 @@ from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed, LastReply, LoopBody, Phase, Reply, ReplyDelta
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.renames import LATE_STATE, renamed
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import PyTree
 
@@ -141,7 +140,6 @@ class LastReplies(NamedTuple):
         return self.age + missing * self.exchanges
 
 
-@renamed(LATE_STATE)
 class State(NamedTuple):
     """The server's state."""
 
