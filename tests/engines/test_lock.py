@@ -22,7 +22,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from fedbilevel.engines import lock
-with lock.held(Path(sys.argv[1]), Path("runs/one")):
+with lock.exclusive(Path(sys.argv[1]), Path("runs/one")):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -43,21 +43,21 @@ def other(tmp_path):
 def test_the_holder_is_named_and_a_killed_one_holds_nobody_up(other):
     path, process = other
     who = f"process {process.pid} on {re.escape(socket.gethostname())}, since 20.*"
-    with pytest.raises(fb.errors.CheckpointError, match=f"^runs/two is in use by {who}; wait for it"):
-        lock.held(path, Path("runs/two")).__enter__()
+    with pytest.raises(fb.errors.InUse, match=f"^runs/two is in use by {who}; wait for it"):
+        lock.exclusive(path, Path("runs/two")).__enter__()
     process.kill()
     process.wait()
     assert path.exists()  # it could not tidy up
-    with lock.held(path, path.parent):
+    with lock.exclusive(path, path.parent):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
     assert not path.exists()
 
 
 def test_folders_that_were_made_and_stayed_empty_go(tmp_path):
-    with lock.held(tmp_path / "a" / "b" / ".lock", tmp_path):
+    with lock.exclusive(tmp_path / "a" / "b" / ".lock", tmp_path):
         assert (tmp_path / "a" / "b").is_dir()
     assert list(tmp_path.iterdir()) == []
-    with lock.held(tmp_path / "a" / "b" / ".lock", tmp_path):
+    with lock.exclusive(tmp_path / "a" / "b" / ".lock", tmp_path):
         (tmp_path / "a" / "file").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
 
@@ -74,7 +74,7 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_one(tmp_path,
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with lock.held(path, tmp_path):
+    with lock.exclusive(path, tmp_path):
         assert path.read_text().startswith("process ")
         assert len(calls) == 2
 
@@ -85,7 +85,7 @@ def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", none)
     words = "cannot be locked .No locks available.: nothing keeps a second run"
-    with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.held(tmp_path / ".lock", tmp_path):
+    with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.exclusive(tmp_path / ".lock", tmp_path):
         pass
 
 
@@ -98,7 +98,7 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
         return fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, checkpoint=path, **options)
 
     def second(result, row):
-        with pytest.raises(fb.errors.CheckpointError, match=rf"run\.npz is in use by process {os.getpid()} on "):
+        with pytest.raises(fb.errors.InUse, match=rf"run\.npz is in use by process {os.getpid()} on "):
             play(resume=True)
         refused.append(result.round)
 
@@ -114,7 +114,7 @@ import sys
 import time
 from pathlib import Path
 from fedbilevel.engines import lock
-with lock.held(Path(sys.argv[1]), Path("runs/one")):
+with lock.exclusive(Path(sys.argv[1]), Path("runs/one")):
     child = os.fork()
     if not child and sys.argv[2] == "unwinds":
         raise SystemExit(0)  # through the `with`, as the parent does
@@ -145,19 +145,19 @@ def forked(tmp_path, request):
 def test_a_child_that_was_forked_does_not_hold_it(forked):
     """Killed, the parent holds nobody up, though the child lives on."""
     path, process = forked
-    with pytest.raises(fb.errors.CheckpointError, match=f"in use by process {process.pid} on "):
-        lock.held(path, path.parent).__enter__()
+    with pytest.raises(fb.errors.InUse, match=f"in use by process {process.pid} on "):
+        lock.exclusive(path, path.parent).__enter__()
     process.kill()
     process.wait()
-    with lock.held(path, path.parent):
+    with lock.exclusive(path, path.parent):
         pass
 
 
 @pytest.mark.parametrize("forked", ["unwinds"], indirect=True)
 def test_a_child_that_was_forked_does_not_give_it_up(forked):
     path, process = forked
-    with pytest.raises(fb.errors.CheckpointError, match=f"in use by process {process.pid} on "):
-        lock.held(path, path.parent).__enter__()
+    with pytest.raises(fb.errors.InUse, match=f"in use by process {process.pid} on "):
+        lock.exclusive(path, path.parent).__enter__()
 
 
 def test_turns_are_taken(tmp_path):
@@ -169,7 +169,7 @@ def test_turns_are_taken(tmp_path):
     def add():
         inside.wait()
         for _ in range(50):
-            with lock.turn(tmp_path / "lock"):
+            with lock.wait_for_lock(tmp_path / "lock"):
                 before = int(count.read_text())
                 count.write_text(str(before + 1))
                 seen.append(before)
@@ -188,4 +188,4 @@ def test_no_turn_without_a_lock(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", none)
     with pytest.raises(fb.errors.CheckpointError, match=r"lock cannot be locked .No locks available"):
-        lock.turn(tmp_path / "lock").__enter__()
+        lock.wait_for_lock(tmp_path / "lock").__enter__()

@@ -125,7 +125,7 @@ def test_a_run_that_cannot_start_leaves_nothing(dead, monkeypatch) -> None:
 
 
 def test_a_folder_in_use_is_refused_by_the_name_of_its_holder(dead, run) -> None:
-    with lock.held(dead.lock, dead.path):
+    with lock.exclusive(dead.lock, dead.path):
         for arguments in (["run", "--resume", dead.path, "--quiet"], [*QUADRATIC, "--out", dead.path]):
             code, _, error = run(*arguments)
             assert code == 4

@@ -58,6 +58,10 @@ class CheckpointError(FedbilevelError, OSError):
     """A checkpoint could not be written, or does not belong to this run."""
 
 
+class InUse(CheckpointError):
+    """Another process is writing there; the message names it."""
+
+
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a misspelt name: offers the nearest valid one and lists them all."""
     names = sorted(allowed)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from fedbilevel.core.errors import CheckpointError, CheckpointWarning
+from fedbilevel.core.errors import CheckpointError, CheckpointWarning, InUse
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 
 try:
@@ -29,14 +29,15 @@ TAKEN: set[TextIO] = set()
 
 
 @contextmanager
-def held(path: Path, what: Path, group: ProcessGroup | None = None) -> Iterator[None]:
+def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iterator[None]:
     """Be alone in writing `what`, a file or folder, while the file `path` is locked by this process: by process 0 where
     there are several. Folders that are missing are made, and go at the end if nothing has come into them.
 
     The lock is the system's own (flock): that of a process that died holds nobody up.
 
     Raises:
-        CheckpointError: somebody else writes there, and who; or the file cannot be made.
+        InUse: somebody else writes there, and who.
+        CheckpointError: the file cannot be made.
     """
     made = [folder for folder in path.parents if not folder.exists()]
     mine: list[TextIO] = []
@@ -53,7 +54,7 @@ def held(path: Path, what: Path, group: ProcessGroup | None = None) -> Iterator[
 
 
 @contextmanager
-def turn(path: Path) -> Iterator[None]:
+def wait_for_lock(path: Path) -> Iterator[None]:
     """Wait until nobody else holds the file `path`, which is made if need be and stays, and hold it.
 
     Raises:
@@ -81,7 +82,7 @@ def require_unheld(path: Path, what: Path) -> None:
     """Refuse what somebody is writing, who holds the file `path`, and say who.
 
     Raises:
-        CheckpointError: somebody does.
+        InUse: somebody does.
     """
     if fcntl is None or not path.is_file():
         return
@@ -94,10 +95,10 @@ def require_unheld(path: Path, what: Path) -> None:
             return
 
 
-def _in_use(file: TextIO, what: Path) -> CheckpointError:
+def _in_use(file: TextIO, what: Path) -> InUse:
     file.seek(0)
     holder = file.read().strip() or "another process"
-    return CheckpointError(f"{what} is in use by {holder}; wait for it, or choose another place")
+    return InUse(f"{what} is in use by {holder}; wait for it, or choose another place")
 
 
 def _release(file: TextIO) -> None:

@@ -173,7 +173,7 @@ def solve(
     loop = Loop(
         plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), simulated=not remote, group=group
     )
-    alone = nullcontext() if path is None else lock.held(path.with_name(f".{path.name}.lock"), path, group)
+    alone = nullcontext() if path is None else lock.exclusive(path.with_name(f".{path.name}.lock"), path, group)
     with alone, showing(progress) as display:
         display.stage(TRACING)
         if count_flops:

@@ -145,7 +145,7 @@ def run(
     place = Folder.new(spec) if folder is None else Folder(Path(folder))
     current_group().decide(place.require_free)
     experiment = experiment or build(spec)
-    with lock.held(place.lock, place.path):
+    with lock.exclusive(place.lock, place.path):
         current_group().decide(lambda: place.claim(spec))
         with showing(progress) as display:
             return _play(spec, place, experiment, callbacks, plot, display, resume=False)
@@ -172,7 +172,7 @@ def resume(
     place = Folder(Path(folder))
     spec = resumable(place, rounds)
     experiment = experiment or build(spec)
-    with lock.held(place.lock, place.path):
+    with lock.exclusive(place.lock, place.path):
         current_group().decide(place.sweep)
         begun = current_group().decide(lambda: place.begun)
         if not begun and current_group().is_first:

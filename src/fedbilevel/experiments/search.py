@@ -86,8 +86,8 @@ def search_specs(
     count = trials if trials is not None else len(specs)
     recorded = definition.recorded(specs)
     require_no_file(folder)
-    with lock.held(folder / LOCK, folder) if storage is None else nullcontext():
-        with lock.turn(folder / LOCK) if storage is not None else nullcontext():
+    with lock.exclusive(folder / LOCK, folder) if storage is None else nullcontext():
+        with lock.wait_for_lock(folder / LOCK) if storage is not None else nullcontext():
             begun = (folder / DEFINITION).is_file()
             claim(folder, recorded, join=resume or storage is not None)
             try:
@@ -135,7 +135,7 @@ def open_study(storage: str, recorded: Mapping[str, Any], swept: Swept) -> optun
     from optuna.storages.journal import JournalFileBackend
 
     file = storage.partition("sqlite:///")[2] if storage.startswith("sqlite:///") else storage
-    first = lock.turn(Path(f"{file}.begun")) if "://" not in file else nullcontext()  # who makes the tables
+    first = lock.wait_for_lock(Path(f"{file}.begun")) if "://" not in file else nullcontext()  # who makes the tables
     waiting = {"connect_args": {"timeout": 60}} if storage.startswith("sqlite") else {}  # while others write
     try:
         with first:

@@ -396,4 +396,4 @@ class PrivacyGuard:
         write_text(self.account, spent.to_json())
 
     def turn(self) -> AbstractContextManager[None]:
-        return lock.turn(self.folder / "lock")
+        return lock.wait_for_lock(self.folder / "lock")

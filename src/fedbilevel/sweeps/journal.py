@@ -61,7 +61,7 @@ def opened(folder: Path, definition: Mapping[str, Any], *, resume: bool) -> Iter
         CheckpointError: another process is at it.
     """
     require_no_file(folder)
-    with lock.held(folder / LOCK, folder):
+    with lock.exclusive(folder / LOCK, folder):
         claim(folder, definition, join=resume)
         yield Journal(folder / LINES, read(folder / LINES))
 

@@ -99,7 +99,7 @@ class FolderStore:
 
     def counting(self) -> AbstractContextManager[None]:
         """To hold from reading the count of questions until it is written: nobody else can do either meanwhile."""
-        return lock.turn(self.turns)
+        return lock.wait_for_lock(self.turns)
 
     def request_counts(self) -> RequestCounts:
         """The count of questions so far; a CheckpointError where it is damaged."""
