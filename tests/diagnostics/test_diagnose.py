@@ -1,7 +1,5 @@
 """Are the measurements those of the closed form, and do methods converge with what is suggested?"""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +9,7 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.diagnostics.diagnose import diagnose
-from fedbilevel.diagnostics.measure import Affine, affine
-from fedbilevel.diagnostics.suggest import SUGGESTED, best_momentum, cycle, heavy_ball
-from fedbilevel.oracles.population import Population
+from fedbilevel.diagnostics.suggest import SUGGESTED
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
 
@@ -23,7 +19,6 @@ OTHERS = [
     "fedbioacc",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedbio", "fedmbo", "fednest-sgd", "shrofbo")),
 ]
-AFFORDABLE = 1e6  # rounds: a minute or two, at ten thousand a second
 
 
 class Coefficients:
@@ -207,23 +202,20 @@ def converges(name, task, found):
 
 
 def check_quadratic(seed):
-    """κ of the clients from 2 to 1e4; every other seed has no heterogeneity, which averages κ away, so that the mean
-    has it too. SimFBO is played where its prediction is affordable, as it must be up to κ = 2000."""
-    condition = 2 * 5000 ** (seed / 19)
+    """κ of the clients from 2 to 50; every other seed has no heterogeneity, which averages κ away, so that the mean
+    has it too."""
+    condition = 2 * 25 ** (seed / 19)
     heterogeneity = 0.0 if seed % 2 else float(np.random.default_rng(seed).choice([0.3, 0.5, 1.0, 2.0]))
     task = quadratic(condition=condition, heterogeneity=heterogeneity, samples=(6, 6), seed=seed)
     exact = np.linalg.cond(Coefficients(task.clients).A)
     assert heterogeneity or exact == pytest.approx(condition, rel=1e-9)
     found = diagnose(task.problem, task.clients, task.x0, task.y0)
     assert found.condition == pytest.approx(exact, rel=1e-6)
-    took = {"fednest": converges("fednest", task, found)}
-    if found.rounds_needed("simfbo") <= AFFORDABLE:
-        took["simfbo"] = converges("simfbo", task, found)
-    assert "simfbo" in took or exact > 2000
+    took = {name: converges(name, task, found) for name in ("fednest", "simfbo")}
     print(f"κ of clients {condition:.0f}, heterogeneity {heterogeneity}, κ {exact:.1f}: (rounds, exchanges) {took}")
 
 
-FAST = [7]  # κ of the mean: 46, where momentum and cycles begin
+FAST = [7]  # κ of the mean: 6.5
 
 
 @pytest.mark.parametrize("seed", FAST)
@@ -241,83 +233,6 @@ def test_what_it_suggests_for_other_methods_converges(name, drawn):
 @pytest.mark.parametrize("seed", sorted(set(range(20)) - set(FAST)))
 def test_what_it_suggests_converges_on_many(seed):
     check_quadratic(seed)
-
-
-@pytest.fixture(scope="module", params=[40, 1e3])
-def known(request):
-    exact = Coefficients(quadratic(condition=request.param, heterogeneity=0.0, seed=3).clients)
-    slopes = np.eye(21) - exact.iteration(fb.XYV(1, 1, 1))
-    return exact, Affine(slopes, 5, 8, 0.0)
-
-
-class TestIllConditioned:
-    """Against matrices that the test writes down itself."""
-
-    def test_spectra(self, known):
-        """Backward stable to ε times κ² or so, the condition of the eliminations."""
-        exact, affine = known
-        assert affine.inner == pytest.approx(np.linalg.eigvalsh(exact.A), rel=1e-9)
-        assert affine.phi == pytest.approx(np.linalg.eigvalsh(exact.hessian), rel=1e-6)
-        assert np.abs(affine.lag - np.linalg.eigvalsh(exact.lag)).max() <= 1e-9 * np.abs(affine.lag).max()
-
-    def test_momentum(self, known):
-        """The companion matrix of heavy ball has the radius that is claimed, still contracts with x 1.5 times as fast,
-        and saves at least two thirds of plain descent's rounds."""
-        exact, affine = known
-        y = 1 / ends(exact.A)[1]
-        x = 1 / (np.abs(ends(exact.lag)).max() / y + 2 * ends(exact.hessian)[1])
-        found = best_momentum(affine, fb.XYV(x, y, y))
-
-        def radius(haste):
-            plain = exact.iteration(fb.XYV(x * found.slower * haste, y, y))
-            eye = np.eye(len(plain))
-            both = np.block([[plain + found.decay * eye, -found.decay * eye], [eye, 0 * eye]])
-            return np.abs(np.linalg.eigvals(both)).max()
-
-        assert 1 - radius(1) == pytest.approx(1 - found.radius, rel=1e-2)
-        assert radius(1.5) < 1
-        assert 1 - found.radius >= 3 * (1 - exact.spectral_radius(fb.XYV(x, y, y)))
-
-    def test_a_cycle(self, known):
-        """Exact hypergradients leave nothing but rounding; after 8κ inner steps, a thousandth at the most."""
-        exact, affine = known
-        steps = np.array(cycle(affine.phi))
-        assert np.abs(np.prod(1 - np.outer(steps, affine.phi), axis=0)).max() <= 1e-6
-        n = len(exact.A)
-        left = np.linalg.matrix_power(np.eye(n) - exact.A / ends(exact.A)[1], math.ceil(8 * np.linalg.cond(exact.A)))
-        jacobian = np.linalg.solve(exact.A, exact.B)
-        follow = (np.eye(n) - left) @ jacobian
-        h_x = RIDGE * np.eye(5) + jacobian.T @ exact.E.T  # with v solved: v = A⁻¹(Dy + Eᵀx)
-        h_y = exact.E + jacobian.T @ exact.D
-        total = np.eye(5 + n)
-        for a in steps:
-            epoch = np.block([[np.eye(5) - a * (h_x + h_y @ follow), -a * h_y @ left], [follow, left]])
-            total = epoch @ total
-        assert np.linalg.norm(total[:5, :5], 2) <= 1e-2
-
-    def test_a_spec_can_name_them(self):
-        """As far as a command goes: three digits, and no cycles."""
-        assert heavy_ball(0.9) is heavy_ball(0.9)
-        assert heavy_ball(0.99987)._asdict() == {"name": "momentum", "decay": 0.999}
-        steps = cycle(np.array([1.0, 4.0]))
-        assert steps[:2] == (0.25, 1.0)  # the steep direction first
-        assert [float(steps(n)) for n in (0, 1, len(steps))] == [0.25, 1.0, 0.25]
-        assert steps._asdict() == {"schedule": "linear", "start": 0.25, "end": 0.25, "steps": 1}
-        grad = jnp.ones(2)
-        updates, state = heavy_ball(0.9).update(grad, heavy_ball(0.9).init(grad))
-        assert heavy_ball(0.9).update(grad, state)[0] == pytest.approx(-1.9 * np.ones(2), rel=1e-6)
-        assert updates == pytest.approx(-np.ones(2))
-
-
-def test_only_quadratics_are_taken_for_affine():
-    """On y⁴/12 + y² the Jacobian at (0, 0, 0) and at the equilibrium of its linearisation differ."""
-    for power, holds in ((2, True), (4, False)):
-        problem = fb.Bilevel(
-            lambda x, y, b: jnp.mean(b) * jnp.sum(y) + x @ x,
-            lambda x, y, b, power=power: jnp.mean(b) * jnp.sum(y**2 + y**power / 12) - jnp.sum(y * (x + 1)),
-        )
-        population = Population.of(problem, fb.Clients(outer=[np.ones(2)], inner=[np.ones(1)]))
-        assert (affine(population, fb.XYV(*jnp.zeros((3, 1)))) is not None) == holds
 
 
 def test_work_that_the_population_gives_is_planned_for():

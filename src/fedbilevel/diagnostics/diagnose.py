@@ -18,11 +18,8 @@ from fedbilevel.core.errors import ConfigurationError, require, require_count, u
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.diagnostics.measure import Measurements, measure, point
 from fedbilevel.diagnostics.suggest import (
-    DIGITS,
     SUGGESTED,
-    Cycle,
     Scales,
-    momentum,
     not_suggested,
     radius,
     rounds_needed,
@@ -112,14 +109,8 @@ class Diagnosis(Shown):
         """Rounds that those fields should need for a thousandfold smaller error; infinite where Φ is not convex."""
         chosen = self.fields(algorithm, batch_size=batch_size, cohort=cohort)
         s = self.scales(batch_size, cohort)
-        if isinstance(chosen.get("outer_lr"), Cycle):
-            return len(chosen["outer_lr"])
         if "outer_lr" in chosen:
             return rounds_needed(s, chosen["outer_lr"], chosen["inner"].rounds * chosen["inner"].lr)
-        if "server_optimizer" in chosen:
-            found = momentum(s)
-            assert found
-            return -DIGITS / math.log(found.radius)
         tau, lr = chosen["local_steps"], chosen.get("server_lr", chosen["client_lr"])
         return rounds_needed(s, tau * lr.x, tau * lr.y)
 
@@ -184,11 +175,9 @@ class Diagnosis(Shown):
                 "add a ridge to it"
             )
         if m.delta:
-            how, choice = ("by plain descent", "for mini-batches") if m.affine else ("at all", "below")
             lines.append(
                 f"  directions with curvature below L/rounds = {self.smoothness / self.rounds:.2g} cannot be learnt in "
-                f"{self.rounds} rounds {how}; the choice {choice} leaves them out (δ = {m.delta:.2g}) and is for no "
-                "more rounds"
+                f"{self.rounds} rounds; the choice below leaves them out (δ = {m.delta:.2g}) and is for no more rounds"
             )
         lines.append(
             f"outer loss in y: curvature up to {self.outer_smoothness:.3g}, ‖∇y F‖ = {m.here.outer_gradient:.3g}"
@@ -229,24 +218,18 @@ class Diagnosis(Shown):
             if self.work
             else "one local step, since full batches have no noise that more would average, and clients drift"
         )
-        heavy = ""
-        if "server_optimizer" in chosen:
-            heavy = f", with momentum {chosen['server_optimizer'].decay:.7g} on the server"
         return [
             f"  SimFBO with {why}; y and v by 1/L = {lr.y * tau:.3g} a round,",
-            f"    x by {lr.x * tau:.3g}, slow enough for y and v to follow{heavy}{self._needs('simfbo')}",
+            f"    x by {lr.x * tau:.3g}, slow enough for y and v to follow{self._needs('simfbo')}",
         ]
 
     def _fednest(self) -> list[str]:
         nest = self.fields("fednest")
-        outer = nest["outer_lr"]
-        cycled = isinstance(outer, Cycle)
-        steps = f"by a cycle of {len(outer)} steps" if cycled else f"by {outer:.3g}"
         rounds, products = nest["inner"].rounds, nest["hypergradient"].solver.max_steps
         exchanges = 2 * rounds + 3 + products
         return [
             f"  FedNest with {rounds} inner rounds of 1/L, conjugate gradient up to {products} products,",
-            f"    x {steps}, up to {exchanges} exchanges a round{self._needs('fednest')}",
+            f"    x by {nest['outer_lr']:.3g}, up to {exchanges} exchanges a round{self._needs('fednest')}",
         ]
 
     def _needs(self, algorithm: str) -> str:
@@ -272,12 +255,8 @@ def _short(value: Any) -> str:
         return (
             f"{type(value).__name__}({', '.join(f'{name}={_short(one)}' for name, one in own_values(value).items())})"
         )
-    if isinstance(value, Cycle):
-        return f"a cycle of {len(value)} steps"
     if isinstance(value, XYV):
         return f"({', '.join(f'{name} {size:.3g}' for name, size in value._asdict().items())})"
-    if hasattr(value, "decay"):
-        return f"momentum {value.decay:.7g}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

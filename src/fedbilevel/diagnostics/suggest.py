@@ -1,32 +1,13 @@
-"""From what was measured to the fields of an algorithm, with steps of their own for ill-conditioned quadratics, where
-those of plain descent would take millions of rounds.
-
-SimFBO. With full batches and one local step, z = (x, y, v) moves by z ← z − Γ J z about the solution, Γ being the step
-sizes and J as in measure.py. Heavy ball with decay β (Polyak, "Some methods of speeding up the convergence of iteration
-methods", 1964) turns every eigenvalue λ of ΓJ into the roots of
-
-    ζ² − (1 + β − λ) ζ + β = 0
-
-Where x is slow enough all λ are real and positive, and β = (1 − √λ_min)² needs the root of the rounds. In one dimension
-they are real up to γ_x φ = 4γλ/27, where 2γλ is the limit of plain descent (see measure.py). Complex ones bound β.
-
-FedNest. With y solved so well that x moves by exact hypergradients, a step 1/λ takes the error in the eigenvector of
-∇²Φ with eigenvalue λ away altogether (Richardson's iteration, 1911), and a cycle through the spectrum all of it. A long
-step throws what inexactness has left far along the steep directions; hence each goes where the gradient is largest.
-"""
+"""From what was measured to the fields of an algorithm."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import Array
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit
@@ -34,13 +15,12 @@ from fedbilevel.algorithms.parts.inner import SVRG, InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV
-from fedbilevel.diagnostics.measure import Affine, Measurements
+from fedbilevel.diagnostics.measure import Measurements
 
 LOCAL_STEPS = 5  # with mini-batches: averages the noise of as many draws for one exchange
 INNER_ROUNDS = 20  # of FedNest's epoch at the most
 TERMS = 10  # of its series at the most
 CG_TOLERANCE = 1e-6
-PATIENCE = 30.0  # κ above which plain descent is thought slow
 SOLVED = 8  # inner rounds of so many κ leave e^−8 of y's error, and of a truncated series
 DIGITS = math.log(1000)  # an error reduced a thousandfold
 
@@ -64,17 +44,10 @@ class Scales:
     outer_gradient: float
     dim_y: int
     noisy: bool
-    affine: Affine | None
 
     @property
     def condition(self) -> float:
         return self.smoothness / self.mu
-
-    @property
-    def accelerable(self) -> Affine | None:
-        """The iteration itself, where it is known and plain descent would be slow on a strongly convex Φ."""
-        slow = not self.noisy and self.condition > PATIENCE and self.phi_mu > 0
-        return self.affine if slow else None
 
     def outer_step(self, inner_step: float) -> float:
         """γ_x that stays behind y and v, which move by inner steps of that size.
@@ -102,10 +75,6 @@ def scales(m: Measurements, dim_y: int, batch_size: int | None, weight: float, p
     mu = min(m.here.inner.smallest, m.there.inner.smallest) + m.delta
     curved, delayed = (phi.smallest, phi.largest), (late.smallest, late.largest)
     steepest = max(m.here.outer_gradient, m.there.outer_gradient)
-    if m.affine and not noisy:  # momentum and inner rounds reach what δ leaves out
-        inner, bent, late_by = m.affine.inner, m.affine.phi, m.affine.lag
-        mu, curved, delayed = float(inner[0]), (bent[0], bent[-1]), (late_by[0], late_by[-1])
-        steepest = max(steepest, mu * m.affine.v)  # ‖∇y F‖ ≥ μ‖v‖ at an equilibrium
     return Scales(
         mu=max(float(mu), smoothness * 1e-12),
         smoothness=smoothness,
@@ -115,19 +84,14 @@ def scales(m: Measurements, dim_y: int, batch_size: int | None, weight: float, p
         outer_gradient=steepest,
         dim_y=dim_y,
         noisy=noisy,
-        affine=m.affine,
     )
 
 
 def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
     """Fields of SimFBO and ShroFBO; `work` is the most local steps that the population says, if it says any."""
     tau = work or (LOCAL_STEPS if batch_size is not None else 1)
-    extra: dict[str, Any] = {}
     inner = 1 / s.smoothness
     server = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
-    if work is None and (found := momentum(s)):
-        server = server._replace(x=server.x * found.slower)
-        extra = {"server_optimizer": heavy_ball(found.decay)}
     # local steps as long as the server's retrace its path; where there is no noise to average they only drift
     local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
     return {
@@ -136,17 +100,7 @@ def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str
         "client_lr": local,
         "server_lr": server,
         "radius": radius(s),
-        **extra,
     }
-
-
-def momentum(s: Scales) -> ServerMomentum | None:
-    """The server momentum for SimFBO where plain descent is slow and the iteration is known; else None."""
-    if not s.accelerable:
-        return None
-    inner = 1 / s.smoothness
-    found = best_momentum(s.accelerable, XYV(s.outer_step(inner), inner, inner))
-    return found if found.radius < 1 else None
 
 
 def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[InnerSteps] = SVRG) -> dict[str, Any]:
@@ -156,15 +110,12 @@ def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[Inne
     """
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))
-    outer_lr: float | Cycle = s.outer_step(rounds * step)
-    if s.accelerable:
-        rounds, outer_lr = math.ceil(SOLVED * kappa), cycle(s.accelerable.phi)
     local_steps = 1 if batch_size is None else LOCAL_STEPS
     return {
         "inner": inner(rounds=rounds, local_steps=local_steps, lr=step),
         "hypergradient": Implicit(solver=solver(s)),
         "outer_steps": 1,
-        "outer_lr": outer_lr,
+        "outer_lr": s.outer_step(rounds * step),
         "batch_size": batch_size,
     }
 
@@ -264,89 +215,3 @@ def not_suggested() -> dict[str, str]:
     unknown = "nobody has written down how their steps follow from what is measured"
     others = {name: cls.solves[0] for name, cls in sorted(ALGORITHMS.items()) if name not in SUGGESTED}
     return {name: _REASONS.get(name) or _REASONS_BY_PROBLEM.get(kind, unknown) for name, kind in others.items()}
-
-
-SLOWER = 2.0 ** -np.arange(5)  # what x may be slowed down by
-LOSSES = np.geomspace(1, 1e-6, 241)  # 1 − β
-HASTE = 1.5  # x must also be stable when it is so much faster
-INEXACT = 0.03  # of an error is thought to remain where it should vanish
-REDUCTION = 1e-3  # of a cycle
-
-
-class ServerMomentum(NamedTuple):
-    """For SimFBO."""
-
-    slower: float  # the factor on x's step
-    decay: float  # β
-    radius: float  # the error's factor a round
-
-
-def best_momentum(affine: Affine, server: XYV) -> ServerMomentum:
-    """On a grid: what has the least spectral radius even when x is in haste."""
-    dims = (affine.dim_x, affine.dim_y, affine.dim_y)
-    best, least = ServerMomentum(1.0, 0.0, math.inf), math.inf
-    for slower in SLOWER:
-        calm, hasty = (
-            _radius(
-                np.linalg.eigvals(
-                    np.repeat([server.x * slower * speed, server.y, server.v], dims)[:, None] * affine.jacobian
-                )
-            )
-            for speed in (1.0, HASTE)
-        )
-        worst = np.maximum(calm, hasty)
-        at = int(worst.argmin())
-        if worst[at] < least:
-            best, least = ServerMomentum(float(slower), float(1 - LOSSES[at]), float(calm[at])), worst[at]
-    return best
-
-
-def _radius(eigenvalues: np.ndarray) -> np.ndarray:
-    """The largest |ζ|, for every 1 − β of LOSSES."""
-    decay = 1 - LOSSES[:, None]
-    middle = (1 + decay - eigenvalues) / 2
-    root = np.sqrt(middle**2 - decay + 0j)
-    return np.maximum(abs(middle + root), abs(middle - root)).max(axis=1)
-
-
-class HeavyBall(optax.GradientTransformation):  # type: ignore[misc]
-    """optax.sgd(1.0, decay), which as a dictionary is what a spec calls it.
-
-    Commands round to three digits, up to 1 at worst: there it is rounded down, as less momentum is stable too.
-    """
-
-    decay: float
-
-    def _asdict(self) -> dict[str, Any]:
-        return {"name": "momentum", "decay": math.floor(1e3 * self.decay) / 1e3}
-
-
-@functools.cache
-def heavy_ball(decay: float) -> HeavyBall:
-    """The optimizer of a decay: one object per decay, so that a program compiled with it is used again."""
-    made = HeavyBall(*optax.sgd(1.0, decay))
-    made.decay = decay
-    return made
-
-
-class Cycle(tuple[float, ...]):
-    """A schedule: step sizes, over and over. A spec has none such: as a dictionary it is its shortest step alone."""
-
-    __slots__ = ()
-
-    def __call__(self, round: Array | int) -> Array:
-        return jnp.asarray(tuple(self))[round % len(self)]
-
-    def _asdict(self) -> dict[str, Any]:
-        shortest = min(self)
-        return {"schedule": "linear", "start": shortest, "end": shortest, "steps": 1}
-
-
-def cycle(phi: np.ndarray) -> Cycle:
-    """Steps that reduce the error a thousandfold; phi: the eigenvalues of ∇²Φ, all positive."""
-    left, steps = np.ones(len(phi)), list[float]()
-    while left.max() > REDUCTION:
-        step = 1 / phi[np.argmax(phi * left)]
-        steps.append(float(step))
-        left = left * np.maximum(abs(1 - step * phi), INEXACT)
-    return Cycle(steps)
