@@ -8,7 +8,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,22 +142,3 @@ def test_a_field_is_explained_where_it_is_declared_or_nearer() -> None:
     )
     args = "Args:\n    lr: a step,\n        of any size.\n    decay: a factor."
     assert inspect.getdoc(Bare) == f"Another.\n\n{args}"
-
-
-def test_the_page_of_sizes_counts_what_there_is() -> None:
-    """docs/reference/sizes.md: the second number of each cell; a method that is newer than the page has no row."""
-    text = (Path(__file__).parents[1] / "docs" / "reference" / "sizes.md").read_text("utf-8")
-    lines = re.findall(r"^\| (\w+) (.+)", text, re.MULTILINE)
-    page = {name: tuple(map(int, re.findall(r"→ (\d+)", cells))) for name, cells in lines}
-    rows = {name: page[name] for name in page if name != "all"}
-    assert {name: sizes(getattr(fb, name)) for name in rows} == rows
-    assert tuple(map(sum, zip(*rows.values(), strict=True))) == page["all"]
-
-
-def sizes(cls: type[Algorithm]) -> tuple[int, int, int]:
-    """How many fields, methods and classes an algorithm has, without those of `Algorithm`."""
-    own = [base for base in cls.__mro__ if issubclass(base, Algorithm) and base is not Algorithm]
-    fields = {field.name for field in dataclasses.fields(cls)}
-    found = {name: value for base in own for name, value in vars(base).items() if not name.startswith("__")}
-    methods = [name for name, value in found.items() if callable(value) or isinstance(value, property)]
-    return len(fields), len(set(methods) - fields), len(own)

@@ -37,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A hyperparameter that depends on the round; a pytree without leaves."""
+    """A hyperparameter that depends on the round; a pytree without leaves: phases see its value alone."""
 
     function: Callable[[Any], Any]
 

@@ -65,7 +65,7 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def to_bytes(tree: PyTree) -> bytes:
-    """All leaves one after the other, little-endian, in the order of `layout`."""
+    """All leaves one after the other, little-endian, in the order of `layout`: Flower moves each array by itself."""
     return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
 

@@ -1,5 +1,7 @@
 """Curves for a page: an SVG that Matplotlib draws, in the page's colours, and the numbers behind it with their places.
 
+Plotly, Bokeh and Vega-Altair make a page of 1 to 5 MB where this makes 0.2, and follow neither keys nor a dark scheme.
+
 The SVG holds no text but that of its ticks. The script of the page finds a point's place, cost and value in the table
 of numbers, so that they are said once.
 """
