@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.datasets  # noqa: F401  (before memory is counted)
 
 from fedbilevel import data
 from fedbilevel.data import characters, loaders, reading

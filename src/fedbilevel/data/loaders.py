@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,7 +181,6 @@ LOADERS: dict[str, Callable[[str, files.Progress | None], Dataset]] = {
 COVERTYPE_COLUMNS = 55  # 54 features and the label
 COVERTYPE_LIMIT = 100_000_000  # bytes; expanded, all of its rows have 75 MB
 LIBSVM_PAIR = 32  # characters of a pair index:value, at most; the published files have up to 12
-LINE = re.compile(rb"\s*[+-]?1(\.0*)?(\s+\d+:[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?)*\s*")
 LARGEST = float(np.finfo(np.float32).max)
 Rows = tuple[NDArray[np.float32], NDArray[np.int32]]
 
@@ -260,46 +258,33 @@ def libsvm(name: str) -> tuple[Rows, Rows, int]:
 
 
 def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
-    """Rows (count, features) and labels 0 or 1 of a bz2 file with lines «±1 index:value index:value …».
+    """Rows (count, features) and labels 0 or 1 of a bz2 file in libsvm's format, read by scikit-learn.
 
-    Indices count from 1; what a line does not name is 0. DataError, with the number of the line, where a label is not
-    1 or -1, an index is not a whole number up to `features` or comes twice, or a value is not finite in float32; and if
-    rows, or positive ones, are fewer or more than expected.
+    DataError where scikit-learn is missing or refuses the file, a label is not 1 or -1, a value is not finite in
+    float32, or rows, or positive ones, are fewer or more than expected.
     """
+    if importlib.util.find_spec("sklearn") is None:
+        raise DataError(f"Reading libsvm's format needs {missing('scikit-learn', 'cli')}.")
+    from sklearn.datasets import load_svmlight_file
+
     limit = count * (features + 1) * LIBSVM_PAIR
     with as_data_error(path, "is not a bz2 file in libsvm's format"):
-        whole = Expanded(files.read_bytes(path), "bz2", limit, path).read()
-    ends = whole.count(b"\n")
-    many = ends > 2 * count  # split, lines of a byte would take a hundred times their size
-    lines = [] if many else [(number, line) for number, line in enumerate(whole.split(b"\n"), 1) if line.strip()]
-    if len(lines) != count:
-        found = ends if many else len(lines)
-        raise DataError(f"{path} has {found:,} lines; expected {count:,}, each a label and pairs index:value.")
-    for number, line in lines:
-        if not LINE.fullmatch(line) or line.count(b":") > features:
-            raise DataError(
-                f"{path}, line {number}: expected a label, 1 or -1, and up to {features} pairs index:value."
-            )
-    entries = np.array([line.count(b":") for _, line in lines], np.int64)
-    numbers = np.array(b" ".join(line for _, line in lines).replace(b":", b" ").split(), np.float64)
-    starts = np.cumsum(2 * entries + 1) - (2 * entries + 1)
-    label = (numbers[starts] > 0).astype(np.int32)
-    index, value = np.delete(numbers, starts).reshape(-1, 2).T
-    row = np.repeat(np.arange(count), entries)
-    _, first = np.unique(row * (features + 1) + np.clip(index, 0, features), return_index=True)
-    wrong = {
-        f"an index that is not one of 1 to {features}": (index < 1) | (index > features),
-        "an index that comes twice": ~np.isin(np.arange(len(index)), first),
-        "a value that is not finite in float32": ~(np.abs(value) <= LARGEST),
-    }
-    for what, where in wrong.items():
-        if where.any():
-            raise DataError(f"{path}, line {lines[row[np.argmax(where)]][0]} has {what}.")
-    if label.sum() != positive:
-        raise DataError(f"{path} has {label.sum():,} positive rows; expected {positive:,}.")
-    rows = np.zeros((count, features), np.float32)
-    rows[row, index.astype(np.int64) - 1] = value
-    return rows, label
+        text = Expanded(files.read_bytes(path), "bz2", limit, path).read()
+        if (
+            ends := text.count(b"\n")
+        ) > 2 * count:  # read as rows, lines of a byte would take a hundred times their size
+            raise DataError(f"{path} has {ends:,} lines; expected {count:,}.")
+        table, label = load_svmlight_file(io.BytesIO(text), n_features=features, zero_based=False)
+    found = table.shape[0], int((label == 1).sum()), int((label == -1).sum())
+    if found != (count, positive, count - positive):
+        raise DataError(
+            f"{path} has {found[0]:,} rows, of them {found[1]:,} with the label 1 and {found[2]:,} with -1; expected "
+            f"{count:,}, {positive:,} and {count - positive:,}."
+        )
+    rows = table.toarray()
+    if not (np.abs(rows) <= LARGEST).all():
+        raise DataError(f"{path} has a value that is not finite in float32.")
+    return rows.astype(np.float32), (label > 0).astype(np.int32)
 
 
 def _found(folder: str, *names: str) -> Path:
