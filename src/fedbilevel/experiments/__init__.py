@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
-    from fedbilevel.experiments.runner import Experiment, build, resume, run
-    from fedbilevel.experiments.series import compare_algorithms
+    from fedbilevel.experiments.runner import Experiment, build, complete, resume, run, run_of
+    from fedbilevel.experiments.series import TaskCache, compare_algorithms, seeded
     from fedbilevel.experiments.spec import Component, EnginePlan, RunPlan, Spec, assign, configure, read_spec, resolve
 
 __all__ = [
@@ -28,10 +28,12 @@ __all__ = [
     "LoadedRun",
     "RunPlan",
     "Spec",
+    "TaskCache",
     "assign",
     "build",
     "compare_algorithms",
     "comparison_table",
+    "complete",
     "configure",
     "load_groups",
     "load_run",
@@ -39,19 +41,25 @@ __all__ = [
     "resolve",
     "resume",
     "run",
+    "run_of",
+    "seeded",
 ]
 
 _MODULES = {
     "Experiment": "runner",
     "Folder": "folder",
     "LoadedRun": "folder",
+    "TaskCache": "series",
     "build": "runner",
     "compare_algorithms": "series",
     "comparison_table": "compare",
+    "complete": "runner",
     "load_groups": "compare",
     "load_run": "folder",
     "resume": "runner",
     "run": "runner",
+    "run_of": "runner",
+    "seeded": "series",
 }
 """The module of each name above that is not in `spec`."""
 

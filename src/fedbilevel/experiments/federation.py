@@ -39,8 +39,7 @@ from fedbilevel.experiments.folder import (
 )
 from fedbilevel.experiments.loader import algorithm_class, apart, own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
-from fedbilevel.experiments.series import difference
-from fedbilevel.experiments.spec import Component, Spec, assign, fields_of, read_like
+from fedbilevel.experiments.spec import Component, Spec, assign, fields_of
 from fedbilevel.tasks import Task
 from fedbilevel.wording import in_a_line, require_object
 
@@ -201,7 +200,7 @@ def require_same(spec: Spec, place: Folder) -> None:
     """Refuse to go on in a folder with a run of another spec."""
     if not place.begun and not place.finished:
         return
-    if changed := difference(read_like(place.spec, spec), spec):
+    if changed := place.difference(spec):
         raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this one another folder as out")
     if place.finished:
         print(f"the run in {place.path} is finished already", flush=True)

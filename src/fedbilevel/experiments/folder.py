@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -16,8 +17,8 @@ from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, requir
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, is_number
-from fedbilevel.experiments.loader import label
-from fedbilevel.experiments.spec import Spec, read_spec
+from fedbilevel.experiments.loader import label, own_file
+from fedbilevel.experiments.spec import Spec, read_like, read_spec
 from fedbilevel.wording import in_a_line, require_object
 
 
@@ -83,6 +84,7 @@ class Folder:
     summary = _File("summary.json")
     plot = _File("plot.png")
     exchanges = _File("exchanges.jsonl")
+    failed = _File("failed.txt")
     lock = _File(".lock")
 
     @classmethod
@@ -99,6 +101,30 @@ class Folder:
     def finished(self) -> bool:
         """Whether there is its outcome, which is written last."""
         return self.summary.is_file()
+
+    def difference(self, spec: Spec) -> str:
+        """In what a spec, or a file of a user's own that it names, differs from that of the run here, in words; nothing
+        where they agree or no run is here."""
+        if not self.spec.is_file():
+            return ""
+        there, now = read_like(self.spec, spec).tables(), spec.tables()
+        if (code := self._code()) is not None:
+            there["code"], now["code"] = code, own_code(spec)
+        for section in there:
+            for name in {**there[section], **now[section]}:
+                one, other = (_listed(tables[section].get(name)) for tables in (there, now))
+                if one != other:
+                    return f"{section}.{name}: {one!r} there, {other!r} now"
+        return ""
+
+    def _code(self) -> dict[str, str] | None:
+        """The hashes of the user's own files that the run was begun with; None where they are not recorded."""
+        if not self.environment.is_file():
+            return None
+        with as_damage(self.environment):
+            found = json.loads(self.environment.read_text(encoding="utf-8"))
+            require_object(found, "the environment of a run")
+            return dict(found["code"]) if "code" in found else None
 
     def sweep(self) -> None:
         """Remove the temporary files of a process that was killed while it wrote."""
@@ -146,6 +172,16 @@ class Folder:
         for file in remains:
             file.unlink(missing_ok=True)
         return remains
+
+
+def own_code(spec: Spec) -> dict[str, str]:
+    """A hash of each file of a user's own that a spec names, by the file's name; not of what these import."""
+    files = {file for name in (spec.task.name, spec.algorithm.name) if (file := own_file(name))}
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)

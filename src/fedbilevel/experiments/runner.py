@@ -28,7 +28,14 @@ import jax
 from fedbilevel import __version__
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
-from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError, FedbilevelError, require
+from fedbilevel.core.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    ConfigurationError,
+    FedbilevelError,
+    NumericalError,
+    require,
+)
 from fedbilevel.core.kept import series
 from fedbilevel.core.metrics import best
 from fedbilevel.core.submodel import UnitPolicy
@@ -37,14 +44,14 @@ from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import write_json, write_text, writing
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.engine import Engine, check_cohort, check_everyone
-from fedbilevel.engines.history import Row
+from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import MEASURING, WRITING, Display, doing, showing
 from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
-from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.folder import Folder, load_run, own_code
 from fedbilevel.experiments.loader import algorithm_class, label, task_maker
 from fedbilevel.experiments.spec import Component, RunPlan, Spec, fields_of, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
@@ -192,14 +199,65 @@ def complete(
     experiment: Experiment | None = None,
     progress: bool | Display | None = None,
 ) -> None:
-    """Bring a run to its end: nothing where it is finished, else go on from its checkpoint, else start it."""
+    """Bring a run to its end: nothing where it is finished, else go on from its checkpoint, else start it.
+
+    Raises:
+        InUse: another process plays it.
+        Others: see `run`.
+    """
     place = Folder(Path(folder))
     if place.finished:
         return
-    if place.begun:
-        resume(folder, callbacks=callbacks, plot=plot, experiment=experiment, progress=progress)
-    else:
-        run(spec, folder, callbacks=callbacks, plot=plot, experiment=experiment, progress=progress)
+    experiment = experiment or build(spec)
+    with lock.exclusive(place.lock, place.path):
+        if place.finished:  # by another process, since
+            return
+        place.sweep()
+        if not place.begun:
+            place.claim(spec)
+        with showing(progress) as display:
+            _play(spec, place, experiment, callbacks, plot, display, resume=place.begun)
+
+
+def run_of(
+    spec: Spec,
+    folder: str | Path,
+    task: Callable[[Spec], Task],
+    *,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | Display | None = False,
+) -> History:
+    """What a run has measured: read from its folder where it is finished, else brought to its end there.
+
+    A run whose numbers did not go on is not played again: its folder says why.
+
+    Args:
+        spec: see `resolve`.
+        folder: of this run, or none yet.
+        task: makes the spec's task; called where there is something to play.
+        callbacks, progress: see `fedbilevel.solve`.
+
+    Raises:
+        NumericalError: the run failed, now or before.
+        ConfigurationError, DataError: the spec is refused; nothing was written.
+        InUse: another process plays it.
+        CheckpointError: the folder holds a run of another spec, which the message names; or it cannot be written.
+    """
+    place = Folder(Path(folder))
+    if changed := place.difference(spec):
+        raise CheckpointError(f"{place.path} holds another run ({changed}): choose another folder")
+    if place.failed.is_file():
+        raise NumericalError(place.failed.read_text(encoding="utf-8"))
+    if not place.finished:
+        try:
+            given: dict[str, Any] = {"callbacks": callbacks, "progress": progress, "plot": False}
+            complete(spec, place.path, experiment=build(spec, task(spec)), **given)
+        except NumericalError as error:
+            write_text(place.spec, spec.to_toml())
+            write_json(place.environment, environment_of(spec))
+            write_text(place.failed, str(error))
+            raise
+    return load_run(place.path).history
 
 
 def resumable(place: Folder, rounds: int | None) -> Spec:
@@ -321,7 +379,7 @@ class Scribe:
             for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
                 file.unlink(missing_ok=True)
         write_text(self.place.spec, self.spec.to_toml())
-        write_json(self.place.environment, describe_environment())
+        write_json(self.place.environment, environment_of(self.spec))
         self.opened = True
 
     def __call__(self, result: Result, row: Row | None) -> None:
@@ -398,6 +456,11 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
         )
     probed = cost(first.history.rows[-1], name)
     return max(1, int(amount * PROBE / (ROWS * probed))) if probed > 0 else 1
+
+
+def environment_of(spec: Spec) -> dict[str, Any]:
+    """What a run's folder says of where it is played, and with which files of the user's own."""
+    return {**describe_environment(), "code": own_code(spec)}
 
 
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")

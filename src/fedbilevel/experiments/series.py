@@ -33,7 +33,7 @@ from fedbilevel.experiments.fields import unknown_setting
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.runner import build, complete, task_of
-from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Component, Spec, configure, fields_of, read_like
+from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Component, Spec, configure, fields_of
 from fedbilevel.tasks import Task
 
 Series = Mapping[Path, Spec]
@@ -63,23 +63,8 @@ def _require_run(folder: Path, place: Path, spec: Spec) -> None:
     if not found.begun and not found.finished:
         found.require_free()
         return
-    if changed := difference(read_like(found.spec, spec), spec):
+    if changed := found.difference(spec):
         raise ConfigurationError(f"cannot continue the runs in {folder}: {found.spec} differs in {changed}")
-
-
-def difference(there: Spec, asked: Spec) -> str:
-    """The first field in which two specs differ, in words; nothing if they agree."""
-    one, other = there.tables(), asked.tables()
-    for section in one:
-        for name in {**one[section], **other[section]}:
-            a, b = (_plain(tables[section].get(name)) for tables in (one, other))
-            if a != b:
-                return f"{section}.{name}: {a!r} there, {b!r} now"
-    return ""
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 CENTRALISED = "centralised"

@@ -29,8 +29,8 @@ from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import Folder, load_run, path_word
 from fedbilevel.experiments.runner import algorithm_of, build, complete
 from fedbilevel.experiments.search import specs_of
-from fedbilevel.experiments.series import TaskCache, difference, seeded
-from fedbilevel.experiments.spec import Spec, configure, read_like
+from fedbilevel.experiments.series import TaskCache, seeded
+from fedbilevel.experiments.spec import Spec, configure
 from fedbilevel.experiments.sweep import Definition, Said, chosen_metric, sweep_specs
 from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale
@@ -267,7 +267,7 @@ def run_of(
     folder = _folder(place, RUNS, panel, method) / f"seed-{seed}"
     spec = spec_of(entry, panel, method, scale, chosen, seed)
     there = Folder(folder).spec
-    if there.is_file() and (changed := difference(read_like(there, spec), spec)):
+    if changed := Folder(folder).difference(spec):
         raise ConfigurationError(
             f"{folder} holds a run of another setting ({changed}): remove it to play the entry anew"
         )

@@ -1,0 +1,81 @@
+"""`experiments.run_of`: a run in a folder is read, continued or started, and nobody plays it twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedbilevel import experiments
+from fedbilevel.errors import CheckpointError, ConfigurationError, InUse, NumericalError
+from fedbilevel.experiments import Folder, TaskCache, run_of
+from fedbilevel.experiments.runner import task_of
+
+SMALL = ["clients=3", "samples=[2, 2]", "dim_y=2", "run.rounds=6", "run.eval_every=2"]
+SPEC = experiments.configure(task="quadratic", settings=SMALL)
+
+
+def rows(history) -> list[dict]:
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in history.rows]
+
+
+def never(spec):
+    raise AssertionError("nothing is to be played")
+
+
+def test_it_is_started_continued_and_read(tmp_path) -> None:
+    whole = rows(run_of(SPEC, tmp_path / "whole", task_of))
+
+    def stop(result, row) -> None:
+        if row and row["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_of(SPEC, tmp_path / "part", task_of, callbacks=[stop])
+    played = []
+    assert rows(run_of(SPEC, tmp_path / "part", TaskCache(), callbacks=[lambda _, row: played.append(row)])) == whole
+    assert min(row["round"] for row in played if row) == 2  # not 0
+    assert rows(run_of(SPEC, tmp_path / "part", never)) == whole
+
+
+def test_another_setting_is_named(tmp_path) -> None:
+    run_of(SPEC, tmp_path, task_of)
+    with pytest.raises(CheckpointError, match=r"holds another run \(run\.rounds: 6 there, 8 now\)"):
+        run_of(SPEC.replace(run={"rounds": 8}), tmp_path, never)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"code": 3}'])
+def test_a_damaged_environment_is_refused(tmp_path, damage) -> None:
+    run_of(SPEC, tmp_path, task_of)
+    Folder(tmp_path).environment.write_text(damage)
+    with pytest.raises(ConfigurationError, match=r"environment\.json is damaged"):
+        run_of(SPEC, tmp_path, never)
+
+
+def test_another_text_of_ones_own_task_is_another_run(tmp_path) -> None:
+    own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"
+    own.write_text(text)
+    spec = experiments.configure(task=f"{own}:mine", settings=["run.rounds=1", "run.eval_every=1"])
+    run_of(spec, tmp_path / "run", task_of)
+    own.write_text(text.replace("clients=3", "clients=4"))
+    with pytest.raises(CheckpointError, match=r"holds another run \(code\.own\.py: '[0-9a-f]{64}' there"):
+        run_of(spec, tmp_path / "run", never)
+
+
+def test_a_run_that_diverged_is_not_played_again(tmp_path) -> None:
+    spec = SPEC.replace(algorithm={"server_lr": {"x": 0.05, "y": 1e200, "v": 0.05}})
+    with pytest.raises(NumericalError, match="not finite") as now:
+        run_of(spec, tmp_path / "run", task_of)
+    with pytest.raises(NumericalError) as again:
+        run_of(spec, tmp_path / "run", never)
+    assert str(again.value) == str(now.value)
+
+
+def test_a_run_that_another_plays_is_in_use(tmp_path) -> None:
+    said = []
+
+    def second(result, row) -> None:
+        with pytest.raises(InUse, match="is in use by process"):
+            run_of(SPEC, tmp_path, task_of)
+        said.append(row)
+
+    run_of(SPEC, tmp_path, task_of, callbacks=[second])
+    assert said
