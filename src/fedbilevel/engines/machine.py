@@ -35,8 +35,7 @@ def tune_cpu(devices: int = 1) -> None:
 
     The matrix products of clients (some 64×784×200) ran 1.2 times faster in XLA's Eigen kernels than in its newer
     YNN ones, which jaxlib 0.10 takes by default; FISM's walks, small loops, ran 1.6 times faster compiled as one piece
-    each, which by default is for loops over less than 1,024 bytes alone; docs/reference/benchmarks.md
-    has the measurements.
+    each, which by default is for loops over less than 1,024 bytes alone.
     """
     require(devices >= 1, "devices", devices, "positive")
     wanted = {}
