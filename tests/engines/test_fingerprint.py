@@ -287,3 +287,39 @@ def test_no_resume_passes_one_algorithms_state_to_another(begun, tmp_path):
             begun(4, algorithm=fb.FedNest(batch_size=2), resume=resume)
         assert "run.npz holds the state of a run of SimFBO, which FedNest cannot go on from" in str(refused.value)
         assert "also not with resume=" in str(refused.value)
+
+
+OF_X, OF_Y = fb.Metric(lambda x, y: x**2, larger_is_better=False), lambda x, y, batch: (y**2).sum()
+METRICS = {"fit": OF_X, "more": OF_X}
+OTHERS = {
+    "another function": ({"fit": fb.Metric(lambda x, y: x**4, larger_is_better=False)}, {}, "metric fit"),
+    "another direction": ({"fit": fb.Metric(OF_X.function, larger_is_better=True)}, {}, "metric fit"),
+    "another function per client": ({}, {"risk": lambda x, y, batch: (y**4).sum()}, "metric risk"),
+    "other samples": ({}, {"risk": fb.PerClient(OF_Y, "inner")}, "metric risk"),
+    "another direction per client": ({}, {"risk": fb.PerClient(OF_Y, larger_is_better=True)}, "metric risk"),
+}
+
+
+def measured(path, metrics, per_client, **given):
+    clients, method = fb.Clients(SAMPLES, SAMPLES), fb.SimFBO(local_steps=1)
+    fb.solve(method, fb.Bilevel(fit, ridge), clients, jnp.zeros(()), jnp.zeros(2), metrics=metrics,
+             metrics_per_client=per_client, checkpoint=path, **given)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_metrics(tmp_path_factory):
+    path = tmp_path_factory.mktemp("metrics") / "run.npz"
+    measured(path, METRICS, {"risk": OF_Y}, rounds=1)
+    return path
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_metric_of_the_same_name_is_refused(with_metrics, case):
+    metrics, per_client, words = OTHERS[case]
+    with pytest.raises(fb.errors.CheckpointError, match=f"different now: {words};"):
+        measured(with_metrics, {**METRICS, **metrics}, {"risk": OF_Y, **per_client}, rounds=1, resume=True)
+
+
+def test_the_same_metric_may_be_written_otherwise_and_others_come_and_go(with_metrics):
+    same = fb.Metric(lambda a, b: a**2, larger_is_better=False)
+    measured(with_metrics, {"fit": same, "new": OF_X}, None, rounds=1, resume=True)

@@ -43,6 +43,7 @@ class Evaluation:
         for name, metric in metrics.items():
             require_function(f"metrics[{name!r}]", metric, "x, y", " -> one number")
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)
+        self.traced: dict[str, ClosedJaxpr] = {}
         self.compiled: dict[str, Callable[[PyTree, PyTree], Any]] = {}
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
@@ -57,13 +58,23 @@ class Evaluation:
         return row
 
     def compile(self, name: str, x: PyTree, y: PyTree) -> Callable[[PyTree, PyTree], Any]:
-        metric, (x_fixed, y_fixed) = self.metrics[name], self.fixed
-        with explained(f"metrics[{name!r}]", x=x, y=y):
-            closed = jax.make_jaxpr(lambda x, y: metric(join(x, x_fixed), join(y, y_fixed)))(x, y)
-        given = closed.out_avals
-        fits = len(given) == 1 and is_one_number(given[0])
-        require(fits, f"the value of metrics[{name!r}]", [str(value) for value in given], ONE_NUMBER)
-        return _kept(closed, x, y)
+        return _kept(self.trace(name, x, y), x, y)
+
+    def trace(self, name: str, x: PyTree, y: PyTree) -> ClosedJaxpr:
+        """What a metric computes, traced once for arguments of these shapes; it must give one number."""
+        if name not in self.traced:
+            metric, (x_fixed, y_fixed) = self.metrics[name], self.fixed
+            with explained(f"metrics[{name!r}]", x=x, y=y):
+                closed = jax.make_jaxpr(lambda x, y: metric(join(x, x_fixed), join(y, y_fixed)))(x, y)
+            _require_one_number(f"metrics[{name!r}]", closed)
+            self.traced[name] = closed
+        return self.traced[name]
+
+
+def _require_one_number(name: str, traced: ClosedJaxpr) -> None:
+    given = traced.out_avals
+    fits = len(given) == 1 and is_one_number(given[0])
+    require(fits, f"the value of {name}", [str(value) for value in given], ONE_NUMBER)
 
 
 def _kept(closed: ClosedJaxpr, *like: PyTree) -> Callable[..., Any]:
@@ -109,13 +120,17 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
     return made
 
 
-def check_per_client(metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> None:
-    """Trace each metric once on a sample, without computing: it must give one number."""
+def check_per_client(
+    metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]
+) -> dict[str, ClosedJaxpr]:
+    """Each metric, traced on a sample without computing: it must give one number."""
+    found = {}
     for name, metric in metrics.items():
         batch = examples[get_args(SampleKind).index(metric.samples)]
         with explained(f"metrics_per_client[{name!r}]", x=x, y=y, batch=batch):
-            shape = jax.eval_shape(metric.function, x, y, batch)
-        require(is_one_number(shape), f"the value of metrics_per_client[{name!r}]", shape, ONE_NUMBER)
+            found[name] = jax.make_jaxpr(metric.function)(x, y, batch)
+        _require_one_number(f"metrics_per_client[{name!r}]", found[name])
+    return found
 
 
 def is_one_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.config import Schedule, field_values, hyperparameters
 from fedbilevel.core.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
+from fedbilevel.core.metrics import directions
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
@@ -39,6 +40,8 @@ class Fingerprint:
     functions: Hashes  # losses, schedules, …
     samples: dict[str, list[str | None]] = field(default_factory=dict)
     """By loss, of each block of clients, if they were read; None where no process has all of a block."""
+    metrics: Hashes = field(default_factory=dict)
+    """What is measured may change; what is measured under one name may not."""
     versions: str = VERSIONS
     """Others may trace or compile the same function to another program."""
 
@@ -49,6 +52,8 @@ class Fingerprint:
         hashes = _changed(before.hashed, self.hashed)
         if before.versions == self.versions:
             hashes += _changed(before.functions, self.functions)
+            both = before.metrics.keys() & self.metrics.keys()
+            hashes += sorted(name for name in both if before.metrics[name] != self.metrics[name])
         population = new["clients"]
         for loss in sorted(before.samples.keys() & self.samples.keys()) if population == old["clients"] else ():
             pairs = zip(before.samples[loss], self.samples[loss], strict=True)
@@ -101,6 +106,16 @@ def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
             functions[name] = short(*_made_of(part))
     kinds = {name: type(part).__name__ for name, part in parts.items() if is_dataclass(part)}
     return {"algorithm": algorithm.label, **kinds, **hyperparameters(algorithm)}, functions
+
+
+def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) -> Hashes:
+    """A hash of each metric: of what it computes, which of its values is better, and of which samples."""
+    larger = directions(metrics)
+    samples = {name: getattr(metric, "samples", "") for name, metric in metrics.items()}
+    return {
+        f"metric {name}": short(str(larger[name]), samples[name], of_program(program))
+        for name, program in programs.items()
+    }
 
 
 def of_constraint(problem: Problem, x: PyTree) -> Hashes:

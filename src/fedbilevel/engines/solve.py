@@ -110,7 +110,7 @@ def solve(
         ExchangeError: too few clients replied, again and again; the rounds before are in the checkpoint. Or another
             process was lost (LostProcess of engines.multihost); the last checkpoint stays.
         CheckpointError: a checkpoint could not be written or read, another process writes it (its lock file,
-            .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses,
+            .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses, metrics,
             hyperparameters, key or cohort are others; the message names them.
     """
     check_algorithm(algorithm)
@@ -148,7 +148,8 @@ def solve(
         warnings.warn(InfluenceWarning(doubt), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
     own = as_per_client(metrics_per_client)
-    check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
+    measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
+    evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
 
     remote, carry = isinstance(clients, RemoteClients), first_carry(algorithm, problem, clients, x, y)
     if remote and path is not None and (checkpoint_every or 1) > 1:
@@ -163,12 +164,13 @@ def solve(
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it
         begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
+        measured |= {name: evaluation.trace(name, x, carry.state.y) for name in evaluation.metrics}
+        begun = replace(begun, metrics=fingerprint.of_metrics(measured, {**own, **evaluation.metrics}))
     save_every = 1 if remote and checkpoint_every is None else checkpoint_every  # a round is costly there
     plan = LoopPlan(rounds, eval_every or rounds, save_every, path, begun)
     group.saved = ""
     if group.processes > 1:
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
-    evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
     history = History(directions=directions({**own, **(metrics or {})}))
     loop = Loop(
         plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), simulated=not remote, group=group
