@@ -238,7 +238,7 @@ def _numbers(field: str, given: Any, allowed: str) -> np.ndarray:
     try:
         return np.asarray(given, np.float64)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{field} = {given!r} is not allowed: it must be {allowed}") from error
+        raise ConfigurationError(path=field, got=given, allowed=allowed) from error
 
 
 def checked_local_steps(field: str, steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:

@@ -213,8 +213,8 @@ def _prepare_number(
         try:
             shape = jax.eval_shape(lambda round: value(round), jax.ShapeDtypeStruct((), np.int32)).shape
         except Exception as error:  # whatever a function of the user raises
-            text = f"{name} = {value!r} is not allowed: it must be {allowed}; it cannot be called with a round"
-            raise ConfigurationError(f"{text}: {error}") from error
+            text = f"it cannot be called with a round: {error}"
+            raise ConfigurationError(text, path=name, got=value, allowed=allowed) from error
         require(shape == (), name, value, allowed)
         return Schedule(value)
     _refuse_no_number(name, value, allowed)

@@ -13,7 +13,46 @@ class FedbilevelError(Exception):
 
 
 class ConfigurationError(FedbilevelError, ValueError):
-    """A field has a value that is not allowed; the message names the field, the value and what is allowed."""
+    """A field has a value that is not allowed; the message names the field, the value and what is allowed.
+
+    Attributes:
+        path: the dotted path of the field, or the kind of the name; "" where a text is all that is known.
+        got: the value, or the unknown name.
+        allowed: what the value must be, in words; or the valid names.
+        near: the valid name that is nearest to `got`; "" where none is near.
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        path: str = "",
+        got: object = None,
+        allowed: str | Sequence[str] = "",
+        near: str = "",
+        wrong: "Sequence[ConfigurationError]" = (),
+    ) -> None:
+        super().__init__(text)
+        self.path, self.got, self.allowed, self.near = path, got, allowed, near
+        self.several = tuple(wrong)
+
+    @property
+    def wrong(self) -> "tuple[ConfigurationError, ...]":
+        """Each mistake by itself: those that this error reports together, or this error alone."""
+        return self.several or (self,)
+
+    def __str__(self) -> str:
+        """The message: a line for each mistake."""
+        if self.several:
+            return "\n".join(map(str, self.several))
+        text, near = super().__str__(), f"; did you mean {self.near!r}?" if self.near else ""
+        if not self.path:
+            return text
+        if isinstance(self.allowed, str):
+            said = f"{self.path} = {self.got!r} is not allowed: it must be {self.allowed}{near}"
+            return f"{said}; {text}" if text else said
+        said = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
+        return f"{said} (allowed: {', '.join(self.allowed)})"
 
 
 class NumericalError(FedbilevelError, ArithmeticError):
@@ -65,22 +104,21 @@ class InUse(CheckpointError):
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a misspelt name: offers the nearest valid one and lists them all."""
     names = sorted(allowed)
-    return ConfigurationError(
-        f"unknown {kind} {str(name)[:200]!r}{hint(str(name), names)} (allowed: {', '.join(names)})"
-    )
+    return ConfigurationError(path=kind, got=name, allowed=names, near=nearest(str(name), names))
 
 
-def hint(name: str, names: Iterable[str]) -> str:
-    """The nearest of the names, as a question; empty where none is near."""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The nearest of the names; empty where none is near."""
     lower = {one.lower(): one for one in names}
     near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-    return f"; did you mean {lower[near[0]]!r}?" if near else ""
+    return lower[near[0]] if near else ""
 
 
-def refuse_together(wrong: Sequence[ConfigurationError]) -> None:
+def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
     """Raise one error that says all that is wrong, one thing on each line; nothing where nothing is wrong."""
-    if wrong:
-        raise ConfigurationError("\n".join(map(str, wrong)))
+    each = [mistake for error in wrong for mistake in error.wrong]
+    if each:
+        raise each[0] if len(each) == 1 else ConfigurationError(wrong=each)
 
 
 def diverged(where: str, what: str) -> NonFiniteError:
@@ -91,7 +129,7 @@ def diverged(where: str, what: str) -> NonFiniteError:
 def require(holds: bool, field: str, got: object, allowed: str) -> None:
     """Raise ConfigurationError unless `holds`: «field = got: allowed»."""
     if not holds:
-        raise ConfigurationError(f"{field} = {got!r} is not allowed: it must be {allowed}")
+        raise ConfigurationError(path=field, got=got, allowed=allowed)
 
 
 def is_number(got: object) -> bool:

@@ -16,7 +16,6 @@ The name alone stands for that class with its own defaults.
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -63,7 +62,7 @@ class Choice:
         table = {self.key: given} if isinstance(given, str) else given
         if not isinstance(table, Mapping) or not isinstance(table.get(self.key), str):
             example = f'{{{self.key} = "{next(iter(self.makers))}", …}}'
-            raise ConfigurationError(f"{place} = {given!r} is not allowed: it must be a table like {example}")
+            raise ConfigurationError(path=place, got=given, allowed=f"a table like {example}")
         name = table[self.key]
         if name not in self.makers:
             raise unknown(f"{self.kind} for {place}", name, self.makers)
@@ -315,11 +314,10 @@ def shared_by(fields: Mapping[str, Field], preset: Mapping[str, Any]) -> dict[st
 
 def unknown_field(kind: str, name: str, allowed: Iterable[str]) -> ConfigurationError:
     """The error for a field that is not there; where some algorithms have it, they are named."""
-    names = sorted(allowed)
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_class(cls))
     if not owners:
-        return unknown(kind, name, names)
-    return ConfigurationError(f"unknown {kind} {name!r}, a field of {', '.join(owners)} (allowed: {', '.join(names)})")
+        return unknown(kind, name, allowed)
+    return ConfigurationError(f"a field of {', '.join(owners)}", path=kind, got=name, allowed=sorted(allowed))
 
 
 def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
@@ -327,9 +325,10 @@ def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> Configu
     algorithm's first."""
     every = {field for fields in sections.values() for field in fields}
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in of_class(cls))
-    found = f", a field of {', '.join(owners)}" if owners else errors.hint(name, sorted(every))
-    said = "; ".join(f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields)
-    return ConfigurationError(f"unknown field {name!r}{found} (allowed: {said})")
+    text = f"a field of {', '.join(owners)}" if owners else ""
+    said = [f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields]
+    near = "" if owners else errors.nearest(name, sorted(every))
+    return ConfigurationError(text, path="field", got=name, allowed=["; ".join(said)], near=near)
 
 
 def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str, Any] | None:
@@ -340,7 +339,7 @@ def _accept_part(place: str, field: Field, value: Any, *below: Any) -> dict[str,
     table = _described(value)
     if not isinstance(table, Mapping) or not isinstance(table.get("name", ""), str):
         example = f'{{name = "{next(iter(options))}", …}}'
-        raise ConfigurationError(f"{place} = {value!r} is not allowed: it must be a table like {example}")
+        raise ConfigurationError(path=place, got=value, allowed=f"a table like {example}")
     fields_given = {name: item for name, item in table.items() if name != "name"}
     if "name" in table:
         kind, current = table["name"], {}
@@ -459,9 +458,8 @@ def _fitting(place: str, hint: Any, value: Any) -> Any:
             return value
     elif inspect.isclass(hint) and type(value) is hint:
         return value
-    near = difflib.get_close_matches(value, _choices(hint), n=1, cutoff=0.5) if isinstance(value, str) else []
-    suggestion = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigurationError(f"{place} = {value!r} is not allowed: it must be {_in_words(hint)}{suggestion}")
+    near = errors.nearest(value, _choices(hint)) if isinstance(value, str) else ""
+    raise ConfigurationError(path=place, got=value, allowed=_in_words(hint), near=near)
 
 
 def _choices(hint: Any) -> list[str]:

@@ -1,0 +1,47 @@
+"""Errors as values: what is wrong stands in fields, the text is made where it is shown."""
+
+import copy
+
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.errors import refuse_together, require, unknown
+from fedbilevel.errors import ConfigurationError
+
+
+def of(make) -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as error:
+        make()
+    return error.value
+
+
+def test_a_value_that_is_not_allowed_stands_in_fields() -> None:
+    error = of(lambda: fb.SimFBO(radius=-1.0))
+    assert (error.path, error.got, error.allowed) == ("SimFBO.radius", -1.0, "a positive number or a schedule")
+    assert error.near == ""
+    assert error.wrong == (error,)
+    assert str(error) == "SimFBO.radius = -1.0 is not allowed: it must be a positive number or a schedule"
+
+
+def test_a_misspelt_name_has_the_nearest_and_all() -> None:
+    error = unknown("section", "rnu", ["task", "run"])
+    assert (error.path, error.got, error.allowed, error.near) == ("section", "rnu", ["run", "task"], "run")
+    assert str(error) == "unknown section 'rnu'; did you mean 'run'? (allowed: run, task)"
+    assert str(unknown("section", "q" * 300, ["run"])) == f"unknown section '{'q' * 200}' (allowed: run)"
+
+
+def test_several_mistakes_are_one_error_and_stay_apart() -> None:
+    first, second = of(lambda: require(False, "a.b", 1, "2")), of(lambda: fb.FedNest(iner=1, outr_lr=2))
+    together = of(lambda: refuse_together([first, second]))
+    assert together.wrong == (first, *second.wrong)
+    assert [one.near for one in together.wrong] == ["", "inner", "outer_lr"]
+    assert str(together).splitlines() == [str(one) for one in together.wrong]
+    assert of(lambda: refuse_together([first])) is first
+    refuse_together([])
+
+
+def test_a_copy_says_the_same() -> None:
+    error = of(lambda: fb.FedNest(iner=1, outr_lr=2))
+    other = copy.deepcopy(error)
+    assert str(other) == str(error)
+    assert [one.got for one in other.wrong] == ["iner", "outr_lr"]
