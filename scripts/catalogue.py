@@ -1,12 +1,13 @@
-"""Write what is generated from the registered methods: `make catalogue` runs this, and a test compares.
+"""Write what is generated from methods, tasks and helpers: `make catalogue` runs this, and a test compares.
 
-That is the list of classes in algorithms/__init__.py, the facts that `fedbilevel algorithms` prints, and the tables
+That is the list of classes in algorithms/__init__.py, the facts that `fedbilevel algorithms` prints, and what stands
 between markers in pages of docs/.
 """
 
 import ast
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,10 @@ KINDS = {
 """The kinds of problem by the words of the heading "Needs:"; what each is for, and how it is stated."""
 
 
+PARTS_OF_METHODS = ("fedbilevel.core", "fedbilevel.oracles", "fedbilevel.algorithms.parts")
+"""Where the helpers of methods are; what else `authoring` has are types of results."""
+
+
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated; the list of classes first, since the rest imports it."""
     yield METHODS / "__init__.py", listed()
@@ -32,6 +37,12 @@ def written() -> Iterator[tuple[Path, str]]:
     choosing = ROOT / "docs" / "how-to" / "choosing.md"
     yield choosing, between(between(choosing.read_text("utf-8"), "kinds", kinds), "costs", costs)
     yield PAGES / "README.md", between((PAGES / "README.md").read_text("utf-8"), "methods", index)
+    for page, name, text in (
+        ("how-to/own-method.md", "helpers", helpers()),
+        ("reference/tasks.md", "tasks", tasks()),
+    ):
+        file = ROOT / "docs" / page
+        yield file, between(file.read_text("utf-8"), name, text)
 
 
 def listed() -> str:
@@ -103,6 +114,38 @@ def _page(name: str, heads: dict[Path, str]) -> tuple[str, str]:
     raise SystemExit(f"no page of {PAGES} has a heading that names {name}")
 
 
+def helpers() -> str:
+    """What `fedbilevel.authoring` has for a method, with arguments and the first sentence of each docstring."""
+    from fedbilevel import authoring
+
+    rows = []
+    for name in authoring.__all__:
+        value = getattr(authoring, name)
+        if getattr(value, "__module__", "").startswith(PARTS_OF_METHODS):
+            arguments = f"({', '.join(_arguments(value))})" if inspect.isfunction(value) else ""
+            sentence = re.split(r"(?<=\.)\s", inspect.getdoc(value) or "")[0]
+            rows.append((f"`{name}{arguments}`", " ".join(sentence.split())))
+    return table(("helper", "what it is"), rows)
+
+
+def _arguments(function: Callable[..., object]) -> Iterator[str]:
+    """The names of a function's parameters, with a star before those that have to be named."""
+    starred = False
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            starred = True
+            yield "*"
+        yield name
+
+
+def tasks() -> str:
+    """A section for each task: the docstring of its module."""
+    from fedbilevel import tasks
+
+    functions = [value for name in tasks.__all__ if inspect.isfunction(value := getattr(tasks, name))]
+    return "\n\n".join(f"## {task.__name__}\n\n{inspect.getdoc(inspect.getmodule(task))}" for task in functions)
+
+
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A table of Markdown."""
     lines = [heads, ("---",) * len(heads), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
@@ -111,7 +154,7 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def between(page: str, name: str, text: str) -> str:
     """The page with `text` between the markers of that name."""
-    begin, end = f"<!-- {name}: `make catalogue` writes this table -->\n\n", f"\n\n<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: `make catalogue` writes this -->\n\n", f"\n\n<!-- end of {name} -->"
     before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):

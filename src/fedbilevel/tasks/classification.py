@@ -1,6 +1,6 @@
 """Image classification: the ordinary federated problem, one network trained by all clients on all their samples.
 
-f(x) = CE(z(x), c) + ridge·‖x‖²,   z(x) the logits of an image of class c; nothing is inside, y is empty
+f(x) = CE(z(x), c) + ridge·‖x‖²,   z(x) the logits of an image of class c; there is no y
 """
 
 from collections.abc import Mapping, Sequence

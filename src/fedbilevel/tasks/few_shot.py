@@ -1,7 +1,7 @@
 """Few-shot learning: x is a backbone, y the linear heads of all clients' tasks.
 
-f_i(x, y) = mean_j CE(φ(x)·y_j) on the query images of task j,
-g_i(x, y) = mean_j [CE(φ(x)·y_j) on its support images + ridge·‖y_j‖²],   j over the tasks of client i.
+    f_i(x, y) = mean_j CE(φ(x)·y_j) on the query images of task j,
+    g_i(x, y) = mean_j [CE(φ(x)·y_j) on its support images + ridge·‖y_j‖²],   j over the tasks of client i.
 
 A task tells N = `way` of a client's characters apart. RABO's few-shot problem (Li et al., section V-A), with a head for
 each task: the paper prints one y for all of them, whose columns mean other characters in each task, so that no y would

@@ -1,7 +1,10 @@
 """Hyper-representation: x is a network up to its last layer, y the linear head that clients train on it.
 
-The federated benchmark of FedNest (Tarzanagh et al., ICML 2022, section 4.1), SimFBO and others: the head is fitted on
-the clients' training halves with a ridge that makes it strongly convex, the representation on their validation halves.
+With z(x, y) the logits of an image of class c, on each client's training half (g) and validation half (f)
+
+    g = CE(z(x, y), c) + ridge·‖y‖²        f = CE(z(x, y), c)
+
+The federated benchmark of FedNest (Tarzanagh et al., ICML 2022, section 4.1), SimFBO and others.
 """
 
 from collections.abc import Mapping, Sequence
