@@ -248,7 +248,7 @@ def test_keys_are_made_once(tmp_path, capsys):
 
 def test_without_a_command_flower_says_which_there_are(capsys):
     assert main(["flower"]) == 2
-    assert "new, keys or demo" in capsys.readouterr().err
+    assert "new, keys, status or demo" in capsys.readouterr().err
 
 
 def test_of_bounds_on_norms_0_is_none():

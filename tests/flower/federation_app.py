@@ -249,7 +249,7 @@ class Submitted(threading.Thread):
     def refusals(self):
         """Why answers did not count."""
         lines = exchanges_of(self.out / "exchanges.jsonl")
-        return [why for line in lines for why in line.get("refused", {}).values()]
+        return [why["why"] for line in lines for why in line.get("refused", {}).values()]
 
     def result(self):
         """The result in the run's folder."""

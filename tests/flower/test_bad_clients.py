@@ -22,9 +22,9 @@ from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import NormBounds, Terms
-from fedbilevel.flower.wire import Refusal
 
 ROUNDS = 6
 BAD = 1  # the client
@@ -116,7 +116,7 @@ def by_hand(clients, absent=(), keeps=False, rounds=ROUNDS):
 
 def said(log):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    refused = {(int(c), line["round"]): why for line in lines for c, why in line.get("refused", {}).items()}
+    refused = {(int(c), line["round"]): why["why"] for line in lines for c, why in line.get("refused", {}).items()}
     return refused, [(line["round"], line["without"]) for line in lines if "undone" in line]
 
 
@@ -264,6 +264,49 @@ def test_a_round_that_spoils_everything_is_undone(round, there, keeps, tmp_path,
     assert result.ledger.rounds == ROUNDS
 
 
+class Later(authoring.Algorithm):
+    """As `Following`, with a second exchange, which alone meets y⁴; clients keep what the first one changes."""
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    def init_client(self, x, y):
+        return jnp.zeros(())
+
+    @authoring.phase
+    def towards(self, client, y, key):
+        target = jnp.mean(client.outer_batch(key, None)["t"], 0)
+        return authoring.Reply(target - y + 0.01 * client.state, state=client.state + 1)
+
+    @authoring.phase
+    def size(self, client, y, key):
+        return authoring.Reply(jnp.zeros(()), metrics={"size": jnp.sum(y**4)})
+
+    def round(self, fed, state, key):
+        step = fed.mean(self.towards, state.y, key)
+        fed.mean(self.size, state.y, key)
+        return XY(state.x, state.y + 0.5 * step)
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "context"])
+def test_a_round_is_undone_though_clients_have_begun_the_next(folder, tmp_path):
+    """They keep the states with which both rounds began."""
+    t, algorithm, round = targets(5), Later(), 2
+
+    def site(run, node):
+        k = node["partition-id"]
+        own = {"outer": {"t": t[k, None]}, "folder": tmp_path if folder else None, "limits": federations.FREE}
+        return Site(id=k, algorithm=algorithm, problem=PROBLEM, x0=X0, y0=Y0, **own)
+
+    app = federations.misbehaving(client_app(site), {(BAD, round, 0): filled(1e100)})
+    example, log = {"t": np.zeros((1, 3))}, tmp_path / "log.jsonl"
+    engine = Flower(grid=InProcess(app, 5), name=federations.NAME, terms=ANY, log=log)
+    known = fb.RemoteClients(5, example, example)
+    result = fb.solve(algorithm, PROBLEM, known, X0, Y0, rounds=ROUNDS, key=1, engine=engine)
+    np.testing.assert_allclose(result.y, by_hand(5, {(BAD, round), (BAD, round + 1)}, keeps=True), rtol=1e-12)
+    assert said(log)[1] == [(round, [BAD])]
+
+
 def test_who_comes_back_to_it_is_undone_again(tmp_path):
     """It spoils every round that it is asked in; y still ends where the others' targets are."""
     log, rounds = tmp_path / "log.jsonl", 16
@@ -285,6 +328,22 @@ def test_where_it_cannot_be_undone_the_last_good_state_is_kept(tmp_path):
     np.testing.assert_allclose(result.y, by_hand(1, keeps=True), rtol=1e-12)
     assert [row["round"] for row in result.history.rows] == list(range(ROUNDS + 1))
     assert result.ledger.rounds == ROUNDS
+
+
+def test_what_ends_a_run_after_a_round_was_undone_does_not_save_the_undone_result(tmp_path):
+    """Round 2 is undone and played again; in round 3 too few reply. The run goes on from the start of that one."""
+    place = {"checkpoint": tmp_path / "c.npz", "checkpoint_every": 1, "eval_every": 1}
+
+    def lost(response, message):
+        if response.refused:  # the state is no use: round 2 is about to be undone
+            return response
+        raise RuntimeError("lost")
+
+    faults = {(BAD, 2): filled(1e100), **{(client, 3): lost for client in range(5)}}
+    with pytest.raises(ExchangeError, match="round 3"):
+        play(5, faults, ANY, **place)
+    result = play(5, {}, ANY, resume=True, **place)
+    np.testing.assert_allclose(result.y, by_hand(5, {(BAD, 2)}), rtol=1e-12)
 
 
 class Killed(BaseException):

@@ -103,7 +103,9 @@ def run(tmp_path, client_app, **options):
     result = federations.solve(STEPS, grid, log=log, **{"terms": TERMS, **options})
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     said = {
-        (line["round"], line["exchange"], int(c)): why for line in lines for c, why in line.get("refused", {}).items()
+        (line["round"], line["exchange"], int(c)): why["why"]
+        for line in lines
+        for c, why in line.get("refused", {}).items()
     }
     return result, said, lines
 
@@ -227,9 +229,11 @@ def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path, whole):
     path = tmp_path / "checkpoint.npz"
     with pytest.raises(fb.core.errors.ExchangeError) as raised:
         run(tmp_path, federations.misbehaving(CLIENTS, faults), checkpoint=path)
-    said = "; ".join(f"client {client}: Flower's error 2: RuntimeError: the disk is full" for client in failing)
+    clients = ", ".join(map(str, failing))
     assert str(raised.value) == (
-        f"round 1, phase x_gradient: 1 clients replied where 2 are needed after 3 attempts ({said})"
+        "round 1, phase x_gradient: 1 clients replied where 2 are needed after 3 attempts "
+        f"(clients {clients}: Flower's error 2: RuntimeError: the disk is full (the site can mend it: its worker or "
+        "SuperNode has failed; its log says more))"
     )
     resumed, _, lines = run(tmp_path, CLIENTS, checkpoint=path, resume=True)
     federations.same(resumed, whole)

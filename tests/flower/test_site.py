@@ -26,8 +26,9 @@ from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.privacy import Privacy, PrivacyAccount
+from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire import Refusal, RequestMessage, from_bytes
+from fedbilevel.flower.wire import RequestMessage, from_bytes
 
 STEPS = federations.Steps()
 
@@ -379,7 +380,7 @@ def test_a_client_that_cannot_start_says_so(caplog, tmp_path):
         raise FileNotFoundError("/home/ward-7/patients.csv")
 
     grid = InProcess(federations.client_app(make), 1)
-    with pytest.raises(ExchangeError, match=r"0 clients .* \(FileNotFoundError; the client's log says more\)"):
+    with pytest.raises(ExchangeError, match=r"0 clients .* \(client 0: FileNotFoundError; the client's log says more"):
         federations.solve(STEPS, grid, terms=Terms(join=1.0, deadline=2.0))
     assert "patients.csv" in caplog.text  # which is the client's own log
 

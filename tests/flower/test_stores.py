@@ -15,30 +15,44 @@ import fedbilevel as fb
 from fedbilevel.core.errors import CheckpointError, ExchangeError
 from fedbilevel.engines import checkpoint
 from fedbilevel.flower.client.site import ClientRuntime
-from fedbilevel.flower.client.store import ContextStore, FolderStore, SavedState, states_for
+from fedbilevel.flower.client.store import ContextStore, FolderStore, Versions
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.wire import Refusal, RequestMessage
+from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.wire import RequestMessage
 
 ALGORITHM = TwoPhase(inner=2)  # exchanges 0 and 1 change what a client keeps, exchange 2 reads it
-KEPT = SavedState(4, 1, (3, 2), *({"c": np.full(2, value), "n": np.int32(value)} for value in (1.0, 2.0, 3.0)))
-LIKE = SavedState(0, 0, (0, 0), *[{"c": np.zeros(2), "n": np.int32(0)}] * 3)
-OTHER = SavedState(0, 0, (0, 0), *[{"c": np.zeros(3), "n": np.int32(0)}] * 3)
+KEPT = Versions(((3, 1), (3, 2), (4, 1)), tuple({"c": np.full(2, v), "n": np.int32(v)} for v in (1.0, 2.0, 3.0)))
+LIKE = {"c": np.zeros(2), "n": np.int32(0)}
+OTHER = {"c": np.zeros(3), "n": np.int32(0)}
 
 
 def test_which_state_a_message_sees():
-    """Of a client that was changed last by exchange 2 of round 5: "s" at its start, "b" before it, "n" now."""
-    kept = SavedState(5, 2, (5, 1), "s", "b", "n")
-    assert states_for(None, "first", 7, (5, 2), (5, 2)) == ("first", "first")
-    assert states_for(kept, "first", 6, (5, 2), (5, 2)) == ("n", "n")  # all counted
-    assert states_for(kept, "first", 5, (5, 2), (4, 2)) == ("s", "n")
-    assert states_for(kept, "first", 6, (5, 1), (5, 1)) == ("b", "b")  # the last answer did not
-    assert states_for(kept, "first", 5, (5, 1), (4, 2)) == ("s", "b")
-    assert states_for(kept, "first", 6, (5, 2), (5, 1)) == ("b", "n")  # it did after the round had begun
-    for counted in ((4, 3), (-1, -1)):  # none of the round did, or the round is played again
-        assert states_for(kept, "first", 5, counted, counted) == ("s", "s")
-        assert states_for(kept, "first", 6, counted, counted) == ("s", "s")
+    """Of a client that was changed last by exchange 2 of round 5."""
+    kept = Versions(((4, 2), (5, 1), (5, 2)), ("s", "b", "n"))
+    seen = lambda counted, round: kept.up_to(counted, round).states[-1:]  # noqa: E731
+    assert Versions().up_to((5, 2), 7) == Versions()  # it starts clean
+    assert seen((5, 2), 6) == seen((6, 0), 6) == ("n",)
+    assert seen((5, 1), 6) == ("b",)  # the last answer did not count
+    assert seen((4, 2), 5) == seen((5, 0), 5) == ("s",)  # none of the round did, or it is played again
+    assert seen((-1, -1), 0) == ()  # all from the beginning
     with pytest.raises(Refusal, match="state is of round 5, and round 4 is over for it"):
-        states_for(kept, "first", 4, (4, 9), (4, 9))
+        kept.up_to((4, 1), 4)
+
+
+def test_which_states_are_kept():
+    """Where this round began, where the round before began, and one more for answers that count late."""
+    kept = Versions()
+    for round in range(4):
+        for exchange in range(3):
+            kept = kept.then((round, exchange), (round, exchange))
+            assert kept.tags == kept.states
+    assert kept.tags == ((1, 2), (2, 1), (2, 2), (3, 1), (3, 2))
+    again = kept.up_to((1, 2), 2)  # round 2 is played again
+    assert again.then((2, 0), "new").tags == ((1, 2), (2, 0))
+    one = Versions()
+    for round in range(9):
+        one = one.then((round, 0), round)
+    assert one.tags == ((6, 0), (7, 0), (8, 0))  # of a method with one exchange a round
 
 
 @pytest.fixture(params=["folder", "context"])
@@ -47,12 +61,12 @@ def store(request, tmp_path):
 
 
 def test_there_and_back(store):
-    assert store.load(federations.NAME, LIKE) is None
+    assert store.load(federations.NAME, LIKE) == Versions()
     store.save(federations.NAME, KEPT)
     back = store.load(federations.NAME, LIKE)
-    assert back[:2] == (4, 1)
-    assert jax.tree.all(jax.tree.map(np.array_equal, KEPT[2:], back[2:]))
-    assert store.load("f" * 16, LIKE) is None
+    assert back.tags == KEPT.tags
+    assert jax.tree.all(jax.tree.map(np.array_equal, KEPT.states, back.states))
+    assert store.load("f" * 16, LIKE) == Versions()
     with pytest.raises((Refusal, CheckpointError), match=r"of another (algorithm or )?model|belongs to another model"):
         store.load(federations.NAME, OTHER)
 
@@ -69,9 +83,10 @@ def test_only_names_of_runs_are_names_of_files(tmp_path):
 
 def test_clients_may_share_a_folder(tmp_path):
     for client in (1, 10):
-        FolderStore(tmp_path, client).save(federations.NAME, KEPT._replace(round=client))
-    assert [FolderStore(tmp_path, client).load(federations.NAME, LIKE).round for client in (1, 10)] == [1, 10]
-    assert FolderStore(tmp_path, 0).load(federations.NAME, LIKE) is None
+        FolderStore(tmp_path, client).save(federations.NAME, Versions(((client, 0),), KEPT.states[:1]))
+    tags = [FolderStore(tmp_path, client).load(federations.NAME, LIKE).tags for client in (1, 10)]
+    assert tags == [((1, 0),), ((10, 0),)]
+    assert FolderStore(tmp_path, 0).load(federations.NAME, LIKE) == Versions()
 
 
 def test_only_the_latest_runs_are_kept(tmp_path):
@@ -84,9 +99,9 @@ def test_only_the_latest_runs_are_kept(tmp_path):
         os.utime(store.path(name), (time, time))
         store.save(names[0], KEPT)
         os.utime(store.path(names[0]), (time + 0.5, time + 0.5))
-    there = [name for name in names if store.load(name, LIKE) is not None]
+    there = [name for name in names if store.load(name, LIKE).tags]
     assert there == [names[0], *names[6:]]
-    assert neighbour.load(federations.NAME, LIKE) is not None
+    assert neighbour.load(federations.NAME, LIKE).tags
 
 
 def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
@@ -101,8 +116,8 @@ def test_the_folder_holds_the_old_state_or_the_new_one(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.np, "savez", full)
         with pytest.raises(CheckpointError, match="No space left"):
-            store.save(federations.NAME, KEPT._replace(round=5))
-    assert store.load(federations.NAME, LIKE).round == 4
+            store.save(federations.NAME, Versions(((5, 0),), KEPT.states[:1]))
+    assert store.load(federations.NAME, LIKE).tags == KEPT.tags
     assert [path.name for path in tmp_path.iterdir()] == [f"client-0-run-{federations.NAME}.npz"]
     store.path(federations.NAME).write_bytes(b"half")
     with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
@@ -118,19 +133,17 @@ def calls(runtime, store, round, exchange, counted=None):
     """(the answer, how often the client's state has been changed); by default the exchange before counted last."""
     start = (round - 1, 2) if round else (-1, -1)
     counted = counted or ((round, exchange - 1) if exchange else start)
-    settled = min(counted, start)
     phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
     call = next(call for call in runtime.contract.calls.values() if call.phase == phase)
     request = RequestMessage(run=federations.NAME, contract=runtime.contract.digest, round=round, exchange=exchange,
               phase=phase,
-              counted_round=counted[0], counted_exchange=counted[1], settled_round=settled[0],
-              settled_exchange=settled[1], call=call.name, key=bytes(8),
+              counted_round=counted[0], counted_exchange=counted[1], call=call.name, key=bytes(8),
               key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
     response = runtime.respond(request, store)
     if response.refused:
         return response.refused
-    kept = store.load(request.run, SavedState(0, 0, (0, 0), *[runtime.contract.state] * 3))
-    return response.payload, int(kept.now["calls"])
+    kept = store.load(request.run, runtime.contract.state)
+    return response.payload, int(kept.states[-1]["calls"])
 
 
 def test_a_repeated_message_is_applied_once(runtime, store):
@@ -146,8 +159,11 @@ def test_a_repeated_message_is_applied_once(runtime, store):
     assert calls(runtime, store, 0, 1) == second
     assert calls(runtime, store, 0, 2) == correction
     assert calls(runtime, store, 1, 0)[1] == 3
-    assert calls(runtime, store, 0, 1) == "this client's state is of round 1, and round 0 is over for it"
+    assert calls(runtime, store, 0, 1) == second  # the server plays the round before again
     assert calls(runtime, store, 1, 0)[1] == 3
+    assert calls(runtime, store, 2, 0)[1] == 4
+    assert calls(runtime, store, 0, 1) == "this client's state is of round 2, and round 0 is over for it"
+    assert calls(runtime, store, 2, 0)[1] == 4
 
 
 def test_an_answer_that_did_not_count_leaves_no_trace(runtime, store):
@@ -161,7 +177,7 @@ def test_an_answer_that_did_not_count_leaves_no_trace(runtime, store):
 
 
 def test_a_changed_model_is_refused(store):
-    store.save(federations.NAME, SavedState(0, 0, (0, 0), *[{"control": np.zeros(7), "calls": np.int32(0)}] * 3))
+    store.save(federations.NAME, Versions(((0, 2),), ({"control": np.zeros(7), "calls": np.int32(0)},)))
     refused = calls(ClientRuntime(federations.site(ALGORITHM, 0)), store, 1, 0)
     assert refused in (
         "CheckpointError; the client's log says more",  # whose text names a file

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.server.connections import ClientRegistry
+from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.server.roster import Roster
 from fedbilevel.flower.server.terms import Terms, check_response
 from fedbilevel.flower.wire import (
     FIELDS,
     LEAVES,
     MESSAGE_TYPE,
     RAW,
-    Refusal,
     RequestMessage,
     ResponseMessage,
     decode,
@@ -143,9 +143,9 @@ def test_metrics_that_are_none(text):
 
 def test_a_refusal_is_one_line_and_not_long():
     """Its words may be the other side's; they stand in logs."""
-    assert str(Refusal("a\nERROR everything is lost\r\n\tb")) == "a ERROR everything is lost b"
-    assert len(str(Refusal("x" * 10**6))) == 1000
-    assert str(Refusal("\x1b[2Ja\x00b\u202ec é ε")) == "�[2Ja�b�c é ε"
+    assert str(Refusal(Code.OTHER, "a\nERROR everything is lost\r\n\tb")) == "a ERROR everything is lost b"
+    assert len(str(Refusal(Code.OTHER, "x" * 10**6))) == 1000
+    assert str(Refusal(Code.OTHER, "\x1b[2Ja\x00b\u202ec é ε")) == "�[2Ja�b�c é ε"
 
 
 SIZES = st.integers(-(2**63), 2**63 - 1)
@@ -232,7 +232,7 @@ def contracts(text):
 def test_a_server_admits_or_refuses_whoever_answers(runtime, data, client, refused):
     text = data.draw(contracts(runtime.contract.text))
     response = ResponseMessage(run="r", round=0, exchange=0, client=client, contract=text, refused=refused)
-    registry = ClientRegistry(None, runtime.contract, "r", 6, Terms(), None)
+    registry = Roster(None, runtime.contract, "r", 6, Terms(), None)
     try:
         registry.admit(7, response)
     except Refusal:

@@ -33,6 +33,8 @@ def add_to(add: Add) -> None:
     keys.add_argument("folder", type=Path, metavar="DIR", help="where to: nothing is overwritten")
     keys.add_argument("--clients", type=count, metavar="N", required=True, help="how many clients")
     keys.add_argument("--host", action="append", metavar="NAME", help="how the server is reached: name or address")
+    asked = inside("status", _status, "say how far a federated run is, and who is absent and why")
+    asked.add_argument("folder", type=Path, metavar="RUN", help="the server's run folder")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
     demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
@@ -41,7 +43,8 @@ def add_to(add: Add) -> None:
 def _help(options: argparse.Namespace) -> int:
     from fedbilevel.core.errors import ConfigurationError
 
-    raise ConfigurationError("fedbilevel flower needs a command: new, keys or demo (see fedbilevel flower --help)")
+    text = "fedbilevel flower needs a command: new, keys, status or demo (see fedbilevel flower --help)"
+    raise ConfigurationError(text)
 
 
 def _new(options: argparse.Namespace) -> int:
@@ -63,6 +66,14 @@ def _keys(options: argparse.Namespace) -> int:
     names = options.host or ["localhost", "127.0.0.1"]
     made = credentials.make(options.folder, options.clients, names)
     print(f"server   {made.certificate}, {made.key}\nclients  {made.ca} for all; {made.clients[0]}, … for one each")
+    return OK
+
+
+def _status(options: argparse.Namespace) -> int:
+    from fedbilevel.experiments.federation import status
+    from fedbilevel.experiments.folder import Folder
+
+    print(*status(Folder(options.folder)), sep="\n")
     return OK
 
 

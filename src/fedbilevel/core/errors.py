@@ -88,6 +88,8 @@ class CheckpointWarning(UserWarning):
 class ExchangeError(FedbilevelError):
     """Too few clients replied; the message names round and phase, and what those said who refused."""
 
+    carry: object = None  # the state to go on from, if another than that with which the stretch began
+
 
 class FloorError(FedbilevelError):
     """A client's own rule forbids to draw so few samples; the message names the rule, and no data."""

@@ -14,6 +14,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,29 @@ def run_name(place: Folder) -> str:
     fits = isinstance(name, str) and is_run(name)
     require(fits, f"the name in {_name_file(place)}", str(name)[:200], "8 to 64 hexadecimal digits")
     return str(name)
+
+
+def status(place: Folder) -> list[str]:
+    """How far a run's server has come, and why each client that did not count when last asked did not, in lines."""
+    from fedbilevel.flower.refusal import Refusal
+
+    absent: dict[int, tuple[int, Refusal]] = {}  # client -> round, why
+    last: dict[str, Any] = {}
+    for text in place.exchanges.read_text(errors="replace").splitlines() if place.exchanges.exists() else []:
+        with suppress(ValueError, TypeError, AttributeError, KeyError):  # a line that a kill has cut
+            line = json.loads(text)
+            last = line if "exchange" in line else last
+            for client in line.get("answered", []):
+                absent.pop(client, None)
+            for client, told in line.get("refused", {}).items():
+                absent[int(client)] = line["round"], Refusal.read(told, int(client))
+    if not last:
+        return [f"no exchange is over in {place.path}"]
+    state = "finished" if place.finished else "not finished"
+    said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {len(last['answered'])} replied"]
+    for client, (round, why) in sorted(absent.items()):
+        said += [f"client {client}, round {round}: {why.why}", f"    {why.code.who}: {why.code.how}"]
+    return said
 
 
 def _name_file(place: Folder) -> Path:

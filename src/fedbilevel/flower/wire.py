@@ -24,29 +24,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.config import Schedule, hyperparameters
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import check_plain, exchanges_of
-from fedbilevel.wording import printable
+from fedbilevel.flower.refusal import Code, Refusal
 
-LONGEST_REFUSAL = 1000  # characters
-PROTOCOL = 2
+PROTOCOL = 3
 PROBES = (0, 1, 10, 100, 1000)
 """Rounds at which schedules are compared."""
 MISSING = ("missing",)  # equal to nothing that JSON can hold
-
-
-class Refusal(FedbilevelError):
-    """A message that must not count; the text says why, without any value of the data.
-
-    Parts of it may be the other side's words: it is one line, not a long one, and commands no terminal.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(printable(" ".join(text[:LONGEST_REFUSAL].split()), LONGEST_REFUSAL))
 
 
 def layout(tree: PyTree) -> list[str]:
@@ -76,12 +65,12 @@ def from_bytes(data: bytes, like: PyTree) -> PyTree:
         Refusal: another number of bytes, or flags that are neither 0 nor 1.
     """
     if len(data) != nbytes(like):
-        raise Refusal(f"{len(data)} bytes came where {nbytes(like)} were expected")
+        raise Refusal(Code.MALFORMED, f"{len(data)} bytes came where {nbytes(like)} were expected")
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):
         part = memoryview(data)[start : start + nbytes(leaf)]
         if leaf.dtype == bool and np.any(np.frombuffer(part, np.uint8) > 1):
-            raise Refusal("a flag came that is neither true nor false")
+            raise Refusal(Code.MALFORMED, "a flag came that is neither true nor false")
         leaves.append(np.frombuffer(part, leaf.dtype).reshape(leaf.shape))
         start += len(part)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -93,8 +82,8 @@ def require_layout(what: str, got: list[str], expected: list[str]) -> None:
         return
     for mine, theirs in zip(expected, got, strict=False):
         if mine != theirs:
-            raise Refusal(f"{what}: {theirs} came where {mine} was expected")
-    raise Refusal(f"{what}: {len(got)} leaves came where {len(expected)} were expected")
+            raise Refusal(Code.MALFORMED, f"{what}: {theirs} came where {mine} was expected")
+    raise Refusal(Code.MALFORMED, f"{what}: {len(got)} leaves came where {len(expected)} were expected")
 
 
 def digest(text: str) -> str:
@@ -105,16 +94,6 @@ def digest(text: str) -> str:
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bytes": bytes, "list[str]": list}
 """Of a message's fields, by their annotations."""
 METRICS = "per-client metrics"  # in place of a phase, of which none has such a name: x and y, to be measured
-
-
-NOT_FINITE = "not finite in"
-FAILED = "the phase failed; the client's log says more"
-"""The text of every error of a client under privacy."""
-
-
-def tells_of_numbers(why: str) -> bool:
-    """Whether a refusal, a client's or ours, may be for numbers that are not finite."""
-    return NOT_FINITE in why or FAILED in why
 
 
 def is_run(name: str) -> bool:
@@ -139,8 +118,6 @@ class RequestMessage:
     fresh: bool = False  # a fresh cohort: clients are asked without what they keep
     counted_round: int = -1  # of this client's last reply that counted and could change what it keeps; -1: none did
     counted_exchange: int = -1
-    settled_round: int = -1  # the same as it was when this round began: from there a run that was stopped goes on
-    settled_exchange: int = -1
     payload: bytes = b""
 
 
@@ -154,6 +131,7 @@ class ResponseMessage:
     client: int
     contract: str = ""  # its whole text, in the reply to a greeting
     refused: str = ""
+    code: str = ""  # of the refusal
     layout: list[str] = field(default_factory=list)
     gradients: int = 0
     hvps: int = 0
@@ -167,20 +145,21 @@ class ResponseMessage:
             found = json.loads(self.metrics)
             return {name: float(value) for name, value in found.items()}
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise Refusal("its metrics are not numbers by name") from None
+            raise Refusal(Code.MALFORMED, "its metrics are not numbers by name") from None
 
 
 def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
     """A request or a response from the fields of a record, each of its own type, none missing, none too many."""
     wanted = {f.name: f for f in dataclasses.fields(kind) if f.name != "payload"}
     if odd := sorted(set(fields) ^ set(wanted)):
-        raise Refusal(f"the fields of the message differ in {', '.join(odd)[:200]}: another version of fedbilevel?")
+        text = f"the fields of the message differ in {', '.join(odd)[:200]}: another version of fedbilevel?"
+        raise Refusal(Code.CONTRACT, text)
     for name, f in wanted.items():
         value = fields[name]
         if type(value) is not TYPES[str(f.type)] or (
             isinstance(value, list) and any(type(i) is not str for i in value)
         ):
-            raise Refusal(f"field {name} of the message is a {type(value).__name__}, not a {f.type}")
+            raise Refusal(Code.MALFORMED, f"field {name} of the message is a {type(value).__name__}, not a {f.type}")
     return kind(**fields, payload=payload)
 
 
@@ -189,6 +168,8 @@ MESSAGE_TYPE = f"query.{ACTION}"
 FIELDS, LEAVES = "fields", "leaves"
 RAW = "fedbilevel.leaves"  # how an Array's bytes are to be read: our layout, not NumPy's
 INLINE = 2**23  # bytes
+WORDS = 2**23  # characters of all texts of a message together: metrics, layout, contract
+EXPIRED = (3, 5)  # Flower's errors where a message found nobody in time
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -200,11 +181,21 @@ def encode(said: RequestMessage | ResponseMessage) -> RecordDict:
     1.6 MB each way that is half of the SuperLink's work.
     """
     fields = {f.name: getattr(said, f.name) for f in dataclasses.fields(said)}
+    require_short(fields)
     if len(said.payload) <= INLINE:
         return RecordDict({FIELDS: ConfigRecord(fields)})
     del fields["payload"]
     leaves = Array(dtype="uint8", shape=(len(said.payload),), stype=RAW, data=said.payload)
     return RecordDict({FIELDS: ConfigRecord(fields), LEAVES: ArrayRecord({RAW: leaves})})
+
+
+def require_short(fields: Mapping[str, Any]) -> None:
+    """Refuse fields whose texts are long. They travel in one piece, and a SuperLink with a database stands still while
+    it stores a piece of some hundred megabytes."""
+    lists = [text for value in fields.values() if isinstance(value, list) for text in value]
+    words = sum(len(text) for text in [*lists, *fields.values()] if isinstance(text, str))
+    if words > WORDS:
+        raise Refusal(Code.LARGE, f"its texts have {words} characters together, where {WORDS} may travel")
 
 
 def request_message(node: int, request: RequestMessage, seconds: float) -> Message:
@@ -221,7 +212,7 @@ def reading() -> Iterator[None]:
         raise
     except Exception as error:
         log.warning("a message could not be read", exc_info=True)
-        raise Refusal(f"reading it fails with {type(error).__name__}") from error
+        raise Refusal(Code.MALFORMED, f"reading it fails with {type(error).__name__}") from error
 
 
 def decode(kind: type[Any], message: Message) -> Any:
@@ -231,17 +222,20 @@ def decode(kind: type[Any], message: Message) -> Any:
         Refusal: Flower reports an error, or it is no message of ours.
     """
     if message.has_error():
-        raise Refusal(f"Flower's error {message.error.code}: {(message.error.reason or '')[:300]}")
+        late = message.error.code in EXPIRED
+        text = f"Flower's error {message.error.code}: {(message.error.reason or '')[:300]}"
+        raise Refusal(Code.LATE if late else Code.FLOWER, text)
     records = dict(message.content)
     fields, leaves = records.pop(FIELDS, None), records.pop(LEAVES, None)
     if records or not isinstance(fields, ConfigRecord):
-        raise Refusal("it is no message of fedbilevel's")
+        raise Refusal(Code.MALFORMED, "it is no message of fedbilevel's")
     named = dict(fields)
     payload = named.pop("payload", None)
     if payload is None and isinstance(leaves, ArrayRecord) and list(leaves) == [RAW]:
         payload, leaves = leaves[RAW].data, None
     if leaves is not None or type(payload) is not bytes:
-        raise Refusal("it is no message of fedbilevel's")
+        raise Refusal(Code.MALFORMED, "it is no message of fedbilevel's")
+    require_short(named)
     return read(kind, named, payload)
 
 

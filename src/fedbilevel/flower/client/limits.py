@@ -12,7 +12,7 @@ from typing import TypeVar
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import hyperparameters
 from fedbilevel.core.errors import require, require_count
-from fedbilevel.flower.wire import Refusal
+from fedbilevel.flower.refusal import Code, Refusal
 
 
 @dataclass(frozen=True)
@@ -88,31 +88,32 @@ class Limits:
         for name, value in hyperparameters(algorithm).items():
             samples = name.rpartition(".")[2] == "batch_size"
             if samples and value is not None and value > self.batch_size:
-                raise Refusal(f"{name} = {value} is above this client's limit of {self.batch_size}")
+                raise Refusal(Code.LIMIT, f"{name} = {value} is above this client's limit of {self.batch_size}")
             if samples and value is not None and value < self.min_batch_size:
-                raise Refusal(f"{name} = {value} is below this client's floor of {self.min_batch_size}")
+                raise Refusal(Code.FLOOR, f"{name} = {value} is below this client's floor of {self.min_batch_size}")
             largest = max(value, default=0) if isinstance(value, list) else value
             if type(largest) is int and not samples and largest > self.local_steps:
-                raise Refusal(f"{name} = {value} is above this client's limit of {self.local_steps} steps")
+                raise Refusal(Code.LIMIT, f"{name} = {value} is above this client's limit of {self.local_steps} steps")
 
     def check_samples(self, count: int) -> None:
         """Refuse where the client has too few samples. The refusal does not contain their number."""
         if count < self.min_local_samples:
-            raise Refusal(f"this client has fewer samples than its floor of {self.min_local_samples}")
+            raise Refusal(Code.FLOOR, f"this client has fewer samples than its floor of {self.min_local_samples}")
 
     def check_request_counts(self, request_counts: RequestCounts) -> None:
         """Refuse one question more than is allowed; `request_counts` counts it already."""
         if request_counts.in_round > self.questions_per_round:
-            raise Refusal(f"this client replies to {self.questions_per_round} questions in one round, and no more")
+            text = f"this client replies to {self.questions_per_round} questions in one round, and no more"
+            raise Refusal(Code.LIMIT, text)
         if request_counts.total > self.questions:
-            raise Refusal(f"this client replies to {self.questions} questions in all, and no more")
+            raise Refusal(Code.LIMIT, f"this client replies to {self.questions} questions in all, and no more")
 
     def check_message(self, work: int, size: int) -> None:
         """Refuse a number of local steps, or of bytes, that is too large."""
         if work > self.local_steps:
-            raise Refusal(f"{work} local steps are above this client's limit of {self.local_steps}")
+            raise Refusal(Code.LIMIT, f"{work} local steps are above this client's limit of {self.local_steps}")
         if size > self.message_bytes:
-            raise Refusal(f"{size} bytes are above this client's limit of {self.message_bytes}")
+            raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {self.message_bytes}")
 
 
 T = TypeVar("T")
@@ -141,7 +142,7 @@ class TimeLimit:
             Refusal: the task overran the limit, or an earlier one that did still runs.
         """
         if not self.done.is_set() and self.thread is not None and self.thread.is_alive():
-            raise Refusal(f"a phase that was given up after {self.seconds:g} s still runs here")
+            raise Refusal(Code.LATE, f"a phase that was given up after {self.seconds:g} s still runs here")
         self.done = done = threading.Event()
         outcome: list[T | BaseException] = []
 
@@ -158,7 +159,7 @@ class TimeLimit:
         if not done.wait(self.seconds):
             tasks.put(None)
             self.tasks = None
-            raise Refusal(f"the phase takes longer than this client's limit of {self.seconds:g} s")
+            raise Refusal(Code.LATE, f"the phase takes longer than this client's limit of {self.seconds:g} s")
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         return outcome[0]

@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import FedbilevelError, FloorError, require
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError, require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.remote import RemoteClients
@@ -30,7 +30,7 @@ from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluatio
 from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower.client.limits import Limits, TimeLimit
-from fedbilevel.flower.client.store import ContextStore, FolderStore, SavedState, Store, states_for
+from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
 from fedbilevel.flower.privacy import (
     BudgetSpentError,
     NoiseError,
@@ -40,14 +40,12 @@ from fedbilevel.flower.privacy import (
     released,
     without_replies,
 )
+from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
 from fedbilevel.flower.wire import (
     ACTION,
-    FAILED,
     METRICS,
-    NOT_FINITE,
     CallSignature,
     Contract,
-    Refusal,
     RequestMessage,
     ResponseMessage,
     decode,
@@ -169,7 +167,7 @@ class ClientRuntime:
         blank = ResponseMessage(run=request.run, round=request.round, exchange=request.exchange, client=self.site.id)
         try:
             if not is_run(request.run):
-                raise Refusal(f"{request.run[:80]!r} is not the name of a run")
+                raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
             self.site.limits.check_algorithm(self.site.algorithm)
             self.site.limits.check_samples(min(self.outer.longest, self.inner.longest))
             store = self.store or memory
@@ -178,20 +176,20 @@ class ClientRuntime:
             else:
                 response = self.reply(request, store, blank) if request.phase else self.greet(request, blank)
             log.info("%s: replied in %.3f s, %d bytes", what, time.perf_counter() - began, len(response.payload))
-        except Exception as error:
-            log.warning("%s: refused: %s", what, error, exc_info=not isinstance(error, FedbilevelError))
-            response = replace(blank, refused=in_words(error))
+        except Exception as error:  # noqa: BLE001  said and sent
+            one = refused(error, what)
+            response = replace(blank, refused=one.why, code=one.code.word)
         return response
 
     def greet(self, request: RequestMessage, blank: ResponseMessage) -> ResponseMessage:
         if request.contract != self.general.text:
-            raise Refusal(f"we do not agree: {difference(self.general.text, request.contract)}")
+            raise Refusal(Code.CONTRACT, f"we do not agree: {difference(self.general.text, request.contract)}")
         return replace(blank, contract=self.contract.text)
 
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """The response to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
-            raise Refusal("this client does not tell its own metrics")
+            raise Refusal(Code.SETTINGS, "this client does not tell its own metrics")
         self.check_contract(request)
         x, y = self.arrays(request, 0, shapes(self.at))
         self.count(request, store)
@@ -214,7 +212,8 @@ class ClientRuntime:
         call = self.call(request)
         message = self.message(call, request)
         self.count(request, store)
-        at_start, before = (None, None) if request.fresh else self.states(request, store)
+        kept = Versions() if request.fresh else self.states(request, store)
+        before = kept.states[-1] if kept.states else None if request.fresh else self.first
         seen = before if self.guard is None else without_replies(before)
         reply = self.played(call.phase, message, request, seen)
         response = replace(blank, layout=layout(reply.update))
@@ -235,8 +234,7 @@ class ClientRuntime:
             )
         if reply.state is not None and not request.fresh:  # last: what is refused must leave no trace
             now = jax.tree.map(np.asarray, reply.state)
-            counted = request.counted_round, request.counted_exchange
-            store.save(request.run, SavedState(request.round, request.exchange, counted, at_start, before, now))
+            store.save(request.run, kept.then((request.round, request.exchange), now))
         return response
 
     def count(self, request: RequestMessage, store: Store) -> None:
@@ -246,26 +244,24 @@ class ClientRuntime:
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
 
-    def states(self, request: RequestMessage, store: Store) -> tuple[PyTree, PyTree]:
-        """The client's state from which a stopped run would go on, and the state that this request has to see."""
+    def states(self, request: RequestMessage, store: Store) -> Versions:
+        """The client's own states that the server may go back to; this request has to see the latest."""
         if self.contract.state is None:
-            return None, None
-        kept = store.load(request.run, SavedState(0, 0, (0, 0), *[self.contract.state] * 3))
-        counted = request.counted_round, request.counted_exchange
-        settled = request.settled_round, request.settled_exchange
-        return states_for(kept, self.first, request.round, counted, settled)
+            return Versions()
+        kept = store.load(request.run, self.contract.state)
+        return kept.up_to((request.counted_round, request.counted_exchange), request.round)
 
     def played(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
         """The reply of the phase, finite and within the time limit. Under privacy no error depends on data."""
         try:
             reply = self.within_limit(lambda: self.play(phase, message, request, state))
             if bad := nonfinite_leaves((reply.update, reply.metrics)):
-                raise Refusal(f"the reply is {NOT_FINITE} {', '.join(bad)}")
+                raise Refusal(Code.NUMBERS, f"the reply is not finite in {', '.join(bad)}")
         except Exception:
             if self.guard is None:
                 raise
             log.exception("phase %s of round %d failed", phase, request.round)
-            raise Refusal(FAILED) from None
+            raise Refusal(Code.HIDDEN, "the phase failed; the client's log says more") from None
         return reply
 
     def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
@@ -287,25 +283,26 @@ class ClientRuntime:
         self.check_contract(request)
         phases = sorted({call.phase for call in self.contract.calls.values()})
         if request.phase not in phases:
-            raise Refusal(f"unknown phase {request.phase[:80]!r}; this run's are {', '.join(phases)}")
+            raise Refusal(Code.CONTRACT, f"unknown phase {request.phase[:80]!r}; this run's are {', '.join(phases)}")
         call = self.contract.calls.get(request.call)
         if call is None or call.phase != request.phase:
-            raise Refusal(f"phase {request.phase} is not asked with such a message in this run")
+            raise Refusal(Code.CONTRACT, f"phase {request.phase} is not asked with such a message in this run")
         if (request.work >= 1) != self.site.works:
-            raise Refusal(
-                f"local steps = {request.work} came; this client expects {'some' if self.site.works else 'none'}"
-            )
+            expected = "some" if self.site.works else "none"
+            raise Refusal(Code.CONTRACT, f"local steps = {request.work} came; this client expects {expected}")
         return call
 
     def check_contract(self, request: RequestMessage) -> None:
         if request.contract != self.contract.digest:
-            raise Refusal("the message is of another contract: algorithm, hyperparameters, shapes or version differ")
+            text = "the message is of another contract: algorithm, hyperparameters, shapes or version differ"
+            raise Refusal(Code.CONTRACT, text)
 
     def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
         """The arrays of the request, with Python numbers where the server's algorithm sends Python numbers."""
         message = self.arrays(request, request.work, call.message)
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
-            raise Refusal(f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense")
+            text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
+            raise Refusal(Code.MALFORMED, text)
         return jax.tree.map(
             lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf, message, call.message
         )
@@ -315,7 +312,7 @@ class ClientRuntime:
         self.site.limits.check_message(work, len(request.payload))
         found = from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
-            raise Refusal(f"the message is {NOT_FINITE} {', '.join(bad)}")
+            raise Refusal(Code.NUMBERS, f"the message is not finite in {', '.join(bad)}")
         return found
 
     @cached_property
@@ -350,10 +347,26 @@ def program(problem: Problem) -> Any:
     return PROGRAMS[problem]
 
 
-def in_words(error: Exception) -> str:
-    """The text of a refusal for an error. An error not meant for servers may name files: only its kind is sent."""
-    meant = isinstance(error, Refusal | BudgetSpentError | FloorError | NoiseError)
-    return str(error) if meant else f"{type(error).__name__}; the client's log says more"
+MEANT: dict[type[Exception], Code] = {BudgetSpentError: Code.BUDGET, FloorError: Code.FLOOR, NoiseError: Code.METHOD}
+"""Errors whose text is meant for servers, too."""
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """The refusal that an error becomes. One not meant for servers may name files: only its kind is sent."""
+    if isinstance(error, Refusal):
+        return error
+    if (code := MEANT.get(type(error))) is not None:
+        return Refusal(code, str(error))
+    code = Code.SETTINGS if isinstance(error, ConfigurationError) else Code.FAILED
+    return Refusal(code, f"{type(error).__name__}; the client's log says more")
+
+
+def refused(error: Exception, what: str) -> Refusal:
+    """The refusal that is sent; the site's log gets the error itself, and what its owner can do."""
+    one = refusal_of(error)
+    here = f" ({one.code.how})" if one.code.who != OPERATOR else ""
+    log.warning("%s: refused: %s%s", what, error, here, exc_info=not isinstance(error, FedbilevelError))
+    return one
 
 
 def _samples(rows: Ragged, floor: int = 1) -> Samples:
@@ -383,10 +396,12 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
             if runtime is None or made != wanted:
                 runtime = ClientRuntime(make(context.run_config, context.node_config))
                 runtimes[context.node_id] = wanted, runtime
-            said = runtime.respond(request, ContextStore(context.state))
-        except Exception as error:
-            log.warning("no reply: %s", error, exc_info=not isinstance(error, FedbilevelError))
-            said = ResponseMessage(run="", round=0, exchange=0, client=-1, refused=in_words(error))
-        return Message(encode(said), reply_to=message)
+            said = encode(runtime.respond(request, ContextStore(context.state)))
+        except Exception as error:  # noqa: BLE001  said and sent
+            number = context.node_config.get("partition-id")
+            client = number if type(number) is int else -1
+            one, blank = refused(error, "no reply"), ResponseMessage(run="", round=0, exchange=0, client=client)
+            said = encode(replace(blank, refused=one.why, code=one.code.word))
+        return Message(said, reply_to=message)
 
     return app

@@ -4,10 +4,11 @@ Flower's memory of the client."""
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
@@ -15,48 +16,46 @@ from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.flower.client.limits import RequestCounts
-from fedbilevel.flower.wire import RAW, Refusal, from_bytes, layout, to_bytes
+from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.wire import RAW, from_bytes, layout, to_bytes
 
 Tag = tuple[int, int]
 """(round, exchange) of a reply; (-1, -1) before the first."""
 
 
-class SavedState(NamedTuple):
-    """A client's own state, tagged with the last message that changed it."""
+class Versions(NamedTuple):
+    """What a client keeps of a run: its latest states, in order, each under the tag of the message that made it."""
 
-    round: int
-    exchange: int
-    counted: Tag  # which reply `before` is the state after
-    at_start: PyTree  # of that message's round, as the server had it: what was under way then had not counted
-    before: PyTree  # that message
-    now: PyTree
+    tags: tuple[Tag, ...] = ()
+    states: tuple[PyTree, ...] = ()
 
-    def after(self, tag: Tag) -> PyTree:
-        """The state after the client's last reply up to the one with this tag, or else the oldest state."""
-        if (self.round, self.exchange) <= tag:
-            return self.now
-        return self.before if self.counted <= tag else self.at_start
+    def up_to(self, counted: Tag, round: int) -> Versions:
+        """Those that the next message goes on from: a reply that was lost, late or refused leaves no trace, a message
+        that comes again sees what it saw the first time, and so does a round that is played again.
 
+        Args:
+            counted: the tag of this client's last reply that counted, as the message names it.
+            round: the message's.
 
-def states_for(kept: SavedState | None, first: PyTree, round: int, counted: Tag, settled: Tag) -> tuple[PyTree, PyTree]:
-    """The state from which the round is played again, should it be, and the one that its next message has to see.
+        Raises:
+            Refusal: the state after that reply is no longer kept.
+        """
+        number = bisect_right(self.tags, counted)
+        if self.tags and not number and counted >= (0, 0):
+            latest = self.tags[-1][0]
+            text = f"this client's state is of round {latest}, and round {round} is over for it"
+            raise Refusal(Code.STATE, text)
+        return Versions(self.tags[:number], self.states[:number])
 
-    They are those after the client's last replies that counted when the round began and that count by now, which the
-    server names in `settled` and `counted`. A reply that was lost, late or refused leaves no trace, a message that
-    comes again sees what it saw the first time, and so does a round that a restarted server plays again. `first` is
-    the state of a client that keeps nothing yet.
-
-    Raises:
-        Refusal: the round lies before the last one that was kept.
-    """
-    if kept is None:
-        return first, first
-    if round < kept.round:
-        raise Refusal(f"this client's state is of round {kept.round}, and round {round} is over for it")
-    return kept.after(settled), kept.after(counted)
+    def then(self, tag: Tag, state: PyTree) -> Versions:
+        """With a new state, and of the others those that a server may go back to: the latest; where this round began,
+        or one before (the latest may not have counted when it began); and where the round before began."""
+        here, before = bisect_left(self.tags, (tag[0], 0)), bisect_left(self.tags, (tag[0] - 1, 0))
+        kept = sorted({len(self.tags) - 1, here - 1, here - 2, before - 1} - {-1, -2})
+        tags, states = [self.tags[i] for i in kept], [self.states[i] for i in kept]
+        return Versions((*tags, tag), (*states, state))
 
 
-TREES = ("at_start", "before", "now")
 RUNS = 20  # of which a client keeps its state in a folder: whoever serves may name as many as it likes
 
 
@@ -74,25 +73,23 @@ class FolderStore:
     def path(self, run: str) -> Path:
         return self.folder / f"client-{self.client}-run-{run}.npz"
 
-    def load(self, run: str, like: SavedState) -> SavedState | None:
-        """The state saved last for the run, None where there is none; `like` has its shapes.
+    def load(self, run: str, like: PyTree) -> Versions:
+        """The states saved for the run; `like` has the shapes of one.
 
         Raises:
-            CheckpointError: it is of another model, or damaged.
+            CheckpointError: they are of another model, or damaged.
         """
         path = self.path(run)
         if not path.exists():
-            return None
-        trees, tag = checkpoint.load(path, {name: getattr(like, name) for name in TREES})
+            return Versions()
         with checkpoint.as_checkpoint_error(path):
-            round, exchange = tag["counted"]
-            counted = int(round), int(exchange)
-            return SavedState(int(tag["round"]), int(tag["exchange"]), counted, *(trees[name] for name in TREES))
+            tags = tuple((int(round), int(exchange)) for round, exchange in checkpoint.load_meta(path)["tags"])
+        states, _ = checkpoint.load(path, (like,) * len(tags))
+        return Versions(tags, states)
 
-    def save(self, run: str, kept: SavedState) -> None:
-        tag = {"round": kept.round, "exchange": kept.exchange, "counted": kept.counted}
+    def save(self, run: str, kept: Versions) -> None:
         path = self.path(run)
-        checkpoint.save(path, {name: getattr(kept, name) for name in TREES}, tag)
+        checkpoint.save(path, kept.states, {"tags": kept.tags})
         others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
         for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
@@ -122,31 +119,24 @@ class ContextStore:
     def __init__(self, records: RecordDict) -> None:
         self.records = records
 
-    def load(self, run: str, like: SavedState) -> SavedState | None:
+    def load(self, run: str, like: PyTree) -> Versions:
         tag, tree = self.records.get(self.FIELDS), self.records.get(self.TREE)
         if not isinstance(tag, ConfigRecord) or not isinstance(tree, ArrayRecord) or tag["run"] != run:
-            return None
-        shapes = [getattr(like, name) for name in TREES]
+            return Versions()
+        rounds: Any = tag["rounds"]  # as `save` wrote them
+        exchanges: Any = tag["exchanges"]
+        tags = tuple((int(round), int(exchange)) for round, exchange in zip(rounds, exchanges, strict=True))
+        shapes = (like,) * len(tags)
         if tag["layout"] != layout(shapes):
-            raise Refusal("this client's state of the run is of another algorithm or model")
-        round, exchange, counted = tag["round"], tag["exchange"], tag["counted"]
-        assert type(round) is type(exchange) is int  # as `save` wrote them
-        assert isinstance(counted, list)
-        return SavedState(round, exchange, (int(counted[0]), int(counted[1])), *from_bytes(tree[RAW].data, shapes))
+            raise Refusal(Code.STATE, "this client's state of the run is of another algorithm or model")
+        return Versions(tags, from_bytes(tree[RAW].data, shapes))
 
-    def save(self, run: str, kept: SavedState) -> None:
-        trees = [getattr(kept, name) for name in TREES]
-        data = to_bytes(trees)
+    def save(self, run: str, kept: Versions) -> None:
+        data = to_bytes(kept.states)
         leaves = Array(dtype="uint8", shape=(len(data),), stype=RAW, data=data)
-        self.records[self.FIELDS] = ConfigRecord(
-            {
-                "run": run,
-                "round": kept.round,
-                "exchange": kept.exchange,
-                "counted": list(kept.counted),
-                "layout": layout(trees),
-            }
-        )
+        rounds, exchanges = zip(*kept.tags, strict=True)
+        fields: Any = {"run": run, "rounds": list(rounds), "exchanges": list(exchanges), "layout": layout(kept.states)}
+        self.records[self.FIELDS] = ConfigRecord(fields)
         self.records[self.TREE] = ArrayRecord({RAW: leaves})
 
     def counting(self) -> AbstractContextManager[None]:
@@ -161,4 +151,4 @@ class ContextStore:
 
 
 Store = FolderStore | ContextStore
-"""Keeps one `SavedState` for each run, and the count of questions."""
+"""Keeps `Versions` for each run, and the count of questions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import warnings
@@ -25,18 +26,21 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_costs
-from fedbilevel.engines.engine import Carry, RoundKeys, Stretch, check_everyone, round_keys
+from fedbilevel.engines.engine import Carry, Stretch, check_everyone, round_keys
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.in_flight import InFlight, PhaseQueue
 from fedbilevel.engines.progress import AWAITING, doing
 from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import TICK
-from fedbilevel.flower.server.connections import ClientReply
+from fedbilevel.flower.refusal import Code, Refusal, in_words, named
 from fedbilevel.flower.server.fed import FlowerFed
-from fedbilevel.flower.server.session import CorruptedStateError, Session
+from fedbilevel.flower.server.roster import ClientReply
+from fedbilevel.flower.server.session import Session, SpoiledError, Take
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire import METRICS, Refusal, RequestMessage, is_run, reading, to_bytes
+from fedbilevel.flower.wire import METRICS, RequestMessage, is_run, reading, to_bytes
+
+log = logging.getLogger("fedbilevel.server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,47 +86,74 @@ class FlowerRun:
     def __init__(self, session: Session, key: Array) -> None:
         self.session, self.key = session, key
         self.seconds = 0.0  # that the rounds so far took
+        self.before: Take | None = None  # the latest round that this process has played
         doing(AWAITING)
         await_clients(session)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
-        """One round, with the rounds that are repeated after a rollback. Of a round that was undone only costs stay."""
-        session, end, undone = self.session, int(carry.round) + 1, empty_costs()
-        began, session.rollback.times = session.clock.time(), 0
+        """One round, played again where the server's own sum is not finite; and the round before with it, where most of
+        those who are asked next say that numbers are not finite, and too few reply. Of what was undone costs stay."""
+        session, undone, began = self.session, empty_costs(), self.session.clock.time()
+        this, again = Take(carry), None  # the round; and the one before, where it is to be played again
         while True:
-            fed = self.fed(at(session.algorithm, carry.round), round_keys(self.key, int(carry.round)), carry)
+            take = session.take = again or this
+            take.ratios, session.counted = {}, np.array(take.carry.clients)
+            fed = self.fed(take.carry)
             try:
-                carry = self.play(fed, carry)
-            except (CorruptedStateError, NonFiniteError) as error:
-                carry = session.rollback.back(error)
-                session.counted = np.array(carry.clients)
+                carry = self.play(fed, take.carry)
+            except NonFiniteError as error:
+                self.undo(take, error)
             except ExchangeError as error:
-                if int(carry.round) == end - 1:
+                error.carry = take.carry
+                if again or self.before is None or not isinstance(error, SpoiledError):
                     raise
-                raise CorruptedStateError(str(error), 0, carry) from error  # its result must not be saved
+                again = self.before
+                self.undo(again, error)
             else:
-                if int(carry.round) == end:
+                self.before = take
+                if take is this:
                     break
+                this, again = Take(carry, without=this.without), None
             undone = add_costs(undone, fed.round_costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
         costs = stack_costs([add_costs(undone, fed.total_costs())])
         return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=in_parts(ticks)[None]))
 
+    def undo(self, take: Take, error: ExchangeError | NonFiniteError) -> None:
+        """Leave one more client out of a round that is to be played again.
+
+        Raises:
+            ExchangeError, NonFiniteError: there must be no fewer clients, or the algorithm is asynchronous.
+        """
+        session, round = self.session, int(take.carry.round)
+        if session.algorithm.asynchronous:
+            raise error
+        out = take.leave_out(session.cohort, session.terms)
+        if out is None:
+            tried = f" also without {named(sorted(take.without))}" if take.without else ""
+            end = f"round {round}{tried} leads there, and the state before it is the last good one"
+            last = type(error)(f"{error}; {end}")
+            last.carry = take.carry
+            raise last from error
+        session.backoff.failed(out, round + isinstance(error, SpoiledError))
+        text = (
+            "round %d is undone (%s) and played again without client %d, whose update was %.3g times as long as usual"
+        )
+        log.warning(text, round, error, out, take.ratios[out])
+        session.exchange_log.note({"round": round, "undone": str(error), "without": sorted(take.without)})
+
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
         """Run the round that begins with this carry."""
-        session = self.session
-        session.settled = session.counted.copy()
-        session.rollback.begin(carry, fed.own)
         state = next_state(fed.algorithm, fed, carry.state, fed.keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
-        session.rollback.end()
-        counted, queues = jnp.asarray(session.counted), self.saved_queues(fed, carry.queues)
+        counted, queues = jnp.asarray(self.session.counted), self.saved_queues(fed, carry.queues)
         return Carry(carry.round + 1, state, counted, carry.now, queues, carry.local_x)
 
-    def fed(self, algorithm: Algorithm, keys: RoundKeys, carry: Carry) -> FlowerFed:
+    def fed(self, carry: Carry) -> FlowerFed:
         """The exchanges of the round that begins with this carry."""
+        algorithm, keys = at(self.session.algorithm, carry.round), round_keys(self.key, int(carry.round))
         plan, start = self.session.submodel_plan, (carry.state.x, carry.state.y)
         submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, *start)
         return FlowerFed(self.session, algorithm, int(carry.round), keys, submodels)
@@ -157,11 +188,11 @@ def await_clients(session: Session) -> None:
     Raises:
         ExchangeError: fewer clients are online.
     """
-    everyone, registry = list(range(len(session.clients))), session.registry
+    everyone, roster = list(range(len(session.clients))), session.roster
     needed = session.terms.needed(len(everyone))
-    registry.wait(everyone, len(everyone), needed)
-    if (here := len(registry.nodes)) < needed:
-        reasons = "; ".join(sorted(set(registry.refusals.values()))[:3])
+    roster.wait(everyone, len(everyone), needed)
+    if (here := len(roster.nodes)) < needed:
+        reasons = in_words(roster.refusals.values(), 3)
         because = f" ({reasons})" if reasons else ""
         raise ExchangeError(f"{here} clients are here where {needed} of {len(everyone)} are needed{because}")
 
@@ -202,7 +233,7 @@ class ClientMetrics:
         shared, silent = self.collect(round, to_bytes(jax.tree.map(np.asarray, (x, y))))
         population = len(self.session.clients)
         if len(shared) < population and not self.warned:
-            reasons = "; ".join(sorted(set(silent.values()))[:3]) or "they are not online"
+            reasons = in_words(silent.values(), 3) or "they are not online"
             text = f"per-client metrics are those of {len(shared)} of {population} clients ({reasons})"
             warnings.warn(AbsenceWarning(text), stacklevel=4)
             self.warned = True
@@ -214,32 +245,32 @@ class ClientMetrics:
                 row |= spread(name, values, self.session.weights[list(shared)], self.metrics[name].larger_is_better)
         return row
 
-    def collect(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
+    def collect(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, Refusal]]:
         """Client -> its metrics by name; and client -> why it has sent none that can be used."""
-        dispatcher, registry = self.session.dispatcher, self.session.registry
-        registry.refresh()
+        roster = self.session.roster
+        roster.refresh()
         requests = {
             client: RequestMessage(
                 run=self.session.name,
-                contract=registry.contract_of(client).digest,
+                contract=roster.contract_of(client).digest,
                 round=round,
                 phase=METRICS,
                 weight=float(self.session.weights[client]),
                 payload=payload,
             )
-            for client in sorted(registry.nodes)
+            for client in sorted(roster.nodes)
         }
         began = self.session.clock.time()
-        silent, shared = dispatcher.send(requests), {}
-        while any(request.phase == METRICS for _, request in dispatcher.requests()):
-            dispatcher.look(began)
-        for reply in [reply for reply in dispatcher.ready if reply.request.phase == METRICS]:
-            dispatcher.ready.remove(reply)
+        silent, shared = roster.send(requests), {}
+        while any(request.phase == METRICS for _, request in roster.requests()):
+            roster.look(began)
+        for reply in [reply for reply in roster.ready if reply.request.phase == METRICS]:
+            roster.ready.remove(reply)
             try:
                 with reading():
                     shared[reply.client] = self.checked(reply)
             except Refusal as refusal:
-                silent[reply.client] = str(refusal)
+                refusal.client, silent[reply.client] = reply.client, refusal
         return dict(sorted(shared.items())), silent
 
     def checked(self, reply: ClientReply) -> dict[str, float]:
@@ -252,10 +283,11 @@ class ClientMetrics:
         if isinstance(outcome, Refusal):
             raise outcome
         if (outcome.run, outcome.round, outcome.client) != (request.run, request.round, client):
-            raise Refusal("it replies to another message")
+            raise Refusal(Code.MALFORMED, "it replies to another message")
         numbers = outcome.numbers()
         if sorted(numbers) != self.names:
-            raise Refusal(f"it measures {', '.join(sorted(numbers)) or 'nothing'}, not {', '.join(self.names)}")
+            text = f"it measures {', '.join(sorted(numbers)) or 'nothing'}, not {', '.join(self.names)}"
+            raise Refusal(Code.CONTRACT, text)
         if not all(map(math.isfinite, numbers.values())):
-            raise Refusal("its metrics are not finite")
+            raise Refusal(Code.NUMBERS, "its metrics are not finite")
         return numbers

@@ -11,17 +11,16 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.flower.server.connections import ClientReply
-from fedbilevel.flower.server.session import CorruptedStateError, CountedReply, Session
+from fedbilevel.flower.refusal import Refusal, in_words
+from fedbilevel.flower.server.roster import ClientReply
+from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
 from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
 from fedbilevel.flower.wire import (
     CallSignature,
     Contract,
-    Refusal,
     RequestMessage,
     from_bytes,
     reading,
-    tells_of_numbers,
 )
 
 
@@ -73,25 +72,24 @@ class Exchange:
         self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
         self.done: set[int] = set()  # clients that have replied since the exchange began
         self.asked: list[int] = []  # the client of each message sent
-        self.failed: dict[int, str] = {}  # client -> why, in this attempt
+        self.failed: dict[int, Refusal] = {}  # client -> why, in this attempt
 
     def gather(self) -> list[CountedReply]:
         """The replies that count, in the order of `works`. Where too few clients reply they are asked again.
 
         Raises:
             ExchangeError: too few replies count.
-            CorruptedStateError: too few replies count, and most clients report numbers that are not finite.
+            SpoiledError: too few replies count, and most clients report numbers that are not finite.
         """
         session, logged = self.session, 0
-        reasons: dict[int, str] = {}
+        reasons: dict[int, Refusal] = {}
         places = {client: place for place, client in enumerate(self.works)}
-        without = session.rollback.without.get(self.spec.round, set())
         for attempt in range(session.terms.attempts):
-            here = [client for client in self.works if client not in without]
+            here = [client for client in self.works if client not in session.take.without]
             rested = [c for c in here if attempt or not session.backoff.resting(c, self.spec.round)]
             left = [client for client in rested if client not in self.done]
             if attempt:
-                session.registry.wait(left, missing := self.needed - len(self.replies), missing)
+                session.roster.wait(left, missing := self.needed - len(self.replies), missing)
             place = self.spec.round, self.spec.number, self.spec.phase, attempt
             began, sent = session.clock.time(), self.attempt(left)
             responses = [one.checked.response for one in self.replies[logged:]]
@@ -102,12 +100,10 @@ class Exchange:
             if len(self.replies) >= self.needed:
                 norms = {one.client: one.checked.norm for one in self.replies}
                 session.norms.note(self.spec.phase, list(norms.values()))
-                session.rollback.hear(norms)
+                session.take.hear(norms)
                 return sorted(self.replies, key=lambda one: places[one.client])
-        spoiled = [why for why in reasons.values() if tells_of_numbers(why)]
-        if 2 * len(spoiled) >= len(self.works):
-            raise CorruptedStateError(self.complaint(reasons), self.spec.number)
-        raise ExchangeError(self.complaint(reasons))
+        spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.works)
+        raise (SpoiledError if spoiled else ExchangeError)(self.complaint(reasons))
 
     def attempt(self, left: list[int]) -> list[RequestMessage]:
         """Ask each of these clients once; wait until enough replies count or no more can come.
@@ -115,26 +111,26 @@ class Exchange:
         Returns:
             the requests sent.
         """
-        dispatcher, began, sent = self.session.dispatcher, self.session.clock.time(), []
+        roster, began, sent = self.session.roster, self.session.clock.time(), []
         self.failed, wanted = {}, set(left)
-        self.overdue &= wanted | {client for client, _ in dispatcher.unsettled()}
-        dispatcher.collect()
+        self.overdue &= wanted | {client for client, _ in roster.unsettled()}
+        roster.collect()
         while True:
             self.keep_others()
             sent += self.send(left)
-            hope = any(self.spec.concerns(request) or client in wanted for client, request in dispatcher.requests())
+            hope = any(self.spec.concerns(request) or client in wanted for client, request in roster.requests())
             if self.spec.first or not hope:  # all of them at once, where all are waited for
                 self.count()
             if self.enough() or not hope:
                 return sent
-            dispatcher.look(began)
+            roster.look(began)
 
     def enough(self) -> bool:
         return self.spec.first and len(self.replies) >= self.needed and not self.overdue
 
     def keep_others(self) -> None:
         """Keep replies to requests of other phases for their exchanges: their clients are idle."""
-        for reply in [reply for reply in self.session.dispatcher.ready if not self.spec.concerns(reply.request)]:
+        for reply in [reply for reply in self.session.roster.ready if not self.spec.concerns(reply.request)]:
             kept, opened = self.session.phase_queues.kept[reply.request.phase], self.checked(reply)
             own = [opened.norm] if isinstance(opened, CheckedReply) else []
             if one := self.accept(reply, opened, [*own, *(other.checked.norm for other in kept)]):
@@ -143,9 +139,9 @@ class Exchange:
     def send(self, left: list[int]) -> list[RequestMessage]:
         """Send requests to the clients that are idle and were not asked yet."""
         session = self.session
-        busy = {client for client, _ in session.dispatcher.unsettled()}
+        busy = {client for client, _ in session.roster.unsettled()}
         requests = {c: self.request(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
-        failed = session.dispatcher.send(requests)
+        failed = session.roster.send(requests)
         self.asked += [client for client in requests if client not in failed]
         self.failed |= failed
         self.overdue -= failed.keys()
@@ -164,7 +160,7 @@ class Exchange:
         def turn(reply: ClientReply) -> tuple[bool, int, int]:
             return reply.client in self.overdue, asked[reply.client], reply.client
 
-        arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.dispatcher.ready, key=turn)]
+        arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.roster.ready, key=turn)]
         here = [one.checked.norm for one in self.replies] + [c.norm for _, c in arrived if isinstance(c, CheckedReply)]
         for reply, opened in arrived:
             if self.enough():
@@ -179,7 +175,7 @@ class Exchange:
         session, (client, request, outcome) = self.session, reply
         try:
             with reading():
-                call = session.registry.contract_of(client).calls[request.call]
+                call = session.roster.contract_of(client).calls[request.call]
                 return check_response(outcome, request, call, client, session.terms, len(session.clients))
         except Refusal as refusal:
             return refusal
@@ -192,7 +188,7 @@ class Exchange:
         reply may be used only later.
         """
         session, (client, request, _) = self.session, reply
-        session.dispatcher.ready.remove(reply)
+        session.roster.ready.remove(reply)
         try:
             if isinstance(counted, Refusal):
                 raise counted
@@ -201,8 +197,10 @@ class Exchange:
                 request.phase, counted.norm, here, lambda: euclidean(from_bytes(request.payload, call.message))
             )
         except Refusal as refusal:
-            other = "" if self.spec.concerns(request) else f"round {request.round}, phase {request.phase}: "
-            self.failed[client] = other + str(refusal)
+            if not self.spec.concerns(request):
+                why = f"round {request.round}, phase {request.phase}: {refusal.why}"
+                refusal = Refusal(refusal.code, why)
+            refusal.client, self.failed[client] = client, refusal
             session.backoff.failed(client, self.spec.round)
             return None
         session.backoff.replied(client)
@@ -230,17 +228,13 @@ class Exchange:
             fresh=spec.fresh,
             counted_round=int(session.counted[client, 0]),
             counted_exchange=int(session.counted[client, 1]),
-            settled_round=int(session.settled[client, 0]),
-            settled_exchange=int(session.settled[client, 1]),
             payload=payload,
         )
 
-    def complaint(self, reasons: dict[int, str]) -> str:
-        said = [f"client {client}: {why}" for client, why in sorted(reasons.items())]
-        left_out = [] if len(said) <= 5 else [f"and {len(said) - 5} more"]
+    def complaint(self, reasons: dict[int, Refusal]) -> str:
         attempts = self.session.terms.attempts
         times = "" if attempts == 1 else f" after {attempts} attempts"
         return (
             f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients replied "
-            f"where {self.needed} are needed{times} ({'; '.join(said[:5] + left_out)})"
+            f"where {self.needed} are needed{times} ({in_words(why for _, why in sorted(reasons.items()))})"
         )

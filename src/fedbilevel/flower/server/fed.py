@@ -59,7 +59,7 @@ class FlowerFed:
         self.has_client_steps, self.sampled = clients.local_steps is not None, session.cohort < len(clients)
         self.own = self.cohort(keys)
         self.replied: set[int] = set()  # clients of the round's own cohort that have replied
-        self.session.registry.refresh()
+        self.session.roster.refresh()
         self.round_costs = empty_costs()
         self.exchanges = 0
         self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
@@ -94,7 +94,7 @@ class FlowerFed:
         spec = self.spec(phase, message, key, fresh=False, first=True)
         name, queues = spec.phase, session.phase_queues
         now = queues.exchanges[name]
-        working = {client for client, request in session.dispatcher.unsettled() if spec.concerns(request)}
+        working = {client for client, request in session.roster.unsettled() if spec.concerns(request)}
         overdue = set() if max_staleness is None else queues.overdue(name, self.own, working, max_staleness)
         before, asked = queues.resumed.get(name, (None, 0.0))
         exchange = Exchange(session, spec, self.own, n if before is None else n - int(before.responders), overdue)
@@ -147,7 +147,7 @@ class FlowerFed:
             small = message
             if self.submodels is not None:
                 small = cut_message(self.submodels.unit_layout, self.unbound(name), message, self.units(client))
-            return self.encode(self.session.registry.contract_of(client), name, small)
+            return self.encode(self.session.roster.contract_of(client), name, small)
 
         number, self.exchanges = self.exchanges, self.exchanges + 1
         encoded = lambda client: part(self.representative(client))  # noqa: E731

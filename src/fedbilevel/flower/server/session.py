@@ -1,4 +1,4 @@
-"""What the exchanges of one run share on the server: the log, replies that wait, the way back after a spoiled round."""
+"""What the exchanges of one run share on the server: the log, replies that wait, the round as it is played."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ import numpy as np
 from flwr.serverapp import Grid
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.errors import CheckpointError, ExchangeError, NonFiniteError
+from fedbilevel.core.errors import CheckpointError, ExchangeError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.submodels import SubmodelPlan
-from fedbilevel.flower.server.connections import (
-    ClientRegistry,
-    Dispatcher,
-    ServerClock,
-    Transport,
-    WallClock,
-    public_keys,
-)
+from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.server.roster import Roster, ServerClock, WallClock, public_keys
 from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms, ratios
 from fedbilevel.flower.versions import quick_pulls, require_flower, tested
 from fedbilevel.flower.wire import Contract, RequestMessage, ResponseMessage, draw_up
@@ -56,7 +50,7 @@ class ExchangeLog:
         seconds: float,
         requests: Sequence[RequestMessage],
         responses: Sequence[ResponseMessage],
-        refused: Mapping[int, str],
+        refused: Mapping[int, Refusal],
     ) -> None:
         """Write the line of one attempt at an exchange.
 
@@ -76,8 +70,8 @@ class ExchangeLog:
         text = "round %d exchange %d %s: %d of %d replied, %d bytes down, %d up, %.3f s"
         log.info(text, *place[:3], len(replied), len(requests), down, up, seconds)
         for client, why in sorted(refused.items()):
-            line.setdefault("refused", {})[str(client)] = why
-            log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, why)
+            line.setdefault("refused", {})[str(client)] = why.told()
+            log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, why.line)
         self.note(line)
 
     def note(self, line: Mapping[str, Any]) -> None:
@@ -135,104 +129,40 @@ class PhaseQueues:
         return {c for c, age in ages.items() if age > max_staleness or (c in working and age == max_staleness)}
 
 
-MOST = 3
+MOST = 3  # clients that a round is repeated without, one after the other
 
 
-class CorruptedStateError(ExchangeError):
-    """Most clients of an exchange met numbers that are not finite, so that the state, not a client, must be at fault.
+class SpoiledError(ExchangeError):
+    """Most clients of an exchange met numbers that are not finite: the state, not a client, must be at fault."""
 
-    Args:
-        exchange: the number of the exchange within its round.
-        carry: the last state that nothing is known against, if another than that of the round.
+
+@dataclass
+class Take:
+    """A round, as often as it is played: where it begins, and what is known of its clients.
+
+    A round is a function of its state, its key and the clients that count in it. One whose result is no use is
+    therefore played again from where it began, without the client whose update was the longest in proportion to the
+    others of its exchange; what clients keep goes back with it, since each message says what it goes on from.
     """
 
-    def __init__(self, text: str, exchange: int, carry: Any = None) -> None:
-        super().__init__(text)
-        self.exchange, self.carry = exchange, carry
-
-
-class RoundSnapshot(NamedTuple):
-    """Where a round began, and what its replies were like."""
-
-    carry: Carry  # where it began
-    asked: set[int]  # its cohort
-    ratios: dict[int, float]  # of each client that counted: its longest update, in units of what was usual
-
-
-class Rollback:
-    """Repeats a round whose result is not finite, without the client whose update was the longest.
-
-    What shows it: after a round that counted, most of those who are asked next say that numbers are not finite, and too
-    few reply; or the sum of finite replies is not finite itself. The server then goes back to where that round began,
-    leaves out the client whose update was the longest in proportion to the others of its exchange, and plays it again,
-    MOST times at most before the run ends. The state that it went back to is then what is saved.
-
-    Not undone: rounds of asynchronous methods; the round before one of which clients have already changed what they
-    keep (they can go back by one round alone); one that was played before the server was restarted.
-
-    It remembers the current round and the one before it, and which clients are left out when these are repeated.
-
-    Args:
-        stateful: whether clients keep a state between rounds, which goes back by one round alone.
-        asynchronous: whether the algorithm is asynchronous; no round of it is repeated.
-    """
-
-    def __init__(
-        self, terms: Terms, backoff: Backoff, exchange_log: ExchangeLog, *, stateful: bool, asynchronous: bool
-    ) -> None:
-        self.terms, self.backoff, self.exchange_log = terms, backoff, exchange_log
-        self.stateful, self.asynchronous = stateful, asynchronous
-        self.last: RoundSnapshot | None = None
-        self.now: RoundSnapshot | None = None
-        self.without: dict[int, set[int]] = {}  # round -> clients
-        self.times = 0  # that a round was undone since the run last got on
-
-    def begin(self, carry: Carry, asked: Iterable[int]) -> None:
-        self.now = RoundSnapshot(carry, set(asked), {})
+    carry: Carry
+    ratios: dict[int, float] = field(default_factory=dict)
+    """Client -> its longest update that counted, in units of what was usual."""
+    without: list[int] = field(default_factory=list)  # clients that are left out
 
     def hear(self, norms: dict[int, float]) -> None:
         """Note the replies of an exchange, by their norms."""
-        if self.now is not None:
-            for client, ratio in ratios(norms).items():
-                self.now.ratios[client] = max(ratio, self.now.ratios.get(client, 0.0))
+        for client, ratio in ratios(norms).items():
+            self.ratios[client] = max(ratio, self.ratios.get(client, 0.0))
 
-    def end(self) -> None:
-        self.last = self.now
-
-    def back(self, error: CorruptedStateError | NonFiniteError) -> Carry:
-        """The carry to go on from.
-
-        Raises:
-            CorruptedStateError, NonFiniteError: no round can be repeated. It is `error`, or one with the last good
-                state.
-        """
-        spoiled = isinstance(error, CorruptedStateError)
-        played = self.last if spoiled else self.now
-        gone = self.stateful and isinstance(error, CorruptedStateError) and error.exchange > 0
-        if played is None or gone or self.asynchronous:
-            raise error
-        round = int(played.carry.round)
-        without = self.without.setdefault(round, set())
-        left = {client: ratio for client, ratio in played.ratios.items() if client not in without}
-        enough = len(played.asked - without) - 1 >= self.terms.needed(len(played.asked))
-        if not left or not enough or self.times == MOST:
-            tried = f" also without {named(sorted(without))}" if without else ""
-            text = f"{error}; round {round}{tried} leads there, and the state before it is the last good one"
-            raise CorruptedStateError(text, 0, played.carry) if spoiled else NonFiniteError(text)
-        out = max(left, key=lambda client: (left[client], -client))
-        self.times += 1
-        without.add(out)
-        self.backoff.failed(out, round + spoiled)
-        text = (
-            "round %d is undone (%s) and played again without client %d, whose update was %.3g times as long as usual"
-        )
-        log.warning(text, round, error, out, left[out])
-        self.exchange_log.note({"round": round, "undone": str(error), "without": sorted(without)})
-        return played.carry
-
-
-def named(clients: Sequence[int]) -> str:
-    return f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
+    def leave_out(self, cohort: int, terms: Terms) -> int | None:
+        """Leave out one more client: which one; None if there must be no fewer."""
+        left = {client: ratio for client, ratio in self.ratios.items() if client not in self.without}
+        few = cohort - len(self.without) - 1 < terms.needed(cohort)
+        if not left or few or len(self.without) == MOST:
+            return None
+        self.without.append(max(left, key=lambda client: (left[client], -client)))
+        return self.without[-1]
 
 
 class Session:
@@ -250,7 +180,7 @@ class Session:
         backoff: which clients are not asked for some rounds, since they failed.
         norms: which Euclidean norms of updates are usual, by phase.
         counted: (M, 2) round and exchange of each client's last reply that counted and could change its state.
-        settled: (M, 2) `counted` as it was when the current round began.
+        take: the current round.
     """
 
     def __init__(
@@ -276,14 +206,12 @@ class Session:
             quick_pulls(terms.deadline)
         own = {} if self.submodel_plan is None else contracts(contract, self.submodel_plan)
         public = {} if keys is None else public_keys(Path(keys), len(clients))
-        self.registry = ClientRegistry(Transport(grid), contract, name, len(clients), terms, self.clock, own, public)
-        self.dispatcher = Dispatcher(self.registry)
+        self.roster = Roster(grid, contract, name, len(clients), terms, self.clock, own, public)
         self.backoff, self.norms = Backoff(), NormBounds(terms)
         self.exchange_log = ExchangeLog(None if log is None else Path(log))
-        stateful, asynchronous = contract.state is not None, algorithm.asynchronous
-        self.rollback = Rollback(terms, self.backoff, self.exchange_log, stateful=stateful, asynchronous=asynchronous)
+        self.take = Take(carry)
         self.phase_queues = PhaseQueues.of(carry.queues)
-        self.counted, self.settled = np.array(carry.clients), np.array(carry.clients)
+        self.counted = np.array(carry.clients)
 
     @property
     def weights(self) -> np.ndarray:

@@ -15,10 +15,9 @@ import numpy as np
 
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import (
-    NOT_FINITE,
     CallSignature,
-    Refusal,
     RequestMessage,
     ResponseMessage,
     from_bytes,
@@ -119,28 +118,31 @@ def check_response(
     if isinstance(outcome, Refusal):
         raise outcome
     if (outcome.run, outcome.round, outcome.exchange) != (request.run, request.round, request.exchange):
-        raise Refusal("it replies to another message")
+        raise Refusal(Code.MALFORMED, "it replies to another message")
     if outcome.client != client:
-        raise Refusal(f"client {client} replies as client {outcome.client}")
+        raise Refusal(Code.MALFORMED, f"client {client} replies as client {outcome.client}")
     require_layout("its update", outcome.layout, layout(call.update))
     update = from_bytes(outcome.payload, call.update)
     if bad := nonfinite_leaves(update):
-        raise Refusal(f"its update is {NOT_FINITE} {', '.join(bad)}")
+        raise Refusal(Code.BOUND, f"its update is not finite in {', '.join(bad)}")
     if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
-        raise Refusal(f"the square of its update is {NOT_FINITE} {jax.tree_util.keystr(huge[0]) or 'value'}")
+        text = f"the square of its update is not finite in {jax.tree_util.keystr(huge[0]) or 'value'}"
+        raise Refusal(Code.BOUND, text)
     norm = euclidean(update)
     if terms.norm_bound is not None and norm > terms.norm_bound:
-        raise Refusal(f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}")
+        text = f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}"
+        raise Refusal(Code.BOUND, text)
     metrics = outcome.numbers()
     if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
-        raise Refusal("its metrics are not those of the phase, or not finite")
+        raise Refusal(Code.MALFORMED, "its metrics are not those of the phase, or not finite")
     most = LARGEST // population  # so that their sum is exact
     if not (0 <= outcome.gradients <= most and 0 <= outcome.hvps <= most):
-        raise Refusal(f"its counts ({outcome.gradients}, {outcome.hvps}) are not between 0 and {most}")
+        text = f"its counts ({outcome.gradients}, {outcome.hvps}) are not between 0 and {most}"
+        raise Refusal(Code.MALFORMED, text)
     if not 0 <= outcome.epsilon < math.inf:
-        raise Refusal(f"it cannot have spent ε = {outcome.epsilon}")
+        raise Refusal(Code.MALFORMED, f"it cannot have spent ε = {outcome.epsilon}")
     if not 0 <= outcome.delta < 1:
-        raise Refusal(f"it cannot have spent δ = {outcome.delta}")
+        raise Refusal(Code.MALFORMED, f"it cannot have spent δ = {outcome.delta}")
     return CheckedReply(outcome, call, update, norm, metrics)
 
 
@@ -210,7 +212,7 @@ class NormBounds:
             self.warn(phase, here)
         elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, self.of_message * message())):
             text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual and {bound:.3g} the bound"
-            raise Refusal(f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
+            raise Refusal(Code.BOUND, f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
 
     def usual(self, phase: str, here: Sequence[float]) -> float | None:
         """The larger one of the two medians, if any is known."""

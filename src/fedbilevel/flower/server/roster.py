@@ -15,10 +15,10 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import (
     Contract,
-    Refusal,
     RequestMessage,
     ResponseMessage,
     decode,
@@ -52,23 +52,165 @@ class WallClock:
         time.sleep(seconds)
 
 
-class Transport:
-    """A Grid whose errors end no run: a message that cannot be sent or fetched is logged and treated as lost."""
+def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
+    """Every client's public key, as `one_form` gives it, from the files client-0.pub, client-1.pub, … of a folder.
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self.nodes: set[int] = set()  # that were online when Flower last said
+    Raises:
+        ConfigurationError: a client's file is missing or holds no public key, or two clients have the same key.
+    """
+    found: dict[int, bytes] = {}
+    for client in range(clients):
+        path = directory / f"client-{client}.pub"
+        try:
+            key = one_form(path.read_bytes())
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigurationError(f"client {client} of {clients} has no public key: {path}: {why}") from error
+        if key is None:
+            raise ConfigurationError(f"{path} holds no public key: it must be one that ssh-keygen or OpenSSL wrote")
+        if key in found.values():
+            other = next(one for one, theirs in found.items() if theirs == key)
+            raise ConfigurationError(f"{path}: client {client} has the same key as client {other}")
+        found[client] = key
+    return found
+
+
+def one_form(key: bytes) -> bytes | None:
+    """A public key, in OpenSSH's form or PEM, as DER, so that equal keys are equal bytes; None where it is none."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    load = serialization.load_pem_public_key if b"-----BEGIN" in key[:64] else serialization.load_ssh_public_key
+    try:
+        known = load(key)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    return known.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+Outcome = ResponseMessage | Refusal
+
+
+class ClientReply(NamedTuple):
+    """What became of one request: the client's response, or the reason why there is none."""
+
+    client: int
+    request: RequestMessage
+    outcome: Outcome
+
+
+class Roster:
+    """The clients: which node is which, what is under way to them, what has come back.
+
+    Errors of Flower end no run: a message that cannot be sent or fetched is logged and treated as lost.
+
+    A node counts if it agrees to the contract and names a client of the population that is free.
+
+    Where `keys` are given (client -> public key, as `one_form` writes it), it must have registered with
+    that client's key. One that does not count is greeted again after `terms.deadline` seconds, and when a client has
+    gone whom it may be now.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        contract: Contract,
+        run: str,
+        population: int,
+        terms: Terms,
+        clock: ServerClock,
+        own: Mapping[int, Contract] = MappingProxyType({}),
+        keys: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> None:
+        self.grid, self.contract, self.run, self.population = grid, contract, run, population
+        self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
+        self.online: set[int] = set()  # nodes, when Flower last said
         self.singly = False  # since a pull has failed: one bad message must not take others with it again
         self.bad: set[str] = set()  # messages whose replies could not be fetched, as was logged
+        self.nodes: dict[int, int] = {}  # client -> node, of those that count
+        self.greeted: dict[int, float] = {}  # node -> when
+        self.greetings: dict[str, int] = {}  # message -> node, not replied to yet
+        self.refusals: dict[int, Refusal] = {}  # node -> why it does not count
+        # client -> (message, question, when it is worthless)
+        self.under_way: dict[int, tuple[str, RequestMessage, float]] = {}
+        self.ready: list[ClientReply] = []  # arrived, and not taken yet
 
-    def online(self) -> set[int]:
+    def contract_of(self, client: int) -> Contract:
+        """The contract with a client; a client that holds a submodel has one of its own."""
+        return self.own.get(client, self.contract)
+
+    def refresh(self) -> None:
+        """Take note of nodes that have come or gone, and greet new ones."""
+        online = self.look_around()
+        for client, node in list(self.nodes.items()):
+            if node not in online:
+                log.warning("client %d has gone (node %d)", client, node)
+                del self.nodes[client]
+                self.greeted.clear()
+        self.greeted = {node: when for node, when in self.greeted.items() if node in online}
+        self.refusals = {node: why for node, why in self.refusals.items() if node in online}
+        self.listen()
+        self.greet(online - set(self.nodes.values()))
+        self.listen()
+
+    def listen(self) -> None:
+        """Admit or refuse the nodes whose responses to greetings have come."""
+        for number, message in self.pull(self.greetings).items():
+            node = self.greetings.pop(number)
+            try:
+                with reading():
+                    self.admit(node, decode(ResponseMessage, message))
+            except Refusal as refusal:
+                if node not in self.refusals or self.refusals[node].line != refusal.line:
+                    log.warning("node %d does not take part: %s", node, refusal.line)
+                self.refusals[node] = refusal
+
+    def greet(self, nodes: Collection[int]) -> None:
+        """Greet those of the nodes that were not greeted within the last `terms.deadline` seconds."""
+        now, deadline = self.clock.time(), self.terms.deadline
+        due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
+        request = RequestMessage(run=self.run, contract=self.contract.text)
+        sent = self.push([request_message(node, request, deadline) for node in due]) if due else []
+        self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
+        self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
+        self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
+
+    def admit(self, node: int, response: ResponseMessage) -> None:
+        """Register a node as the client that it says it is.
+
+        Raises:
+            Refusal: the node cannot be that client.
+        """
+        client = response.client
+        claimed = client if 0 <= client < self.population else None
+        if response.refused:
+            raise Refusal(Code.of(response.code), response.refused, claimed)
+        if claimed is None:
+            raise Refusal(Code.PLACE, f"it calls itself client {client}, of a population of {self.population}")
+        if response.contract != (expected := self.contract_of(client).text):
+            raise Refusal(Code.CONTRACT, f"we do not agree: {difference(expected, response.contract)}", client)
+        if self.keys and one_form(self.registered().get(node, b"")) != self.keys.get(client):
+            raise Refusal(Code.KEY, f"it calls itself client {client}, who has another key", client)
+        if (holder := self.nodes.get(client, node)) != node:
+            raise Refusal(Code.PLACE, f"it calls itself client {client}, which node {holder} is already", client)
+        log.info("client %d is here (node %d)", client, node)
+        self.nodes[client] = node
+        self.refusals.pop(node, None)
+
+    def why_absent(self, client: int) -> Refusal:
+        """Why a client has no node that counts: what was refused of a node that says it is this client."""
+        said = [refusal for refusal in self.refusals.values() if refusal.client == client]
+        return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
+
+    def look_around(self) -> set[int]:
+        """The nodes that are online."""
         try:
-            self.nodes = set(self.grid.get_node_ids())
+            self.online = set(self.grid.get_node_ids())
         except Exception:
             log.warning("Flower does not say who is online", exc_info=True)
-        return self.nodes
+        return self.online
 
-    def keys(self) -> dict[int, bytes]:
+    def registered(self) -> dict[int, bytes]:
         """The public key with which each online node has registered, as Flower has it; without a key, b""."""
         try:
             return {node.node_id: node.public_key for node in self.grid.get_nodes()}
@@ -110,130 +252,6 @@ class Transport:
         found = {message.metadata.reply_to_message_id: message for message in reversed(messages)}
         return {number: found[number] for number in wanted if number in found}
 
-
-def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
-    """Every client's public key, as `one_form` gives it, from the files client-0.pub, client-1.pub, … of a folder.
-
-    Raises:
-        ConfigurationError: a client's file is missing or holds no public key, or two clients have the same key.
-    """
-    found: dict[int, bytes] = {}
-    for client in range(clients):
-        path = directory / f"client-{client}.pub"
-        try:
-            key = one_form(path.read_bytes())
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigurationError(f"client {client} of {clients} has no public key: {path}: {why}") from error
-        if key is None:
-            raise ConfigurationError(f"{path} holds no public key: it must be one that ssh-keygen or OpenSSL wrote")
-        if key in found.values():
-            other = next(one for one, theirs in found.items() if theirs == key)
-            raise ConfigurationError(f"{path}: client {client} has the same key as client {other}")
-        found[client] = key
-    return found
-
-
-def one_form(key: bytes) -> bytes | None:
-    """A public key, in OpenSSH's form or PEM, as DER, so that equal keys are equal bytes; None where it is none."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization
-
-    load = serialization.load_pem_public_key if b"-----BEGIN" in key[:64] else serialization.load_ssh_public_key
-    try:
-        known = load(key)
-    except (ValueError, UnsupportedAlgorithm):
-        return None
-    return known.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-
-
-class ClientRegistry:
-    """Greets nodes. A node counts if it agrees to the contract and names a client of the population that is free.
-
-    Where `keys` are given (client -> public key, as `one_form` writes it), it must have registered with
-    that client's key. One that does not count is greeted again after `terms.deadline` seconds, and when a client has
-    gone whom it may be now.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        contract: Contract,
-        run: str,
-        population: int,
-        terms: Terms,
-        clock: ServerClock,
-        own: Mapping[int, Contract] = MappingProxyType({}),
-        keys: Mapping[int, bytes] = MappingProxyType({}),
-    ) -> None:
-        self.transport, self.contract, self.run, self.population = transport, contract, run, population
-        self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
-        self.nodes: dict[int, int] = {}  # client -> node, of those that count
-        self.greeted: dict[int, float] = {}  # node -> when
-        self.greetings: dict[str, int] = {}  # message -> node, not replied to yet
-        self.refusals: dict[int, str] = {}  # node -> why it does not count
-
-    def contract_of(self, client: int) -> Contract:
-        """The contract with a client; a client that holds a submodel has one of its own."""
-        return self.own.get(client, self.contract)
-
-    def refresh(self) -> None:
-        """Take note of nodes that have come or gone, and greet new ones."""
-        online = self.transport.online()
-        for client, node in list(self.nodes.items()):
-            if node not in online:
-                log.warning("client %d has gone (node %d)", client, node)
-                del self.nodes[client]
-                self.greeted.clear()
-        self.greeted = {node: when for node, when in self.greeted.items() if node in online}
-        self.refusals = {node: why for node, why in self.refusals.items() if node in online}
-        self.listen()
-        self.greet(online - set(self.nodes.values()))
-        self.listen()
-
-    def listen(self) -> None:
-        """Admit or refuse the nodes whose responses to greetings have come."""
-        for number, message in self.transport.pull(self.greetings).items():
-            node = self.greetings.pop(number)
-            try:
-                with reading():
-                    self.admit(node, decode(ResponseMessage, message))
-            except Refusal as refusal:
-                if self.refusals.get(node) != str(refusal):
-                    log.warning("node %d does not take part: %s", node, refusal)
-                self.refusals[node] = str(refusal)
-
-    def greet(self, nodes: Collection[int]) -> None:
-        """Greet those of the nodes that were not greeted within the last `terms.deadline` seconds."""
-        now, deadline = self.clock.time(), self.terms.deadline
-        due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
-        request = RequestMessage(run=self.run, contract=self.contract.text)
-        sent = self.transport.push([request_message(node, request, deadline) for node in due]) if due else []
-        self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
-        self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
-        self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
-
-    def admit(self, node: int, response: ResponseMessage) -> None:
-        """Register a node as the client that it says it is.
-
-        Raises:
-            Refusal: the node cannot be that client.
-        """
-        if response.refused:
-            raise Refusal(response.refused)
-        client = response.client
-        if not 0 <= client < self.population:
-            raise Refusal(f"it calls itself client {client}, of a population of {self.population}")
-        if response.contract != (expected := self.contract_of(client).text):
-            raise Refusal(f"we do not agree: {difference(expected, response.contract)}")
-        if self.keys and one_form(self.transport.keys().get(node, b"")) != self.keys.get(client):
-            raise Refusal(f"it calls itself client {client}, who has another key")
-        if (holder := self.nodes.get(client, node)) != node:
-            raise Refusal(f"it calls itself client {client}, which node {holder} is already")
-        log.info("client %d is here (node %d)", client, node)
-        self.nodes[client] = node
-        self.refusals.pop(node, None)
-
     def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
         """Wait until `hoped` of these clients are registered, at most `terms.join` seconds; up to `terms.deadline` only
         while fewer than `needed` are and greetings are unanswered (a first response may have to wait for imports)."""
@@ -247,42 +265,20 @@ class ClientRegistry:
                 return
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * waited))
 
-
-Outcome = ResponseMessage | Refusal
-
-
-class ClientReply(NamedTuple):
-    """What became of one request: the client's response, or the reason why there is none."""
-
-    client: int
-    request: RequestMessage
-    outcome: Outcome
-
-
-class Dispatcher:
-    """Sends requests to clients and collects their responses."""
-
-    def __init__(self, registry: ClientRegistry) -> None:
-        self.registry, self.transport = registry, registry.transport
-        self.terms, self.clock = registry.terms, registry.clock
-        # client -> (message, question, when it is worthless)
-        self.under_way: dict[int, tuple[str, RequestMessage, float]] = {}
-        self.ready: list[ClientReply] = []  # arrived, and not taken yet
-
-    def send(self, requests: dict[int, RequestMessage]) -> dict[int, str]:
+    def send(self, requests: dict[int, RequestMessage]) -> dict[int, Refusal]:
         """Send requests to clients that have none under way; client -> why its request could not be sent."""
         if not requests:
             return {}
-        nodes = self.registry.nodes
-        failed = {client: "it is not online" for client in requests if client not in nodes}
+        nodes = self.nodes
+        failed = {client: self.why_absent(client) for client in requests if client not in nodes}
         going = [client for client in requests if client in nodes]
         end = self.clock.time() + self.terms.deadline
         messages = [request_message(nodes[client], requests[client], self.terms.deadline) for client in going]
-        for client, sent in zip(going, self.transport.push(messages), strict=True):
+        for client, sent in zip(going, self.push(messages), strict=True):
             if sent:
                 self.under_way[client] = (sent, requests[client], end)
             else:
-                failed[client] = "Flower did not take the message (is it too large?)"
+                failed[client] = Refusal(Code.LARGE, "Flower did not take the message (is it too large?)", client)
         return failed
 
     def requests(self) -> list[tuple[int, RequestMessage]]:
@@ -303,20 +299,22 @@ class Dispatcher:
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
         before = len(self.ready)
         now = self.clock.time()  # before a pull that may take long: what came meanwhile is looked for once more
-        for number, message in self.transport.pull(senders).items():
+        for number, message in self.pull(senders).items():
             client = senders[number]
-            self.ready.append(ClientReply(client, self.under_way.pop(client)[1], opened(message)))
+            self.ready.append(ClientReply(client, self.under_way.pop(client)[1], opened(message, client)))
         for client in [c for c, (_, _, end) in self.under_way.items() if now >= end]:
             request = self.under_way.pop(client)[1]
-            self.ready.append(ClientReply(client, request, Refusal(f"no reply within {self.terms.deadline:g} s")))
+            late = Refusal(Code.LATE, f"no reply within {self.terms.deadline:g} s", client)
+            self.ready.append(ClientReply(client, request, late))
         return len(self.ready) > before
 
 
-def opened(message: Message) -> Outcome:
-    """The response in a message, or a refusal that says why there is none."""
+def opened(message: Message, client: int) -> Outcome:
+    """The response of a client in a message, or a refusal that says why there is none."""
     try:
         with reading():
             response: ResponseMessage = decode(ResponseMessage, message)
     except Refusal as refusal:
+        refusal.client = client
         return refusal
-    return Refusal(response.refused) if response.refused else response
+    return Refusal(Code.of(response.code), response.refused, client) if response.refused else response

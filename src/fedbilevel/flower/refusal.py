@@ -1,0 +1,101 @@
+"""Why something does not count: one kind of value, from the site that says it to the server's log, its error and
+`exchanges.jsonl`.
+
+A code and one line of text travel. Who can mend it, and how, follow from the code here, on each side by itself: no
+message can put advice into our mouth, and nobody reads the text to decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fedbilevel.core.errors import FedbilevelError
+from fedbilevel.wording import printable
+
+LONGEST = 1000  # characters of a text
+SITE, OPERATOR, EITHER = "the site", "the operator", "the site or the operator"
+
+
+class Code(Enum):
+    """What kind of thing is wrong: its name on the wire, who can mend it, and how."""
+
+    ABSENT = "absent", SITE, "start its SuperNode; its log says whether it reaches the SuperLink"
+    FLOOR = "floor", SITE, "lower min-local-samples or min-batch-size in its node configuration, if it may"
+    LIMIT = "limit", EITHER, "raise the limit in its node configuration, or ask for less"
+    BUDGET = "budget", SITE, "raise epsilon in its node configuration, if it may; the others go on without it"
+    SETTINGS = "settings", SITE, "correct its node configuration or its data; its log says which"
+    FAILED = "failed", SITE, "its log says more"
+    HIDDEN = "hidden", SITE, "its log says more; under privacy nothing of it leaves the site"
+    NUMBERS = "numbers", OPERATOR, "lower the step sizes; fb.diagnose suggests some"
+    CONTRACT = "contract", OPERATOR, "give both sides the same app and the same version of fedbilevel"
+    METHOD = "method", OPERATOR, "choose a method or fields that bear it"
+    KEY = "key", OPERATOR, "compare client-keys with the key that the node has registered"
+    PLACE = "place", SITE, "correct its partition-id, or stop the other node of that number"
+    STATE = "state", EITHER, "the site's state-folder is another run's or newer than the server's checkpoint"
+    LATE = "late", EITHER, "raise deadline, or ask for less work"
+    BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound say what counts"
+    LARGE = "large", EITHER, "send less: metrics and layouts have to be short"
+    MALFORMED = "malformed", EITHER, "one of them speaks another protocol: compare apps and versions of fedbilevel"
+    FLOWER = "flower", SITE, "its worker or SuperNode has failed; its log says more"
+    OTHER = "other", SITE, "its log says more"  # a code that this version does not know
+
+    def __init__(self, word: str, who: str, how: str) -> None:
+        self.word, self.who, self.how = word, who, how
+
+    @classmethod
+    def of(cls, word: object) -> Code:
+        return next((code for code in cls if code.word == word), cls.OTHER)
+
+    @property
+    def of_state(self) -> bool:
+        """Whether the state that was sent may be at fault, and not the client."""
+        return self in (Code.NUMBERS, Code.HIDDEN)
+
+
+@dataclass(eq=False)
+class Refusal(FedbilevelError):
+    """A message that must not count, or a client that does not take part. `why` says it without any value of the data.
+
+    Parts of `why` may be the other side's words: it is one line, not a long one, and commands no terminal.
+    """
+
+    code: Code
+    why: str
+    client: int | None = None  # whom it is about, where that is known
+
+    def __post_init__(self) -> None:
+        self.why = printable(" ".join(self.why[:LONGEST].split()), LONGEST)
+
+    def __str__(self) -> str:
+        return self.why
+
+    @property
+    def line(self) -> str:
+        """With who can mend it, and how."""
+        return f"{self.why} ({self.code.who} can mend it: {self.code.how})"
+
+    def told(self) -> dict[str, str]:
+        """As a line of `exchanges.jsonl` has it."""
+        return {"code": self.code.word, "why": self.why, "who": self.code.who, "how": self.code.how}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any], client: int | None = None) -> Refusal:
+        """What `told` has written; who and how are those of the code."""
+        return cls(Code.of(told.get("code")), str(told.get("why", "")), client)
+
+
+def in_words(refusals: Iterable[Refusal], most: int = 5) -> str:
+    """Refusals in one line; clients that say the same are named together."""
+    alike: dict[str, list[int]] = {}
+    for one in refusals:
+        alike.setdefault(one.line, []).extend([] if one.client is None else [one.client])
+    said = [f"{named(sorted(set(clients)))}: {line}" if clients else line for line, clients in alike.items()]
+    return "; ".join([*said[:most], *([f"and {len(said) - most} more reasons"] if len(said) > most else [])])
+
+
+def named(clients: list[int]) -> str:
+    shown = ", ".join(map(str, clients[:10])) + (", …" if len(clients) > 10 else "")
+    return f"client{'s' if len(clients) > 1 else ''} {shown}"

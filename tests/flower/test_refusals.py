@@ -1,0 +1,111 @@
+"""A refusal is the same value at the site, in the server's log, in its error, in `exchanges.jsonl` and for the CLI."""
+
+import json
+import logging
+from dataclasses import replace
+
+import federations
+import pytest
+
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.experiments.federation import status
+from fedbilevel.experiments.folder import Folder
+from fedbilevel.flower import wire
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.refusal import Code, Refusal, in_words
+from fedbilevel.flower.server.terms import Terms
+
+STEPS = federations.Steps()
+TERMS = Terms(join=1.0, deadline=5.0)
+POOR, WRONG = 2, 4  # a client with fewer samples than its floor, one whose configuration is misspelt
+
+
+def app(only=()):
+    """Client POOR is below its floor; WRONG cannot start."""
+
+    def make(run, node):
+        k = node["partition-id"]
+        if k == WRONG:
+            raise federations.fb.errors.ConfigurationError("unknown name in the node configuration 'clipp'")
+        limits = replace(federations.FREE, min_local_samples=100) if k == POOR or only else federations.FREE
+        return federations.site(STEPS, k, limits=limits)
+
+    return federations.client_app(make)
+
+
+def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplog):
+    log = tmp_path / "exchanges.jsonl"
+    with caplog.at_level(logging.INFO):
+        federations.solve(STEPS, InProcess(app(), 6), terms=TERMS, cohort=6, log=log)
+    floor, settings = Code.FLOOR, Code.SETTINGS
+    why = {
+        POOR: ("this client has fewer samples than its floor of 100", floor),
+        WRONG: ("ConfigurationError; the client's log says more", settings),
+    }
+    for line in map(json.loads, log.read_text().splitlines()):  # from the first exchange to the last
+        assert sorted(line["refused"]) == [str(POOR), str(WRONG)]
+        for client, (text, code) in why.items():
+            told = {"code": code.word, "why": text, "who": code.who, "how": code.how}
+            assert line["refused"][str(client)] == told
+    site = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.client"]
+    assert any(why[POOR][0] in said and floor.how in said for said in site)  # its owner reads what to do
+    assert any("unknown name in the node configuration 'clipp'" in said for said in site)  # and which name it was
+    server = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.server"]
+    for client, (text, code) in why.items():
+        line = f"client {client} does not count: {text} ({code.who} can mend it: {code.how})"
+        assert any(line in said for said in server)
+    assert not any("online" in said for said in server)
+    said = status(Folder(tmp_path))
+    assert said[1:] == [
+        f"client {POOR}, round 2: {why[POOR][0]}", f"    the site: {floor.how}",
+        f"client {WRONG}, round 2: {why[WRONG][0]}", f"    the site: {settings.how}",
+    ]  # fmt: skip
+
+
+def test_where_nobody_takes_part_the_error_has_the_reasons_by_client():
+    with pytest.raises(ExchangeError) as raised:
+        federations.solve(STEPS, InProcess(app(only=True), 6), terms=TERMS, cohort=6)
+    assert "0 clients are here where 3 of 6 are needed (clients 0, 1, 2, 3, 5: this client has fewer" in str(
+        raised.value
+    )
+    assert "client 4: ConfigurationError; the client's log says more (the site can mend it" in str(raised.value)
+
+
+def test_words_of_a_message_decide_nothing_and_give_no_advice():
+    """A code that this version does not know is one of no consequence."""
+    told = {"code": "numberz", "why": "not finite in\nx", "who": "the operator", "how": "send us your keys"}
+    read = Refusal.read(told, 3)
+    assert (read.code, read.why, read.client, read.code.of_state) == (Code.OTHER, "not finite in x", 3, False)
+    assert "keys" not in read.line
+    assert len({code.word for code in Code}) == len(Code)
+    assert all(Code.of(code.word) is code for code in Code)
+
+
+def test_clients_that_say_the_same_are_named_together():
+    late = [Refusal(Code.LATE, "no reply within 5 s", client) for client in range(12)]
+    said = in_words([*late, Refusal(Code.ABSENT, "it is not online", 20), Refusal(Code.OTHER, "x")], most=2)
+    assert said.startswith("clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …: no reply within 5 s (the site or the operator can")
+    assert "; client 20: it is not online (the site can mend it: start its SuperNode" in said
+    assert said.endswith("; and 1 more reasons")
+
+
+def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path, monkeypatch):
+    """A metric's name of a few hundred megabytes, or a layout, travels in one piece: see security.md."""
+    monkeypatch.setattr(wire, "WORDS", 3000)
+    app = federations.app(STEPS)
+    bad = {(0, 1, 0): lambda response, message: replace(response, metrics=json.dumps({"x" * 4000: 1.0}))}
+    log = tmp_path / "exchanges.jsonl"
+
+    def respond(message, context):
+        try:
+            return federations.misbehaving(app, bad)(message, context)
+        except Refusal as refusal:  # as `client_app` has it
+            said = wire.ResponseMessage(
+                run="", round=0, exchange=0, client=0, refused=refusal.why, code=refusal.code.word
+            )
+            return federations.Message(wire.encode(said), reply_to=message)
+
+    federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6, log=log)
+    refused = [line["refused"] for line in map(json.loads, log.read_text().splitlines()) if "refused" in line]
+    assert refused[0]["0"]["code"] == "large"
+    assert "characters together, where 3000 may travel" in refused[0]["0"]["why"]
