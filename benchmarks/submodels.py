@@ -69,7 +69,7 @@ def one_coordinate(solver: fb.parts.Neumann) -> fb.parts.Coordinates:
 METHODS: Methods = {
     "RABO, local": lambda s: s.make(fb.RABO, fb.parts.LocalImplicit(solver=s.solver)),
     "RABO, global": lambda s: s.make(fb.RABO, fb.parts.Implicit(solver=s.solver)),
-    "RAFBO, local": lambda s: s.make(fb.RAFBO, fb.parts.LocalDifferences(solver=s.solver)),
+    "RAFBO, local": lambda s: s.make(fb.RAFBO, fb.parts.LocalImplicit(solver=s.solver, second_order=DIFFERENCES)),
     "RABO, global, by differences": lambda s: s.make(
         fb.RABO, fb.parts.Implicit(solver=s.solver, second_order=DIFFERENCES)
     ),
@@ -78,7 +78,9 @@ METHODS: Methods = {
 LOCAL: Methods = {name: METHODS[name] for name in ("RABO, local", "RAFBO, local")}
 PAIRED: Methods = {
     "RABO, local": lambda s: s.make(fb.RABO, fb.parts.LocalImplicit(solver=s.solver, paired=True)),
-    "RAFBO, local": lambda s: s.make(fb.RAFBO, fb.parts.LocalDifferences(solver=s.solver, paired=True)),
+    "RAFBO, local": lambda s: s.make(
+        fb.RAFBO, fb.parts.LocalImplicit(solver=s.solver, paired=True, second_order=DIFFERENCES)
+    ),
 }
 
 

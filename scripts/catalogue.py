@@ -89,7 +89,7 @@ def tables() -> tuple[str, str, str]:
             solvers[kind].append(label)
             kinds.append(kind)
         costs.append((f"[{label}](../reference/algorithms/{page})", one.exchanges, one.up, one.hvps, one.bias))
-        able = [cls().asynchronous_phases, cls.trains_submodels, cls.estimates_hypergradient()]
+        able = [cls().allows.late, cls().allows.submodels, cls.estimates_hypergradient()]
         marks = ("yes" if has else "–" for has in able)
         index.append((f"[{label}]({page})", f"`{cls.name}`", ", ".join(kinds), *marks, one.title))
     by_kind = [(text, f"`{call}`", ", ".join(solvers[kind])) for kind, (text, call) in KINDS.items()]

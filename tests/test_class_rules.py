@@ -16,10 +16,11 @@ import fedbilevel as fb
 from fedbilevel import algorithms, authoring, parts
 from fedbilevel.algorithms.parts.hypergradients import Hypergradient
 from fedbilevel.algorithms.parts.local_steps import LocalOptimizer
+from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part
 from fedbilevel.core.config import positive
 
-CONTRACTS = (Part, Algorithm, Hypergradient, LocalOptimizer)
+CONTRACTS = (Part, Algorithm, Hypergradient, LocalOptimizer, Wrapper)
 """Classes whose hooks have defaults, which a class below gives at most once."""
 
 PUBLIC = {
@@ -52,7 +53,7 @@ def gives(cls: type) -> set[str]:
     `validate` does not either: those of all classes run, each for the fields of its own (core/config.py).
     """
     made = {name for name, value in vars(cls).items() if not getattr(value, "__isabstractmethod__", False)}
-    return {name for name in made if not name.startswith("_")} - {"validate", "own_phases"}
+    return {name for name in made if not name.startswith("_")} - {"validate"}
 
 
 def overridden(cls: type) -> set[str]:

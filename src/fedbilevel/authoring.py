@@ -5,12 +5,15 @@ marked with `phase`: see docs/how-to/own-method.md. To run published methods, `f
 """
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
+from fedbilevel.algorithms.parts.hypergradients import Implicit
+from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimizer, Plain, descend
 from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.allows import Allows, Asks, Findings, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
 from fedbilevel.core.fed import Fed, Public, Reply, Withheld
+from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, XYV
 from fedbilevel.diagnostics.check import HypergradientReport
 from fedbilevel.diagnostics.diagnose import Diagnosis
@@ -24,9 +27,12 @@ __all__ = [
     "XY",
     "XYV",
     "Algorithm",
+    "Allows",
+    "Asks",
     "Client",
     "Diagnosis",
     "Fed",
+    "Findings",
     "History",
     "HypergradientReport",
     "Implicit",
@@ -34,9 +40,11 @@ __all__ = [
     "LocalDirections",
     "LocalImplicit",
     "LocalOptimizer",
+    "No",
     "Plain",
     "Public",
     "Reply",
+    "UnitPolicy",
     "Withheld",
     "config",
     "conjugate_gradient",

@@ -83,7 +83,7 @@ def three_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     problem = problem or task.problem
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
     carry = first_carry(algorithm, problem, task.clients, task.x0, y0)
-    cohort = len(task.clients) if algorithm.needs_everyone else COHORT
+    cohort = COHORT if algorithm.asks.cohorts else len(task.clients)
     engine = replace(engine, clock=clock)
     if isinstance(engine, fb.Reference) and case != TWO_PHASES:  # that one computes every operation by itself
         problem = with_compiled_losses(problem)

@@ -233,7 +233,7 @@ def test_sdbo_is_the_algorithm_and_nears_the_solution(task):
     agrees(run.carry, Simulation(task, everyone, [1.0] * len(task.clients)).play(ROUNDS))
     calls = {phase: np.unique(count.exchanges) for (phase, *_), count in run.costs.calls.items()}
     assert calls == {"consensus_step": [10], "consensus_adjoint": [10], "local_step": [10]}  # K, K, T
-    assert SDBO().warning(run.carry.state) == ""
+    assert SDBO().findings(run.carry.state).warning == ""
     errors = []
     for _ in range(10):
         state = run.more().state

@@ -110,17 +110,17 @@ def test_equals_the_events_written_out(name, task):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fb.errors.AbsenceWarning)
         result = run(algorithm, task, 12, engine=fb.Local(clock=clock(absent)), eval_every=1)
-    n = algorithm.waits_for or len(TIMES)
-    inside = algorithm.algorithm if algorithm.asynchronous else algorithm
-    state = result.state.inside if algorithm.asynchronous else result.state
+    n = algorithm.asks.first or len(TIMES)
+    inside = algorithm.algorithm if algorithm.asks.asynchronous else algorithm
+    state = result.state.inside if algorithm.asks.asynchronous else result.state
     (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, WORK, absent)
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
     if isinstance(inside.hypergradient, fb.parts.SystemSteps):
         np.testing.assert_allclose(state.v, v, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.history["time"][1:], told[:, 2], rtol=1e-9)  # a sum of ticks
-    if algorithm.asynchronous:
-        delays = np.stack([result.history[f"delay.{phase}"][1:] for phase in inside.asynchronous_phases], axis=1)
+    if algorithm.asks.asynchronous:
+        delays = np.stack([result.history[f"delay.{phase}"][1:] for phase in inside.allows.late], axis=1)
         np.testing.assert_allclose(delays, told[:, :2], rtol=1e-12, atol=1e-12)
         assert n == len(TIMES) or np.max(delays) > 1
     else:

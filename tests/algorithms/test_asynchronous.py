@@ -13,7 +13,7 @@ from fedbilevel import authoring
 from fedbilevel.tasks.quadratic import quadratic
 
 WORK = np.array([1, 2, 3, 1])
-METHODS = {type(case.algorithm): case for case in reversed(cases().values()) if case.algorithm.asynchronous_phases}
+METHODS = {type(case.algorithm): case for case in reversed(cases().values()) if case.algorithm.allows.late}
 """The first case of each method that can be late."""
 LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2, step=0.1))
 WITH_FIELDS = {
@@ -56,16 +56,16 @@ def test_waiting_for_everyone_is_the_method_itself(case):
 
 
 def test_every_method_that_can_be_late_is_here():
-    able = {cls for cls in authoring.ALGORITHMS.values() if cls().asynchronous_phases}
+    able = {cls for cls in authoring.ALGORITHMS.values() if cls().allows.late}
     assert able == METHODS.keys()
 
 
-@pytest.mark.parametrize("name", [name for name, cls in authoring.ALGORITHMS.items() if not cls().asynchronous_phases])
+@pytest.mark.parametrize("name", [name for name, cls in authoring.ALGORITHMS.items() if not cls().allows.late])
 def test_why_a_method_cannot_be_late_is_said(name):
     cls = authoring.ALGORITHMS[name]
     with pytest.raises(fb.errors.ConfigurationError) as error:
         fb.Asynchronous(cls(), wait_for=2)
-    reason = listed("NEVER_LATE").get(cls, "it lists no asynchronous_phases")
+    reason = listed("NEVER_LATE").get(cls, "it does not say which of its phases may be late")
     said = f"{cls.__name__} cannot be Asynchronous: .*{reason}.*; methods that can: AFBO, FISM, FedAvg, "
     assert re.match(said, str(error.value))
 
@@ -112,10 +112,6 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
         ),
         (lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2), "its tolerance compares F at one x"),
         (
-            lambda: fb.Asynchronous(fb.FedNest(hypergradient=LOCAL, merged=True), wait_for=2),
-            "with merged = True not all of its phases are asked",
-        ),
-        (
             lambda: fb.Submodels(fb.ADBO()),
             "ADBO cannot be given Submodels: each client keeps an x, a y and planes of its own",
         ),
@@ -145,7 +141,7 @@ def test_what_is_said_of_it_is_said_of_the_method():
     inside = fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.CG()))
     wrapped = fb.Asynchronous(inside, wait_for=2)
     assert (wrapped.label, wrapped.phases) == ("AFBO", inside.phases)
-    assert (wrapped.asynchronous, wrapped.needs_everyone, wrapped.waits_for) == (True, True, 2)
+    assert (wrapped.asks.asynchronous, wrapped.asks.cohorts, wrapped.asks.first) == (True, False, 2)
 
 
 def test_a_wrapper_below_another_keeps_its_hooks():
@@ -155,6 +151,6 @@ def test_a_wrapper_below_another_keeps_its_hooks():
         """The same under another name."""
 
     inside = fb.SimFBO(batch_size=7)
-    assert Slower(inside, wait_for=2).waits_for == 2
-    assert Slower(inside, wait_for=2).asynchronous
+    assert Slower(inside, wait_for=2).asks.first == 2
+    assert Slower(inside, wait_for=2).asks.asynchronous
     assert (Slower(inside, wait_for=2).label, Slower(inside, wait_for=2).batch_size) == ("SimFBO", 7)

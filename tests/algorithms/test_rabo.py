@@ -56,7 +56,7 @@ def rabo(solver, kind=fb.parts.LocalImplicit):
 
 
 def rafbo(solver):
-    return fb.RAFBO(hypergradient=fb.parts.LocalDifferences(solver=solver), **STEPS)
+    return fb.RAFBO(hypergradient=fb.parts.LocalImplicit(solver=solver, second_order=fb.parts.Differences()), **STEPS)
 
 
 LOCAL = {
@@ -256,11 +256,8 @@ def test_problems_that_need_no_inverse():
         (lambda: fb.RABO(inner=fb.parts.LocalSGD(rounds=0)), "LocalSGD.rounds = 0"),
         (lambda: fb.RABO(hypergradient=fb.parts.Coordinates()), "RABO.hypergradient = Coordinates("),
         (lambda: fb.RAFBO(coordinates=3), "unknown field of RAFBO 'coordinates'"),
-        (lambda: fb.RAFBO(hypergradient=fb.parts.LocalImplicit()), "it must be LocalDifferences(…) or Coordinates(…)"),
-        (
-            lambda: fb.parts.LocalDifferences(second_order=fb.parts.Exact()),
-            "unknown field of LocalDifferences 'second_order'",
-        ),
+        (lambda: fb.RAFBO(hypergradient=fb.parts.LocalImplicit()), "RAFBO.hypergradient.second_order = Exact() is not"),
+        (lambda: fb.RAFBO(hypergradient=fb.parts.Implicit()), "it must be LocalImplicit(…) or Coordinates(…) or"),
         (lambda: fb.parts.Coordinates(count=0), "Coordinates.count = 0"),
         (lambda: fb.parts.PrintedSlopes(count=0), "PrintedSlopes.count = 0"),
         (lambda: fb.parts.PrintedSlopes(solver=fb.parts.CG()), "unknown field of PrintedSlopes 'solver'"),
@@ -309,7 +306,7 @@ def test_draws_of_a_hypergradient(paired):
 
 PIXELS = 23
 PAIRED = fb.parts.LocalImplicit(paired=True)
-PAIRED_BY_DIFFERENCES = fb.parts.LocalDifferences(paired=True)
+PAIRED_BY_DIFFERENCES = fb.parts.LocalImplicit(paired=True, second_order=fb.parts.Differences())
 NINE = fb.parts.Neumann(terms=9)
 
 
@@ -342,7 +339,7 @@ def test_products_do_not_see_what_features_were_made_of(part, batch_size):
     problem = fb.Bilevel(loss, loss).over_batches()
     client = Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None, batch_size=batch_size)
     x, y = jnp.ones((PIXELS, 4)), jnp.ones(4)
-    program = jax.make_jaxpr(lambda key: part.own(client, x, y, key).estimate.h)(jax.random.key(0))
+    program = jax.make_jaxpr(lambda key: part.own(client, x, y, key).h)(jax.random.key(0))
     inside = list(loops(program.jaxpr))
     assert inside
     assert not any(f"{PIXELS}" in body for body in inside)
@@ -396,7 +393,7 @@ def test_a_pair_sees_its_samples_once(part):
         fb.Bilevel(loss, loss).over_batches(), samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None, 2
     )
     x, y = jnp.ones((pixels, 4)), jnp.ones(4)
-    program = jax.make_jaxpr(lambda key: part.own(client, x, y, key).estimate.h)(jax.random.key(0))
+    program = jax.make_jaxpr(lambda key: part.own(client, x, y, key).h)(jax.random.key(0))
     passes = count(program.jaxpr) / (2 * 2 * pixels * 4)
     assert 2 * 2 <= passes < 5  # the rest: ∇x f − ∇²xy g v and the like
 

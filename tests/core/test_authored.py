@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.authoring import XYV, Algorithm, Reply, fraction, phase, static
+from fedbilevel.authoring import XYV, Algorithm, Asks, Reply, fraction, phase, static
 from fedbilevel.core.authored import difference
 
 
@@ -199,10 +199,10 @@ def test_values_that_are_meant_to_be_constants_are_left_alone():
         terms: int = static(default=3)
         LIMIT: ClassVar = 7
         _hidden = 3
-        extra_cohorts = 2  # a hook
+        asks = Asks(fresh_cohorts=2)
         local_steps = property(lambda self: 5)
 
-    assert (Mine(decay=0.5).decay, Mine().extra_cohorts, Mine().local_steps, Mine.LIMIT) == (0.5, 2, 5, 7)
+    assert (Mine(decay=0.5).decay, Mine().asks.fresh_cohorts, Mine().local_steps, Mine.LIMIT) == (0.5, 2, 5, 7)
 
 
 def test_trees_are_compared_by_structure_shape_and_dtype():

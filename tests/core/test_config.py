@@ -11,8 +11,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.algorithms.afbo import AFBO
-from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.linear_solvers import Neumann
+from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, step_sizes
@@ -236,7 +236,7 @@ def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
         (lambda: fb.FedBiO(client_lr=None), "FedBiO.client_lr = None"),
         (lambda: fb.FedBiO(client_lr=fb.parts.CG()), "FedBiO.client_lr = CG("),
         (lambda: fb.FedNest(inner=fb.parts.SVRG), "it must be SVRG(…)"),
-        (lambda: fb.FedNest(merged="no"), "FedNest.merged = 'no' is not allowed: it must be True or False"),
+        (lambda: fb.FISM(refresh="no"), "FISM.refresh = 'no' is not allowed: it must be True or False"),
         (lambda: fb.parts.Implicit(fresh_cohorts=1), "Implicit.fresh_cohorts = 1"),
         (lambda: fb.FISM(refresh="no"), "FISM.refresh = 'no'"),
     ],

@@ -11,7 +11,10 @@ from fedbilevel.core.tree import XY
 class Early(authoring.Algorithm):
     n: int = static(default=3)
     max_staleness: int | None = static(default=None)
-    asynchronous = True
+
+    @property
+    def asks(self):
+        return authoring.Asks(first=self.n)
 
     def init(self, x, y):
         return XY(x, y)

@@ -30,7 +30,7 @@ PAIRS = [
     pytest.param(name, engine, marks=[pytest.mark.slow] if case.slow else [])
     for name, case in sorted(CASES.items())
     for engine in sorted(ENGINES)
-    if name == TWO_PHASES or engine in (ASYNCHRONOUS if case.algorithm.asynchronous else SOME)
+    if name == TWO_PHASES or engine in (ASYNCHRONOUS if case.algorithm.asks.asynchronous else SOME)
 ]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.authoring import Algorithm, Reply, phase, positive
+from fedbilevel.authoring import Algorithm, Allows, Reply, phase, positive
 from fedbilevel.core.kept import PROGRAMS, BoundedCache
 from fedbilevel.tasks import location, quadratic
 
@@ -34,7 +34,7 @@ FACTOR = 1.0
 class Own(Algorithm):
     """A method of one's own, of one exchange, whose code reads a variable of its module."""
 
-    asynchronous_phases = ("gradients",)
+    allows = Allows(late=("gradients",))
 
     lr: float = positive(default=0.1)
 

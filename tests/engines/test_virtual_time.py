@@ -10,6 +10,7 @@ from asynchronous import Early
 from compiled_losses import with_compiled_losses
 
 import fedbilevel as fb
+from fedbilevel.authoring import Asks
 from fedbilevel.engines.virtual_time import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_series")
 class Silent(Early):
     """One that does not say that it is asynchronous."""
 
-    asynchronous = False
+    asks = Asks()
 
 
 TASK = quadratic(clients=6, samples=(4, 4))
@@ -191,7 +192,7 @@ def test_wrong_fields_are_refused(fields, words):
         (Early(n=0), {}, r"fed.first: n = 0"),
         (Early(n=6), {"clock": fb.Clock(availability=[1, 1, 1, 1, 1, 0])}, r"n = 6 .* 1 to 5, .* ever available"),
         (Early(max_staleness=-1), {}, r"max_staleness = -1"),
-        (Silent(), {}, r"has to have asynchronous = True"),
+        (Silent(), {}, r"has to say asks = Asks\(first"),
         (Early(), {"clock": fb.Clock(network=3600.0, stragglers=1)}, r"Clock.slowdown = 5.0 .* 13422 s"),
         (Early(), {"cohort": 3}, r"cohort = 3 .* None"),
         (Early(), {"stream": True}, r"Early.* with streamed samples"),

@@ -118,7 +118,7 @@ def test_facts_about_a_users_own_algorithm_are_read_from_its_code(tmp_path) -> N
 
 def test_who_trains_submodels_is_said() -> None:
     said = {facts.name: facts.submodels == "yes" for facts in catalogue.algorithms()}
-    assert said == {name: cls.trains_submodels for name, cls in ALGORITHMS.items()}
+    assert said == {name: bool(cls().allows.submodels) for name, cls in ALGORITHMS.items()}
     assert (said["rabo"], said["fism"]) == (True, False)
 
 

@@ -51,7 +51,7 @@ def test_every_call_of_a_round_is_in_it(name, has_client_steps):
 
     class Noting:
         def __init__(self):
-            self.problem, self.has_client_steps, self.sampled = problem, has_client_steps, False
+            self.problem, self.sampled = problem, False
 
         def mean(self, phase, message, key, *, unbiased=False, fresh=None):
             asked = now.phase_name(phase), layout(jax.tree.map(jnp.asarray, message))
@@ -76,7 +76,7 @@ def test_every_call_of_a_round_is_in_it(name, has_client_steps):
     now = at(algorithm, jnp.zeros((), jnp.int32))
     jax.eval_shape(round, TASK.x0, y, jax.random.key(0))
     assert found == set(made.calls)
-    assert {call.phase for call in made.calls.values()} <= algorithm.phases
+    assert {call.phase for call in made.calls.values()} <= algorithm.phases.keys()
 
 
 def test_both_sides_draw_up_the_same():
@@ -126,7 +126,7 @@ def test_a_schedule_may_begin_at_0():
 
 def test_a_fresh_cohort_keeps_nothing():
     class Forgetful(TwoPhase):
-        extra_cohorts = 1
+        asks = authoring.Asks(fresh_cohorts=1)
 
         @authoring.phase
         def keeping(self, client, message, key):

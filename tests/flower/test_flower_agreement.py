@@ -80,7 +80,7 @@ def both(case, log=None):
 
 SLOW = (
     "FedMBO, fresh cohorts",
-    "FedNest, conjugate gradient, work of each client",  # test_flower_merged.py has both
+    "FedNest, conjugate gradient, work of each client",
     "LFedNest, random work",
 )
 

@@ -41,7 +41,10 @@ class Differences(authoring.Algorithm):
     inner: int = static(default=2)
     max_staleness: int | None = static(default=None)
     probe: int = static(default=99)
-    asynchronous = True
+
+    @property
+    def asks(self):
+        return authoring.Asks(first=self.n)
 
     def init(self, x, y):
         return State(jnp.zeros((), int), x, y, jnp.zeros_like(x), jnp.zeros_like(y), self.init_client(x, y))

@@ -31,7 +31,10 @@ class Async(authoring.Algorithm):
 
     n: int = static(default=2)
     both: bool = static(default=False)
-    asynchronous = True
+
+    @property
+    def asks(self):
+        return authoring.Asks(first=self.n)
 
     def init(self, x, y):
         return XY(x, y)
@@ -53,7 +56,7 @@ class Async(authoring.Algorithm):
 class Silent(Async):
     """Does not say what it is."""
 
-    asynchronous = False
+    asks = authoring.Asks()
 
 
 class Overdue(Async):
@@ -165,7 +168,7 @@ def test_what_a_run_cannot_be_asked():
     with pytest.raises(fb.errors.ConfigurationError, match=re.escape("fed.first: max_staleness = 0")):
         run(Overdue(max_staleness=0))
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"phase towards is asked by fed\.first: Silent has to say async"
+        fb.errors.ConfigurationError, match=r"phase towards is asked by fed\.first: Silent has to say asks"
     ):
         run(Silent())
 

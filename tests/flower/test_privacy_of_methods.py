@@ -35,7 +35,7 @@ STEP, TERMS = fb.parts.LocalSGD(local_steps=1), fb.parts.Neumann(terms=2)
 GLOBAL, GLOBAL_CG = fb.parts.Implicit(solver=TERMS), fb.parts.Implicit(solver=fb.parts.CG())
 LOCAL, LOCAL_CG = fb.parts.LocalImplicit(solver=TERMS), fb.parts.LocalImplicit(solver=fb.parts.CG())
 MEAN_GRADIENT = fb.parts.MeanGradient(local_steps=1)
-DIFFERENCES = fb.parts.LocalDifferences(solver=TERMS, perturbation=1e5)
+DIFFERENCES = fb.parts.LocalImplicit(solver=TERMS, second_order=fb.parts.Differences(perturbation=1e5))
 CASES = {  # one for each method at least
     "AFBO": (fb.Asynchronous(fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL_CG), wait_for=2), None),
     "AFBO, own x": (fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL), SPLIT),
@@ -77,8 +77,8 @@ REFUSED = {
         fb.FedNest(hypergradient=GLOBAL_CG),
         "looks like negative curvature to conjugate gradient; use a Neumann series",
     ),
-    "FedNestSGD, cg, merged": (
-        fb.FedNestSGD(hypergradient=GLOBAL_CG, merged=True),
+    "FedNestSGD, cg": (
+        fb.FedNestSGD(hypergradient=GLOBAL_CG),
         "noise on products looks like negative curvature",
     ),
     "FedMBO, cg": (fb.FedMBO(hypergradient=GLOBAL_CG), "noise on products looks like negative curvature"),

@@ -51,7 +51,7 @@ Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
 """
 
 from abc import abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +72,16 @@ from fedbilevel.algorithms.cutting_planes import (
 )
 from fedbilevel.algorithms.parts.wrappers import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, Part, phase
-from fedbilevel.core.client import Client
+from fedbilevel.core.allows import Allows, Asks, Findings, No
+from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Public, Reply
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
+
+WHOLE = No("each client keeps an x, a y and planes of its own between rounds, of all units")
 
 
 class Totals(NamedTuple):
@@ -115,7 +120,8 @@ class ClientState(NamedTuple):
     serial: Array  # (slots,) which plane of the server's each row of b belongs to
     b: PyTree  # a row for each slot
     path: Point  # a row for each step towards φ_i: where it began
-    point: Point  # where the next begins; backwards, ∂h/∂(y'_i, ψ_i) over p_i
+    end: Point  # of the last of these steps: where the next begins, and φ_i after all of them
+    adjoint: Point  # on the way back, ∂h/∂(y'_i, ψ_i) over p_i where the last step that was gone back began
 
 
 class LinearizedADMM(Part):
@@ -189,59 +195,57 @@ class CuttingPlanes(Algorithm):
 
     def init_client(self, x: PyTree, y: PyTree) -> ClientState:
         none = Planes.none(x, y, self.lagrangian.planes)
-        zero = optax.tree.zeros_like(y)
-        path = empty(Point(zero, zero), self.estimate.steps)
+        origin = Point(optax.tree.zeros_like(y), optax.tree.zeros_like(y))
         return ClientState(
-            x, y, optax.tree.zeros_like(x), jnp.zeros(()), none.serial, none.consensus, path, Point(zero, zero)
+            x=x,
+            y=y,
+            theta=optax.tree.zeros_like(x),
+            replied=jnp.zeros(()),
+            serial=none.serial,
+            b=none.consensus,
+            path=empty(origin, self.estimate.steps),
+            end=origin,
+            adjoint=origin,
         )
 
-    def columns(self, state: State) -> dict[str, Any]:
-        """How many planes there are, and Σ_l λ_l."""
-        return {"planes": int(jnp.sum(state.planes.active)), "multipliers": float(jnp.sum(state.planes.multiplier))}
-
-    def submodels_objection(self) -> str:
-        return "each client keeps an x, a y and planes of its own between rounds, of all units"
-
-    def warning(self, state: State) -> str:
-        if float(state.totals.excluded) == 0:
-            return ""
-        return (
+    def findings(self, state: State) -> Findings:
+        """How many planes there are, and Σ_l λ_l; a warning of clients without a part in some plane."""
+        planes = state.planes
+        columns = {"planes": int(jnp.sum(planes.active)), "multipliers": float(jnp.sum(planes.multiplier))}
+        apart = (
             "clients that were not asked, or did not reply, when a plane was made have no part in it, and the inner "
             "problem does not hold for them: this method needs all clients in every round"
         )
+        return Findings(warning=apart if float(state.totals.excluded) else "", columns=columns)
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
         """Client: the k-th step towards φ_i, given x and z'; the reply is y'_i."""
         x, z, k = at
         own: ClientState = client.state
-        zero = Point(own.y, optax.tree.zeros_like(own.y))
-        start = jax.tree.map(lambda first, later: jnp.where(k == 0, first, later), zero, own.point)
+        start = chosen(k == 0, Point(own.y, optax.tree.zeros_like(own.y)), own.end)
         loss, end = self.estimate.step(client, x, z, start, k, key)
-        path = put(own.path, k, start)
-        return Reply(end.y, own._replace(path=path, point=end), metrics={"inner_loss": loss}, gradients=1)
+        kept = own._replace(path=put(own.path, k, start), end=end)
+        return Reply(end.y, kept, metrics={"inner_loss": loss}, gradients=1)
 
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
-        """Client: back through the k-th step, given ∂h/∂z' after it; b_i is entered on the way.
+        """Client: back through the k-th step, of which `behind` is ∂h/∂z' after it; from k = K − 1, at φ_i, to 0.
 
         The reply has this client's share of ∂h/∂x and of ∂h/∂z' before that step, ‖y_i − φ_i‖² and b_i·y_i, and 1 if
         the client was ever asked for a step, which is no secret to the server.
         """
         x, z, behind, k, slot, serial = at
         own: ClientState = client.state
-        last = k == self.estimate.steps - 1
-        entered = put(own.b, slot, optax.tree.scale(2, optax.tree.sub(own.y, own.point.y)))
-        b = jax.tree.map(lambda new, old: jnp.where(last, new, old), entered, own.b)
-        mine = row(b, slot)
-        first = Point(optax.tree.scale(-1, mine), optax.tree.zeros_like(own.y))
-        after = jax.tree.map(lambda first, later: jnp.where(last, first, later), first, own.point)
-        begun = row(own.path, k)
-        _, back = jax.vjp(lambda x, z, start: self.estimate.step(client, x, z, start, k, key)[1], x, z, begun)
+        b = optax.tree.scale(2, optax.tree.sub(own.y, own.end.y))  # b_i = 2(y_i − φ_i) = −∂h/∂φ_i over p_i
+        at_end = Point(optax.tree.scale(-1, b), optax.tree.zeros_like(own.y))
+        after = chosen(k == self.estimate.steps - 1, at_end, own.adjoint)
+        step = lambda x, z, start: self.estimate.step(client, x, z, start, k, key)[1]  # noqa: E731
+        _, back = jax.vjp(step, x, z, row(own.path, k))
         to_x, to_z, before = back(after._replace(y=optax.tree.add(after.y, behind)))
-        gap = optax.tree.vdot(mine, mine) / 4
-        kept = own._replace(b=b, serial=own.serial.at[slot].set(serial), point=before)
-        update = to_x, to_z, gap, optax.tree.vdot(mine, own.y), Public(own.replied)
+        gap = optax.tree.vdot(b, b) / 4
+        kept = own._replace(b=put(own.b, slot, b), serial=own.serial.at[slot].set(serial), adjoint=before)
+        update = to_x, to_z, gap, optax.tree.vdot(b, own.y), Public(own.replied)
         return Reply(update, kept, {"inner_gap": gap}, gradients=1, hvps=2)
 
     @phase
@@ -266,7 +270,7 @@ class CuttingPlanes(Algorithm):
             replied=jnp.ones_like(own.replied),
         )
         values = theta, products(own.b, new.y), new.replied
-        if self.asynchronous:
+        if self.asks.asynchronous:
             values = optax.tree.sub(values, (own.theta, products(own.b, own.y), own.replied))
         theta, inner, replied = values
         excluded = jnp.any(~shared & (serial != FREE)).astype(replied.dtype)
@@ -321,6 +325,11 @@ class CuttingPlanes(Algorithm):
         return fed.repeat(self.iterations, self.step, self.with_new_plane(fed, state, plane_key), step_key)
 
 
+def chosen(condition: Array, one: PyTree, other: PyTree) -> PyTree:
+    """`one` where the condition holds, else `other`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
 class SDBO(CuttingPlanes):
     """Cutting planes for the inner problem, in steps that wait for all clients.
 
@@ -333,13 +342,10 @@ class SDBO(CuttingPlanes):
     """
 
     name = "sdbo"
-
-    @property
-    def needs_everyone(self) -> bool:
-        return True
-
-    def asynchronous_objection(self) -> str:
-        return "it is there to compare ADBO with, which is the same without waiting for everyone"
+    allows = Allows(
+        late=No("it is there to compare ADBO with, which is the same without waiting for everyone"), submodels=WHOLE
+    )
+    asks = Asks(everyone=True)
 
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
         theta, inner, weight, excluded = fed.mean(self.local_step, message, key)
@@ -364,27 +370,22 @@ class ADBO(CuttingPlanes):
     """
 
     name = "adbo"
+    allows = Allows(
+        late=No("it goes on with the first replies by itself: set its own field wait_for"),
+        submodels=WHOLE,
+        noise=No("its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"),
+    )
 
     wait_for: int = positive_integer(default=1)
     max_staleness: int | None = positive_integer(default=None, optional=True)
 
     @property
-    def waits_for(self) -> int:
-        return self.wait_for
+    def asks(self) -> Asks:
+        return Asks(first=self.wait_for)
 
-    def check_start(self, problem: Any, clients: Any, x: PyTree, y: PyTree) -> None:
-        require(
-            self.wait_for <= len(clients),
-            "ADBO.wait_for",
-            self.wait_for,
-            f"at most {len(clients)}, the number of clients",
-        )
-
-    def asynchronous_objection(self) -> str:
-        return "it goes on with the first replies by itself: set its own field wait_for"
-
-    def noise_objection(self) -> str:
-        return "its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        few = f"at most {len(clients)}, the number of clients"
+        require(self.wait_for <= len(clients), "ADBO.wait_for", self.wait_for, few)
 
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
         theta, changes, new, excluded = fed.first(

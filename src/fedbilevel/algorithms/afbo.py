@@ -40,23 +40,50 @@ Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a ta
 test_local_x.py and tests/engines/test_agreement.py.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.fednest import Nested, State
-from fedbilevel.algorithms.parts.hypergradients import Hypergradient, LocalImplicit
-from fedbilevel.algorithms.parts.inner import MeanGradient
+from fedbilevel.algorithms.parts.hypergradients import Hypergradient
+from fedbilevel.algorithms.parts.inner import InnerRounds
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
+from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
+from fedbilevel.algorithms.parts.local_steps import mean_gradient
+from fedbilevel.algorithms.parts.nested import Nested, State
 from fedbilevel.core.algorithm import phase
+from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions
+
+
+class MeanGradient(InnerRounds):
+    """AFBO's inner rounds: clients reply with the mean gradient along their local steps, the server steps along it.
+
+    Args:
+        client_lr: η, a client's step.
+        lr: β, the server's step.
+    """
+
+    kind: ClassVar[str] = "mean-gradient"
+
+    client_lr: float = positive(default=0.01)
+    lr: float = positive(default=0.5)
+
+    def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        return move(y, -self.lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
+
+    @phase(takes=("x", "y"), gives="y")
+    def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
+        """G_i, the mean of the gradients along E_i local steps on y."""
+        x, y = at
+        count = client.local_steps(self.local_steps)
+        return Reply(mean_gradient(self.gradient_at(client, x, y), y, count, self.client_lr, key), gradients=count)
 
 
 class SystemSteps(Hypergradient):
@@ -97,17 +124,22 @@ class AFBO(Nested):
     hypergradient: LocalImplicit | SystemSteps = LocalImplicit()
 
     @property
-    def merges(self) -> bool:
-        return False
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
+    def allows(self) -> Allows:
         steps = isinstance(self.hypergradient, SystemSteps)
-        return "inner.gradients", "outer_directions" if steps else "outer_hypergradient"
+        late = ("inner.gradients", "outer_directions" if steps else "outer_hypergradient")
+        return self.hypergradient.allows._replace(late=late, local_x=self.outer_lr)
 
-    @property
-    def local_x_lr(self) -> Any:
-        return self.outer_lr
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        x, info, v = state.x, state.info, state.v
+        y = self.inner.descend(fed, x, state.y, inner_key)
+        if isinstance(self.hypergradient, LocalImplicit):
+            h, means = fed.mean(self.outer_hypergradient, (x, y), outer_key, unbiased=True)
+            info = SolveInfo.of_clients(means)
+        else:
+            h, r = fed.mean(self.outer_directions, XYV(x, y, v), outer_key, unbiased=True)
+            v = move(v, -self.hypergradient.lr, r)
+        return self.next_state(state, scaled(-self.outer_lr, h), y, info)._replace(v=v)
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -122,15 +154,3 @@ class AFBO(Nested):
         found = directions(client.problem, at, client.outer_batch(outer_key), client.inner_batch(inner_key))
         metrics = {"outer_loss": found.outer_loss}
         return Reply((found.step.x, found.step.v), metrics=metrics, gradients=1, hvps=2)
-
-    def round(self, fed: Fed, state: State, key: Array) -> State:
-        inner_key, outer_key = jax.random.split(key)
-        x, info, v = state.x, state.info, state.v
-        y = self.inner.descend(fed, x, state.y, inner_key)
-        if isinstance(self.hypergradient, LocalImplicit):
-            h, means = fed.mean(self.outer_hypergradient, (x, y), outer_key, unbiased=True)
-            info = SolveInfo.of_clients(means)
-        else:
-            h, r = fed.mean(self.outer_directions, XYV(x, y, v), outer_key, unbiased=True)
-            v = move(v, -self.hypergradient.lr, r)
-        return self.moved(state, scaled(-self.outer_lr, h), y, info)._replace(v=v)

@@ -42,12 +42,15 @@ from fedbilevel.algorithms.parts.hypergradients import Exact, hypergradient_give
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import check_neumann_step
 from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move, scaled
 from fedbilevel.oracles.products import hess_v
 
@@ -76,7 +79,13 @@ class AggITD(Algorithm):
     """
 
     name = "aggitd"
-    trains_submodels = True
+    allows = Allows(
+        late=No(
+            "each exchange asks for a product with the r that the exchange before it gave, so that an earlier reply "
+            "belongs to another r"
+        ),
+        submodels=UnitPolicy(),
+    )
 
     inner: LocalSGD = LocalSGD(rounds=5)
     sampling: Literal["random"] | None = static(default=None)
@@ -87,13 +96,7 @@ class AggITD(Algorithm):
         if self.sampling not in (None, "random"):
             raise unknown("AggITD.sampling", self.sampling, ["random"])
 
-    def asynchronous_objection(self) -> str:
-        return (
-            "each exchange asks for a product with the r that the exchange before it gave, so that an earlier reply "
-            "belongs to another r"
-        )
-
-    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         """Refuse a λ at which r would grow; y alone may bear larger ones where it is taken in several local steps."""
         check_neumann_step("AggITD.inner.lr", at_round(self, 0).inner.lr, problem, clients, x, y)
 

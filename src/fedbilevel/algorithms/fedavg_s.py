@@ -26,10 +26,12 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Minimax, Problem
+from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move
 
 
@@ -51,8 +53,7 @@ class FedAvgS(Algorithm):
     """
 
     name = "fedavg-s"
-    asynchronous_phases = ("descent_ascent",)
-    trains_submodels = True
+    allows = Allows(late=("descent_ascent",), submodels=UnitPolicy())
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
     local_steps: int = positive_integer(default=5)

@@ -42,10 +42,11 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, LocalDirections, Plain, descend
 from fedbilevel.core.algorithm import phase
+from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive
 from fedbilevel.core.fed import Fed, Reply
-from fedbilevel.core.submodel import NUMBER
+from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
 
@@ -61,8 +62,7 @@ class FedBiO(LocalDirections):
     """
 
     name = "fedbio"
-    trains_submodels = True
-    asynchronous_phases = ("local_descent",)
+    allows = Allows(late=("local_descent",), submodels=UnitPolicy())
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))
@@ -109,16 +109,16 @@ class FedBiOAcc(LocalDirections):
     """
 
     name = "fedbioacc"
-    trains_submodels = True
+    allows = Allows(
+        late=No(
+            "its momenta add up the changes of gradients along the clients' last steps, and a last reply that counts "
+            "again would add the same change again"
+        ),
+        submodels=UnitPolicy(),
+    )
 
     forgetting: float = fraction(default=0.1)
     horizon: float = positive(default=float("inf"))
-
-    def asynchronous_objection(self) -> str:
-        return (
-            "its momenta add up the changes of gradients along the clients' last steps, and a last reply that counts "
-            "again would add the same change again"
-        )
 
     def init(self, x: PyTree, y: PyTree) -> State:
         start = XYV(x, y, optax.tree.zeros_like(y))

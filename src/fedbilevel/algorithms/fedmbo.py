@@ -20,26 +20,30 @@ Departures from the paper:
 3. The default is the expectation of that v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F, for as many exchanges and
    without variance, which grows with N. Neumann(sampling="random_per_client") is the paper's.
 
+v and h are `Implicit.estimate` of parts/hypergradients.py, whose products `Neumann.solve` asks for.
+
 Checked in tests/algorithms/test_fedmbo.py (closed forms, variance, exchanges) and tests/engines/test_agreement.py.
 """
 
-from fedbilevel.algorithms.fednest import OneStep
+import jax
+from jax import Array
+
 from fedbilevel.algorithms.parts.hypergradients import Implicit
-from fedbilevel.core.config import static
-from fedbilevel.core.errors import require
+from fedbilevel.algorithms.parts.inner import LocalSGD
+from fedbilevel.algorithms.parts.nested import Nested, State, allowed_by
+from fedbilevel.core.allows import Allows
+from fedbilevel.core.fed import Fed
+from fedbilevel.core.tree import scaled
 
 
-class FedMBO(OneStep):
+class FedMBO(Nested):
     """FedAvg on y, one global hypergradient step on x.
 
     Args:
+        inner: the rounds on y: FedAvg's local steps.
         hypergradient: how the hypergradient is found, by products that are means over all clients.
-        merged: as few exchanges as give the same numbers, with full batches (drawn samples: the same expectation):
-            conjugate gradient has ∇²xy G with each product, "random_per_client" stops after the longest length drawn.
-            Refused where nothing can be left out.
 
-    Exchanges per round: T + N + 1; merged, "random_per_client" T + N' + 2 for the longest N'_i drawn, by conjugate
-    gradient with K products T + K + 1, the others having nothing to merge. Client state: none.
+    Exchanges per round: T + N + 1; by conjugate gradient with K products T + K + 2. Client state: none.
     Cost per local step: a gradient of g.
     Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
     Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
@@ -48,13 +52,15 @@ class FedMBO(OneStep):
 
     name = "fedmbo"
 
+    inner: LocalSGD = LocalSGD()
     hypergradient: Implicit = Implicit()
-    merged: bool = static(default=False)
-
-    def validate(self) -> None:
-        allowed = "False: with the other fields as they are it leaves out no exchange"
-        require(self.hypergradient.mergeable or not self.merged, "FedMBO.merged", True, allowed)
 
     @property
-    def merges(self) -> bool:
-        return self.merged
+    def allows(self) -> Allows:
+        return allowed_by(self)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.inner.descend(fed, state.x, state.y, inner_key)
+        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key)  # v, then h
+        return self.next_state(state, scaled(-self.outer_lr, h), y, info)

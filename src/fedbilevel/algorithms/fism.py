@@ -45,15 +45,18 @@ from jax import Array, lax
 
 from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps, State
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.client import Client
+from fedbilevel.core.allows import Allows, No
+from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive_integer, static
 from fedbilevel.core.errors import require, unknown
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 
 ORDERS = ("given", "random")
+SHARES = No("its server divides by the mean of 1/n_i, of how many samples a client has, which noise would spoil")
 
 
 class Incremental(DecreasingSteps):
@@ -81,9 +84,6 @@ class Incremental(DecreasingSteps):
 
     def init_own(self, x: PyTree) -> Array:
         return jnp.zeros(())
-
-    def noise_objection(self) -> str:
-        return "its server divides by the mean of 1/n_i, of how many samples a client has, which noise would spoil"
 
     @phase(takes="whole", gives=("x", NUMBER))
     def walk(self, client: Client, message: PyTree, key: Array) -> Reply:
@@ -116,7 +116,7 @@ class Incremental(DecreasingSteps):
         if fed.sampled:  # Σ p_i/n_i of everyone: the mean over the cohorts so far, which differ in it
             share = state.own + (share - state.own) / (state.k + 1)
         x = problem.project(move(state.x, unit(gamma) / share, walked))
-        return self.moved(state, x, gamma, inner, outer, share)
+        return self.next_state(state, x, gamma, inner, outer, share)
 
 
 def unit(gamma: Array) -> Array:
@@ -147,13 +147,10 @@ class FISM(Incremental):
         return self.refresh
 
     @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("walk",) if self.tolerance is None else ()
+    def allows(self) -> Allows:
+        return self.allows_with("walk")._replace(noise=SHARES)
 
-    def asynchronous_objection(self) -> str:
-        return self.tolerance_objection()
-
-    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         self.check_convexity(problem, x)
 
 
@@ -176,10 +173,12 @@ class IRIG(Incremental):
     def anew(self) -> bool:
         return True
 
-    def asynchronous_objection(self) -> str:
-        return "a single client holds all samples, and there is nobody to go on without"
+    @property
+    def allows(self) -> Allows:
+        alone = No("a single client holds all samples, and there is nobody to go on without")
+        return self.allows_with("walk")._replace(late=alone, noise=SHARES)
 
-    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         pooled = "1, which holds all samples: clients.pooled(), on the command line run.pooled=true"
-        require(population == 1, "IRIG: clients", population, pooled)
+        require(len(clients) == 1, "IRIG: clients", len(clients), pooled)
         self.check_convexity(problem, x)

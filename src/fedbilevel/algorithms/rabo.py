@@ -14,19 +14,19 @@ these have of x and y. A round:
 with mean_i of an entry over the clients that hold it; an entry that no client holds stays. The server sends x_i and
 y_i; clients reply with vectors of y_i's shape (5) or x_i's (7). RAFBO's h_i needs no second derivatives:
 
-    LocalDifferences  (7), each product with ∇²g by central differences along its vector
-    Coordinates       h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p over |P| of the d coordinates of x_i, drawn anew,
-                      δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ, y_N(·) the end of N steps s from y_i on the same batches
-    PrintedSlopes     δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ, without d/|P|: Algorithm 2, for the record
+    Differences    (7), each product with ∇²g by central differences along its vector
+    Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p over |P| of the d coordinates of x_i, drawn anew,
+                   δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ, y_N(·) the end of N steps s from y_i on the same batches
+    PrintedSlopes  δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ, without d/|P|: (10) of Algorithm 2
 
 Departures from the paper:
 1. Line 10 prints G = (y_T − y_0)/β and line 18 subtracts β·mean G, which climbs; here y descends. A client's step is
    β/τ_i, and means weigh clients: Σ p̃_i u_i as FedNest has it, times Σ p_i over the cohort / Σ p_i over the holders.
-2. The printed δ_p is a column of ∇²yx g, not of ∂y*/∂x, and its sign is the opposite one. What the text before (9) asks
-   for is the Jacobian of the inner solution, `Coordinates`. Its y_N has ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g for
-   quadratic g: it is the Neumann series with its N and s, seen from x, and for N = 1 −s times the
-   printed δ_p.
-3. `LocalImplicit`, RABO's default, and `LocalDifferences`, RAFBO's, whose cost does not depend on the dimension of x.
+2. The printed δ_p is a column of ∇²yx g, not of ∂y*/∂x, and its sign is the opposite one: its h_i had a median cosine
+   of −0.95 with the hypergradient over 200 draws of the quadratic task. What the text before (9) asks for is the
+   Jacobian of the inner solution, `Coordinates`. Its y_N has ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g for quadratic g: it
+   is the Neumann series with its N and s, seen from x, and for N = 1 −s times the printed δ_p.
+3. `LocalImplicit`, the default of both, whose cost does not depend on the dimension of x: RAFBO's by `Differences`.
 4. (7) averages clients' own hypergradients, which is biased where clients differ. With `Implicit` (RABO) every
    product is a mean over clients. Entry by entry over other holders each, such a mean of products is no symmetric
    operator, which conjugate gradient needs: it is for `LocalImplicit` alone.
@@ -45,22 +45,20 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.fednest import OneStep
-from fedbilevel.algorithms.parts.hypergradients import (
-    Estimate,
-    Hypergradient,
-    Implicit,
-    LocalDifferences,
-    LocalImplicit,
-)
+from fedbilevel.algorithms.parts.hypergradients import Differences, Estimate, Exact, Hypergradient, Implicit
+from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_step
+from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import local_descent
+from fedbilevel.algorithms.parts.nested import Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
+from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import at, positive, positive_integer
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, scaled
 from fedbilevel.oracles.differences import coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at
@@ -91,7 +89,7 @@ class CoordinateSlopes(Hypergradient):
     def scaling(self, dim: int, drawn: int) -> float:
         """The factor that multiplies the sum of slopes along `drawn` of the `dim` coordinates of x."""
 
-    def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array, merged: bool = False) -> Estimate:
+    def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         return Estimate(fed.mean(self.slopes, (x, y), key, unbiased=True), SolveInfo.unknown())
 
     @phase(takes=("x", "y"), gives="x")
@@ -99,9 +97,9 @@ class CoordinateSlopes(Hypergradient):
         """h_i at (x, y)."""
         x, y = point
         if client.problem.implicit_term != "inverse":  # no linear system: y needs no slopes
-            alone = LocalDifferences(perturbation=self.perturbation)
-            own = alone.own(client, x, y, key)
-            return alone.second_order.counted(own.reply(own.estimate.h))
+            alone = LocalImplicit(second_order=Differences(perturbation=self.perturbation))
+            reply = alone.local_hypergradient(client, point, key)
+            return reply._replace(update=reply.update[0])
         outer_key, inner_key, draw_key = jax.random.split(key, 3)
         loss, (f_x, f_y) = jax.value_and_grad(client.problem.outer, (0, 1))(x, y, client.outer_batch(outer_key))
         dim = sum(leaf.size for leaf in jax.tree.leaves(x))
@@ -128,7 +126,9 @@ class Coordinates(CoordinateSlopes):
     terms: int = positive_integer(default=20)
     step: float = positive(default=0.1)
 
-    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree, batch_size: int | None) -> None:
+    def check(
+        self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
+    ) -> None:
         """Refuse a step at which the steps on y grow."""
         if problem.implicit_term == "inverse":
             check_neumann_step("Coordinates.step", at(self, 0).step, problem, clients, x, y, True)
@@ -166,15 +166,27 @@ class PrintedSlopes(CoordinateSlopes):
         return 1.0
 
 
-class Adaptive(OneStep):
-    """RABO and RAFBO: a nested method on submodels."""
+class DualPruning(Nested):
+    """RABO and RAFBO: rounds on y, then one step on x, of which every client sees the units that it holds.
+
+    Args:
+        inner: the rounds on y: FedAvg's local steps.
+    """
+
+    inner: LocalSGD = LocalSGD()
 
     @property
-    def merges(self) -> bool:
-        return False
+    def allows(self) -> Allows:
+        return allowed_by(self)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.inner.descend(fed, state.x, state.y, inner_key)  # (5), (6)
+        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key)  # (7)
+        return self.next_state(state, scaled(-self.outer_lr, h), y, info)  # (8)
 
 
-class RABO(Adaptive):
+class RABO(DualPruning):
     """Submodels for clients of limited capacity, with products of second derivatives.
 
     Exchanges per round: T + 1; `Implicit`: T + N' + 2, by the whole series T + N + 1.
@@ -196,11 +208,12 @@ class RABO(Adaptive):
     hypergradient: LocalImplicit | Implicit = LocalImplicit()
 
     def validate(self) -> None:
-        objection = self.hypergradient.submodels_objection()
-        require(not objection, "RABO.hypergradient", self.hypergradient, f"one for submodels: {objection}")
+        may = self.hypergradient.allows.submodels
+        why = may.why if isinstance(may, No) else ""
+        require(not why, "RABO.hypergradient", self.hypergradient, f"one for submodels: {why}")
 
 
-class RAFBO(Adaptive):
+class RAFBO(DualPruning):
     """Submodels for clients of limited capacity, without second derivatives.
 
     Exchanges per round: T + 1.
@@ -220,4 +233,9 @@ class RAFBO(Adaptive):
 
     name = "rafbo"
 
-    hypergradient: LocalDifferences | Coordinates | PrintedSlopes = LocalDifferences()
+    hypergradient: LocalImplicit | Coordinates | PrintedSlopes = LocalImplicit(second_order=Differences())
+
+    def validate(self) -> None:
+        second_order = self.hypergradient.second_order if isinstance(self.hypergradient, LocalImplicit) else None
+        allowed = "Differences(…): RAFBO takes no second derivatives; RABO does"
+        require(not isinstance(second_order, Exact), "RAFBO.hypergradient.second_order", second_order, allowed)

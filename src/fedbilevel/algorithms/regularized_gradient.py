@@ -23,7 +23,7 @@ Checked in tests/algorithms/test_regularized_gradient.py (against NumPy, closed 
 tests/engines/test_agreement.py.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,13 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps, IterativeRegularization, State
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.client import Client
+from fedbilevel.core.allows import Allows, No
+from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import is_number, require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, move
 
 
@@ -49,13 +51,14 @@ class WholeSubgradient(IterativeRegularization):
 
     batch_size: int | None = positive_integer(default=None, optional=True)
 
-    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         self.check_convexity(problem, x)
 
-    def noise_objection(self) -> str:
-        if self.tolerance is None:
-            return ""
-        return f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
+    @property
+    def noise(self) -> Literal[True] | No:
+        """Whether replies may be noised: where the stopping rule compares nothing."""
+        hidden = f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
+        return True if self.tolerance is None else No(hidden)
 
     @phase(takes=("x", "whole"), gives=("x",))
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
@@ -75,7 +78,7 @@ class WholeSubgradient(IterativeRegularization):
         outer, h = problem.preference(z)
         x = problem.project(move(z, -gamma, optax.tree.add_scale(g, penalty, h)))
         outer = outer if other is None else problem.outer(other, None, None)
-        return self.moved(state, x, gamma, inner, outer, own)
+        return self.next_state(state, x, gamma, inner, outer, own)
 
 
 class IRG(WholeSubgradient, DecreasingSteps):
@@ -93,11 +96,8 @@ class IRG(WholeSubgradient, DecreasingSteps):
     name = "irg"
 
     @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ("inner_subgradient",) if self.tolerance is None else ()
-
-    def asynchronous_objection(self) -> str:
-        return self.tolerance_objection()
+    def allows(self) -> Allows:
+        return self.allows_with("inner_subgradient")._replace(noise=self.noise)
 
     def init_own(self, x: PyTree) -> None:
         return None
@@ -131,10 +131,12 @@ class BiFISTA(WholeSubgradient):
         steep = not is_number(self.momentum) or self.momentum > 3
         require(steep, "BiFISTA.momentum", self.momentum, "above 3")
 
-    def asynchronous_objection(self) -> str:
-        return (
+    @property
+    def allows(self) -> Allows:
+        late = No(
             "its momentum tends to 1, and with gradients that are even one round late its iterates grow without bound"
         )
+        return self.allows_with("inner_subgradient")._replace(late=late, noise=self.noise)
 
     def init_own(self, x: PyTree) -> PyTree:
         return x  # of the round before

@@ -24,7 +24,7 @@ Messages: the server sends x, y and v, and clients reply with vectors of these t
 
 Departures from the paper:
 1. One draw of inner and one of outer samples serves all three directions of a local step, each direction being
-   unbiased by itself; `independent_batches` draws separately for each, as the paper's analysis does.
+   unbiased by itself; the paper's analysis draws separately for each.
 2. ρ sums over all clients, of which a round sees a cohort. ShroFBO takes the mean, over the rounds before, of
    Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i (round 0: its own). The estimate of the same round would multiply h by something
    that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
@@ -38,7 +38,7 @@ Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_a
 tests/engines/test_agreement.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +55,11 @@ from fedbilevel.algorithms.parts.local_steps import (
     descend,
 )
 from fedbilevel.core.algorithm import phase
+from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.fed import Fed, Public, Reply
-from fedbilevel.core.submodel import NUMBER
+from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree
 
 
@@ -89,8 +90,6 @@ class SingleLoop(LocalDirections):
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
         server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
-
-    trains_submodels = True
 
     server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     radius: float = positive(default=float("inf"))
@@ -126,15 +125,13 @@ class SimFBO(SingleLoop):
     """
 
     name = "simfbo"
-    asynchronous_phases = ("local_updates",)
+
+    @property
+    def allows(self) -> Allows:
+        return Allows(late=("local_updates",), submodels=UnitPolicy(), local_x=self.server_lr.x)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(*self.start(x, y))
-
-    @property
-    def local_x_lr(self) -> Any:
-        """γ_x, where clients keep x (`Bilevel(local="x")`): they make the server's step on it themselves."""
-        return self.server_lr.x
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
@@ -166,8 +163,6 @@ class RobustState(NamedTuple):
 class ShroFBO(SingleLoop):
     """SimFBO made robust to unequal local work, by normalised replies.
 
-    Clients cannot keep x, as SimFBO's can: their step on it would be γ_x ρ h_i, and only the server has ρ.
-
     Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
     Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
     Exchanges per round: one. Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Client state: none.
@@ -176,7 +171,11 @@ class ShroFBO(SingleLoop):
     """
 
     name = "shrofbo"
-    asynchronous_phases = ("normalised_updates",)
+    allows = Allows(
+        late=("normalised_updates",),
+        submodels=UnitPolicy(),
+        local_x=No("it needs x on the server: clients' step on it would be γ_x ρ h_i, and only the server has ρ"),
+    )
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return RobustState(*self.start(x, y), work=jnp.zeros(()), rounds=jnp.zeros(()))

@@ -27,10 +27,12 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.local_steps import Gradient, corrected_drift, local_descent
 from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem, SingleLevel
+from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move
 
 
@@ -45,7 +47,6 @@ class LocalDescent(Algorithm):
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
-    trains_submodels = True
 
     local_steps: int = positive_integer(default=5)
     outer_lr: float = positive(default=0.1)
@@ -79,7 +80,7 @@ class FedLin(LocalDescent):
     """
 
     name = "fedlin"
-    asynchronous_phases = ("outer_gradient", "corrected_outer_descent")
+    allows = Allows(late=("outer_gradient", "corrected_outer_descent"), submodels=UnitPolicy())
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
@@ -118,7 +119,7 @@ class FedAvg(LocalDescent):
     """
 
     name = "fedavg"
-    asynchronous_phases = ("outer_descent",)
+    allows = Allows(late=("outer_descent",), submodels=UnitPolicy())
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_ty
 from jax import Array
 
 from fedbilevel.core import local_x
+from fedbilevel.core.allows import Allows, Asks, Findings, No
 from fedbilevel.core.authored import check_arguments, reply_of
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import (
@@ -27,7 +29,7 @@ from fedbilevel.core.config import (
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.problem import Bilevel, Problem
-from fedbilevel.core.submodel import UnitPolicy
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,14 +96,9 @@ class Part(ABC):
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    own_phases: ClassVar[frozenset[str]]
-    """The names of the methods marked with `@phase`."""
-
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         config(cls)
-        names = {name for base in cls.__mro__ for name, value in vars(base).items() if is_phase(value)}
-        cls.own_phases = frozenset(name for name in names if is_phase(getattr(cls, name)))
 
     def validate(self) -> None:
         """Refuse in a field for parts what is none of those that its annotation names.
@@ -116,28 +113,12 @@ class Part(ABC):
                 require(isinstance(got, hint), f"{type(self).__name__}.{field.name}", got, allowed)
 
     @property
-    def parts(self) -> dict[str, Part]:
-        """The fields that are parts themselves, by name."""
-        return {name: value for name, value in field_values(self).items() if isinstance(value, Part)}
-
-    @property
-    def phases(self) -> frozenset[str]:
-        """The names of the phases: all that a server may ask of a client."""
-        inside = (f"{name}.{phase}" for name, part in self.parts.items() for phase in part.phases)
-        return self.own_phases.union(inside)
-
-    def find_phase(self, function: object) -> str | None:
-        """The name of a phase, given as a bound method of this part or of one in it; None: it is no such phase."""
-        name = str(getattr(function, "__name__", ""))
-        if getattr(function, "__self__", None) is self and name in self.own_phases:
-            return name
-        found = ((field, part.find_phase(function)) for field, part in self.parts.items())
-        return next((f"{field}.{name}" for field, name in found if name), None)
-
-    def get_phase(self, name: str) -> Phase:
-        """The phase of that name."""
-        field, dot, rest = name.partition(".")
-        found: Phase = self.parts[field].get_phase(rest) if dot else getattr(self, name)
+    def phases(self) -> dict[str, Phase]:
+        """All that a server may ask of a client, by name: the phases of its own and of its parts, "inner.descent"."""
+        found: dict[str, Phase] = {name: getattr(self, name) for name in _own_phases(type(self))}
+        for field, part in field_values(self).items():
+            if isinstance(part, Part):
+                found |= {f"{field}.{name}": asked for name, asked in part.phases.items()}
         return found
 
 
@@ -145,6 +126,12 @@ class Part(ABC):
 def _hints(cls: type[Part]) -> dict[str, Any]:
     """The annotations of a class, resolved once."""
     return get_type_hints(cls)
+
+
+@cache
+def _own_phases(cls: type[Part]) -> tuple[str, ...]:
+    """The names of the methods marked with `@phase`."""
+    return tuple(name for name in sorted(dir(cls)) if is_phase(inspect.getattr_static(cls, name)))
 
 
 class Algorithm(Part):
@@ -164,9 +151,6 @@ class Algorithm(Part):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""
-
-    trains_submodels: ClassVar[bool] = False
-    """Whether clients of limited capacity may train submodels: every phase then says what it takes and gives."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -200,73 +184,22 @@ class Algorithm(Part):
         """Samples that a client draws at a time, with replacement; None: all. Most methods have such a field."""
         return None
 
-    def validate(self) -> None:
-        """Raise ConfigurationError if fields do not fit together.
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        """Raise ConfigurationError if the fields do not fit the problem or the clients.
 
-        It runs when an instance is made, after that of every base class, so that it need not call theirs.
+        The server of a federation asks it too, with `RemoteClients`, whose samples it does not have.
         """
         return
 
-    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
-        """Raise ConfigurationError if the fields do not fit the problem or the number of clients.
-
-        For checks that need no samples: the server of a federation makes them, too.
-        """
-        return
-
-    def check_start(self, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-        """Raise ConfigurationError if the fields do not fit the clients' samples: in simulations alone."""
-        return
+    @property
+    def asks(self) -> Asks:
+        """What rounds ask of an engine: all clients, the first replies, fresh cohorts."""
+        return Asks()
 
     @property
-    def extra_cohorts(self) -> int:
-        """How many fresh cohorts a round may ask beside its own: the bound of `fresh` in `Fed.mean`."""
-        return 0
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether a round goes on with the first replies (`Fed.first`): if it waits for some number of them."""
-        return self.waits_for is not None
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        """The phases whose replies may be those of earlier exchanges, all that a round asks; the wrapper `Asynchronous`
-        keeps the last ones. Empty: the method cannot go on without everyone's replies to the present message.
-
-        What such a phase gives has to be declared, with the leaves "x", "y" and "number" alone: see `phase`.
-        """
-        return ()
-
-    def asynchronous_objection(self) -> str:
-        """Why the method cannot be `Asynchronous`; "" where it can."""
-        return "" if self.asynchronous_phases else "it lists no asynchronous_phases, whose replies may be late"
-
-    @property
-    def waits_for(self) -> int | None:
-        """How many replies an asynchronous exchange waits for; None: all."""
-        return None
-
-    @property
-    def needs_everyone(self) -> bool:
-        """Whether all clients have to take part in every round, so that there are no cohorts."""
-        return self.asynchronous
-
-    @property
-    def submodels(self) -> UnitPolicy | None:
-        """Which units clients of limited capacity hold; None: everyone trains the whole model."""
-        return None if self.submodels_objection() else UnitPolicy()
-
-    def submodels_objection(self) -> str:
-        """Why clients of limited capacity cannot train parts of the model; "" where they can."""
-        return "" if self.trains_submodels else "it does not set trains_submodels, for phases that say what they take"
-
-    @property
-    def local_x_lr(self) -> Any:
-        """The size of the step on x along the x of a reply, for problems whose clients keep x and make it themselves.
-
-        What every phase takes and gives has then to be declared. None: the method needs x on the server.
-        """
-        return None
+    def allows(self) -> Allows:
+        """What may be done with the method beside running it as it is: for each, how, or why not."""
+        return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
         """The state of each client before round 0: `init_client`, and its block of x where clients keep x."""
@@ -287,43 +220,9 @@ class Algorithm(Part):
         """True if the run may end at this state because nothing is left to do."""
         return False
 
-    def complaint(self, state: Any) -> str:
-        """Why the run must end with an error at this state; "" where it may go on."""
-        return ""
-
-    def warning(self, state: Any) -> str:
-        """A warning for the user about this state, given once in a run; "" for none."""
-        return ""
-
-    def noise_objection(self) -> str:
-        """Why the method does not work with replies that clients clip and add noise to; "" where it does."""
-        return ""
-
-    def columns(self, state: Any) -> dict[str, Any]:
-        """Further columns of the history: numbers by name, computed from the server's state at each evaluation."""
-        return {}
-
-    def named_phase(self, name: str) -> Phase:
-        """The phase of that name, as its author wrote it; clients run it by `run_phase`.
-
-        Raises:
-            ConfigurationError: the method has no such phase.
-        """
-        if name not in self.phases:
-            raise unknown(f"phase of {self.label}", name, self.phases)
-        return self.get_phase(name)
-
-    def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
-        """The reply of a client that runs the phase of this name.
-
-        Raises:
-            ConfigurationError: the method has no such phase, or its reply is not what engines need.
-        """
-        phase, client = self.named_phase(name), replace(client, batch_size=self.batch_size)
-        checked = partial(reply_of, f"{self.label}.{name}", phase)
-        if client.problem.local is None:
-            return checked(client, message, key)
-        return local_x.run(checked, takes_and_gives(phase), self.local_x_lr, client, message, key)
+    def findings(self, state: Any) -> Findings:
+        """An error, a warning, and columns of the history, from the server's state after some rounds."""
+        return Findings()
 
     def phase_name(self, function: object) -> str:
         """The name of a phase, given as the bound method that an exchange gets.
@@ -331,15 +230,28 @@ class Algorithm(Part):
         Raises:
             ConfigurationError: it is none of this algorithm's phases.
         """
-        name = self.find_phase(function)
-        if name is None:
-            got = getattr(function, "__name__", repr(function))
-            own = getattr(function, "__self__", None) is self and not is_phase(function)
-            mark = ": mark it with @phase" if own else ""
-            raise ConfigurationError(
-                f"{self.label}: an exchange takes one of its phases {sorted(self.phases)}, got {got}{mark}"
-            )
-        return name
+        phases = self.phases
+        for name, known in phases.items():
+            if known == function:  # bound to the same object: equal fields do not do
+                return name
+        got = getattr(function, "__name__", repr(function))
+        own = getattr(function, "__self__", None) is self and not is_phase(function)
+        mark = ": mark it with @phase" if own else ""
+        raise ConfigurationError(f"{self.label}: an exchange takes one of its phases {sorted(phases)}, got {got}{mark}")
+
+    def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
+        """The reply of a client that runs the phase of this name.
+
+        Raises:
+            ConfigurationError: the method has no such phase, or its reply is not what engines need.
+        """
+        if name not in self.phases:
+            raise unknown(f"phase of {self.label}", name, self.phases)
+        phase, client = self.phases[name], replace(client, batch_size=self.batch_size)
+        checked = partial(reply_of, f"{self.label}.{name}", phase)
+        if client.problem.local is None:
+            return checked(client, message, key)
+        return local_x.run(checked, takes_and_gives(phase), self.allows.local_x, client, message, key)
 
     @classmethod
     def estimates_hypergradient(cls) -> bool:
@@ -361,6 +273,13 @@ def methods_that(can: Callable[[Algorithm], bool]) -> str:
     return ", ".join(sorted(cls.__name__ for cls in classes if can(cls())))
 
 
+def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str) -> None:
+    """Raise ConfigurationError with the reason that a method gives against an entry of `Allows`, and who has none."""
+    if isinstance(found := algorithm.allows._asdict()[entry], No):
+        able = methods_that(lambda method: not isinstance(method.allows._asdict()[entry], No))
+        raise ConfigurationError(f"{algorithm.label} {cannot}: {found.why}; methods that can: {able}")
+
+
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     """Refuse a problem of a kind that the algorithm is not for, naming the algorithms that are."""
     kinds_of = "a Bilevel, Minimax, Compositional, SingleLevel or SimpleBilevel"
@@ -376,15 +295,13 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
-    if problem.local is not None and algorithm.local_x_lr is None:
-        able = methods_that(lambda method: method.local_x_lr is not None)
-        needs = f"None: {algorithm.label} needs x on the server; methods that do not: {able}"
-        require(False, "Bilevel.local", problem.local, needs)
-    algorithm.check_problem(problem, len(clients), x)
-    if isinstance(clients, Clients):
-        if problem.local is not None:
+    if problem.local is not None:
+        refuse_unless_allowed(
+            algorithm, "local_x", f"cannot leave x to its clients (Bilevel.local = {problem.local!r})"
+        )
+        if isinstance(clients, Clients):
             local_x.check_split(clients, x)
-        algorithm.check_start(problem, clients, x, y)
+    algorithm.check(problem, clients, x, y)
 
 
 def check_algorithm(candidate: object) -> None:

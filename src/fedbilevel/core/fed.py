@@ -50,9 +50,6 @@ class Fed(Protocol):
     problem: Problem
     """What the server knows of it: the losses and what they are like, without anyone's samples."""
 
-    has_client_steps: bool
-    """Whether the population says how many local steps each client makes; if not, the algorithm's word holds."""
-
     sampled: bool
     """Whether a round asks a cohort that is drawn, and not everyone."""
 
@@ -64,8 +61,8 @@ class Fed(Protocol):
         Σ p_i u_i / Σ p_i over those who responded; with `unbiased`, Σ (M/P) p_i u_i, whose expectation over uniform
         cohorts of P out of M clients is the mean over the whole population.
 
-        `fresh` = c asks the round's c-th fresh cohort, 0 ≤ c < algorithm.extra_cohorts, instead of the round's own: as
-        many clients, drawn independently of all other cohorts. What they keep between rounds is out of reach there.
+        `fresh` = c asks the round's c-th fresh cohort, 0 ≤ c < asks.fresh_cohorts, instead of the round's own: as many
+        clients, drawn independently of all other cohorts. What they keep between rounds is out of reach there.
         """
         ...
 
@@ -81,7 +78,7 @@ class Fed(Protocol):
 
         `max_staleness` = s also waits for every client that was asked s or more exchanges of this phase ago, so that no
         reply is older, and for every client that was busy with other phases, or away, for more than s exchanges of this
-        phase. Replies that arrive in that time count, too. Only for algorithms with `asynchronous`, in which all
+        phase. Replies that arrive in that time count, too. Only for algorithms that ask for it (`asks`), in which all
         clients take part: there are no cohorts.
         """
         ...

@@ -241,6 +241,7 @@ class UnitPolicy:
     min_coverage: int | None = static(default=None)
 
     def validate(self) -> None:
+        """Refuse choices that are not known, or that do not go together."""
         for field, allowed in {"policy": get_args(Policy), "pruned": get_args(Pruned)}.items():
             if (got := {"policy": self.policy, "pruned": self.pruned}[field]) not in allowed:
                 raise unknown(f"Submodels.{field}", got, allowed)

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
+from fedbilevel.core.allows import Findings
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at, field_values
 from fedbilevel.core.errors import NonFiniteError, require, require_count, unknown
@@ -430,11 +431,8 @@ def _probe(cls: Any) -> Any:
             squares = jax.tree.map(lambda s, a, old, new: s + (a - old) * (a - new), state.squares, h, state.mean, mean)
             return ProbeState(state.x, state.y, mean, squares, draws)
 
-        def complaint(self, state: ProbeState) -> str:
-            return ""
-
-        def warning(self, state: ProbeState) -> str:
-            return ""
+        def findings(self, state: ProbeState) -> Findings:
+            return Findings()
 
     Probe.__name__, Probe.__qualname__, Probe.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Probe

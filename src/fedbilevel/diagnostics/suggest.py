@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.algorithms.fednest import SVRG
 from fedbilevel.algorithms.parts.hypergradients import Implicit
-from fedbilevel.algorithms.parts.inner import SVRG, InnerSteps, LocalSGD
+from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV

@@ -83,7 +83,7 @@ def first_carry(
     and exchange of each one's last reply that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
     found = None
-    if algorithm.asynchronous:
+    if algorithm.asks.asynchronous:
         found = early_replies(algorithm, problem, x, y, clients.examples(), clients.local_steps is not None)
 
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ def check_simulated(clients: Any) -> None:
 
 def check_everyone(algorithm: Algorithm, population: int, cohort: int, field: str = "cohort") -> None:
     """Refuse a cohort of some clients for a method that needs all in every round."""
-    whole = not algorithm.needs_everyone or cohort == population
+    whole = algorithm.asks.cohorts or cohort == population
     require(whole, field, cohort, f"None: {algorithm.label} needs all clients in every round")
 
 
@@ -149,7 +149,7 @@ def available_population(clock: Clock, clients: Clients) -> float:
 def check_first(n: int, clock: Clock, population: int, max_staleness: int | None, queues: InFlight | None) -> InFlight:
     """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
     if queues is None:
-        raise ConfigurationError("a round asks fed.first: its algorithm has to have asynchronous = True")
+        raise ConfigurationError("a round asks fed.first: its algorithm has to say asks = Asks(first=…)")
     available = population - clock.never_available(population).size
     require(1 <= n <= available, "fed.first: n", n, f"1 to {available}, the number of clients that are ever available")
     require_count("fed.first: max_staleness", max_staleness, optional=True)

@@ -92,7 +92,7 @@ def flops_of_calls(
         if not cut:
             enter(name, message, exchange.state)
         for unit_layout, kept in cut:
-            takes, _ = takes_and_gives(algorithm.named_phase(name))
+            takes, _ = takes_and_gives(algorithm.phases[name])
             units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
             enter(name, jax.eval_shape(partial(unit_layout.cut, takes), message, units), exchange.state)
     return costs

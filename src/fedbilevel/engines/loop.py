@@ -164,10 +164,11 @@ class Loop:
 
     def check_state(self, state: Any, round: int) -> None:
         """Raise or warn of trouble that the algorithm sees in the state after some rounds, which began with `round`."""
-        if trouble := self.algorithm.complaint(state):
-            raise NumericalError(f"round {round} or soon after: {trouble}")
-        if not self.warned and (doubt := self.algorithm.warning(state)):
-            warnings.warn(NumericalWarning(f"round {round} or soon after: {doubt}"), stacklevel=5)
+        found = self.algorithm.findings(state)
+        if found.error:
+            raise NumericalError(f"round {round} or soon after: {found.error}")
+        if not self.warned and found.warning:
+            warnings.warn(NumericalWarning(f"round {round} or soon after: {found.warning}"), stacklevel=5)
             self.warned = True
 
     def result(self, run: Run, carry: Carry) -> Result:
@@ -195,7 +196,7 @@ class Loop:
         row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds}
         for name, values in self.losses.items():
             row[name] = math.fsum(values) / len(values)
-        own = self.algorithm.columns(result.state)
+        own = self.algorithm.findings(result.state).columns
         at = result.round, split(result.x)[0], result.state.y
         each = self.per_client(*at) if self.per_client else {}
         for name, value in [*self.evaluation(*at).items(), *each.items()]:

@@ -72,7 +72,7 @@ class ReferenceFed:
         self.run, self.algorithm, self.keys = run, algorithm, keys
         self.round, self.states, self.now, self.queues = int(carry.round), carry.clients, carry.now, carry.queues
         self.problem = run.problem
-        self.has_client_steps, self.sampled = run.clients.local_steps is not None, run.cohort < len(run.clients)
+        self.sampled = run.cohort < len(run.clients)
         self.own = self.cohort(keys)
         self.round_costs = empty_costs()
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.allows import No
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
 from fedbilevel.core.problem import Problem, check_losses
@@ -56,19 +57,19 @@ class SubmodelPlan:
         if clients.capacity is None:
             return None
         name, weak = algorithm.label, int(np.sum(clients.capacity < 1))
-        policy = algorithm.submodels
-        if policy is None:
+        policy = algorithm.allows.submodels
+        if isinstance(policy, No):
             if weak:
                 clients_are = "1 client" if weak == 1 else f"{weak} clients"
                 text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too: "
-                text += algorithm.submodels_objection()
+                text += policy.why
                 warnings.warn(CapacityWarning(text), stacklevel=5)
             return None
         if problem.structure is None and not weak:
             return None
         if problem.structure is None:
             raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
-        alone = not algorithm.asynchronous and algorithm.client_state(problem, x, y) is None
+        alone = not algorithm.asks.asynchronous and algorithm.client_state(problem, x, y) is None
         require(alone, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
         unit_layout = UnitLayout.of(problem.structure, x, y, policy.pruned)
         if weak and not unit_layout.sizes:
@@ -132,12 +133,9 @@ class RoundSubmodels:
     def __init__(
         self, submodel_plan: SubmodelPlan, algorithm: Algorithm, key: Array, round: Array | int, x: PyTree, y: PyTree
     ) -> None:
-        assert algorithm.submodels is not None
-        self.submodel_plan, self.unit_layout, self.policy = (
-            submodel_plan,
-            submodel_plan.unit_layout,
-            algorithm.submodels,
-        )
+        policy = algorithm.allows.submodels
+        assert not isinstance(policy, No)
+        self.submodel_plan, self.unit_layout, self.policy = submodel_plan, submodel_plan.unit_layout, policy
         self.key, self.round, self.model = jax.random.fold_in(key, STREAM), round, (x, y)
         self.importance = submodel_plan.unit_layout.importance(x, y)
 

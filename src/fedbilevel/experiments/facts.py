@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.allows import No
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.catalogue import MISSING, AlgorithmFacts, Kinds, TaskFacts
 from fedbilevel.experiments.fields import of_class, of_function
@@ -72,7 +73,7 @@ def task(name: str) -> TaskFacts:
 def _trains_submodels(cls: Any) -> str:
     if any(field.default is EMPTY for field in of_class(cls).values()):
         return MISSING
-    return "no" if cls().submodels is None else "yes"
+    return "no" if isinstance(cls().allows.submodels, No) else "yes"
 
 
 def _defaults(cls: Any, where: str) -> dict[str, str]:

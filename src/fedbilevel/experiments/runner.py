@@ -90,7 +90,7 @@ def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> No
     spec.clock.pace(population)  # refuses tables of another number of clients
     available = population - spec.clock.never_available(population).size
     check_everyone(algorithm, population, cohort, "run.cohort")
-    count = algorithm.waits_for
+    count = algorithm.asks.first
     few = f"at most {available}, the number of clients that are ever available"
     require(count is None or count <= available, "wait_for", count, few)
 

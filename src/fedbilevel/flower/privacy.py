@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.allows import No
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NonFiniteError, require, require_count
 from fedbilevel.core.fed import LastReply, Public, ReplyDelta, Withheld
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
@@ -116,8 +117,8 @@ class NoiseError(ConfigurationError):
 
 def check_noise(algorithm: Algorithm) -> None:
     """Refuse an algorithm, with the fields that it has, whose numbers noise would spoil."""
-    if objection := algorithm.noise_objection():
-        raise NoiseError(f"Site.privacy: {algorithm.label} does not bear noised replies: {objection}")
+    if isinstance(no := algorithm.allows.noise, No):
+        raise NoiseError(f"Site.privacy: {algorithm.label} does not bear noised replies: {no.why}")
 
 
 @dataclass(frozen=True)

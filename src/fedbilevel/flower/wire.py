@@ -305,7 +305,7 @@ class Contract:
 
         calls: dict[str, CallSignature] = {}
         for call in self.calls.values():
-            takes, gives = takes_and_gives(self.algorithm.named_phase(call.phase))
+            takes, gives = takes_and_gives(self.algorithm.phases[call.phase])
             call = call._replace(message=small(takes, call.message), update=small(gives, call.update))
             calls[call.name] = call
         return replace(self, calls=calls, units=kept)
@@ -338,9 +338,9 @@ def draw_up(
 
     for phase, message, reply, early, _ in exchanges_of(algorithm, problem, x, y, examples, has_client_steps):
         check_plain(f"the message of phase {phase}", message)
-        if early and not algorithm.asynchronous:
+        if early and not algorithm.asks.asynchronous:
             name = algorithm.label
-            raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asynchronous = True")
+            raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asks = Asks(first=…)")
         if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):
             raise ConfigurationError(f"phase {phase} is asked by fed.first with replies of different shapes")
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))

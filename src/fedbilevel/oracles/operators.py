@@ -16,7 +16,7 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.core.errors import require, require_count
-from fedbilevel.core.tree import PyTree, move
+from fedbilevel.core.tree import PyTree
 
 Operator = Callable[[PyTree], PyTree]
 """v -> H v, linear and symmetric; trees of the shape of b."""
@@ -49,10 +49,7 @@ def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -
 
 
 class Iteration(NamedTuple):
-    """Conjugate gradient under way, for a driver that has the products made elsewhere.
-
-    As v = Σ α_k p_k, a driver that gets C p_k with every H p_k, for another linear C, has C v at the end as well.
-    """
+    """Conjugate gradient under way, for a driver that has the products made elsewhere."""
 
     v: PyTree
     r: PyTree  # residual b − H v, by its recurrence
@@ -61,21 +58,20 @@ class Iteration(NamedTuple):
     target: Array  # the ⟨r, r⟩ that is small enough
     spent: Array  # products so far
     negative: Array  # as in Solution
-    image: PyTree = None  # C v, of any shape; None for no C
 
     @classmethod
-    def start(cls, b: PyTree, tolerance: float | Array, image: PyTree = None) -> "Iteration":
-        """From v = 0, to end at ‖b − H v‖ ≤ tolerance·‖b‖; `image` is C 0, zeros in the shape of C v."""
+    def start(cls, b: PyTree, tolerance: float | Array) -> "Iteration":
+        """From v = 0, to end at ‖b − H v‖ ≤ tolerance·‖b‖."""
         size = optax.tree.vdot(b, b)
         zero = optax.tree.scale(0, b)  # a NaN in b stays
-        return cls(zero, b, b, size, tolerance**2 * size, jnp.asarray(0), jnp.asarray(-1), image)
+        return cls(zero, b, b, size, tolerance**2 * size, jnp.asarray(0), jnp.asarray(-1))
 
     def ended(self) -> Array:
         """Whether the residual is small enough, or no further direction may be taken."""
         return ~(self.rr > self.target) | (self.negative >= 0)  # a NaN ends it too
 
-    def advanced(self, hp: PyTree, cp: PyTree = None) -> "Iteration":
-        """One step along p, `hp` being H p and `cp` C p; none along a direction of non-positive curvature."""
+    def advanced(self, hp: PyTree) -> "Iteration":
+        """One step along p, `hp` being H p; none along a direction of non-positive curvature."""
         curvature = optax.tree.vdot(self.p, hp)
         bad = curvature <= 0  # False for NaN, which must reach v
         length = jnp.where(bad, 0, self.rr / jnp.where(bad, 1, curvature))
@@ -88,7 +84,6 @@ class Iteration(NamedTuple):
             rr=rr,
             spent=self.spent + 1,
             negative=jnp.where(bad, self.spent, self.negative),
-            image=move(self.image, length, cp),
         )
 
 

@@ -18,6 +18,7 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.allows import Allows, Asks, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import Schedule, positive, static
 from fedbilevel.core.errors import ConfigurationError, is_number, require
@@ -99,18 +100,17 @@ class IterativeRegularization(Algorithm):
         """The further part of the server's state before round 0, beside x and its average."""
 
     @property
-    def needs_everyone(self) -> bool:
+    def asks(self) -> Asks:
         """The stopping rule compares F of one round with F of the next: of the same clients."""
-        return self.tolerance is not None
+        return Asks(everyone=self.tolerance is not None)
 
-    def tolerance_objection(self) -> str:
-        """Why replies cannot be late where the stopping rule compares F; "" without it."""
-        return (
-            "" if self.tolerance is None else "its tolerance compares F at one x, and late replies have it at several"
+    def allows_with(self, phase: str) -> Allows:
+        """Late replies to the phase, but where the stopping rule compares F; no submodels."""
+        several = No("its tolerance compares F at one x, and late replies have it at several")
+        return Allows(
+            late=(phase,) if self.tolerance is None else several,
+            submodels=No("the projection on X and the preference H are of the whole x"),
         )
-
-    def submodels_objection(self) -> str:
-        return "the projection on X and the preference H are of the whole x"
 
     def check_convexity(self, problem: Problem, x: PyTree) -> None:
         """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it."""
@@ -146,7 +146,9 @@ class IterativeRegularization(Algorithm):
         mean: Array = client.problem.inner(x, None, client.inner_batch(key, None))
         return (client.inner.size * mean / client.weight,)
 
-    def moved(self, state: State, x: PyTree, gamma: Array, inner: Sequence[Array], outer: Array, own: Any) -> State:
+    def next_state(
+        self, state: State, x: PyTree, gamma: Array, inner: Sequence[Array], outer: Array, own: Any
+    ) -> State:
         """The state after a round with step γ, whose own x enters the average; `outer` is H, `inner` F at that x."""
         standstill = state.standstill and state.standstill.then(state.k == 0, state.x, inner[0], outer)
         steps = state.steps + gamma

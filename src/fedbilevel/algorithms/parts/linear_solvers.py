@@ -24,12 +24,14 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Part
+from fedbilevel.core.allows import Findings
 from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import counts, positive, positive_integer, static
 from fedbilevel.core.errors import NumericalWarning, require, unknown
 from fedbilevel.core.fed import Withheld
 from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.operators import Iteration, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total, hess_v
@@ -105,46 +107,38 @@ class Neumann(Part):
         fits = isinstance(self.terms, int) or len(self.terms) == population
         require(fits, "Neumann.terms", self.terms, f"a positive integer, or one for each of the {population} clients")
 
-    def solve(
-        self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array, merged: bool = False
-    ) -> Solved:
+    def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """v; `loop.repeat` and `product` make the exchanges, or a client's own loops.
 
-        For "random_per_client" b holds, for each length, the mean over the clients that drew it: leaves (N, …), and
-        `merged` leaves out products of lengths that no client drew.
+        v ← (I − sH) v + what enters before the n-th product, n = 1, 2, …: of the series s b each time, of one random
+        length nothing more, and of a length for each client what those bring who have as many products ahead. For
+        these b holds, for each length, the mean over the clients that drew it: leaves (N, …).
         """
         draw_key, loop_key = jax.random.split(key)
+        count: Any = terms - 1
+        enters: Callable[[Array], PyTree]
+        if self.sampling == "random":
+            count = uniform_below(draw_key, terms)
+            first, enters = scaled(terms * self.step, b), lambda n: optax.tree.zeros_like(b)
+        elif self.sampling == "random_per_client":
+            enters = lambda n: jax.tree.map(lambda leaf: leaf[count - n], b)  # noqa: E731
+            first = enters(jnp.asarray(0))
+        else:
+            first, enters = scaled(self.step, b), lambda n: scaled(self.step, b)
 
         def shrink(loop: Any, carry: tuple[PyTree, Array, Array], key: Array) -> tuple[PyTree, Array, Array]:
-            """v ← (I − sH) v + what is added before the n-th product."""
             v, n, negative = carry
             hv = product(loop, v, key, n)
             negative = jnp.where((negative < 0) & curves_down(v, hv), n - 1, negative)
-            return optax.tree.add(move(v, -self.step, hv), addition(n)), n + 1, negative
+            return optax.tree.add(move(v, -self.step, hv), enters(n)), n + 1, negative
 
-        addition: Callable[[Array], PyTree]
-        if self.sampling == "random":
-            count: Any = uniform_below(draw_key, terms)
-            addition = lambda n: optax.tree.zeros_like(b)  # noqa: E731
-            first = scaled(terms * self.step, b)
-        elif self.sampling == "random_per_client":
-            count = longest(b) if merged else terms - 1
-            addition = lambda n: jax.tree.map(lambda leaf: leaf[count - n], b)  # noqa: E731
-            first = addition(jnp.asarray(0))
-        else:
-            count, addition = terms - 1, lambda n: scaled(self.step, b)
-            first = scaled(self.step, b)
         start = first, jnp.asarray(1), jnp.asarray(-1)
         v, _, negative = loop.repeat(count, shrink, start, loop_key)
         return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
 
-    def complaint(self, info: SolveInfo, where: str) -> str:
-        """Always "": a Neumann series can be summed where it meets negative curvature."""
-        return ""
-
-    def warning(self, info: SolveInfo, where: str) -> str:
-        """A sentence about negative curvature that a product met, or "" where none did."""
-        return negative_curvature(info, "product", where)
+    def findings(self, info: SolveInfo, where: str) -> Findings:
+        """A warning of negative curvature: a Neumann series can be summed where it meets any."""
+        return Findings(warning=negative_curvature(info, "product", where))
 
 
 class CG(Part):
@@ -167,41 +161,27 @@ class CG(Part):
         """A bound on the draws of samples for products: all have the same."""
         return 1
 
-    def solve(
-        self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array, merged: bool = False
-    ) -> Solved:
+    def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """v; all products on the same samples."""
         _, loop_key = jax.random.split(key)
-        end, info = self.iterate(loop, lambda loop, p: (product(loop, p, loop_key, 0), None), b, key)
-        return Solved(end.v, end.spent, info)
 
-    def iterate(
-        self,
-        loop: Any,
-        products: Callable[[Any, PyTree], tuple[PyTree, PyTree]],
-        b: PyTree,
-        key: Array,
-        image: PyTree = None,
-    ) -> tuple[Iteration, SolveInfo]:
-        """The last iteration; `products` gives H p and, for an `image` (see `Iteration`), C p."""
-        start = Iteration.start(b, self.tolerance, image)
-        once = lambda loop, it, key: it.advanced(*products(loop, it.p))  # noqa: E731
-        end = loop.repeat(self.max_steps, once, start, key, until=Iteration.ended)
+        def once(loop: Any, it: Iteration, _: Array) -> Iteration:
+            return it.advanced(product(loop, it.p, loop_key, 0))
+
+        end = loop.repeat(self.max_steps, once, Iteration.start(b, self.tolerance), key, until=Iteration.ended)
         size = optax.tree.vdot(b, b)
         residual = jnp.sqrt(end.rr / jnp.where(size > 0, size, 1))
-        return end, SolveInfo(end.negative, residual.astype(float))
+        return Solved(end.v, end.spent, SolveInfo(end.negative, residual.astype(float)))
 
-    def complaint(self, info: SolveInfo, where: str) -> str:
-        """Why the run has to end, a sentence about negative curvature that an iteration met, or ""."""
-        return negative_curvature(info, "iteration", where)
-
-    def warning(self, info: SolveInfo, where: str) -> str:
-        """A sentence about a residual that stayed above `tolerance`, or "" where it did not."""
-        residual = float(info.residual)
+    def findings(self, info: SolveInfo, where: str) -> Findings:
+        """An error at negative curvature, where there is no solution; a warning of a residual above `tolerance`."""
+        error, residual = negative_curvature(info, "iteration", where), float(info.residual)
         if residual <= 1.01 * float(np.max(self.tolerance)):
-            return ""
+            return Findings(error)
         few = f"max_steps = {self.max_steps} are too few"
-        return f"conjugate gradient ended at a relative residual of {residual:.2g}, above its tolerance: {few}"
+        return Findings(
+            error, f"conjugate gradient ended at a relative residual of {residual:.2g}, above its tolerance: {few}"
+        )
 
 
 def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
@@ -240,24 +220,18 @@ def curves_down(v: PyTree, hv: PyTree) -> Array:
     return curvature < -jnp.sqrt(jnp.finfo(curvature.dtype).eps) * optax.tree.norm(v) * optax.tree.norm(hv)
 
 
-def longest(by_length: PyTree) -> Array:
-    """The last place of leaves (N, …) where any is not zero; 0 where there is none."""
-    some = [jnp.any(leaf.reshape(len(leaf), -1) != 0, axis=1) for leaf in jax.tree.leaves(by_length)]
-    places = jnp.any(jnp.stack(some), axis=0)
-    return jnp.max(jnp.where(places, jnp.arange(len(places)), 0))
-
-
 def check_neumann_step(
     field: str,
     step: Any,
     problem: Problem,
-    clients: Clients,
+    clients: Clients | RemoteClients,
     x: PyTree,
     y: PyTree,
     local: bool = False,
     batch_size: int | None = None,
 ) -> None:
-    """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i.
+    """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i;
+    nothing where the samples are elsewhere.
 
     With a `batch_size` it is that of one drawn batch of each client: where a batch serves all products, its Hessian is
     what they are with. Others may have more, as those that draw a sample more often. Warn where an eigenvalue is
@@ -266,6 +240,8 @@ def check_neumann_step(
     ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
     clients; x and y move on, and it with them.
     """
+    if not isinstance(clients, Clients):
+        return
     whose = "the"
     if local:
         whose = "a client's own" if batch_size is None else "a batch's own"

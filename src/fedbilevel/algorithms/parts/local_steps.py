@@ -60,6 +60,16 @@ def corrected_drift(
     return jax.lax.fori_loop(1, tau, step, optax.tree.zeros_like(start))  # the first step is along q itself
 
 
+def mean_gradient(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
+    """(1/τ) Σ_k ∇(z_k), along τ local steps z_{k+1} = z_k − lr ∇(z_k) from `start`."""
+
+    def step(k: Array, total: PyTree) -> PyTree:
+        return optax.tree.add(total, gradient(move(start, -lr, total), jax.random.fold_in(key, k)))
+
+    total = jax.lax.fori_loop(0, tau, step, optax.tree.zeros_like(start))
+    return jax.tree.map(lambda leaf: leaf / tau, total)
+
+
 class LocalOptimizer(Part):
     """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0; a subclass may be one's own."""
 

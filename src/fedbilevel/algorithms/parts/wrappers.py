@@ -23,9 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from inspect import getattr_static
 from math import isfinite
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -33,23 +31,23 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, check_algorithm, methods_that, takes_and_gives
-from fedbilevel.core.client import Client
+from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
+from fedbilevel.core.allows import Allows, Asks, Findings, No
+from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed, LastReply, LoopBody, Phase, Reply, ReplyDelta
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import PyTree
 
-OWN = {"init_client", "validate"}
-"""What a wrapper does not ask of the method inside: `client_state` has the one, and the other has run already."""
 ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, without anyone being missing
 
 
 class Wrapper(Algorithm):
-    """Every hook that a subclass does not define is that of the method inside.
+    """A method that changes another one: what a subclass does not say itself is what the method inside says.
 
     Args:
         algorithm: the method inside.
@@ -57,24 +55,53 @@ class Wrapper(Algorithm):
 
     algorithm: Algorithm = wrapped(kw_only=False)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        for name, hook in {**vars(Algorithm), "phases": Algorithm.phases}.items():
-            is_property = isinstance(hook, property)
-            is_default = getattr_static(cls, name) is hook and name not in OWN
-            if is_default and (is_property or callable(hook)) and not name.startswith("_"):
-                inside = attrgetter(f"algorithm.{name}")
-                setattr(cls, name, property(inside, doc=hook.__doc__) if is_property else _asked(inside, hook))
-        super().__init_subclass__(**options)
+    @property
+    def label(self) -> str:
+        return self.algorithm.label
 
+    @property
+    def kinds_of_problem(self) -> tuple[type[Problem], ...]:
+        return self.algorithm.kinds_of_problem
 
-def _asked(inside: Callable[[Any], Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, asked of the method inside; `help()` shows what it is."""
+    @property
+    def batch_size(self) -> int | None:
+        return self.algorithm.batch_size
 
-    def asked(self: Any, *given: Any) -> Any:
-        return inside(self)(*given)
+    @property
+    def phases(self) -> dict[str, Phase]:
+        return self.algorithm.phases
 
-    asked.__doc__, asked.__name__ = hook.__doc__, hook.__name__
-    return asked
+    @property
+    def asks(self) -> Asks:
+        return self.algorithm.asks
+
+    @property
+    def allows(self) -> Allows:
+        return self.algorithm.allows
+
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        self.algorithm.check(problem, clients, x, y)
+
+    def init(self, x: PyTree, y: PyTree) -> Any:
+        return self.algorithm.init(x, y)
+
+    def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
+        return self.algorithm.client_state(problem, x, y)
+
+    def round(self, fed: Fed, state: Any, key: Array) -> Any:
+        return self.algorithm.round(fed, state, key)
+
+    def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
+        return self.algorithm.run_phase(name, client, message, key)
+
+    def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        return self.algorithm.hypergradient_at(fed, x, y, key)
+
+    def finished(self, state: Any) -> Any:
+        return self.algorithm.finished(state)
+
+    def findings(self, state: Any) -> Findings:
+        return self.algorithm.findings(state)
 
 
 class Submodels(UnitPolicy, Wrapper):
@@ -88,19 +115,11 @@ class Submodels(UnitPolicy, Wrapper):
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)
-        if objection := self.algorithm.submodels_objection():
-            able = methods_that(lambda method: not method.submodels_objection())
-            raise ConfigurationError(f"{self.label} cannot be given Submodels: {objection}; methods that can: {able}")
+        refuse_unless_allowed(self.algorithm, "submodels", "cannot be given Submodels")
 
     @property
-    def submodels(self) -> UnitPolicy:
-        return self
-
-    def init(self, x: PyTree, y: PyTree) -> Any:
-        return self.algorithm.init(x, y)
-
-    def round(self, fed: Fed, state: Any, key: Array) -> Any:
-        return self.algorithm.round(fed, state, key)
+    def allows(self) -> Allows:
+        return self.algorithm.allows._replace(submodels=self)
 
 
 class LastReplies(NamedTuple):
@@ -183,36 +202,23 @@ class Asynchronous(Wrapper):
         c = self.delay_penalty
         number = isinstance(c, int | float) and not isinstance(c, bool) and isfinite(c) and c >= 0
         require(number, "Asynchronous.delay_penalty", c, "a number, at least 0")
-        if objection := self.algorithm.asynchronous_objection():
-            able = methods_that(lambda method: not method.asynchronous_objection())
-            raise ConfigurationError(f"{self.label} cannot be Asynchronous: {objection}; methods that can: {able}")
+        refuse_unless_allowed(self.algorithm, "late", "cannot be Asynchronous")
 
     @property
-    def asynchronous(self) -> bool:
-        return True
+    def asks(self) -> Asks:
+        return self.algorithm.asks._replace(first=self.wait_for)
 
     @property
-    def waits_for(self) -> int:
-        return self.wait_for
+    def allows(self) -> Allows:
+        return self.algorithm.allows._replace(late=No("it is inside Asynchronous already"))
 
-    @property
-    def needs_everyone(self) -> bool:
-        return True
-
-    @property
-    def asynchronous_phases(self) -> tuple[str, ...]:
-        return ()
-
-    def asynchronous_objection(self) -> str:
-        return "it is inside Asynchronous already"
-
-    def check_problem(self, problem: Problem, population: int, x: PyTree) -> None:
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         alone = self.delay_penalty == 0 or problem.local is None
         own = "0 where clients keep x: they make the steps on it, and do not know the mean delay"
         require(alone, "Asynchronous.delay_penalty", self.delay_penalty, own)
-        few = f"at most {population}, the number of clients"
-        require(self.wait_for <= population, "Asynchronous.wait_for", self.wait_for, few)
-        self.algorithm.check_problem(problem, population, x)
+        few = f"at most {len(clients)}, the number of clients"
+        require(self.wait_for <= len(clients), "Asynchronous.wait_for", self.wait_for, few)
+        self.algorithm.check(problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(self.algorithm.init(x, y), self.of_phases(LastReplies.none, x, y))
@@ -223,11 +229,11 @@ class Asynchronous(Wrapper):
 
     def of_phases(self, none: Callable[[PyTree], Any], x: PyTree, y: PyTree) -> dict[str, Any]:
         """For each asynchronous phase, `none` applied to zeros in the shape of its update."""
-        return {name: none(template(self.gives(name), x, y)) for name in self.algorithm.asynchronous_phases}
+        return {name: none(template(self.gives(name), x, y)) for name in self.algorithm.allows.late or ()}
 
     def gives(self, name: str) -> PyTree:
         """The declared shape of a phase's update."""
-        return takes_and_gives(self.algorithm.named_phase(name))[1]
+        return takes_and_gives(self.algorithm.phases[name])[1]
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, exchange = message
@@ -242,20 +248,14 @@ class Asynchronous(Wrapper):
         inside = self.algorithm.round(last, state.inside, key)
         return State(inside, last.replies)
 
-    def columns(self, state: State) -> dict[str, Any]:
-        """The columns of the method inside and the mean delay of replies: `delay`, or `delay.PHASE` for each phase."""
-        one = len(state.replies) == 1
-        delays = {"delay" if one else f"delay.{name}": kept.delay for name, kept in state.replies.items()}
-        return self.algorithm.columns(state.inside) | delays
-
     def finished(self, state: State) -> Any:
         return self.algorithm.finished(state.inside)
 
-    def complaint(self, state: State) -> str:
-        return self.algorithm.complaint(state.inside)
-
-    def warning(self, state: State) -> str:
-        return self.algorithm.warning(state.inside)
+    def findings(self, state: State) -> Findings:
+        """Those of the method inside, and the mean delay of replies: `delay`, or `delay.PHASE` for each phase."""
+        found, one = self.algorithm.findings(state.inside), len(state.replies) == 1
+        delays = {"delay" if one else f"delay.{name}": kept.delay for name, kept in state.replies.items()}
+        return found._replace(columns=found.columns | delays)
 
 
 class LastRepliesFed:
@@ -263,7 +263,7 @@ class LastRepliesFed:
 
     def __init__(self, fed: Fed, wrapper: Asynchronous, replies: dict[str, LastReplies]) -> None:
         self.fed, self.wrapper, self.replies = fed, wrapper, replies
-        self.problem, self.has_client_steps, self.sampled = fed.problem, fed.has_client_steps, False
+        self.problem, self.sampled = fed.problem, False
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None

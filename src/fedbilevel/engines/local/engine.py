@@ -140,12 +140,11 @@ class Local:
             problem=problem.over_batches(),
             population=len(clients),
             cohort=cohort,
-            fresh=algorithm.extra_cohorts,
+            fresh=algorithm.asks.fresh_cohorts,
             outer_longest=longest_in_steps(clients.outer.size),
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
             inner_longest=longest_in_steps(clients.inner.size),
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
-            has_client_steps=clients.local_steps is not None,
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,
             clock=self.clock,
@@ -155,7 +154,7 @@ class Local:
         )
         require(not (shares and layout.submodel_plan), "Clients.capacity", "given", "None with several processes")
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
-        together = not algorithm.asynchronous or not (stream or shares)
+        together = not algorithm.asks.asynchronous or not (stream or shares)
         how = "streamed samples" if stream else "several processes"
         require(together, "algorithm", algorithm.label, f"one that waits for all, with {how}")
         make: Callable[..., Any] = Streamed if stream else Resident
@@ -254,7 +253,7 @@ class LocalRun:
         self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
         self.clients, self.problem, self.group = clients, problem, group
         self.local_steps = clients.local_steps if isinstance(clients.local_steps, tuple) else None
-        self.pace, self.asynchronous = layout.clock.pace(len(clients)), algorithm.asynchronous
+        self.pace, self.asynchronous = layout.clock.pace(len(clients)), algorithm.asks.asynchronous
         if layout.shares:
             self.algorithm, self.key, self.pace = replicate((algorithm, key, self.pace), mesh)
         self.program: Program | None = None

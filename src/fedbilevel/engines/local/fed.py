@@ -86,7 +86,6 @@ class ProgramLayout:
     outer_equal: bool
     inner_longest: int
     inner_equal: bool
-    has_client_steps: bool  # whether the population says how many local steps each client makes
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
     clock: Clock
@@ -136,7 +135,7 @@ class LocalFed:
         self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
         self.members, self.underway, self.draw, self.submodels = members, underway, draw, submodels
         self.problem = layout.problem
-        self.has_client_steps, self.sampled = layout.has_client_steps, layout.cohort < layout.population
+        self.sampled = layout.cohort < layout.population
         self.round_costs = empty_costs()
 
     def mean(

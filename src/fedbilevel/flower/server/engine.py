@@ -127,7 +127,7 @@ class FlowerRun:
             ExchangeError, NonFiniteError: there must be no fewer clients, or the algorithm is asynchronous.
         """
         session, round = self.session, int(take.carry.round)
-        if session.algorithm.asynchronous:
+        if session.algorithm.asks.asynchronous:
             raise error
         out = take.leave_out(session.cohort, session.terms)
         if out is None:
@@ -221,7 +221,7 @@ class ClientMetrics:
     def __init__(self, session: Session, metrics: Mapping[str, PerClient]) -> None:
         whole = session.submodel_plan is None
         require(whole, "metrics_per_client", list(metrics), "left out over Flower where clients hold submodels")
-        waits = not session.algorithm.asynchronous
+        waits = not session.algorithm.asks.asynchronous
         name = session.algorithm.label
         require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
         alike = session.problem.local is None

@@ -56,7 +56,7 @@ class FlowerFed:
     ) -> None:
         self.session, self.algorithm, self.round, self.keys, self.submodels = session, algorithm, round, keys, submodels
         self.problem, clients = session.problem, session.clients
-        self.has_client_steps, self.sampled = clients.local_steps is not None, session.cohort < len(clients)
+        self.sampled = session.cohort < len(clients)
         self.own = self.cohort(keys)
         self.replied: set[int] = set()  # clients of the round's own cohort that have replied
         self.session.roster.refresh()
@@ -155,7 +155,7 @@ class FlowerFed:
 
     def unbound(self, phase: str) -> Phase:
         """A phase as the function of its class, for which programs are compiled once, whatever the round's fields."""
-        method: Any = self.algorithm.named_phase(phase)
+        method: Any = self.algorithm.phases[phase]
         function: Phase = method.__func__
         return function
 

@@ -1,0 +1,70 @@
+"""What methods share whose rounds step on y, then on x along a hypergradient; the rounds stand in their own files."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.allows import Allows, Asks, Findings
+from fedbilevel.core.client import Clients
+from fedbilevel.core.config import positive, positive_integer
+from fedbilevel.core.fed import Fed
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.tree import PyTree
+
+
+class State(NamedTuple):
+    """The server's state."""
+
+    x: PyTree
+    y: PyTree
+    info: SolveInfo  # of the last v; the first negative curvature stays noted
+    v: PyTree = None  # what the hypergradient keeps: a v kept by the server (AFBO)
+
+
+class Nested(Algorithm):
+    """Base of methods that step on y, then on x by a hypergradient, whose checks and findings are theirs.
+
+    Args:
+        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        outer_lr: α, the server's step on x.
+    """
+
+    hypergradient: Any
+    batch_size: int | None = positive_integer(default=32, optional=True)
+    outer_lr: float = positive(default=0.1)
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return State(x, y, SolveInfo.unknown(), self.hypergradient.start(y))
+
+    @property
+    def asks(self) -> Asks:
+        return Asks(fresh_cohorts=self.hypergradient.fresh)
+
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        self.hypergradient.check(problem, clients, x, y, self.batch_size)
+
+    def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        return self.hypergradient.estimate(fed, x, y, key).h
+
+    def findings(self, state: State) -> Findings:
+        found: Findings = self.hypergradient.findings(state.info)
+        return found
+
+    def next_state(self, state: State, change: PyTree, y: PyTree, info: SolveInfo) -> State:
+        """The next state. Where negative curvature ends the run, x stays from then on."""
+        before = state.info.negative_curvature
+        first = jnp.where(before >= 0, before, info.negative_curvature)
+        stays = (first >= 0) & self.hypergradient.stops
+        x = jax.tree.map(lambda old, d: jnp.where(stays, old, old + d), state.x, change)
+        return state._replace(x=x, y=y, info=info._replace(negative_curvature=first))
+
+
+def allowed_by(method: Nested) -> Allows:
+    """What the hypergradient of a method allows; if replies to it may be late, those of all phases may."""
+    allows: Allows = method.hypergradient.allows
+    return allows._replace(late=allows.late and tuple(sorted(method.phases)))
