@@ -3,7 +3,6 @@ of several sizes; the ledger's bytes beside what the SuperLink says to have sent
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def main() -> None:
             write_app(configure(settings=[*settings, "run.eval_every=10"]), app)
             lines = list(federation.run(app, f'out="{out}"'))
             number = next(line.rpartition(" ")[2].strip() for line in lines if "started run" in line)
-            shown = json.loads(federation.console("list", "--run-id", number, "--format", "json", CONNECTION))
+            shown = federation.console.read("list", "--run-id", number, CONNECTION)
             traffic = shown["runs"][0]["network-traffic"]
             ledger = load_run(out).ledger
             mine = ledger["bytes_down"] + ledger["bytes_up"]

@@ -37,7 +37,7 @@ LIMITS = {
     "docs/explanation/engines.md": 1150,
     "docs/explanation/exchanges.md": 1100,
     "docs/explanation/privacy.md": 1150,
-    "docs/explanation/security.md": 1300,
+    "docs/explanation/security.md": 1400,
     "docs/glossary.md": 1050,
     "docs/how-to/asynchronous.md": 1400,
     "docs/how-to/choosing.md": 1500,

@@ -162,7 +162,6 @@ class Trial:
         (self.faults / "faults.json").write_text(json.dumps(told))
         config = {"out": str(out), "deadline": 60.0, "join": 90.0, "attempts": 1, "poll": 0.05, **config}
         words = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        self.console.started()
         return Submitted(self, algorithm, faults, out, words)
 
     def play(self, algorithm, faults, out=None, **config):

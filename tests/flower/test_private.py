@@ -6,13 +6,13 @@ A Flower that fails here is none for `versions.TESTED`.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import inspect
-import os
-import subprocess
+import signal
 import sys
-import threading
-import time
+from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ import fedbilevel.flower
 flwr = pytest.importorskip("flwr")
 httpx = pytest.importorskip("httpx")
 
-from flwr.app import Message, RecordDict  # noqa: E402
+from flwr.app import ConfigRecord, Context, Message, RecordDict  # noqa: E402
 from flwr.supercore.inflatable import inflatable_utils  # noqa: E402
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree  # noqa: E402
 from flwr.supercore.object_store import ObjectStoreFactory  # noqa: E402
@@ -32,7 +32,6 @@ from flwr.supercore.run import Run, RunNotRunningException  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from flwr.supernode import start_client_internal as loop  # noqa: E402
 from flwr.supernode.nodestate import NodeStateFactory  # noqa: E402
-from flwr.supernode.servicer.runtime import runtime_handlers  # noqa: E402
 
 from fedbilevel.flower import versions  # noqa: E402
 from fedbilevel.flower.launch import private  # noqa: E402
@@ -74,31 +73,28 @@ def test_a_name_is_there(module: str, name: str) -> None:
 
 
 STATE = "flwr.supernode.nodestate.in_memory_nodestate:InMemoryNodeState"
-CLIENT = "flwr.supercore.runtime:RuntimeHttpClient"
+STEPS = "flwr.supernode.start_client_internal"
 SIGNATURES = {
     "flwr.cli.install:install_from_fab": "fab_file skip_prompt",
     "flwr.clientapp.utils:get_load_client_app_fn": "default_app_ref app_path multi_app",
     "flwr.common.config:get_project_dir": "fab_id fab_version fab_hash",
     "flwr.supercore.exit:register_signal_handlers": "event_type exit_message grpc_servers exit_handlers",
     "flwr.supercore.inflatable.inflatable_utils:pull_objects": "object_ids pull_object_fn max_time initial_backoff",
-    "flwr.supercore.interceptors:RuntimeTokenHttpInterceptor.intercept": "self context call_next",
-    f"{CLIENT}.from_server_address": "server_address insecure root_certificates interceptors",
-    f"{CLIENT}.AcquireTask": "self request",
-    f"{CLIENT}.SendTaskHeartbeat": "self request",
-    f"{CLIENT}.PullMessages": "self request",
-    "flwr.supernode.runtime.run_clientapp:pull_task_input": "client",
-    "flwr.supernode.runtime.run_clientapp:push_message": "client message context",
-    "flwr.supernode.runtime.run_clientapp:push_task_output": "client context sub_status details",
-    "flwr.supernode.servicer.runtime.runtime_handlers:acquire_task": "request state",
-    "flwr.supernode.servicer.runtime.runtime_handlers:push_task_output": "request state task",
-    "flwr.supernode.start_client_internal:_pull_and_store_message": "state object_store receive get_run pull_object",
-    "flwr.supernode.start_client_internal:_push_messages": "state object_store send push_object",
-    "flwr.supernode.start_client_internal:register_signal_handlers": "event_type exit_message",
+    "flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents": "object_id object_contents",
+    f"{STEPS}:_init_connection": " ".join(private.CONNECTION),
+    f"{STEPS}:_pull_and_store_message": "state object_store node_config receive get_run get_fab pull_object "
+    "confirm_message_received trusted_entities",
+    f"{STEPS}:_push_messages": "state object_store send push_object",
+    f"{STEPS}:start_client_internal": "state_factory node_config trusted_entities " + " ".join(private.CONNECTION),
     "flwr.supernode.cli:flower_supernode": "",
-    f"{STATE}.get_tasks": "self statuses",
+    f"{STATE}.get_messages_legacy": "self run_ids is_reply",
+    f"{STATE}.get_tasks": "self run_ids statuses",
     f"{STATE}.finish_task": "self task_id sub_status details",
     f"{STATE}.delete_messages": "self message_ids",
-    "flwr.supercore.object_store:ObjectStore.delete": "self object_id",
+    f"{STATE}.store_message": "self message",
+    "flwr.supercore.object_store:ObjectStore.preregister": "self run_id object_tree",
+    "flwr.supercore.object_store:ObjectStore.put": "self object_id object_content",
+    "flwr.supercore.object_store:ObjectStore.clear": "self",
 }
 """What private.py calls, puts itself in the place of, or is called as: the parameters that it knows of."""
 
@@ -112,31 +108,26 @@ def test_a_function_takes_what_it_is_given(place: str) -> None:
     known, told = inspect.signature(function).parameters, SIGNATURES[place].split()
     assert [name for name in told if name not in known] == []
     required = [name for name, one in known.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    if not path.startswith("_"):  # those are called by Flower, with what they need
+    if not path.startswith("start_"):
         assert [name for name in required if name not in told] == []
 
 
-def test_the_loop_sleeps_where_it_did_and_passes_its_parts_by_name() -> None:
-    """What `Rendezvous.sleep` tells from the seconds and from the function, and what `pull` and `push` are given."""
-    source = inspect.getsource(loop)
-    sleeps = [line.strip() for line in source.splitlines() if "time.sleep(" in line]
-    assert sleeps == ["time.sleep(3)", "time.sleep(0.5)", "time.sleep(0.5)"]
-    assert "def yield_object_contents(" in inspect.getsource(loop._push_messages)
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    steps = [call for call in calls if ast.unparse(call.func) in ("_pull_and_store_message", "_push_messages")]
-    assert [(len(call.args), all(word.arg for word in call.keywords)) for call in steps] == [(0, True)] * 2
+def test_the_command_calls_the_loop_that_is_replaced_with_its_parts_by_name() -> None:
+    source = inspect.getsource(sys.modules["flwr.supernode.cli.flower_supernode"])
+    (call,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and ast.unparse(n.func) == LOOP]
+    assert (len(call.args), all(word.arg for word in call.keywords)) == (0, True)
+
+
+LOOP = "start_client_internal"
 
 
 def test_fields_that_are_read_or_written_are_there() -> None:
     state = NodeStateFactory(objectstore_factory=ObjectStoreFactory()).state()
-    for name in ("lock_task_store", "task_token_store", "lock_msg_store", "msg_store"):
-        assert hasattr(state, name), name
+    assert hasattr(state, "msg_store")
     assert {"max_time", "initial_backoff"} <= set(inflatable_utils.pull_objects.__kwdefaults__ or {})
     versions.be_server()
     identity = TaskIdentity
     assert (identity.task_id, identity.run_id, identity.node_id) == (1, 1, 0)
-    token = importlib.import_module("flwr.supercore.corestate.in_memory_corestate").TokenRecord
-    assert "active_until" in inspect.signature(token).parameters
 
 
 # What is made of them: a SuperNode's loop, with Flower's own steps and state, and a SuperLink made of functions
@@ -191,162 +182,241 @@ class Link:
         }  # fmt: skip
 
 
-def meeting() -> private.Rendezvous:
-    steps = loop._pull_and_store_message, loop._push_messages
-    return private.Rendezvous(
-        lambda quiet: 0.0, runtime_handlers.acquire_task, runtime_handlers.push_task_output, *steps
-    )
+NOTHING = hashlib.sha256(b"").hexdigest()
 
 
-REQUEST = private.AcquireTaskRequest(supported_task_types=[private.TaskType.CLIENT_APP])
+class Over(BaseException):
+    """The test has seen enough."""
 
 
-def test_a_worker_gets_the_task_of_the_run_that_goes_on() -> None:
-    """A run ends while its message is received: its task, which Flower leaves, is older than the next one."""
-    link, met = Link(), meeting()
-    link.queue, link.over = [link.message(OLD)], {OLD}
-    assert met.pull(**link.parts()) is None
-    link.queue = [link.message(NEW)]
-    assert met.pull(**link.parts()) == NEW
-    met.open.set()
-    assert met.acquire(REQUEST, link.state).task.run_id == NEW
-    assert [task.run_id for task in link.state.get_tasks(statuses=private.OPEN)] == [NEW]
-    assert {entry.message.metadata.run_id for entry in link.state.msg_store.values()} == {NEW}
+def play(link: Link, replying: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The replies that the loop sends until the SuperLink has no more messages."""
+    sent: list[Any] = []
 
+    def send(message: Any, tree: Any, seconds: float) -> tuple[set[str], str]:
+        sent.append(message)
+        return set(), "session"
 
-def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless() -> None:
-    link, met = Link(), meeting()
-    link.queue, link.complete = [link.message(NEW)], False
-    before = dict(inflatable_utils.pull_objects.__kwdefaults__ or {})
+    @contextmanager
+    def connection(**given: Any) -> Any:
+        parts = link.parts()
+        yield (
+            5, parts["receive"], send, link.get_run, lambda fab, run: private.Fab(NOTHING, b"", {}),
+            link.pull_object, lambda *_: None, parts["confirm_message_received"],
+        )  # fmt: skip
+
+    def interval(quiet: float) -> float:
+        if not link.queue:
+            raise Over
+        return 0.0
+
+    monkeypatch.setattr(private, "register_signal_handlers", lambda **_: None)
+    monkeypatch.setattr(loop, "_init_connection", connection)
+    factory = SimpleNamespace(state=lambda: link.state, objectstore_factory=SimpleNamespace(store=lambda: link.store))
+    given = dict.fromkeys(private.CONNECTION) | {"node_config": {}, "trusted_entities": None, "state_factory": factory}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert met.pull(**link.parts()) is None
+        with pytest.raises(Over):
+            private.serve(loop, replying, interval, **given)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return sent
+
+
+class Answering:
+    """In the place of a worker: does that and replies."""
+
+    def __init__(self, do: Any = lambda goes_on: None) -> None:
+        self.do, self.runs = do, []
+
+    def reply(self, question: Any, goes_on: Any) -> Any:
+        message, context, run, _ = private.opened(question)
+        self.runs.append(run.run_id)
+        self.do(goes_on)
+        return private.answer(Message(RecordDict(), reply_to=message), context, "")
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Link:
+    link = Link()
+    for run in (OLD, NEW):
+        context = Context(run, 5, {}, RecordDict(), {})
+        link.state.set_run_series_context(run, context)
+        link.state.get_run(run).fab_hash = NOTHING
+    link.state.store_fab(private.Fab(NOTHING, b"", {}))
+    return link
+
+
+def test_a_message_is_replied_to_and_nothing_of_it_is_left(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    known.queue = [known.message(OLD), known.message(NEW)]
+    asked = [message.metadata.message_id for message in known.queue]
+    answering = Answering()
+    sent = play(known, answering, monkeypatch)
+    assert [message.metadata.reply_to_message_id for message in sent] == asked
+    assert answering.runs == [OLD, NEW]
+    assert (len(known.store), len(known.state.msg_store)) == (0, 0)
+    assert known.state.get_tasks(statuses=["pending", "starting", "running"]) == []
+
+
+def test_a_run_that_ends_while_its_message_comes_leaves_nothing_for_the_worker(
+    known: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known.queue, known.over = [known.message(OLD), known.message(NEW)], {OLD}
+    answering = Answering()
+    assert len(play(known, answering, monkeypatch)) == 1
+    assert answering.runs == [NEW]
+
+
+def test_a_worker_that_computes_for_a_run_that_is_over_is_let_go(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(goes_on: Any) -> None:
+        known.over = {OLD}
+        goes_on()
+
+    known.queue = [known.message(OLD), known.message(NEW)]
+    assert [message.metadata.run_id for message in play(known, Answering(ended), monkeypatch)] == [NEW]
+
+
+def test_a_superlink_that_gives_no_answer_ends_no_task(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(run: int) -> None:
+        raise httpx.ReadTimeout("slow")
+
+    known.queue = [known.message(OLD)]
+    known.get_run = silent  # type: ignore[method-assign]
+    assert len(play(known, Answering(lambda goes_on: goes_on()), monkeypatch)) == 1
+
+
+def test_a_worker_that_has_gone_is_an_error_at_once(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(goes_on: Any) -> None:
+        raise EOFError
+
+    known.queue = [known.message(OLD)]
+    (reply,) = play(known, Answering(die), monkeypatch)
+    assert reply.error.code == 8
+
+
+def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless(
+    known: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(inflatable_utils.pull_objects.__kwdefaults__ or {})
+    known.queue, known.complete = [known.message(NEW)], False
+    try:
+        assert play(known, Answering(), monkeypatch) == []
         assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == 0.05  # its time to live
         versions.quick_pulls(1e9)
         assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == versions.LONGEST_PULL
     finally:
         inflatable_utils.pull_objects.__kwdefaults__ = before  # type: ignore[assignment]
-    assert link.state.get_tasks(statuses=private.OPEN) == []
-    assert len(link.store) == 0
+    assert len(known.store) == 0
 
 
-def test_a_worker_that_computes_for_a_run_that_is_over_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "ALIVE", 0.0)
-    link, met = Link(), meeting()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(sleep=met.sleep))
-    link.queue = [link.message(NEW)]
-    assert met.pull(**link.parts()) == NEW
-    met.open.set()
-    token = met.acquire(REQUEST, link.state).token
-    assert link.state.activate_task(link.state.get_task_by_token(token).task_id)
-    link.over = {NEW}
-    met.push(state=link.state, object_store=link.store, send=None, push_object=None)  # waits for no answer
-    assert link.state.get_task_by_token(token) is None  # what a beat is told: see below
+APP = """
+import os
+from flwr.app import ConfigRecord, Message, RecordDict
+def app(message, context):
+    if "die" in message.content:
+        os.kill(os.getpid(), 9)
+    context.state["c"] = ConfigRecord({"calls": context.state["c"]["calls"] + 1 if "c" in context.state else 1})
+    return Message(RecordDict({"c": ConfigRecord({"pid": os.getpid()})}), reply_to=message)
+"""
 
 
-def test_a_superlink_that_gives_no_answer_ends_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "ALIVE", 0.0)
-    met, asked = meeting(), []
+def test_a_real_worker_stays_and_one_that_dies_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "an_app_on_a_pipe.py").write_text(APP)
+    monkeypatch.chdir(tmp_path)
+    versions.be_server()
+    piped, kept, pids = private.PipedWorker("an_app_on_a_pipe:app"), RecordDict(), []
 
-    def get_run(run: int) -> None:
-        asked.append(run)
-        raise httpx.ReadTimeout("slow")
+    def ask(content: RecordDict) -> int:
+        message = Message(content, 5, "query.fedbilevel", ttl=50.0)
+        number, objects = message.object_id, get_all_nested_objects(message)
+        contents = {name: part.deflate() for name, part in objects.items()}
+        about = Context(NEW, 5, {}, kept, {}), Run.create_empty(NEW), private.Fab(NOTHING, b"", {})
+        parts = piped.reply(private.request_of(number, contents, *about), lambda: None)
+        _, tree, state, failure, *contents = parts
+        assert failure == b""
+        kept.update(private.context_from_proto(private.ContextProto.FromString(state)).state)
+        root = private.ObjectTree.FromString(tree).object_id
+        reply: Any = private.inflate_object_from_contents(root, private.by_name(contents))
+        return int(reply.content["c"]["pid"])
 
-    met.get_run, met.run = get_run, NEW
-    met.sleep(0.001)
-    assert asked == [NEW]
-
-
-@pytest.mark.parametrize(("status", "wanted"), [(401, False), (503, None)])
-def test_a_beat_for_a_task_that_was_given_up_is_a_no(status: int, wanted: bool | None) -> None:
-    """The SuperNode does not know the task's token any more; other errors say nothing about the task."""
-    node = private.SuperNodeConnection("127.0.0.1:1", None)
-
-    def refuse(request: Any) -> None:
-        given = httpx.Request("POST", "http://here")
-        raise httpx.HTTPStatusError("no", request=given, response=httpx.Response(status, request=given))
-
-    node.client.SendTaskHeartbeat = refuse  # type: ignore[method-assign, assignment]
-    if wanted is None:
-        with pytest.raises(httpx.HTTPStatusError):
-            node.beat()
-    else:
-        assert node.beat() is wanted
-    node.close()
-
-
-def test_a_slow_superlink_is_left_in_peace_but_not_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three times as long as its answer took, at most the 3 s that Flower sleeps; longer if the interval says so."""
-    now, slept = [0.0], []
-    monkeypatch.setattr(private, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
-    met = meeting()
-    for took in (0.1, 0.5, 100.0):
-        now[0] = met.woken + took
-        met.sleep(3)
-    met.interval = lambda quiet: 7.0
-    met.sleep(3)
-    assert slept == pytest.approx([0.3, 1.5, 3.0, 7.0])
+    try:
+        pids = [ask(RecordDict()), ask(RecordDict())]
+        with pytest.raises((EOFError, OSError)):
+            ask(RecordDict({"die": ConfigRecord({"x": 1})}))
+        pids.append(ask(RecordDict()))
+    finally:
+        piped.stop()
+    assert pids[0] == pids[1] != pids[2]
+    assert kept["c"]["calls"] == 3
+    assert not Path(f"/proc/{pids[2]}").exists()
 
 
-def test_a_question_for_a_task_does_not_hold_up_a_stop() -> None:
-    met = meeting()
-    answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(met.acquire(REQUEST, Link().state)))
-    asking.start()
-    while not met.asking:
-        time.sleep(0.01)
-    met.close()
-    asking.join(10)
-    assert [response.HasField("task") for response in answers] == [False]
+def test_the_pipe_unpickles_nothing() -> None:
+    """An app is the server's code: what it sends must not be code for the process that holds the client's key."""
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return print, ("this was run",)
+
+    ours, theirs = Pipe()
+    theirs.send(Code())
+    with pytest.raises(OSError, match="bad message length"):
+        private.receive(ours)
+
+
+def test_a_worker_ends_with_its_supernode_whatever_it_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that went on could write its client's state after the next one's worker did."""
+    begun = tmp_path / "begun"
+    lines = f"import os, time\ndef app(message, context):\n    open({str(begun)!r}, 'w').write(str(os.getpid()))\n"
+    (tmp_path / "an_app_that_lasts.py").write_text(lines + "    time.sleep(600)")
+    monkeypatch.chdir(tmp_path)
+    versions.be_server()
+    lasting = private.PipedWorker("an_app_that_lasts:app")
+    pipe = lasting.start()
+    message = Message(RecordDict(), 5, "query.fedbilevel", ttl=50.0)
+    objects = {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
+    about = Context(NEW, 5, {}, RecordDict(), {}), Run.create_empty(NEW), private.Fab(NOTHING, b"", {})
+    private.send(pipe, private.request_of(message.object_id, objects, *about))
+    while not begun.exists():
+        assert lasting.process is not None
+        assert lasting.process.poll() is None
+    pipe.close()  # as the end of the SuperNode's process does
+    assert lasting.process.wait(30) == 0
+
+
+def test_an_app_that_is_not_there_is_told_at_the_start(capfd: pytest.CaptureFixture, monkeypatch: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        private.run_supernode(["--insecure"], lambda quiet: 0.0, "no_such_module_here:app")
+    assert "--app no_such_module_here:app cannot be loaded" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the SuperLink says 500")])
 def test_a_loop_that_has_ended_ends_the_process(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower logs an error of the loop and returns; the thread that serves the worker would keep the process."""
-    ours = {
-        runtime_handlers: {"acquire_task": "acquire", "push_task_output": "finish"},
-        loop: {"_pull_and_store_message": "pull", "_push_messages": "push", "register_signal_handlers": "register"},
-    }
-    for module, names in ours.items():
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
-    monkeypatch.setattr(loop, "time", loop.time)
+    """Flower logs an error of the loop and returns; the thread that serves its API would keep the process."""
+    module = sys.modules["flwr.supernode.cli.flower_supernode"]
+    monkeypatch.setattr(module, "start_client_internal", module.start_client_internal)  # to be put back
     monkeypatch.setattr(sys, "argv", [])
-    seen: dict[str, str] = {}
+    seen: list[str] = []
 
-    def flower_supernode() -> None:
-        seen.update({name: getattr(module, name).__name__ for module, names in ours.items() for name in names})
-        seen["sleep"] = loop.time.sleep.__qualname__
+    def command() -> None:
+        seen.append(module.start_client_internal.__module__)
         if error:
             raise error
 
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr("flwr.supernode.cli.flower_supernode", flower_supernode)
+    command.__module__ = module.__name__
+    monkeypatch.setattr("flwr.supernode.cli.flower_supernode", command)
     monkeypatch.setattr(private.os, "_exit", leave)
+    monkeypatch.setattr(private.PipedWorker, "start", lambda self: None)
     with pytest.raises(SystemExit, match="1"):
         private.run_supernode(["--insecure"], lambda quiet: 0.0)
-    assert seen == {**ours[runtime_handlers], **ours[loop], "sleep": "Rendezvous.sleep"}
+    assert seen == ["fedbilevel.flower.launch.private"]
     assert sys.argv == ["flower-supernode", "--insecure"]
-
-
-def test_a_second_signal_does_not_interrupt_the_end() -> None:
-    """A supervisor passes on the Ctrl-C that the terminal sent to all."""
-    program = """
-import os, signal, time
-from flwr.supercore.telemetry import EventType
-from fedbilevel.flower.launch import private
-def close():
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("closed", flush=True)
-meeting = private.Rendezvous(lambda quiet: 0.0, print, print, print, print)
-meeting.close = close
-meeting.register(event_type=EventType.RUN_SUPERNODE_LEAVE, exit_message="stopped", grpc_servers=[])
-os.kill(os.getpid(), signal.SIGINT)
-time.sleep(60)
-"""
-    env = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False)
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
-    assert "Traceback" not in done.stderr
-    assert "race condition" not in done.stderr

@@ -1,4 +1,4 @@
-"""The worker against a SuperNode made of lists: whatever one message does, the next one is answered."""
+"""The worker on its pipe: whatever one message does, the next one is answered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,42 +18,6 @@ from fedbilevel.flower import versions
 from fedbilevel.flower.launch import supernode, worker
 
 
-class Fake:
-    """A SuperNode with messages 0, 1, … for apps; notes what comes back. Out of reach when all are answered."""
-
-    def __init__(self, messages: list[Any], push_errors: int = 0, pull_error: Exception | None = None) -> None:
-        self.messages, self.push_errors, self.pull_error = list(messages), push_errors, pull_error
-        self.replies: list[Any] = []
-        self.finished: list[tuple[Any, str]] = []
-        self.beats = 0
-
-    def acquire(self) -> bool:
-        if not self.messages:
-            raise ConnectionError("gone")
-        return True
-
-    def pull(self) -> tuple[Any, Any, Any, Any]:
-        name = self.messages.pop(0)
-        if self.pull_error and name == "unreadable":
-            raise self.pull_error
-        message = SimpleNamespace(metadata=SimpleNamespace(message_type=f"query.{name}"), name=name)
-        return message, "context", "run", SimpleNamespace(hash_str="hash")
-
-    def push(self, reply: Any, context: Any) -> None:
-        assert context == "context"
-        if self.push_errors:
-            self.push_errors -= 1
-            raise RuntimeError("the push session was replaced")
-        self.replies.append(reply.name)
-
-    def finish(self, context: Any, failure: str) -> None:
-        self.finished.append((context, failure))
-
-    def beat(self) -> bool:
-        self.beats += 1
-        return True
-
-
 def app(message: Any, context: Any) -> Any:
     """Echo, unless the message's name asks for a fault."""
     if message.name == "raises":
@@ -61,42 +25,52 @@ def app(message: Any, context: Any) -> Any:
     return None if message.name == "none" else SimpleNamespace(name=message.name, metadata=None)
 
 
-def error_reply(message: Any, error: Exception) -> Any:
-    return SimpleNamespace(name=f"{message.name}: {type(error).__name__}", metadata=None)
+def served(names: list[str], apps: Callable, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What a worker replies, by name, and what it says has failed."""
+    from fedbilevel.flower.launch import private
+
+    def opened(request: list[bytes]) -> tuple[Any, Any, Any, Any]:
+        name = request[0].decode()
+        message = SimpleNamespace(metadata=SimpleNamespace(message_type=f"query.{name}"), name=name)
+        return message, "context", "run", SimpleNamespace(hash_str="hash")
+
+    def error_reply(message: Any, error: Exception) -> Any:
+        return SimpleNamespace(name=f"{message.name}: {type(error).__name__}")
+
+    monkeypatch.setattr(private, "opened", opened)
+    monkeypatch.setattr(private, "error_reply", error_reply)
+    monkeypatch.setattr(private, "answer", lambda reply, context, failure: [reply.name.encode(), failure.encode()])
+    ours, theirs = Pipe()
+    left = threading.Event()
+    thread = threading.Thread(target=worker.serve, args=(theirs, apps, left.set))
+    thread.start()
+    assert private.receive(ours) == []
+    found = []
+    for name in names:
+        private.send(ours, [name.encode()])
+        answered, failure = private.receive(ours)
+        found.append((answered.decode(), failure.decode()))
+    ours.close()  # nobody is there any more
+    thread.join(10)
+    assert not thread.is_alive()
+    assert left.wait(10)
+    return found
 
 
-def serve(node: Fake, load: Callable | None = None) -> None:
-    apps = worker.InstalledApps(load or (lambda run, fab: (app, Path("/nowhere"))))
-    worker.serve(node, apps, error_reply, patience=0.3)
+def installed(load: Callable) -> worker.InstalledApps:
+    return worker.InstalledApps(load)
 
 
-def test_an_exception_and_a_missing_reply_become_error_replies_and_the_worker_goes_on() -> None:
-    node = Fake(["a", "raises", "none", "b"])
-    serve(node)
-    assert node.replies == ["a", "raises: ValueError", "none: TypeError", "b"]
-    assert [bool(failure) for _, failure in node.finished] == [False, True, True, False]
-    assert "NoneType for a 'query.none' message" in node.finished[2][1]
+def test_an_exception_and_a_missing_reply_become_error_replies_and_the_worker_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = served(["a", "raises", "none", "b"], installed(lambda run, fab: (app, Path("/nowhere"))), monkeypatch)
+    assert [name for name, _ in found] == ["a", "raises: ValueError", "none: TypeError", "b"]
+    assert [bool(failure) for _, failure in found] == [False, True, True, False]
+    assert "NoneType for a 'query.none' message" in found[2][1]
 
 
-def test_a_reply_that_is_refused_is_pushed_again_and_in_the_end_reported() -> None:
-    node = Fake(["a", "b"], push_errors=worker.PUSHES - 1)
-    serve(node)
-    assert node.replies == ["a", "b"]
-    assert node.finished == [("context", "")] * 2
-    node = Fake(["a", "b"], push_errors=worker.PUSHES)
-    serve(node)
-    assert node.replies == ["b"]
-    assert "could not be delivered" in node.finished[0][1]
-
-
-def test_a_task_that_cannot_be_pulled_has_no_reply_but_an_end() -> None:
-    node = Fake(["unreadable", "a"], pull_error=OSError("cut"))
-    serve(node)
-    assert node.replies == ["a"]
-    assert [context for context, _ in node.finished] == [None, "context"]
-
-
-def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded() -> None:
+def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[int] = []
 
     def load(run: Any, fab: Any) -> tuple[Callable, Path]:
@@ -105,9 +79,8 @@ def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded() -> None:
             raise ImportError("not yet")
         return app, Path("/nowhere")
 
-    node = Fake(["a", "b", "c"])
-    serve(node, load)
-    assert node.replies == ["a: ImportError", "b", "c"]
+    found = served(["a", "b", "c"], installed(load), monkeypatch)
+    assert [name for name, _ in found] == ["a: ImportError", "b", "c"]
     assert len(loads) == 2
 
 
@@ -131,43 +104,6 @@ def test_another_version_of_an_app_takes_the_place_of_the_first(
     assert got == [1, 1, 2, 1]
 
 
-def test_the_heart_beats_during_a_task_only_and_a_task_given_up_is_told() -> None:
-    node, told = Fake([]), threading.Event()
-    heart = worker.Heartbeat(node, told.set, interval=0.01)
-    assert not told.wait(0.1)
-    assert node.beats == 0
-    heart.set(True)
-    while node.beats < 2:
-        told.wait(0.01)
-    assert not told.is_set()
-    node.beat = lambda: False  # type: ignore[method-assign]
-    assert told.wait(10)
-    node.beat = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
-    told.clear()
-    assert not told.wait(0.1)  # no answer is not a no
-    heart.set(False)
-
-
-def test_a_task_that_takes_longer_than_the_patience_does_not_end_the_worker() -> None:
-    def slow(message: Any, context: Any) -> Any:
-        time.sleep(0.5)
-        return app(message, context)
-
-    node = Fake(["a", "b"])
-    serve(node, lambda run, fab: (slow, Path("/nowhere")))  # patience: 0.3 s
-    assert node.replies == ["a", "b"]
-
-
-def test_the_heart_rests_before_a_task_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A beat for a task that is finished is answered as one for a task given up, which ends the worker."""
-    events: list[Any] = []
-    monkeypatch.setattr(worker, "Heartbeat", lambda *_: SimpleNamespace(set=events.append))
-    node = Fake(["a", "raises"])
-    node.finish = lambda *_: events.append("finish")  # type: ignore[method-assign]
-    serve(node)
-    assert events == [True, False, "finish"] * 2
-
-
 def test_the_interval_grows_with_the_quiet_time_between_its_bounds() -> None:
     assert supernode.interval(0.0, 0.05, 2.0) == 0.05
     assert supernode.interval(10.0, 0.05, 2.0) == 1.0
@@ -176,16 +112,13 @@ def test_the_interval_grows_with_the_quiet_time_between_its_bounds() -> None:
 
 def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog: pytest.LogCaptureFixture) -> None:
     arguments = ["--superlink", "h:1", "--insecure", "--port", "9100", "--fastest", "0.1"]
-    commands = supernode.processes(arguments, "1.41.3")
-    assert list(commands) == ["supernode", "worker"]
-    assert commands["worker"][-2:] == ["--address", "127.0.0.1:9100"]
-    assert commands["supernode"][2:6] == ["fedbilevel.flower.launch.supernode", "serve", "0.1", "2.0"]
-    assert commands["supernode"][-2:] == ["--isolation", "process"]
+    words = supernode.command(arguments, "1.41.3")
+    assert words[2:7] == ["fedbilevel.flower.launch.supernode", "serve", "0.1", "2.0", ""]
+    assert words[7:] == ["--superlink", "h:1", "--insecure", "--port", "9100"]
     assert not caplog.records
-    stock = supernode.processes(arguments, "1.50.0")
-    assert list(stock) == ["supernode"]
-    assert Path(stock["supernode"][0]).name == "flower-supernode"
-    assert stock["supernode"][1:] == ["--superlink", "h:1", "--insecure", "--host", "127.0.0.1", "--port", "9100"]
+    stock = supernode.command(arguments, "1.50.0")
+    assert Path(stock[0]).name == "flower-supernode"
+    assert stock[1:] == ["--superlink", "h:1", "--insecure", "--port", "9100"]
     assert "1.50.0 was not tried" in caplog.text
 
 
@@ -230,52 +163,11 @@ def test_the_server_learns_only_the_kind_of_a_clients_error() -> None:
     assert (reply.error.code, reply.error.reason) == (2, "FileNotFoundError")
 
 
-def test_worker_and_loop_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("flwr")
-    from fedbilevel.flower.launch import private
-
-    monkeypatch.setattr(private, "HOLD", 0.1)
-    record = SimpleNamespace(active_until=datetime.now(UTC))
-    state: Any = SimpleNamespace(lock_task_store=threading.Lock(), task_token_store={7: record})
-    meeting = private.Rendezvous(lambda quiet: 0.0, lambda *_: "task", lambda *_: "finished", print, print)
-    assert meeting.acquire("request", state) != "task"  # no message is complete: the question ends empty
-    assert record.active_until.year == 1970  # what the worker had before is given up
-    monkeypatch.setattr(private, "HOLD", 30.0)
-    got: list[Any] = []
-
-    def request() -> None:
-        got.extend([meeting.acquire("request", state), meeting.finish()])
-
-    worker_thread = threading.Thread(target=request)
-    worker_thread.start()
-    meeting.sleep(0.5)
-    worker_thread.join(30)
-    assert got == ["task", "finished"]
-
-
-def test_a_reply_that_never_becomes_complete_does_not_hold_the_node() -> None:
-    pytest.importorskip("flwr")
-    from fedbilevel.flower.launch import private
-
-    meeting = private.Rendezvous(lambda quiet: 0.0, *[lambda *_: None] * 4)
-
-    def yield_object_contents() -> None:  # the name of the function that waits for content
-        meeting.sleep(0.01)
-
-    yield_object_contents()
-    meeting.asking = 1
-    yield_object_contents()
-    with pytest.raises(TimeoutError, match="whole reply"):
-        yield_object_contents()
-
-
 def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_app_of_the_site.py").write_text("def app(message, context):\n    return message\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
     apps = worker.pinned("own_app_of_the_site:app")
-    fake = Fake(["a", "b"])
-    worker.serve(fake, apps, error_reply, patience=0.3)
-    assert fake.replies == ["a", "b"]
+    assert [name for name, _ in served(["a", "b"], apps, monkeypatch)] == ["a", "b"]
     for reference in ("own_app_of_the_site", "own_app_of_the_site:none", "no_such_module_here:app", ":app"):
         with pytest.raises(ConfigurationError, match="--app"):
             worker.pinned(reference)
@@ -285,6 +177,6 @@ def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypa
 
 def test_a_pinned_app_is_never_given_up_for_the_stock_supernode() -> None:
     for version in versions.TESTED:
-        assert supernode.processes(["--app", "a:b"], version)["worker"][-2:] == ["--app", "a:b"]
+        assert "a:b" in supernode.command(["--app", "a:b"], version)
     with pytest.raises(ConfigurationError, match="would run any app"):
-        supernode.processes(["--app", "a:b"], "9.9")
+        supernode.command(["--app", "a:b"], "9.9")

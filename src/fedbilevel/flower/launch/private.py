@@ -1,145 +1,305 @@
-"""The names of Flower's processes that are used without Flower promising them; `versions` has those of messages.
+"""A SuperNode whose ClientApp stays: Flower's own command with its loop in our hands, and one worker on a pipe.
 
-No other module imports such a name.
+`flower-supernode` starts a process for every message and sleeps up to 3.5 s around it. Its command line, its connection
+to the SuperLink, and its steps (receive a message, send the reply) stay Flower's; only `start_client_internal`, which
+the command calls last, is another one. Between the two steps the message goes to a worker process and the whole reply
+comes back, over a pipe that nobody else can reach: no address, no tasks or tokens, nothing to poll, nothing pickled.
+Whoever is at one end of the pipe knows at once when the other has gone.
 
-Tried with the versions of `versions.TESTED`; `supernode` starts Flower's own command where another one is installed.
-
-`SuperNodeConnection` is a worker's connection to its SuperNode: the calls that `flwr-clientapp` makes for one message,
-over one connection that stays. `run_supernode` is the command `flower-supernode`, with its three fixed sleeps gone:
-
-- a worker's question for a task is replied to when there is one (instead of every second);
-- a reply leaves when the worker has finished (instead of up to half a second later);
-- the SuperLink is asked often after a message and seldom in quiet times (instead of every three seconds);
-
-and with nothing left of a run that is over: its task is not handed out, nobody waits for the rest of its message, and
-a worker that still computes for it is let go.
+The private names of Flower are those imported here. Tried with `versions.TESTED`.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
-import threading
 import time
-import types
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from flwr.app import Context, Error, Message
+from flwr.app.message import remove_content_from_message
 from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
 from flwr.common.config import get_project_dir
 from flwr.common.constant import ErrorCode, Status, SubStatus
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    AcquireTaskResponse,
-    PullAppMessagesRequest,
-    PullAppMessagesResponse,
-    SendTaskHeartbeatRequest,
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    fab_from_proto,
+    fab_to_proto,
+    message_from_proto,
+    message_to_proto,
+    run_from_proto,
+    run_to_proto,
 )
-from flwr.supercore.constant import TaskType
+from flwr.proto.fab_pb2 import Fab as FabProto
+from flwr.proto.message_pb2 import Context as ContextProto
+from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.run_pb2 import Run as RunProto
 from flwr.supercore.exit import register_signal_handlers
 from flwr.supercore.fab import Fab
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run, RunNotRunningException
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supercore.telemetry import EventType
 
 from fedbilevel.flower.versions import quick_pulls
 
-if TYPE_CHECKING:
-    from flwr.supercore.object_store import ObjectStore
-    from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
-
-HOLD = 5.0  # seconds that a worker's question for a task stays open
+WORKER = "fedbilevel.flower.launch.worker"
 PATIENCE = 3  # times as long as the SuperLink took for its reply is waited at least: many nodes must not drown it
-ALIVE = 10.0  # seconds between two questions whether the run that a worker computes for goes on
-OPEN = (Status.PENDING, Status.STARTING, Status.RUNNING)  # states of a task that is not finished
+LONGEST = 3.0  # seconds, though, at most: Flower's own
+ALIVE = 10.0  # seconds between two questions whether the run that the worker computes for goes on
 
 logger = logging.getLogger("fedbilevel.supernode")
 
 
-class TaskToken:
-    """Adds the current task's token to every request of a connection; none between tasks."""
-
-    def __init__(self) -> None:
-        self.current: RuntimeTokenHttpInterceptor | None = None
-
-    def intercept(self, context, call_next):  # type: ignore[no-untyped-def]
-        current = self.current
-        return call_next(context) if current is None else current.intercept(context, call_next)
+def send(pipe: Connection, parts: Sequence[bytes]) -> None:
+    """Send byte strings as they are, after their number: nothing is pickled on the way."""
+    pipe.send_bytes(len(parts).to_bytes(4))
+    for part in parts:
+        pipe.send_bytes(part)
 
 
-class SuperNodeClient(RuntimeHttpClient):
-    """Flower's connection of an app to its SuperNode, which waits for a message no longer than the message is worth."""
+def receive(pipe: Connection) -> list[bytes]:
+    """What `send` has sent.
 
-    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:
-        """The messages of the current task, without their content, which is pulled next."""
-        response = super().PullMessages(request)
-        for message in response.messages_list:
-            quick_pulls(message.metadata.ttl)
-        return response
+    Raises:
+        EOFError, OSError: nobody is at the other end.
+    """
+    return [pipe.recv_bytes() for _ in range(int.from_bytes(pipe.recv_bytes(4)))]
 
 
-class SuperNodeConnection:
-    """A worker's door to its SuperNode. One task at a time; only `beat` may be called from another thread.
+class PipedWorker:
+    """The process that runs the ClientApp: started for the first message, and again where it has ended.
 
-    A request that fails raises (httpx.HTTPError); nothing is retried for ever, so that a worker does not outlive its
-    SuperNode.
+    Args:
+        app: what it replies with, "package.module:NAME"; None: the app that a run brings.
     """
 
-    def __init__(self, address: str, root_certificates: Path | None) -> None:
-        self.token = TaskToken()
-        self.client = SuperNodeClient.from_server_address(
-            server_address=address,
-            insecure=root_certificates is None,
-            root_certificates=None if root_certificates is None else root_certificates.read_bytes(),
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), self.token],
-        )
+    def __init__(self, app: str | None) -> None:
+        self.app = app
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pipe: Connection | None = None
 
-    def acquire(self) -> bool:
-        """Ask for a task; True if there is one. Returns after at most HOLD seconds where `run_supernode` is running."""
-        self.token.current = None
-        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP], agentapp_fab_hashes=[])
-        response = self.client.AcquireTask(request)
-        if not (response.HasField("task") and response.token):
-            return False
-        self.token.current = RuntimeTokenHttpInterceptor(response.token)
-        return True
+    def start(self) -> Connection:
+        """Start the process unless it runs, and wait until it is ready.
 
-    def pull(self) -> tuple[Message, Context, Run, Fab]:
-        """The current task: its message, the client's context, the run and its app."""
-        return pull_task_input(self.client)
+        Raises:
+            EOFError: it has ended before that.
+        """
+        if self.process is not None and self.process.poll() is None and self.pipe is not None:
+            return self.pipe
+        self.stop()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", WORKER, str(theirs.fileno()), *([self.app] if self.app else [])]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self.pipe = Connection(ours.detach())
+        receive(self.pipe)
+        return self.pipe
 
-    def push(self, reply: Message, context: Context) -> None:
-        push_message(self.client, reply, context)
+    def reply(self, request: list[bytes], goes_on: Callable[[], object]) -> list[bytes]:
+        """Send a request and return the answer.
 
-    def finish(self, context: Context | None, failure: str) -> None:
-        """End the task: the context is kept for the client's next message; "" means that nothing failed."""
-        push_task_output(self.client, context, SubStatus.FAILED if failure else SubStatus.COMPLETED, failure)
+        Args:
+            request, answer: see `request_of` and `answer`.
+            goes_on: called now and then; the worker is ended where it raises.
 
-    def beat(self) -> bool:
-        """Say that the task is still being worked on; False when nobody waits for it any more.
-
-        The SuperNode knows only the tokens of tasks that are not finished, and treats others as strangers.
+        Raises:
+            EOFError, OSError: the worker has ended.
         """
         try:
-            return bool(self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success)
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code == httpx.codes.UNAUTHORIZED:
-                return False
+            pipe = self.start()
+            send(pipe, request)
+            while not pipe.poll(ALIVE):
+                goes_on()
+            return receive(pipe)
+        except BaseException:
+            self.stop()
             raise
 
-    def close(self) -> None:
-        self.client.close()
+    def stop(self) -> None:
+        if self.pipe is not None:
+            self.pipe.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.process = self.pipe = None
+
+
+def run_supernode(arguments: list[str], interval: Callable[[float], float], app: str | None = None) -> None:
+    """Run `flower-supernode` with `arguments` until it ends, and this process with it.
+
+    Args:
+        interval: how many seconds to wait before asking the SuperLink again, given the seconds since the last message.
+        app: what the worker replies with, "package.module:NAME"; None: the app that a run brings.
+    """
+    import flwr.supernode.start_client_internal as steps
+    from flwr.supernode.cli import flower_supernode as command
+
+    replying = PipedWorker(app)
+    try:
+        replying.start()  # also to see at once whether there is such an app
+    except EOFError:
+        sys.exit(replying.process.wait() if replying.process else 1)
+    module = sys.modules[command.__module__]
+    vars(module)["start_client_internal"] = lambda **given: serve(steps, replying, interval, **given)
+    sys.argv = ["flower-supernode", *arguments]
+    try:
+        command()
+    except Exception:
+        logger.exception("the SuperNode's loop has failed")
+    replying.stop()
+    os._exit(1)  # its server's thread would keep the process
+
+
+CONNECTION = ["server_address", "insecure", "root_certificates", "authentication_keys", "max_retries", "max_wait_time"]
+
+
+def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float], **given: Any) -> None:
+    """Do what `start_client_internal` does: receive a message, have it replied to, send the reply; for ever."""
+    state, store = given["state_factory"].state(), given["state_factory"].objectstore_factory.store()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # what Flower goes back to after the first signal
+    register_signal_handlers(
+        event_type=EventType.RUN_SUPERNODE_LEAVE,
+        exit_message="SuperNode terminated gracefully.",
+        exit_handlers=[replying.stop],
+    )
+    with steps._init_connection(**{name: given[name] for name in CONNECTION}) as connection:
+        node, pull_message, push_message, get_run, get_fab, pull_object, push_object, confirm = connection
+        state.set_node_id(node)
+        last = time.monotonic()
+
+        def received() -> Any:
+            found = pull_message()
+            if found is not None:
+                quick_pulls(found[0].metadata.ttl)
+            return found
+
+        parts = {
+            "state": state,
+            "object_store": store,
+            "node_config": given["node_config"],
+            "get_fab": get_fab,
+            "pull_object": pull_object,
+            "confirm_message_received": confirm,
+            "trusted_entities": given["trusted_entities"],
+        }
+        while True:
+            state.delete_messages()  # of a run that ended while its message came
+            store.clear()
+            began = time.monotonic()
+            run = steps._pull_and_store_message(**parts, receive=received, get_run=get_run)
+            if run is None:
+                now = time.monotonic()
+                time.sleep(max(interval(now - last), min(PATIENCE * (now - began), LONGEST)))
+                continue
+            for message in state.get_messages_legacy(run_ids=[run], is_reply=False):
+                handle(replying, state, store, message, partial(check_run, get_run, run))
+            if any(entry.message.metadata.reply_to_message_id for entry in list(state.msg_store.values())):
+                steps._push_messages(state=state, object_store=store, send=push_message, push_object=push_object)
+            last = time.monotonic()
+
+
+def check_run(get_run: Callable[[int], object], run: int) -> None:
+    """Ask the SuperLink whether the run goes on.
+
+    Raises:
+        RunNotRunningException: it does not.
+    """
+    try:
+        get_run(run)
+    except httpx.HTTPError as error:  # no reply is not a no
+        logger.warning("the SuperLink does not say whether run %s goes on: %s", run, type(error).__name__)
+
+
+def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes_on: Callable[[], object]) -> None:
+    """Have one message replied to, and put the reply where Flower's next step finds it, with all its content."""
+    number, run = message.metadata.message_id, state.get_run(message.metadata.run_id)
+    context = state.get_run_series_context(run.series_id)
+    state.record_message_processing_start(number)
+    nodes = iterate_object_tree(store.get_object_tree(number))
+    objects = {node.object_id: store.get(node.object_id) for node in nodes}
+    began = time.perf_counter()
+    try:
+        parts = replying.reply(request_of(number, objects, context, run, state.get_fab(run.fab_hash)), goes_on)
+    except RunNotRunningException:
+        logger.warning("run %d is over: the worker that computed for it is ended", run.run_id)
+        store.delete(number)
+        return
+    except (EOFError, OSError) as error:
+        ended = Message(Error(ErrorCode.CLIENT_APP_CRASHED, "the worker has ended"), reply_to=message)
+        parts = answer(ended, context, f"the worker has ended: {type(error).__name__}")
+    reply, tree, kept, failure, *contents = parts
+    state.set_run_series_context(run.series_id, context_from_proto(ContextProto.FromString(kept)))
+    state.record_message_processing_end(number)
+    store.delete(number)
+    state.store_message(message_from_proto(MessageProto.FromString(reply)))
+    store.preregister(run.run_id, ObjectTree.FromString(tree))
+    for name, content in by_name(contents).items():
+        store.put(name, content)
+    details = failure.decode() or "done by a worker that stays"
+    for task in state.get_tasks(run_ids=[run.run_id], statuses=[Status.PENDING]):
+        state.finish_task(task.task_id, sub_status=SubStatus.FAILED, details=details)
+    kind, seconds = message.metadata.message_type, time.perf_counter() - began
+    logger.info("type=%s outcome=%s seconds=%.3f", kind, "error" if failure else "reply", seconds)
+
+
+def in_turn(objects: Mapping[str, bytes]) -> list[bytes]:
+    """Each name, and after it what it names; `by_name` is the way back."""
+    return [part for name, content in objects.items() for part in (name.encode(), content)]
+
+
+def by_name(parts: Sequence[bytes]) -> dict[str, bytes]:
+    return {name.decode(): content for name, content in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def request_of(number: str, objects: Mapping[str, bytes], context: Context, run: Run, fab: Fab) -> list[bytes]:
+    """A message for the worker: its id, the client's context, the run and its app, and the message's objects."""
+    about = context_to_proto(context), run_to_proto(run), fab_to_proto(fab)
+    return [number.encode(), *(part.SerializeToString() for part in about), *in_turn(objects)]
+
+
+def opened(request: Sequence[bytes]) -> tuple[Message, Context, Run, Fab]:
+    """A message with the client's context, the run and its app, from `request_of`."""
+    number, *parts = request
+    context = context_from_proto(ContextProto.FromString(parts[0]))
+    run, fab = run_from_proto(RunProto.FromString(parts[1])), fab_from_proto(FabProto.FromString(parts[2]))
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run.run_id, context.node_id
+    message: Any = inflate_object_from_contents(number.decode(), by_name(parts[3:]))
+    message.metadata.__dict__["_message_id"] = number.decode()
+    return message, context, run, fab
+
+
+def answer(reply: Message, context: Context, failure: str) -> list[bytes]:
+    """A reply for the SuperNode: itself without content, the tree of its objects, the context, what has failed, and
+    the objects."""
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    with no_object_id_recompute():
+        tree = get_object_tree(reply)
+        objects = {number: part.deflate() for number, part in get_all_nested_objects(reply).items()}
+        bare = message_to_proto(remove_content_from_message(reply) if reply.has_content() else reply)
+    about = bare, tree, context_to_proto(context)
+    return [*(part.SerializeToString() for part in about), failure.encode(), *in_turn(objects)]
 
 
 def load(run: Run, fab: Fab) -> tuple[ClientApp, Path]:
@@ -155,148 +315,3 @@ def error_reply(message: Message, error: Exception) -> Message:
     unloadable = isinstance(error, LoadClientAppError)
     code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION if unloadable else ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     return Message(Error(code=code, reason=type(error).__name__), reply_to=message)
-
-
-def discard(state: InMemoryNodeState, store: ObjectStore, statuses: Sequence[str]) -> None:
-    """Drop all messages of a SuperNode with their objects, and finish its tasks of these states as failed."""
-    for task in state.get_tasks(statuses=statuses):
-        logger.warning("a task of run %d is skipped: nobody waits for its reply", task.run_id)
-        state.finish_task(task.task_id, sub_status=SubStatus.FAILED, details="nobody waits for its reply")
-    with state.lock_msg_store:
-        left = list(state.msg_store)
-    state.delete_messages(message_ids=left)
-    for message in left:
-        store.delete(message)
-
-
-class Rendezvous:
-    """Where the SuperNode's loop and its one worker wait for each other, instead of asking again and again.
-
-    The loop has two steps, which `pull` and `push` take the place of: receive a message, and send the worker's reply.
-    It sleeps in three places: 3 s when the SuperLink had no message, 0.5 s while a message is being worked on, 0.5 s
-    while the content of a reply is not complete. `sleep` takes their place. `acquire` and `finish` take the place of
-    the handlers of the worker's requests.
-    """
-
-    def __init__(
-        self, interval: Callable[[float], float], acquire: Callable, finish: Callable, pull: Callable, push: Callable
-    ) -> None:
-        self.interval, self.stock_acquire, self.stock_finish = interval, acquire, finish
-        self.stock_pull, self.stock_push = pull, push
-        self.open = threading.Event()  # the message is complete: the worker may take its task
-        self.done = threading.Event()  # the worker has finished it
-        self.asking = 0
-        self.last = self.woken = time.monotonic()  # the last message; the end of the last sleep
-        self.incomplete = self.closed = False
-        self.get_run: Callable[[Any], object] = lambda run: None  # asks the SuperLink
-        self.run: int | None = None  # of the current message
-        self.checked = 0.0  # when the run was last known to go on
-
-    def pull(self, **parts: Any) -> int | None:
-        """Receive the next message: its run, None when there is none. No earlier message is left to be worked on.
-
-        Where a run ends while a message of it is being received, Flower leaves the message's task, and a worker takes
-        the oldest task first.
-        """
-        discard(parts["state"], parts["object_store"], [Status.PENDING])
-
-        def receive() -> Any:
-            received = parts["receive"]()
-            if received is not None:
-                quick_pulls(received[0].metadata.ttl)
-            return received
-
-        self.run = self.stock_pull(**parts | {"receive": receive})
-        self.get_run, self.checked = parts["get_run"], time.monotonic()
-        return self.run
-
-    def push(self, **parts: Any) -> None:
-        try:
-            self.stock_push(**parts)
-        except RunNotRunningException:
-            discard(parts["state"], parts["object_store"], OPEN)
-
-    def sleep(self, seconds: float) -> None:
-        """What the loop calls instead of time.sleep: in quiet times, with `seconds` the most that a slow SuperLink is
-        left in peace; while the worker computes, with the run looked after."""
-        if seconds >= 1:
-            now = time.monotonic()
-            time.sleep(max(self.interval(now - self.last), min(PATIENCE * (now - self.woken), seconds)))
-            self.woken = time.monotonic()
-            return
-        caller = inspect.currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
-        if caller == "yield_object_contents":
-            if self.incomplete and self.asking:  # the worker wants the next task: the rest will never come
-                raise TimeoutError("the worker did not deliver its whole reply")
-            self.incomplete = self.asking > 0
-        else:
-            self.check()
-            self.open.set()
-        self.done.wait(seconds)
-        self.done.clear()
-        self.open.clear()
-        self.last = self.woken = time.monotonic()
-
-    def check(self) -> None:
-        """Ask the SuperLink now and then whether the current message's run goes on; RunNotRunningException if not."""
-        if time.monotonic() - self.checked > ALIVE:
-            try:
-                self.get_run(self.run)
-            except httpx.HTTPError as error:  # no reply is not a no
-                logger.warning("the SuperLink does not say whether run %s goes on: %s", self.run, type(error).__name__)
-            self.checked = time.monotonic()
-
-    def acquire(self, request: AcquireTaskRequest, state: InMemoryNodeState) -> AcquireTaskResponse:
-        """Reply to a worker when there is a task. It is the only one: what it had before and did not finish is lost."""
-        with state.lock_task_store:
-            for record in state.task_token_store.values():
-                record.active_until = datetime.fromtimestamp(0, UTC)
-        self.asking += 1
-        try:
-            if not self.open.wait(HOLD) or self.closed:
-                return AcquireTaskResponse()
-            self.open.clear()
-            return self.stock_acquire(request, state)
-        finally:
-            self.asking -= 1
-
-    def finish(self, *arguments: object) -> object:
-        """End a task, and let the loop send the reply."""
-        response = self.stock_finish(*arguments)
-        self.done.set()
-        return response
-
-    def close(self) -> None:
-        self.closed = True
-        self.open.set()
-
-    def register(self, **options: Any) -> None:
-        """What the loop calls to end well at a signal. A second one, of a supervisor, does not interrupt the end."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # what Flower goes back to after the first
-        register_signal_handlers(**options | {"exit_handlers": [self.close]})
-
-
-def run_supernode(arguments: list[str], interval: Callable[[float], float]) -> None:
-    """Run `flower-supernode` with `arguments` until it ends, and this process with it.
-
-    Args:
-        interval: how many seconds to wait before asking the SuperLink again, given the seconds since the last message.
-    """
-    # Here, because it takes seconds, and a SuperNode alone needs them.
-    import flwr.supernode.start_client_internal as loop
-    from flwr.supernode.cli import flower_supernode
-    from flwr.supernode.servicer.runtime import runtime_handlers as handlers
-
-    steps = loop._pull_and_store_message, loop._push_messages
-    meeting = Rendezvous(interval, handlers.acquire_task, handlers.push_task_output, *steps)
-    vars(handlers).update(acquire_task=meeting.acquire, push_task_output=meeting.finish)
-    vars(loop).update(_pull_and_store_message=meeting.pull, _push_messages=meeting.push)
-    vars(loop).update(time=types.SimpleNamespace(sleep=meeting.sleep), register_signal_handlers=meeting.register)
-    sys.argv = ["flower-supernode", *arguments]
-    try:
-        flower_supernode()
-    except Exception:
-        logger.exception("the SuperNode's loop has failed")
-    logger.error("the SuperNode's loop has ended")  # its server's thread would keep the process
-    os._exit(1)

@@ -223,18 +223,19 @@ class Federation:
             self.check_alive(until, "a SuperNode did not start")
             time.sleep(0.1)
         began = time.monotonic()
-        while self.online(within if within is None else within + time.monotonic() - began) < count:
+        while self.online(None if within is None else began - within) < count:
             self.check_alive(until, f"fewer than {count} clients have come online")
             time.sleep(0.2)
 
-    def online(self, within: float | None = None) -> int:
-        """How many nodes the SuperLink believes to be online; `within`: that came online within so many seconds.
+    def online(self, since: float | None = None) -> int:
+        """How many nodes the SuperLink believes to be online; `since`: that came online after this moment (monotonic).
 
         A node that was killed counts as online until its sign of life is overdue, for up to a minute.
         """
-        listed = json.loads(self.console("supernode", "list", "--format", "json", CONNECTION))
+        listed = self.console.read("supernode", "list", CONNECTION)
+        now = time.monotonic()  # after the command, which may take seconds
         ages = [node["online-elapsed"] for node in listed["nodes"] if node["status"] == "online"]
-        return sum(within is None or age <= within for age in ages)
+        return sum(since is None or age <= now - since for age in ages)
 
     def check_alive(self, until: float, complaint: str) -> None:
         """Raise StartError, with the ends of the logs, once the time is up or a process has ended."""
@@ -270,7 +271,7 @@ class Federation:
         """What the SuperLink says of a run, once it has ended: "finished:completed", "finished:failed", …"""
         until = time.monotonic() + 30.0  # the log may end some seconds before the run does
         while True:
-            shown = json.loads(self.console("list", "--run-id", run, "--format", "json", CONNECTION))
+            shown = self.console.read("list", "--run-id", run, CONNECTION)
             status = str(shown["runs"][0]["status"])
             if status.startswith("finished") or time.monotonic() > until:
                 return status

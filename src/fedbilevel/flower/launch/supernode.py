@@ -1,4 +1,4 @@
-"""A site's processes: a SuperNode and a worker that stays, as one unit that is restarted when it fails.
+"""A site's process: a SuperNode whose worker stays, restarted when it fails.
 
     python -m fedbilevel.flower.launch.supernode --superlink HOST:PORT --root-certificates ca.crt \\
         --auth-supernode-private-key client.key --node-config "partition-id=0"
@@ -25,7 +25,7 @@ from fedbilevel.flower.launch import children
 from fedbilevel.flower.versions import TESTED, require_flower, tested
 
 FASTEST, SLOWEST = 0.02, 2.0
-BACKOFF = (1.0, 10.0)  # seconds before a restart: the first one, the longest
+BACKOFF = (1.0, 10.0)
 STEADY = 60.0  # seconds after which a process counts as having come up
 
 logger = logging.getLogger("fedbilevel.supernode")
@@ -59,48 +59,43 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **base, "PATH": os.pathsep.join([scripts, base.get("PATH", os.defpath)])}
 
 
-def supervise(commands: Mapping[str, Callable[[], subprocess.Popen]], backoff: tuple[float, float] = BACKOFF) -> int:
-    """Start the processes, start again what ends, each time after a longer wait, until SIGTERM or Ctrl-C.
+def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float] = BACKOFF) -> int:
+    """Start a process, again where it ends, each time after a longer wait, until SIGTERM or Ctrl-C.
 
-    A process that ends with status 2 was called wrongly: everything ends with that status.
+    Args:
+        backoff: seconds before a restart: the first one, the longest.
 
     Returns:
-        exit status.
+        exit status: 2 where the process ends with it, since it was called wrongly; else 0.
     """
-    running: dict[str, subprocess.Popen] = {}
-    due = dict.fromkeys(commands, 0.0)
-    wait = dict.fromkeys(commands, backoff[0])
-    began: dict[str, float] = {}
 
     def leave(*_: object) -> None:
         raise SystemExit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
+    wait = backoff[0]
+    while True:
+        began, child = time.monotonic(), start()
+        try:
+            status = child.wait()
+        finally:
+            end(child)
+        if status == 2:
+            return 2
+        wait = backoff[0] if time.monotonic() - began > STEADY else wait
+        logger.warning("the SuperNode ended with status %d: again in %.0f s", status, wait)
+        time.sleep(wait)
+        wait = min(2 * wait, backoff[1])
+
+
+def end(child: subprocess.Popen) -> None:
+    """Ask a process to end, and end it where it does not."""
+    child.terminate()
     try:
-        while True:
-            now = time.monotonic()
-            for name, start in commands.items():
-                child = running.get(name)
-                if child is None:
-                    if now >= due[name]:
-                        running[name], began[name] = start(), now
-                elif (status := child.poll()) is not None:
-                    if status == 2:
-                        return 2
-                    del running[name]
-                    wait[name] = backoff[0] if now - began[name] > STEADY else wait[name]
-                    logger.warning("%s ended with status %d: again in %.0f s", name, status, wait[name])
-                    due[name], wait[name] = now + wait[name], min(2 * wait[name], backoff[1])
-            time.sleep(0.1)
-    finally:
-        for child in running.values():
-            child.terminate()
-        for child in running.values():
-            try:
-                child.wait(children.GRACE / 2)
-            except subprocess.TimeoutExpired:
-                child.kill()
+        child.wait(children.GRACE / 2)
+    except subprocess.TimeoutExpired:
+        child.kill()
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -112,57 +107,42 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--fastest", type=float, default=FASTEST, help="seconds between questions after a message")
     parser.add_argument("--slowest", type=float, default=SLOWEST, help="seconds between questions in quiet times")
-    parser.add_argument("--host", default="127.0.0.1", help="where the worker finds the SuperNode")
-    parser.add_argument("--port", type=int, default=9094, help="where the worker finds the SuperNode")
-    parser.add_argument("--ssl-ca-certfile", help="with --ssl-certfile and --ssl-keyfile: TLS between the two")
     parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run brings")
     options, passed = parser.parse_known_args(arguments)
     if not 0 < options.fastest <= options.slowest:
         parser.error("it must be 0 < --fastest <= --slowest")
     if any(name.split("=")[0] == "--isolation" for name in passed):
-        parser.error("--isolation is chosen here: `process`, or Flower's default for a version that was not tried")
-    passed += ["--host", options.host, "--port", str(options.port)]
-    if options.ssl_ca_certfile:
-        passed += ["--ssl-ca-certfile", options.ssl_ca_certfile]
+        parser.error("--isolation is chosen here")
     return options, passed
 
 
-def processes(arguments: list[str], version: str) -> dict[str, list[str]]:
-    """The commands of the unit, by name: SuperNode and worker, or only the stock SuperNode."""
+def command(arguments: list[str], version: str) -> list[str]:
+    """The SuperNode's command: our own, or the stock one."""
     options, passed = parse(arguments)
-    if not tested(version):
-        if options.app:
-            tried = ", ".join(TESTED)
-            raise ConfigurationError(f"--app needs a Flower that was tried ({tried}); {version} would run any app")
-        logger.warning("Flower %s was not tried (%s were): starting flower-supernode", version, ", ".join(TESTED))
-        return {"supernode": [*flower_command("flower-supernode"), *passed]}
-    polling = [str(options.fastest), str(options.slowest)]
-    worker = [sys.executable, "-m", "fedbilevel.flower.launch.worker", "--address", f"{options.host}:{options.port}"]
-    if options.ssl_ca_certfile:
-        worker += ["--root-certificates", options.ssl_ca_certfile]
+    if tested(version):
+        polling = [str(options.fastest), str(options.slowest)]
+        return [sys.executable, "-m", __spec__.name, "serve", *polling, options.app or "", *passed]
+    tried = ", ".join(TESTED)
     if options.app:
-        worker += ["--app", options.app]
-    return {
-        "supernode": [sys.executable, "-m", __spec__.name, "serve", *polling, *passed, "--isolation", "process"],
-        "worker": worker,
-    }
+        raise ConfigurationError(f"--app needs a Flower that was tried ({tried}); {version} would run any app")
+    logger.warning("Flower %s was not tried (%s were): starting flower-supernode", version, tried)
+    return [*flower_command("flower-supernode"), *passed]
 
 
 def main() -> None:
-    """Run the unit, or, as its child, the SuperNode alone."""
+    """Run the SuperNode, again where it ends; or, as the child, the SuperNode itself."""
     if sys.argv[1:2] == ["serve"]:
         from fedbilevel.flower.launch import private
 
-        fastest, slowest = map(float, sys.argv[2:4])
-        private.run_supernode(sys.argv[4:], partial(interval, fastest=fastest, slowest=slowest))
+        fastest, slowest, app, *passed = sys.argv[2:]
+        private.run_supernode(passed, partial(interval, fastest=float(fastest), slowest=float(slowest)), app or None)
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        commands = processes(sys.argv[1:], require_flower())
+        words = command(sys.argv[1:], require_flower())
     except ConfigurationError as error:
         sys.exit(f"fedbilevel: {error}")
-    env = environment(os.environ)
-    sys.exit(supervise({name: partial(children.spawn, c, env=env, group=False) for name, c in commands.items()}))
+    sys.exit(supervise(partial(children.spawn, words, env=environment(os.environ), group=False)))
 
 
 if __name__ == "__main__":
