@@ -5,10 +5,13 @@ between markers in pages of docs/.
 """
 
 import ast
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import optax
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ROOT / "src" / "fedbilevel" / "algorithms"
@@ -36,7 +39,12 @@ def written() -> Iterator[tuple[Path, str]]:
     kinds, costs, index = tables()
     choosing = ROOT / "docs" / "how-to" / "choosing.md"
     yield choosing, between(between(choosing.read_text("utf-8"), "kinds", kinds), "costs", costs)
-    yield PAGES / "README.md", between((PAGES / "README.md").read_text("utf-8"), "methods", index)
+    yield (
+        PAGES / "README.md",
+        between(between((PAGES / "README.md").read_text("utf-8"), "methods", index), "parts", parts()),
+    )
+    for page, classes in pages().items():
+        yield page, between(page.read_text("utf-8"), "method", method(classes))
     for page, name, text in (
         ("how-to/own-method.md", "helpers", helpers()),
         ("reference/tasks.md", "tasks", tasks()),
@@ -114,6 +122,71 @@ def _page(name: str, heads: dict[Path, str]) -> tuple[str, str]:
     raise SystemExit(f"no page of {PAGES} has a heading that names {name}")
 
 
+def pages() -> dict[Path, list[type]]:
+    """The pages of methods, and the classes that the heading of each names, in that order."""
+    from fedbilevel.algorithms import ALGORITHMS
+
+    ours = {cls.__name__: cls for cls in ALGORITHMS.values() if cls.__module__.startswith("fedbilevel.")}
+    found = {}
+    for page in sorted(PAGES.glob("[a-z]*.md")):
+        words = re.findall(r"[\w-]+", page.read_text("utf-8").partition("\n")[0])
+        found[page] = [ours[name] for word in words if (name := word.replace("-", "")) in ours]
+    return found
+
+
+def method(classes: list[type]) -> str:
+    """What the module of these classes says, without its last paragraph on tests, and a table of their fields."""
+    said = (inspect.getdoc(inspect.getmodule(classes[0])) or "").partition("\n\nChecked in ")[0]
+    fields: dict[tuple[str, str, str], list[str]] = {}
+    for cls in classes:
+        for name, text in _entries(inspect.getdoc(cls) or "").items():
+            default = _default(cls, name)
+            fields.setdefault((name, default, text), []).append(cls.__name__)
+    rows = [
+        (f"`{name}`" + ("" if len(having) == len(classes) else f" ({', '.join(having)})"), default, text)
+        for (name, default, text), having in fields.items()
+    ]
+    return f"{said}\n\n" + table(("field", "default", "what it is"), rows)
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """The section "Args:" of a docstring: name -> text in one line."""
+    section = re.search(r"^Args:\n((?:    .*\n?)+)", docstring, re.MULTILINE)
+    entries = re.findall(r"^    (\w+): ((?:.|\n        )*)", section[1], re.MULTILINE) if section else []
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _default(cls: type, name: str) -> str:
+    """The default of a field as Python has it, but of a part its class alone; nothing where a value has to be given."""
+    value = getattr(cls, name, dataclasses.MISSING)
+    if value is dataclasses.MISSING:
+        return ""
+    from fedbilevel.core.tree import XYV
+
+    if isinstance(value, optax.GradientTransformation):
+        return "plain descent"
+    if isinstance(value, XYV) or not dataclasses.is_dataclass(value):
+        return f"`{value!r}`"
+    return f"`{type(value).__name__}()`"
+
+
+def parts() -> str:
+    """The parts that fields may hold: their fields with defaults, and the first sentence of each docstring."""
+    from fedbilevel import parts
+
+    rows = []
+    for name in parts.__all__:
+        cls = getattr(parts, name)
+        fields = [f"`{field.name}` {_default(cls, field.name)}".strip() for field in dataclasses.fields(cls)]
+        rows.append((f"`{name}`", ", ".join(fields) or "–", _sentence(cls)))
+    return table(("part", "fields and defaults", "what it is"), rows)
+
+
+def _sentence(value: object) -> str:
+    """The first sentence of a docstring."""
+    return " ".join(re.split(r"(?<=\.)\s", inspect.getdoc(value) or "")[0].split())
+
+
 def helpers() -> str:
     """What `fedbilevel.authoring` has for a method, with arguments and the first sentence of each docstring."""
     from fedbilevel import authoring
@@ -123,8 +196,7 @@ def helpers() -> str:
         value = getattr(authoring, name)
         if getattr(value, "__module__", "").startswith(PARTS_OF_METHODS):
             arguments = f"({', '.join(_arguments(value))})" if inspect.isfunction(value) else ""
-            sentence = re.split(r"(?<=\.)\s", inspect.getdoc(value) or "")[0]
-            rows.append((f"`{name}{arguments}`", " ".join(sentence.split())))
+            rows.append((f"`{name}{arguments}`", _sentence(value)))
     return table(("helper", "what it is"), rows)
 
 
