@@ -161,8 +161,10 @@ def euclidean(tree: PyTree) -> float:
         return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))
 
 
-FEWEST = 3
-"""Norms of which the median is that of an honest client if one of them is not."""
+FEWEST = 2
+"""Norms of one exchange that can be compared. Of two the shorter one is taken for usual: nothing tells which of them is
+false, but a false one that is long spoils the state for everybody, and a short one delays the other client's updates,
+which the log then says in every round."""
 WINDOW = 100  # exchanges of a phase
 
 log = logging.getLogger("fedbilevel.server")
