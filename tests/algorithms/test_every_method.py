@@ -1,0 +1,233 @@
+"""What closed forms with full batches and the agreement of engines cannot see, in one table for every method.
+
+A round is watched from inside its losses: they note which samples of which client they are given. What is expected
+follows from a method's equations and fields alone, and stands beside it.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel import authoring
+from fedbilevel.authoring import Algorithm
+from fedbilevel.parts import CG, SVRG, Differences, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann
+
+CLIENTS, SAMPLES, DRAWN = 512, 64, 3
+T, N = 3, 3  # local steps, and terms of a series: N terms take N − 1 products
+SERIES = Neumann(terms=N)
+LOOP = {"local_steps": T, "batch_size": DRAWN}
+
+
+class Row(NamedTuple):
+    """What a round of a method draws, in batches of DRAWN samples.
+
+    Attributes:
+        outer, inner: draws for f and for g; one that serves several products, or two ends of a difference, is one.
+        both: draws that are for f and for g at once, of pairs.
+        cohorts: the round's own, and fresh ones.
+        exchanges: on y.
+    """
+
+    method: Algorithm
+    outer: int
+    inner: int
+    both: int = 0
+    cohorts: int = 1
+    exchanges: int = 1
+
+
+TABLE = {
+    # y: q, and one draw for each local step after the first, at two points each; x: the same on f. h: one draw of each.
+    "FedNest": Row(
+        fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=SERIES), outer_steps=T, batch_size=DRAWN),
+        outer=1 + 1 + (T - 1),
+        inner=1 + (T - 1) + (N - 1) + 1,
+        cohorts=1 + (N + 1),  # ∇y F, each product and h ask fresh clients
+    ),
+    # all products of conjugate gradient on one draw
+    "FedNest, conjugate gradient": Row(
+        fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=CG(max_steps=2)), batch_size=DRAWN),
+        outer=1 + 1,
+        inner=1 + (T - 1) + 1 + 1,
+    ),
+    "FedNest-SGD": Row(
+        fb.FedNestSGD(
+            inner=LocalSGD(local_steps=T),
+            hypergradient=Implicit(solver=SERIES, fresh_cohorts=False),
+            outer_steps=2,
+            batch_size=DRAWN,
+        ),
+        outer=1 + 1 + 1,
+        inner=T + (N - 1) + 1,
+    ),
+    "LFedNest": Row(
+        fb.LFedNest(
+            inner=LocalSGD(local_steps=T), hypergradient=LocalImplicit(solver=SERIES), outer_steps=2, batch_size=DRAWN
+        ),
+        outer=2,
+        inner=T + 2 * (N - 1 + 1),
+    ),
+    # support and query are pairs: one draw for f, all products and the cross derivative
+    "LFedNest, pairs": Row(
+        fb.LFedNest(
+            inner=LocalSGD(local_steps=T),
+            hypergradient=LocalImplicit(solver=SERIES, paired=True),
+            outer_steps=2,
+            batch_size=DRAWN,
+        ),
+        outer=2,
+        inner=T + 2,
+        both=2,
+    ),
+    "FedMBO": Row(
+        fb.FedMBO(inner=LocalSGD(local_steps=T), hypergradient=Implicit(solver=SERIES), batch_size=DRAWN),
+        outer=1 + 1,
+        inner=T + (N - 1) + 1,
+        cohorts=1 + (N + 1),
+    ),
+    "RABO": Row(
+        fb.RABO(inner=LocalSGD(local_steps=T), hypergradient=LocalImplicit(solver=SERIES), batch_size=DRAWN),
+        outer=1,
+        inner=T + (N - 1) + 1,
+    ),
+    # a difference has both its gradients on one draw
+    "RAFBO": Row(
+        fb.RAFBO(
+            inner=LocalSGD(local_steps=T),
+            hypergradient=LocalImplicit(solver=SERIES, second_order=Differences()),
+            batch_size=DRAWN,
+        ),
+        outer=1,
+        inner=T + (N - 1) + 1,
+    ),
+    # slopes along all coordinates of x compare responses to the same N batches
+    "RAFBO, coordinates": Row(
+        fb.RAFBO(
+            inner=LocalSGD(local_steps=T), hypergradient=fb.parts.Coordinates(terms=N, step=0.1), batch_size=DRAWN
+        ),
+        outer=1,
+        inner=T + N,
+    ),
+    # N exchanges: y in each, ∇y F in each, a product in each but the first; at last f and the cross derivative
+    "AggITD": Row(
+        fb.AggITD(inner=LocalSGD(rounds=N, local_steps=T, lr=0.1), batch_size=DRAWN),
+        outer=N + 1,
+        inner=N * T + (N - 1) + 1,
+        exchanges=N,
+    ),
+    "AFBO": Row(
+        fb.AFBO(inner=MeanGradient(local_steps=T), hypergradient=LocalImplicit(solver=SERIES), batch_size=DRAWN),
+        outer=1,
+        inner=T + (N - 1) + 1,
+    ),
+    "AFBO, steps on v": Row(
+        fb.AFBO(inner=MeanGradient(local_steps=T), hypergradient=fb.parts.SystemSteps(), batch_size=DRAWN),
+        outer=1,
+        inner=T + 1,
+    ),
+    # one draw of either serves x, y and v
+    "SimFBO": Row(fb.SimFBO(**LOOP), outer=T, inner=T),
+    # the paper's analysis: f for x and for v, g for x, for y and for v
+    "SimFBO, independent batches": Row(fb.SimFBO(**LOOP, independent_batches=True), outer=2 * T, inner=3 * T),
+    "ShroFBO": Row(fb.ShroFBO(**LOOP), outer=T, inner=T),
+    "FedBiO": Row(fb.FedBiO(**LOOP), outer=T, inner=T),
+    # a momentum's two directions are on the same samples
+    "FedBiOAcc": Row(fb.FedBiOAcc(**LOOP), outer=T, inner=T),
+    "FedAvg-S": Row(fb.FedAvgS(**LOOP), outer=T, inner=0),
+    "FedLin": Row(fb.FedLin(**LOOP), outer=1 + (T - 1), inner=0),
+    "FedAvg": Row(fb.FedAvg(**LOOP), outer=T, inner=0),
+    "IRG": Row(fb.IRG(batch_size=DRAWN), outer=0, inner=1),
+    "BiFISTA": Row(fb.BiFISTA(batch_size=DRAWN, lr=0.1), outer=0, inner=1),
+    # a plane's K steps and the way back through them are on the same samples
+    "SDBO": Row(fb.SDBO(iterations=1, estimate=fb.parts.LinearizedADMM(steps=2), batch_size=DRAWN), outer=1, inner=2),
+    "ADBO": Row(fb.ADBO(iterations=1, estimate=fb.parts.LinearizedADMM(steps=2), batch_size=DRAWN), outer=1, inner=2),
+}
+WALKS = {fb.FISM, fb.IRIG}
+"""Their draws are of single samples without repetition: test_fism.py."""
+
+
+class Watched:
+    """Losses that note, of each batch of DRAWN samples, its client and its places."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[tuple[int, ...]]] = {"outer": set(), "inner": set()}
+
+    def note(self, name: str, batch: Any) -> Any:
+        """The batch's factor of the loss."""
+        if batch["place"].shape == (DRAWN,):
+            jax.debug.callback(lambda c, p: self.seen[name].add((int(c[0]), *p.tolist())), batch["of"], batch["place"])
+        return jnp.mean(batch["a"])
+
+    def outer(self, x: Any, y: Any, batch: Any) -> Any:
+        return self.note("outer", batch) * (x @ x / 2 + x @ y + y @ y / 2)
+
+    def inner(self, x: Any, y: Any, batch: Any) -> Any:
+        return self.note("inner", batch) * (y @ y / 2 - x @ y)
+
+
+def population(clients: int) -> dict[str, Any]:
+    """Each client's samples: one key for both losses would draw the same places of both."""
+    of, place = np.mgrid[:clients, :SAMPLES]
+    return {"of": of, "place": place, "a": 1 + np.random.default_rng(0).uniform(size=of.shape)}
+
+
+def one_round(method: Algorithm, outer: Any, inner: Any, rows: Any, weights: Any = None, **options: Any) -> fb.Result:
+    """One round from x = y = 1, on the kind of problem that the method is for, made of these two losses."""
+    one, kind = jnp.ones(2), method.solves[0]
+    problem, y0, samples = fb.Bilevel(outer, inner), one, (rows, dict(rows))
+    if kind is fb.Minimax:
+        problem, samples = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * y @ y), (rows,)
+    elif kind is fb.SingleLevel:
+        problem, y0 = fb.SingleLevel(lambda x, batch: outer(x, one, batch)), None
+    elif kind is fb.SimpleBilevel:
+        preference = lambda x: (x - 1) @ (x - 1) / 2  # noqa: E731  no slope at the start
+        problem, y0 = (
+            fb.SimpleBilevel(preference, lambda x, batch: inner(one, x, batch), fb.projections.ball(9.0)),
+            None,
+        )
+    clients = fb.Clients(*samples, weights=weights)
+    return fb.solve(method, problem, clients, one, y0, rounds=1, **options)
+
+
+def test_every_method_has_a_row():
+    methods = {cls for cls in authoring.ALGORITHMS.values() if cls.__module__.startswith("fedbilevel.")}
+    assert methods - {type(row.method) for row in TABLE.values()} == WALKS
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_draws_are_shared_where_equations_share_them_and_apart_elsewhere(name):
+    """And a fresh cohort is another one. Of 512 clients two cohorts are the same with chance 1/512, two draws never."""
+    row, watched = TABLE[name], Watched()
+    rows = population(CLIENTS if row.method.asks.cohorts else 1)
+    one_round(row.method, watched.outer, watched.inner, rows, cohort=1, key=5, engine=fb.Reference())
+    jax.effects_barrier()
+    outer, inner = watched.seen["outer"], watched.seen["inner"]
+    found = {"outer": len(outer), "inner": len(inner), "both": len(outer & inner)}
+    assert found == {"outer": row.outer, "inner": row.inner, "both": row.both}
+    assert len({draw[0] for draw in outer | inner}) == row.cohorts
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.InfluenceWarning")
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.method.asks.cohorts])
+def test_a_cohort_counts_by_its_weight(name):
+    """Two like clients, one in a cohort; f does not see y, nor g x: a step on x, and each of a round's exchanges on y,
+    goes in proportion to the mean that was asked, for weights of ¾ and ¼ M p_i = 1.5 or 0.5 times as far as for ½."""
+    row = TABLE[name]
+    outer, inner = (lambda x, y, b: x @ x / 2 + b["a"][0] * 0), (lambda x, y, b: (y + 1) @ (y + 1) / 2 + b["a"][0] * 0)
+    rows, method = {"a": np.zeros((2, 4))}, replace(row.method, batch_size=None)
+    like, unlike = (one_round(method, outer, inner, rows, weights, cohort=1) for weights in (None, (0.75, 0.25)))
+
+    def step(end: Any, exchanges: int) -> float:
+        """Which part of the way from 1 to −1 each of some like exchanges left behind."""
+        return 1 - ((float(end[0]) + 1) / 2) ** (1 / exchanges)
+
+    assert step(like.x, 1) > 0
+    scales = [step(unlike.x, 1) / step(like.x, 1)]
+    if like.y is not None and step(like.y, 1) > 0:
+        scales.append(step(unlike.y, row.exchanges) / step(like.y, row.exchanges))
+    assert all(min(abs(scale - 1.5), abs(scale - 0.5)) < 1e-9 for scale in scales)
