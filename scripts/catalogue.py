@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 METHODS = ROOT / "src" / "fedbilevel" / "algorithms"
 PAGES = ROOT / "docs" / "reference" / "algorithms"
 KINDS = {
-    "bilevel": ("x is judged by what training under x gives", "Bilevel(f, g)"),
-    "minimax": ("min over x of max over y, one loss", "Minimax(f)"),
-    "compositional": ("a non-linear function of a mean over all clients", "Compositional(f, r)"),
-    "simple bilevel": ("a preference H among the many minimisers of one loss F", "SimpleBilevel(H, f, project)"),
-    "single-level": ("one loss, one variable", "SingleLevel(f)"),
+    "Bilevel": ("x is judged by what training under x gives", "Bilevel(f, g)"),
+    "Minimax": ("min over x of max over y, one loss", "Minimax(f)"),
+    "Compositional": ("a non-linear function of a mean over all clients", "Compositional(f, r)"),
+    "SimpleBilevel": ("a preference H among the many minimisers of one loss F", "SimpleBilevel(H, f, project)"),
+    "SingleLevel": ("one loss, one variable", "SingleLevel(f)"),
 }
-"""The kinds of problem by the words of the heading "Needs:"; what each is for, and how it is stated."""
+"""The kinds of problem; what each is for, and how it is stated."""
 
 
 PARTS_OF_METHODS = ("fedbilevel.core", "fedbilevel.oracles", "fedbilevel.algorithms.parts")
@@ -91,11 +91,10 @@ def tables() -> tuple[str, str, str]:
     solvers: dict[str, list[str]] = {kind: [] for kind in KINDS}
     costs, index = [], []
     for cls in sorted((one for one in ALGORITHMS.values() if one.__module__.startswith("fedbilevel.")), key=_by_page):
-        one, kinds = facts.algorithm(cls.name), []
+        one, kinds = facts.algorithm(cls.name), [kind.__name__ for kind in cls.solves]
         page, label = _page(cls.__name__, heads)
-        for kind in re.split(", | or ", re.match(r"an? (.+?) problem", one.needs)[1]):
+        for kind in kinds:
             solvers[kind].append(label)
-            kinds.append(kind)
         costs.append((f"[{label}](../reference/algorithms/{page})", one.exchanges, one.up, one.hvps, one.bias))
         able = [cls().allows.late, cls().allows.submodels, cls.estimates_hypergradient()]
         marks = ("yes" if has else "–" for has in able)

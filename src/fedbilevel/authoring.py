@@ -12,6 +12,7 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.allows import Allows, Asks, Findings, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Public, Reply, Withheld
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, XYV
@@ -31,6 +32,7 @@ __all__ = [
     "Asks",
     "Client",
     "Diagnosis",
+    "Facts",
     "Fed",
     "Findings",
     "History",

@@ -383,7 +383,8 @@ def test_lfednest_is_local_only():
 def test_a_single_level_problem_is_refused_with_the_methods_for_it():
     problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch["a"]) * jnp.sum(x**2))
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"FedNest solves Bilevel problems, not SingleLevel; methods that do"
+        fb.errors.ConfigurationError,
+        match=r"FedNest solves Bilevel or Minimax or Compositional problems, not SingleLevel; methods that do",
     ):
         fb.solve(fb.FedNest(), problem, fb.Clients({"a": np.ones((2, 3))}), jnp.ones(2), rounds=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import io
 import itertools
 import re
@@ -75,30 +76,32 @@ def test_every_algorithm_says_what_people_choose_by(one) -> None:
     assert "" not in told
 
 
-def test_the_paper_that_a_class_names_goes_before_that_of_its_module(monkeypatch) -> None:
+@pytest.mark.parametrize("cls", [ALGORITHMS[one.name] for one in catalogue.algorithms()], ids=lambda cls: cls.name)
+def test_help_ends_with_the_facts_and_the_paper_is_quoted(cls) -> None:
+    doc = inspect.getdoc(cls)
+    quoted = f"{inspect.getdoc(inspect.getmodule(cls))} {doc.partition(str(cls.facts))[0]}"
+    assert doc.endswith(f"\n\n{cls.facts}")
+    assert str(cls.facts).startswith(f"Paper: {cls.facts.paper}.\n")
+    authors, year, *number = re.split(r" et al\.,? | |, ", cls.facts.paper)
+    assert [words for words in (authors, year, *number) if words not in quoted] == []
+
+
+def test_what_a_class_does_not_say_itself_is_not_known(monkeypatch) -> None:
     class Mine(FedAvg):
-        """A method of mine. It has more to say.
-
-        Ann Author and Bob Author. "A paper". Somewhere 2020, arXiv:2001.00001.
-
-        Needs: patience,
-        and luck. Much of it.
-        """
-
-        __module__ = "fedbilevel.algorithms.simfbo"  # which names another paper
+        """A method of mine. It has more to say."""
 
     monkeypatch.setitem(ALGORITHMS, "mine", Mine)
     mine = facts.algorithm("mine")
-    assert mine.title == "A method of mine"
-    assert mine.paper == "Author et al. 2020, arXiv:2001.00001"
-    assert mine.needs == "patience, and luck"
-    assert mine.good_for == catalogue.MISSING
+    assert (mine.title, mine.needs) == ("A method of mine", "SingleLevel")
+    assert {mine.paper, mine.exchanges, mine.good_for, mine.bias} == {catalogue.MISSING}
+    assert "Paper" not in inspect.getdoc(Mine)
 
 
 def test_facts_about_a_users_own_algorithm_are_read_from_its_code(tmp_path) -> None:
     (tmp_path / "own.py").write_text(
-        'from fedbilevel import FedAvg\n\n\nclass Mine(FedAvg):\n    """A method of mine. Needs: patience."""\n\n'
-        '    name = "mine"\n    local_steps: int = 17\n'
+        "from fedbilevel import FedAvg\nfrom fedbilevel.authoring import Facts\n\n\n"
+        'class Mine(FedAvg):\n    """A method of mine. It is new."""\n\n    name = "mine"\n    local_steps: int = 17\n'
+        '    facts = Facts(paper="", good_for="me", exchanges="3", up="1", bias="", cost="2", needs="patience")\n'
     )
     console = Console(width=200, file=io.StringIO(), record=True)
     with apart():

@@ -76,6 +76,7 @@ from fedbilevel.core.allows import Allows, Asks, Findings, No
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
@@ -331,17 +332,20 @@ def chosen(condition: Array, one: PyTree, other: PyTree) -> PyTree:
 
 
 class SDBO(CuttingPlanes):
-    """Cutting planes for the inner problem, in steps that wait for all clients.
-
-    Exchanges per round: T + 2K. Cost per local step: a gradient of f.
-    Client state: x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i.
-    Needs: a bilevel problem; all clients in every round.
-    Good for: comparison with ADBO, which computes the same where no client is late.
-    Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.
-    Bias: φ in place of y*, unless K is large; what few planes leave open.
-    """
+    """Cutting planes for the inner problem, in steps that wait for all clients."""
 
     name = "sdbo"
+    facts = Facts(
+        paper="Jiao et al. 2023, arXiv:2212.10048",
+        needs="all clients in every round",
+        good_for="comparison with ADBO, which computes the same where no client is late",
+        exchanges="T + 2K",
+        up="T + K like x, 2K like y",
+        hvps="2K",
+        cost="a gradient of f",
+        client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
+        bias="φ in place of y*, unless K is large; what few planes leave open",
+    )
     allows = Allows(
         late=No("it is there to compare ADBO with, which is the same without waiting for everyone"), submodels=WHOLE
     )
@@ -360,16 +364,19 @@ class ADBO(CuttingPlanes):
     Args:
         wait_for: S, how many replies a step waits for; 1 moves the server with each.
         max_staleness: τ; a step also waits for every client that was asked so many steps ago, or more; None: no bound.
-
-    Exchanges per round: T + 2K. Cost per local step: a gradient of f.
-    Client state: x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i.
-    Needs: a bilevel problem.
-    Good for: clients of unequal speed; only the making of a plane waits for the slowest.
-    Vectors up per client: T + K like x, 2K like y. Hvps per client: 2K.
-    Bias: φ in place of y*, unless K is large; what few planes leave open.
     """
 
     name = "adbo"
+    facts = Facts(
+        paper="Jiao et al. 2023, arXiv:2212.10048",
+        good_for="clients of unequal speed; only the making of a plane waits for the slowest",
+        exchanges="T + 2K",
+        up="T + K like x, 2K like y",
+        hvps="2K",
+        cost="a gradient of f",
+        client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
+        bias="φ in place of y*, unless K is large; what few planes leave open",
+    )
     allows = Allows(
         late=No("it goes on with the first replies by itself: set its own field wait_for"),
         submodels=WHOLE,

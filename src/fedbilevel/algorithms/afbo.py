@@ -56,6 +56,7 @@ from fedbilevel.core.algorithm import phase
 from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
@@ -108,17 +109,23 @@ class AFBO(Nested):
     Args:
         inner: the rounds on y: the server steps along the mean of the clients' mean gradients.
         hypergradient: how h is found: by each client alone (APHE), or by steps on a v kept by the server.
-
-    Exchanges per round: K + 1. Client state: none; `Asynchronous`: its last reply to either.
-    Cost per local step: a gradient of g; per outer reply one of f and the products with the client's own ∇²g
-    (`SystemSteps`: two products, by the same pass).
-    Needs: a bilevel problem; g strongly convex in y, with `LocalImplicit` g_i for every client.
-    Good for: clients of very different speed, where no round should wait for the slowest.
-    Vectors up per client: 1 like x, K like y. Hvps per client: N; 2 with `SystemSteps`.
-    Bias: clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1.
     """
 
     name = "afbo"
+    facts = Facts(
+        paper="Anonymous 2024",
+        needs="g strongly convex in y, with `LocalImplicit` g_i for every client",
+        good_for="clients of very different speed, where no round should wait for the slowest",
+        exchanges="K + 1",
+        up="1 like x, K like y",
+        hvps="N; 2 with `SystemSteps`",
+        cost=(
+            "a gradient of g; per outer reply one of f and the products with the client's own ∇²g "
+            "(`SystemSteps`: two products, by the same pass)"
+        ),
+        client_state="none; `Asynchronous`: its last reply to either",
+        bias="clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1",
+    )
 
     inner: MeanGradient = MeanGradient()
     hypergradient: LocalImplicit | SystemSteps = LocalImplicit()

@@ -47,6 +47,7 @@ from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import unknown
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
@@ -65,12 +66,6 @@ class InnerIterate(NamedTuple):
 class AggITD(Algorithm):
     """Iterative differentiation folded into the inner loop.
 
-    Exchanges per round: N + 1. Client state: none.
-    Cost per local step: a gradient of g; per exchange after Q one product more (by default also a gradient of f).
-    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
-    Good for: an inner loop that is long anyway: the hypergradient costs one exchange more.
-    Vectors up per client: 1 like x, 2N like y. Hvps per client: N. Bias: truncation (1 − λμ)^N; drift of y where τ > 1.
-
     Args:
         inner: the rounds on y, N = `rounds`, λ = `lr`, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
         sampling: of Q, the exchange at which r begins: "random", the paper's, or None, the expectation over Q.
@@ -79,6 +74,16 @@ class AggITD(Algorithm):
     """
 
     name = "aggitd"
+    facts = Facts(
+        paper="Xiao et al. 2023, arXiv:2302.04969",
+        needs="g strongly convex in y; second derivatives of it as products",
+        good_for="an inner loop that is long anyway: the hypergradient costs one exchange more",
+        exchanges="N + 1",
+        up="1 like x, 2N like y",
+        hvps="N",
+        cost="a gradient of g; per exchange after Q one product more (by default also a gradient of f)",
+        bias="truncation (1 − λμ)^N; drift of y where τ > 1",
+    )
     allows = Allows(
         late=No(
             "each exchange asks for a product with the r that the exchange before it gave, so that an earlier reply "

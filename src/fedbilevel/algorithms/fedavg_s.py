@@ -29,6 +29,7 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Minimax, Problem
 from fedbilevel.core.submodel import UnitPolicy
@@ -37,12 +38,6 @@ from fedbilevel.core.tree import XY, PyTree, move
 
 class FedAvgS(Algorithm):
     """FedAvg on both players of a saddle-point problem, simultaneously.
-
-    Exchanges per round: one.
-    Needs: a minimax problem.
-    Good for: clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1.
-    Vectors up per client: 1 like x, 1 like y. Hvps per client: none. Bias: drift where τ > 1.
-    Client state: none. Cost per local step: one gradient of f in (x, y).
 
     Args:
         local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
@@ -53,6 +48,14 @@ class FedAvgS(Algorithm):
     """
 
     name = "fedavg-s"
+    facts = Facts(
+        paper="Hou et al. 2021, arXiv:2102.06333",
+        good_for="clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1",
+        exchanges="one",
+        up="1 like x, 1 like y",
+        cost="one gradient of f in (x, y)",
+        bias="drift where τ > 1",
+    )
     allows = Allows(late=("descent_ascent",), submodels=UnitPolicy())
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 

@@ -45,6 +45,7 @@ from fedbilevel.core.algorithm import phase
 from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree, move
@@ -52,16 +53,19 @@ from fedbilevel.oracles.products import Directions
 
 
 class FedBiO(LocalDirections):
-    """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean.
-
-    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
-    Good for: one set of step sizes, where clients are alike or τ = 1.
-    Exchanges per round: one. Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Client state: none.
-    Bias: drift of clients, whose steps are the only ones; unequal work.
-    Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
-    """
+    """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean."""
 
     name = "fedbio"
+    facts = Facts(
+        paper="Li et al. 2023, arXiv:2302.06701",
+        needs="g strongly convex in y; second derivatives of it as products",
+        good_for="one set of step sizes, where clients are alike or τ = 1",
+        exchanges="one",
+        up="1 like x, 2 like y",
+        hvps="2τ",
+        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
+        bias="drift of clients, whose steps are the only ones; unequal work",
+    )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy())
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
@@ -97,18 +101,22 @@ class State(NamedTuple):
 class FedBiOAcc(LocalDirections):
     """FedBiO along momenta whose variance is reduced as in STORM.
 
-    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
-    Good for: small batches, whose noise the momenta average out without lagging behind.
-    Exchanges per round: one. Vectors up per client: 2 like x, 4 like y. Hvps per client: 4τ. Client state: none.
-    Bias: drift of clients; unequal work.
-    Cost per local step: two gradients of g and two joint passes, each f's gradient and both products with ∇²g.
-
     Args:
         forgetting: a, the weight of the newest samples in the momentum, between 0 and 1.
         horizon: u, the local steps after which step sizes are 2^{-1/3} of the first; infinity keeps them.
     """
 
     name = "fedbioacc"
+    facts = Facts(
+        paper="Li et al. 2023, arXiv:2302.06701",
+        needs="g strongly convex in y; second derivatives of it as products",
+        good_for="small batches, whose noise the momenta average out without lagging behind",
+        exchanges="one",
+        up="2 like x, 4 like y",
+        hvps="4τ",
+        cost="two gradients of g and two joint passes, each f's gradient and both products with ∇²g",
+        bias="drift of clients; unequal work",
+    )
     allows = Allows(
         late=No(
             "its momenta add up the changes of gradients along the clients' last steps, and a last reply that counts "

@@ -30,8 +30,9 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.hypergradients import Implicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
-from fedbilevel.algorithms.parts.nested import Nested, State, allowed_by
+from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.allows import Allows
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import scaled
 
@@ -42,15 +43,20 @@ class FedMBO(Nested):
     Args:
         inner: the rounds on y: FedAvg's local steps.
         hypergradient: how the hypergradient is found, by products that are means over all clients.
-
-    Exchanges per round: T + N + 1; by conjugate gradient with K products T + K + 2. Client state: none.
-    Cost per local step: a gradient of g.
-    Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
-    Good for: cohorts of many clients, whose random lengths average out; one exchange for a step of x itself.
-    Vectors up per client: 1 like x, T + N like y. Hvps per client: N. Bias: truncation; drift of y where τ > 1.
     """
 
     name = "fedmbo"
+    solves = ALL_BILEVEL
+    facts = Facts(
+        paper="Huang et al. 2023, arXiv:2302.05412",
+        needs="g strongly convex in y",
+        good_for="cohorts of many clients, whose random lengths average out; one exchange for a step of x itself",
+        exchanges="T + N + 1; by conjugate gradient with K products T + K + 2",
+        up="1 like x, T + N like y",
+        hvps="N",
+        cost="a gradient of g",
+        bias="truncation; drift of y where τ > 1",
+    )
 
     inner: LocalSGD = LocalSGD()
     hypergradient: Implicit = Implicit()

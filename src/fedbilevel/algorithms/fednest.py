@@ -46,11 +46,12 @@ from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import corrected_drift
-from fedbilevel.algorithms.parts.nested import Nested, State, allowed_by
+from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
@@ -124,34 +125,40 @@ class Epochs(Nested):
 
 
 class FedNest(Epochs):
-    """Alternating federated SVRG on y and x, with a global hypergradient.
-
-    Exchanges per round: 2T + N + 2; by conjugate gradient with K products 2T + K + 3.
-    Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
-    Good for: clients that differ much and an exact hypergradient, where exchanges are cheap.
-    Vectors up per client: 2 like x, 2T + N like y. Hvps per client: N. Bias: truncation (1 − sμ)^N; none with `CG`.
-    Cost per local step: two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP.
-    Client state: none.
-    """
+    """Alternating federated SVRG on y and x, with a global hypergradient."""
 
     name = "fednest"
+    solves = ALL_BILEVEL
+    facts = Facts(
+        paper="Tarzanagh et al. 2022, arXiv:2205.02215",
+        needs="g strongly convex in y",
+        good_for="clients that differ much and an exact hypergradient, where exchanges are cheap",
+        exchanges="2T + N + 2; by conjugate gradient with K products 2T + K + 3",
+        up="2 like x, 2T + N like y",
+        hvps="N",
+        cost="two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP",
+        bias="truncation (1 − sμ)^N; none with `CG`",
+    )
 
     inner: SVRG = SVRG()
     hypergradient: Implicit | LocalImplicit = Implicit()
 
 
 class FedNestSGD(Epochs):
-    """FedNest with FedAvg's plain local steps on y.
-
-    Exchanges per round: T + N + 2; by conjugate gradient with K products T + K + 3.
-    Needs: a bilevel, minimax or compositional problem; g strongly convex in y.
-    Good for: clients that are alike, with a global hypergradient.
-    Vectors up per client: 2 like x, T + N like y. Hvps per client: N. Bias: truncation; drift of y where τ > 1.
-    Cost per local step: a gradient of g (on x: two of f); a product with ∇²g per exchange of FedIHGP.
-    Client state: none.
-    """
+    """FedNest with FedAvg's plain local steps on y."""
 
     name = "fednest-sgd"
+    solves = ALL_BILEVEL
+    facts = Facts(
+        paper="Tarzanagh et al. 2022, arXiv:2205.02215",
+        needs="g strongly convex in y",
+        good_for="clients that are alike, with a global hypergradient",
+        exchanges="T + N + 2; by conjugate gradient with K products T + K + 3",
+        up="2 like x, T + N like y",
+        hvps="N",
+        cost="a gradient of g (on x: two of f); a product with ∇²g per exchange of FedIHGP",
+        bias="truncation; drift of y where τ > 1",
+    )
 
     inner: LocalSGD = LocalSGD()
     hypergradient: Implicit | LocalImplicit = Implicit()
@@ -165,17 +172,20 @@ class LFedNest(Nested):
         hypergradient: how each client finds its own.
         outer_lr: α; a client's step on x is α/τ.
         outer_steps: τ, a client's local steps on x in a round.
-
-    Exchanges per round: T + 1.
-    Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client.
-    Good for: clients that are alike, where exchanges are expensive; biased where clients differ.
-    Vectors up per client: 1 like x, T like y. Hvps per client: N for each of its steps on x.
-    Bias: clients' own hypergradients, which no step size mends; drift of y.
-    Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.
-    Client state: none.
     """
 
     name = "lfednest"
+    solves = ALL_BILEVEL
+    facts = Facts(
+        paper="Tarzanagh et al. 2022, arXiv:2205.02215",
+        needs="g_i strongly convex in y for every client",
+        good_for="clients that are alike, where exchanges are expensive; biased where clients differ",
+        exchanges="T + 1",
+        up="1 like x, T like y",
+        hvps="N for each of its steps on x",
+        cost="a gradient of g; on x: one of f and the products with the client's own ∇²g",
+        bias="clients' own hypergradients, which no step size mends; drift of y",
+    )
 
     inner: LocalSGD = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()

@@ -49,6 +49,7 @@ from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive_integer, static
 from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
@@ -130,15 +131,17 @@ class FISM(Incremental):
     Args:
         refresh: whether clients take the subgradient 𝓗 of H anew at every step, at z. Their problem has to have H then.
             False: the server takes it, once in a round.
-
-    Needs: a simple bilevel problem.
-    Good for: losses with kinks, and a preference among many solutions.
-    Exchanges per round: one. Vectors up per client: 1 like x. Hvps per client: none. Client state: none.
-    Cost per local step: a subgradient of one sample's f and a projection; with `refresh` one of H too.
-    Bias: drift of clients, which goes with γ_k; λ_k.
     """
 
     name = "fism"
+    facts = Facts(
+        paper="Boontawee et al. 2025",
+        good_for="losses with kinks, and a preference among many solutions",
+        exchanges="one",
+        up="1 like x",
+        cost="a subgradient of one sample's f and a projection; with `refresh` one of H too",
+        bias="drift of clients, which goes with γ_k; λ_k",
+    )
 
     refresh: bool = static(default=False)
 
@@ -159,15 +162,18 @@ class IRIG(Incremental):
 
     Mostafa Amini, Farzad Yousefian. "An Iterative Regularized Incremental Projected Subgradient Method for a Class of
     Bilevel Optimization Problems". ACC 2019.
-
-    Needs: a simple bilevel problem, all of whose samples are with one client.
-    Good for: a yardstick for FISM.
-    Exchanges per round: one. Vectors up per client: 1 like x. Hvps per client: none. Client state: none.
-    Cost per local step: a subgradient of one sample's f, one of H, and a projection.
-    Bias: steps along single samples in place of their mean, which goes with γ_k; λ_k.
     """
 
     name = "irig"
+    facts = Facts(
+        paper="Amini et al. 2019",
+        needs="all samples with one client",
+        good_for="a yardstick for FISM",
+        exchanges="one",
+        up="1 like x",
+        cost="a subgradient of one sample's f, one of H, and a projection",
+        bias="steps along single samples in place of their mean, which goes with γ_k; λ_k",
+    )
 
     @property
     def anew(self) -> bool:

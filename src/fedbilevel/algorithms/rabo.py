@@ -50,12 +50,13 @@ from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_step
 from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import local_descent
-from fedbilevel.algorithms.parts.nested import Nested, State, allowed_by
+from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import at, positive, positive_integer
 from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
@@ -189,21 +190,23 @@ class DualPruning(Nested):
 class RABO(DualPruning):
     """Submodels for clients of limited capacity, with products of second derivatives.
 
-    Exchanges per round: T + 1; `Implicit`: T + N' + 2, by the whole series T + N + 1.
-    Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client; for capacities a
-        structure.
-    Good for: clients too small for the whole model; biased where clients differ, less so with `Implicit`.
-    Vectors up per client: 1 like x, T like y; `Implicit`: T + N like y. Hvps per client: N.
-    Bias: clients' own hypergradients (not with `Implicit`); truncation; drift of y where τ > 1; submodels.
-    Cost per local step: a gradient of g; on x: one of f and the products with the client's own ∇²g.
-    Client state: none.
-
     Args:
         hypergradient: how the hypergradient is found: by each client alone, or by products that are means over the
             clients that hold an entry.
     """
 
     name = "rabo"
+    solves = ALL_BILEVEL
+    facts = Facts(
+        paper="Li et al. 2025, arXiv:2512.24667",
+        needs="g_i strongly convex in y for every client; for capacities a structure",
+        good_for="clients too small for the whole model; biased where clients differ, less so with `Implicit`",
+        exchanges="T + 1; `Implicit`: T + N' + 2, by the whole series T + N + 1",
+        up="1 like x, T like y; `Implicit`: T + N like y",
+        hvps="N",
+        cost="a gradient of g; on x: one of f and the products with the client's own ∇²g",
+        bias="clients' own hypergradients (not with `Implicit`); truncation; drift of y where τ > 1; submodels",
+    )
 
     hypergradient: LocalImplicit | Implicit = LocalImplicit()
 
@@ -216,22 +219,25 @@ class RABO(DualPruning):
 class RAFBO(DualPruning):
     """Submodels for clients of limited capacity, without second derivatives.
 
-    Exchanges per round: T + 1.
-    Needs: a bilevel, minimax or compositional problem; g_i strongly convex in y for every client; for capacities a
-        structure.
-    Good for: clients too small for the whole model whose losses have no cheap second derivatives.
-    Vectors up per client: 1 like x, T like y. Hvps per client: none.
-    Bias: clients' own hypergradients; truncation; drift of y where τ > 1; submodels.
-    Cost per local step: a gradient of g; on x: one of f, and of g 2N by differences, N(|P| + 1) by `Coordinates`,
-        |P| + 1 by `PrintedSlopes`.
-    Client state: none.
-
     Args:
         hypergradient: how each client finds its own, from gradients alone: by differences along the vectors that the
             linear system asks for, or along coordinates of x.
     """
 
     name = "rafbo"
+    solves = ALL_BILEVEL
+    facts = Facts(
+        paper="Li et al. 2025, arXiv:2512.24667",
+        needs="g_i strongly convex in y for every client; for capacities a structure",
+        good_for="clients too small for the whole model whose losses have no cheap second derivatives",
+        exchanges="T + 1",
+        up="1 like x, T like y",
+        cost=(
+            "a gradient of g; on x: one of f, and of g 2N by differences, N(|P| + 1) by `Coordinates`, |P| + 1 "
+            "by `PrintedSlopes`"
+        ),
+        bias="clients' own hypergradients; truncation; drift of y where τ > 1; submodels",
+    )
 
     hypergradient: LocalImplicit | Coordinates | PrintedSlopes = LocalImplicit(second_order=Differences())
 

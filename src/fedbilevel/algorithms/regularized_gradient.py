@@ -36,6 +36,7 @@ from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client, Clients
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import is_number, require
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
@@ -85,15 +86,17 @@ class IRG(WholeSubgradient, DecreasingSteps):
     """Iteratively regularized subgradient method: one step of all clients together in a round.
 
     Mikhail V. Solodov. "An Explicit Descent Method for Bilevel Convex Optimization". Journal of Convex Analysis, 2007.
-
-    Exchanges per round: one. Client state: none.
-    Cost per local step: a subgradient of f on the whole batch, once in a round.
-    Needs: a simple bilevel problem.
-    Good for: few samples; a yardstick for incremental methods.
-    Vectors up per client: 1 like x. Hvps per client: none. Bias: λ_k.
     """
 
     name = "irg"
+    facts = Facts(
+        paper="Solodov 2007",
+        good_for="few samples; a yardstick for incremental methods",
+        exchanges="one",
+        up="1 like x",
+        cost="a subgradient of f on the whole batch, once in a round",
+        bias="λ_k",
+    )
 
     @property
     def allows(self) -> Allows:
@@ -115,15 +118,18 @@ class BiFISTA(WholeSubgradient):
 
     Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel Optimization:
     Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389.
-
-    Exchanges per round: one. Client state: none.
-    Cost per local step: a subgradient of f on the whole batch, once in a round.
-    Needs: a simple bilevel problem with smooth losses.
-    Good for: smooth losses, many exchanges.
-    Vectors up per client: 1 like x. Hvps per client: none. Bias: λ_k.
     """
 
     name = "bi-fista"
+    facts = Facts(
+        paper="Boţ et al. 2025, arXiv:2505.14389",
+        needs="smooth losses",
+        good_for="smooth losses, many exchanges",
+        exchanges="one",
+        up="1 like x",
+        cost="a subgradient of f on the whole batch, once in a round",
+        bias="λ_k",
+    )
 
     momentum: float = positive(default=4.0)
 

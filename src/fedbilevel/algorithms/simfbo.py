@@ -58,6 +58,7 @@ from fedbilevel.core.algorithm import phase
 from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree
@@ -115,16 +116,19 @@ class SingleLoop(LocalDirections):
 
 
 class SimFBO(SingleLoop):
-    """One exchange a round; every client moves x, y and v together.
-
-    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
-    Good for: fewest exchanges, and the cheapest ones; the first method to try. Clients should do equal work.
-    Exchanges per round: one. Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Client state: none.
-    Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
-    Bias: drift of clients, proportional to their step size; unequal work re-weights them.
-    """
+    """One exchange a round; every client moves x, y and v together."""
 
     name = "simfbo"
+    facts = Facts(
+        paper="Yang et al. 2023, arXiv:2305.19442",
+        needs="g strongly convex in y; second derivatives of it as products",
+        good_for="fewest exchanges, and the cheapest ones; the first method to try, where clients do equal work",
+        exchanges="one",
+        up="1 like x, 2 like y",
+        hvps="2τ",
+        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
+        bias="drift of clients, proportional to their step size; unequal work re-weights them",
+    )
 
     @property
     def allows(self) -> Allows:
@@ -161,16 +165,19 @@ class RobustState(NamedTuple):
 
 
 class ShroFBO(SingleLoop):
-    """SimFBO made robust to unequal local work, by normalised replies.
-
-    Needs: a bilevel problem whose inner loss is strongly convex in y; second derivatives of it as products.
-    Good for: clients that make different numbers of local steps, where SimFBO solves a re-weighted problem.
-    Exchanges per round: one. Vectors up per client: 1 like x, 2 like y. Hvps per client: 2τ. Client state: none.
-    Cost per local step: a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g.
-    Bias: drift of clients.
-    """
+    """SimFBO made robust to unequal local work, by normalised replies."""
 
     name = "shrofbo"
+    facts = Facts(
+        paper="Yang et al. 2023, arXiv:2305.19442",
+        needs="g strongly convex in y; second derivatives of it as products",
+        good_for="clients that make different numbers of local steps, where SimFBO solves a re-weighted problem",
+        exchanges="one",
+        up="1 like x, 2 like y",
+        hvps="2τ",
+        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
+        bias="drift of clients",
+    )
     allows = Allows(
         late=("normalised_updates",),
         submodels=UnitPolicy(),

@@ -30,6 +30,7 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.submodel import UnitPolicy
@@ -70,16 +71,17 @@ class FedLin(LocalDescent):
     Aritra Mitra, Rayana Jaafar, George J. Pappas, Hamed Hassani. "Linear Convergence in Federated Learning: Tackling
     Client Heterogeneity and Sparse Gradients". NeurIPS 2021, arXiv:2102.07053. As federated SVRG: Jakub Konečný et al.,
     arXiv:1610.02527.
-
-    Exchanges per round: two.
-    Needs: a single-level problem.
-    Good for: clients that differ: with full batches it ends at x* itself.
-    Vectors up per client: 2 like x. Hvps per client: none. Bias: nothing.
-    Client state: none.
-    Cost per local step: two gradients of f.
     """
 
     name = "fedlin"
+    facts = Facts(
+        paper="Mitra et al. 2021, arXiv:2102.07053",
+        good_for="clients that differ: with full batches it ends at x* itself",
+        exchanges="two",
+        up="2 like x",
+        cost="two gradients of f",
+        bias="nothing",
+    )
     allows = Allows(late=("outer_gradient", "corrected_outer_descent"), submodels=UnitPolicy())
 
     @phase(takes="x", gives="x")
@@ -109,16 +111,17 @@ class FedAvg(LocalDescent):
 
     H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient
     Learning of Deep Networks from Decentralized Data". AISTATS 2017, arXiv:1602.05629.
-
-    Exchanges per round: one.
-    Needs: a single-level problem.
-    Good for: clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1.
-    Vectors up per client: 1 like x. Hvps per client: none. Bias: drift where τ > 1.
-    Client state: none.
-    Cost per local step: a gradient of f.
     """
 
     name = "fedavg"
+    facts = Facts(
+        paper="McMahan et al. 2017, arXiv:1602.05629",
+        good_for="clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1",
+        exchanges="one",
+        up="1 like x",
+        cost="a gradient of f",
+        bias="drift where τ > 1",
+    )
     allows = Allows(late=("outer_descent",), submodels=UnitPolicy())
 
     @phase(takes="x", gives="x")

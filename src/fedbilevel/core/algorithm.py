@@ -27,6 +27,7 @@ from fedbilevel.core.config import (
     wrapped,
 )
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.remote import RemoteClients
@@ -149,11 +150,16 @@ class Algorithm(Part):
     solves: ClassVar[tuple[type[Problem], ...]] = (Bilevel,)
     """The kinds of problem that the method is for."""
 
+    facts: ClassVar[Facts | None] = None
+    """What the method costs, needs and is good for. The docstring of a class that says it gets it at its end."""
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "facts" in vars(cls):
+            cls.__doc__ = f"{cls.__doc__}\n\n{cls.facts}"
         if "name" in vars(cls):
             _register(cls)
 
@@ -287,7 +293,7 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     if isinstance(problem, algorithm.kinds_of_problem):
         return
     able = sorted(cls.__name__ for cls in ALGORITHMS.values() if isinstance(problem, cls.solves))
-    kinds = " and ".join(kind.__name__ for kind in algorithm.kinds_of_problem)
+    kinds = " or ".join(kind.__name__ for kind in algorithm.kinds_of_problem)
     raise ConfigurationError(
         f"{algorithm.label} solves {kinds} problems, not {type(problem).__name__}; methods that do: {', '.join(able)}"
     )

@@ -1,6 +1,6 @@
 """What there is to run, read from a file, so that a list of it does not wait for JAX and every method to load.
 
-`catalogue.json` beside this module holds what `experiments.facts` finds in docstrings and signatures; `make catalogue`
+`catalogue.json` beside this module holds what `experiments.facts` finds in classes and signatures; `make catalogue`
 writes it, and a test compares. What is a user's own is not in it.
 """
 
@@ -22,7 +22,7 @@ Kinds = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class AlgorithmFacts:
-    """What is known of an algorithm: facts that its docstring says under fixed headings ("Needs: …"), and its fields.
+    """What is known of an algorithm: the facts of its class, its needs with the kinds of problem, and its fields.
 
     `fields` has the defaults in TOML's notation, and `parts` says what the fields that are parts may be; a field of a
     part is named by its dotted path.
@@ -53,7 +53,7 @@ class TaskFacts:
     fields: dict[str, str]
 
 
-Facts = TypeVar("Facts", AlgorithmFacts, TaskFacts)
+Listed = TypeVar("Listed", AlgorithmFacts, TaskFacts)
 
 
 def algorithms(name: str | None = None) -> list[AlgorithmFacts]:
@@ -104,7 +104,7 @@ def _library() -> tuple[dict[str, AlgorithmFacts], dict[str, TaskFacts]]:
     return {one.name: one for one in found[0]}, {one.name: one for one in found[1]}
 
 
-def _chosen(kind: str, known: Mapping[str, Facts], name: str | None) -> list[Facts]:
+def _chosen(kind: str, known: Mapping[str, Listed], name: str | None) -> list[Listed]:
     if name is None:
         return list(known.values())
     if name not in known:

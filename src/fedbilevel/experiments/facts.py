@@ -1,4 +1,4 @@
-"""Facts about algorithms and tasks, found in their docstrings and signatures; the library's own are kept in a file.
+"""Facts about algorithms and tasks, from their classes and signatures; the library's own are kept in a file.
 
 `make catalogue` writes that file, from which `catalogue` reads.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.allows import No
+from fedbilevel.core.facts import HEADINGS
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.catalogue import MISSING, AlgorithmFacts, Kinds, TaskFacts
 from fedbilevel.experiments.fields import of_class, of_function
@@ -34,26 +35,16 @@ def library() -> str:
 
 
 def algorithm(name: str) -> AlgorithmFacts:
-    """One algorithm, the library's or a user's own. Its facts stand under fixed headings ("Needs: …") in the docstring
-    of its class; the paper is named there or in that of its module."""
+    """One algorithm, the library's or a user's own: `facts` of its class, with the kinds of problem that it solves."""
     cls = algorithm_class(name)
-    text = inspect.getdoc(cls) or ""
-
-    def fact(heading: str) -> str:
-        return _entry(text, heading) or MISSING
-
+    said = vars(cls).get("facts")
+    facts = dict.fromkeys(HEADINGS, MISSING) if said is None else asdict(said)
+    kinds = ", ".join(kind.__name__ for kind in cls.solves)
+    facts["needs"] = f"{kinds}; {said.needs}" if said and said.needs else kinds
     return AlgorithmFacts(
         name=label(name),
-        title=_sentence(text),
-        paper=_paper(text) or _paper(inspect.getdoc(inspect.getmodule(cls)) or "") or MISSING,
-        exchanges=fact("Exchanges per round"),
-        needs=fact("Needs"),
-        good_for=fact("Good for"),
-        client_state=fact("Client state"),
-        cost=fact("Cost per local step"),
-        up=fact("Vectors up per client"),
-        hvps=fact("Hvps per client"),
-        bias=fact("Bias"),
+        title=_sentence(inspect.getdoc(cls) or ""),
+        **facts,
         submodels=_trains_submodels(cls),
         fields=_defaults(cls, "algorithm"),
         parts=_parts(cls, ""),
@@ -105,31 +96,5 @@ def _flat(fields: Mapping[str, Any], within: str = "") -> dict[str, str]:
     return out
 
 
-def _entry(text: str, heading: str) -> str:
-    """The text after "heading:" up to the end of the sentence, on one line; "" where the heading is missing."""
-    words = r"\s+".join(map(re.escape, heading.split()))
-    match = re.search(rf"\b{words}:\s*(.+?)(?:\.\s|\.$|\n\n|$)", text, re.DOTALL)
-    return _joined(match.group(1)) if match else ""
-
-
-def _paper(text: str) -> str:
-    """First author, year and arXiv number or venue, from the paragraph that quotes the paper's title."""
-    for paragraph in text.split("\n\n"):
-        match = re.search(r'"(?P<title>.+?)[.,]?"', paragraph, re.DOTALL)
-        year = re.search(r"\b(19|20)\d\d\b", paragraph)
-        if match and year:
-            authors = _joined(paragraph[: match.start()]).rstrip(". ,")
-            surname = authors.split(",")[0].split(" and ")[0].split()[-1] if authors else ""
-            arxiv = re.search(r"arXiv:\s*(\S+?)[.,;)]?(?:\s|$)", paragraph)
-            where = f"arXiv:{arxiv.group(1)}" if arxiv else ""
-            several = " et al." if "," in authors or " and " in authors else ""
-            return ", ".join(part for part in (f"{surname}{several} {year.group()}", where) if part)
-    return ""
-
-
 def _sentence(text: str) -> str:
-    return _joined(re.split(r"\.\s|\.$", text, maxsplit=1)[0])
-
-
-def _joined(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join(re.split(r"\.\s|\.$", text, maxsplit=1)[0].split())

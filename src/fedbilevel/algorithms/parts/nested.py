@@ -12,9 +12,12 @@ from fedbilevel.core.allows import Allows, Asks, Findings
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed
-from fedbilevel.core.problem import Problem
+from fedbilevel.core.problem import Bilevel, Compositional, Minimax, Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
+
+ALL_BILEVEL = Bilevel, Minimax, Compositional
+"""Kinds of problem that differ in how v is found alone, which `Implicit` and `LocalImplicit` know."""
 
 
 class State(NamedTuple):
