@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,3 +105,28 @@ def test_the_series_ends_where_its_truncated_inverse_puts_it():
 def test_local_hypergradients_are_another_method():
     with pytest.raises(fb.errors.ConfigurationError, match=r"FedMBO.hypergradient = LocalImplicit.* Implicit"):
         fb.FedMBO(hypergradient=fb.parts.LocalImplicit())
+
+
+def test_a_client_draws_its_length_apart_from_its_samples():
+    """g = ½y² − xy and f = y: h = v = N s (1 − s)^N', which tells N'. By one key N' would be the place of the sample
+    modulo N in each of 12 rounds, and is so in all of them with a chance of 4⁻¹² otherwise."""
+    terms, step, places, ends = 4, 0.5, [], [0.0]
+
+    def outer(x, y, batch):
+        jax.debug.callback(lambda place: places.append(int(place[0])), batch["place"])
+        return y + 0.0 * jnp.mean(batch["place"])
+
+    problem = fb.Bilevel(outer, lambda x, y, batch: 0.5 * y**2 - x * y + 0.0 * jnp.mean(batch["place"]))
+    rows = {"place": np.arange(32)[None]}
+    solver = fb.parts.Neumann(terms=terms, step=step, sampling="random_per_client")
+    inner = fb.parts.LocalSGD(local_steps=1)
+    algorithm = fb.FedMBO(inner=inner, hypergradient=fb.parts.Implicit(solver=solver), outer_lr=1.0, batch_size=1)
+    watch = {"eval_every": 1, "callbacks": [lambda result, row: ends.append(float(result.x))]}
+    clients = fb.Clients(rows, dict(rows))
+    fb.solve(algorithm, problem, clients, jnp.zeros(()), jnp.zeros(()), rounds=12, engine=fb.Reference(), **watch)
+    jax.effects_barrier()
+    lengths = np.log(-np.diff(ends[1:]) / (terms * step)) / np.log(1 - step)
+    np.testing.assert_allclose(lengths, np.round(lengths), atol=1e-9)
+    drawn = np.array(places[-2 * 12 :: 2])  # of each round's two draws for f the one for ∇y f
+    assert set(np.round(lengths).astype(int)) == set(range(terms))
+    assert np.any(drawn % terms != np.round(lengths))

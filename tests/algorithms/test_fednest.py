@@ -303,9 +303,15 @@ def test_a_start_at_negative_curvature_is_warned_of(algorithm):
         fb.solve(algorithm, *saddle_in_y(), rounds=1)
 
 
-def test_a_sum_reports_negative_curvature_that_comes_up_on_the_way():
-    """∇²yy g = x, which a constant outer slope drives below 0; the run goes on, with a warning."""
-    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["a"]) * (x + y), lambda x, y, batch: 0.5 * x * y**2)
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.InfluenceWarning")
+def test_a_sum_reports_negative_curvature_that_it_passed():
+    """∇²yy g = −1 for x in (−½, 0), where a constant outer slope takes x = ½, 0.1, −0.3, −0.7 in round 2 alone; the run
+    goes on, and what was met there is still said at its end."""
+
+    def inner(x, y, batch):
+        return 0.5 * jnp.where((x > -0.5) & (x < 0), -1.0, 1.0) * y**2
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["a"]) * (x + y), inner)
     clients = fb.Clients({"a": np.ones((2, 3))})
     hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3))
     algorithm = fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=hypergradient, outer_lr=0.4, batch_size=None)

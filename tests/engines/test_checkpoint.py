@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import zipfile
 from typing import NamedTuple
 
 import jax
@@ -178,6 +179,18 @@ def test_a_truncated_file_is_refused_wherever_it_ends(saved):
         saved.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="not a readable checkpoint"):
             checkpoint.load(saved, tree())
+
+
+def test_bytes_after_an_array_are_refused(saved):
+    """In the archive's own entry, so that length and checksum are right."""
+    with zipfile.ZipFile(saved) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    entries["['small'].npy"] += b"\0"
+    with zipfile.ZipFile(saved, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    with pytest.raises(CheckpointError, match=r"'small'.* is longer than its shape"):
+        checkpoint.load(saved, tree())
 
 
 def test_a_damaged_file_never_gives_other_numbers(saved):

@@ -4,6 +4,8 @@ FISM's stopping rule, the paper's: x, H and F, a sum over all samples, each chan
 to what they were (and 1). F at x_k is known after the round that began there, so that the run ends one round later.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,3 +105,37 @@ def test_a_run_that_has_ended_is_not_taken_up_again(local, tmp_path):
 def test_without_a_tolerance_it_never_ends():
     result = fb.solve(fb.FISM(), TASK.problem, TASK.clients, TASK.x0, rounds=3, engine=fb.Reference())
     assert (result.round, result.stopped) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("decides", "start", "slope", "preference", "lr"),
+    [("x", -8.0, 0.01, 0.01, 1.0), ("F", -8.0, 1.0, 0.01, 0.01), ("H", 0.2, 1.0, 50.0, 0.1)],
+)
+def test_each_of_x_and_both_losses_keeps_a_run_going(decides, start, slope, preference, lr):
+    """IRG by hand on F = slope ½(x − 1)², of two clients with a sample each, and H = preference ½x²: the changes of all
+    three, of which another one falls last in each case; without it the run would end earlier."""
+    a, b, penalty, tolerance = 0.6, 0.35, 0.01, 0.01
+    x, measured = start, []
+    for k in range(1, 400):
+        measured.append((x, 2 * slope * (x - 1) ** 2 / 2, preference * x**2 / 2))
+        x -= lr / k**a * (slope * (x - 1) + penalty / k**b * preference * x)
+
+    changes = [
+        {name: abs(new - old) / (abs(old) + 1) for name, new, old in zip("xFH", now, before, strict=True)}
+        for before, now in itertools.pairwise(measured)
+    ]
+
+    def ends(names):
+        return next(k for k, change in enumerate(changes, 2) if max(change[name] for name in names) <= tolerance)
+
+    assert ends("xFH".replace(decides, "")) < ends("xFH")
+    rows = {"a": np.ones((2, 1))}
+    problem = fb.SimpleBilevel(
+        lambda x: preference * x**2 / 2,
+        lambda x, batch: slope * jnp.mean(batch["a"]) * (x - 1) ** 2 / 2,
+        fb.projections.box(-9.0, 9.0),
+    )
+    steps = {"lr": lr, "lr_decay": a, "regularization": penalty, "regularization_decay": b}
+    algorithm = fb.IRG(**steps, tolerance=tolerance)
+    result = fb.solve(algorithm, problem, fb.Clients(rows, dict(rows)), jnp.asarray(start), rounds=500)
+    assert result.round == ends("xFH")

@@ -81,6 +81,14 @@ def test_drift_lasts_for_a_period():
     assert abs(np.corrcoef(ticks[0], ticks[2])[0, 1]) < 4 / np.sqrt(1000)
 
 
+def test_the_clock_counts_periods_that_end_within_exchanges():
+    """After exchanges of 0.4 to 2.9 periods the clock stands where their sum says."""
+    pace, now, total = fb.Clock(drift=0.5, period=1.0).pace(3), ClockState.start(), 0
+    for ticks in np.random.default_rng(0).integers(4_000, 29_000, size=50).tolist():
+        now, total = now.later(pace, jnp.asarray(ticks)), total + ticks
+        assert (int(now.periods), int(now.moment)) == divmod(total, 10_000)
+
+
 def test_the_stragglers_are_as_many_and_as_slow_as_said():
     network = fb.Clock(stragglers=5, slowdown=4.0, seed=1).pace(18).network
     assert sorted(np.round(network * TICK, 6).tolist()) == [1.0] * 13 + [4.0] * 5

@@ -89,15 +89,16 @@ def test_one_program_serves_other_data(instance, clients):
     assert text == "[]"
 
 
-def test_a_subsample_keeps_the_weights_of_clients():
+@pytest.mark.parametrize(("limit", "kept"), [(20, [8, 10, 2]), (13, [5, 7, 1])])  # of 40, 50 and 10 samples
+def test_a_subsample_keeps_the_weights_of_clients(limit, kept):
     rows = Ragged({"u": np.arange(100.0)}, np.array([40, 0, 90]), np.array([50, 40, 10]))
     p = np.array([0.5, 0.3, 0.2])
-    index, weights = chosen(rows, np.arange(3), p, 20)
+    index, weights = chosen(rows, np.arange(3), p, limit)
     owner = np.searchsorted([40, 90, 100], index, side="right")  # by place in the flat array: row 1, row 0, row 2
     held = [weights[owner == k].sum() for k in (1, 0, 2)]
     np.testing.assert_allclose(held, p, rtol=4 * EPS)
-    assert np.bincount(owner, minlength=3).tolist() == [8, 10, 2]  # in proportion to 40, 50, 10
-    assert len(set(index.tolist())) == 20
+    assert np.bincount(owner, minlength=3).tolist() == kept
+    assert len(set(index.tolist())) == limit
 
 
 def test_without_a_limit_every_sample_counts_p_over_n():
