@@ -230,6 +230,28 @@ def test_ends_where_its_hypergradients_vanish(name, task):
         assert (result.ledger.gradients, result.ledger.hvps) == (300 * 5 * (1 + 1 + 2 * TERMS + 1), 0)
 
 
+def test_on_whole_models_two_methods_of_other_papers_are_the_same():
+    """FedMBO draw by draw; with full batches LFedNest with one step on x. FedNest-SGD is FedMBO then, with an exchange
+    more, whose drifts are zero. Sums in another order are off by rounding."""
+    drawn = quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, samples=(2, 4), local_steps=(1, 3))
+    everyone, alone = fb.parts.Implicit(solver=SHORT), fb.parts.LocalImplicit(solver=SHORT)
+    fields = {"inner": fb.parts.LocalSGD(rounds=2, lr=1.0), "outer_lr": 0.2}
+
+    def ran(method, hypergradient, batch_size):
+        return run(method(hypergradient=hypergradient, batch_size=batch_size, **fields), drawn, 3, cohort=3)
+
+    rabo, fedmbo = ran(fb.RABO, everyone, 2), ran(fb.FedMBO, everyone, 2)
+    assert np.array_equal(rabo.x, fedmbo.x)
+    assert np.array_equal(rabo.y, fedmbo.y)
+    whole = {method: ran(method, everyone, None) for method in (fb.FedMBO, fb.FedNestSGD)}
+    whole |= {method: ran(method, alone, None) for method in (fb.RABO, fb.LFedNest)}
+    for method, other, more in ((fb.FedMBO, fb.FedNestSGD, 1), (fb.RABO, fb.LFedNest, 0)):
+        np.testing.assert_allclose(whole[other].x, whole[method].x, rtol=1e-13)
+        np.testing.assert_allclose(whole[other].y, whole[method].y, rtol=1e-13)
+        assert whole[other].ledger.exchanges == whole[method].ledger.exchanges + 3 * more
+    assert off(whole[fb.RABO].x, whole[fb.FedMBO].x) > 1e-3  # the clients differ
+
+
 def test_problems_that_need_no_inverse():
     """Compositional ones, where v = ∇y f: "coordinate" takes it, too."""
     task = compositional(clients=4)

@@ -14,6 +14,9 @@ each client's own, that variance falls with their number, hence the paper's line
 client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each length apart, and each product takes in the
 next of these sums.
 
+RABO(hypergradient=Implicit()) computes the same on whole models, draw by draw, and with full batches FedNest-SGD does
+with one step on x, for one exchange more.
+
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
 2. The T inner rounds ask the round's own cohort, the exchanges of the hypergradient a fresh one each.

@@ -18,6 +18,9 @@ on x along their own hypergradients, with their own Hessians, which saves all ex
 clients differ. On a `Minimax` problem ∇y F = 0 at y*(x) and FedIHGP is left out; on a `Compositional` one H = I, so
 that v = ∇y F, and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
 
+With full batches and one step on x, LFedNest is RABO on whole models, and FedNest-SGD is FedMBO with an exchange more,
+in which nobody drifts: the same numbers to rounding.
+
 FedInn is `SVRG` below; FedIHGP, with h, is `Implicit.estimate` of parts/hypergradients.py, and what LFedNest's clients
 do alone `LocalImplicit.own` of parts/local_hypergradients.py.
 

@@ -19,6 +19,9 @@ y_i; clients reply with vectors of y_i's shape (5) or x_i's (7). RAFBO's h_i nee
                    δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ, y_N(·) the end of N steps s from y_i on the same batches
     PrintedSlopes  δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ, without d/|P|: (10) of Algorithm 2
 
+Where every client holds the whole model, RABO is LFedNest with one step on x, to rounding with full batches, and
+RABO(hypergradient=Implicit()) is FedMBO, draw by draw.
+
 Departures from the paper:
 1. Line 10 prints G = (y_T − y_0)/β and line 18 subtracts β·mean G, which climbs; here y descends. A client's step is
    β/τ_i, and means weigh clients: Σ p̃_i u_i as FedNest has it, times Σ p_i over the cohort / Σ p_i over the holders.
