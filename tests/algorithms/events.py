@@ -1,6 +1,6 @@
 """Asynchronous methods on the quadratic task event by event in NumPy, with a table of last answers at the server.
 
-Written from the words of `Fed.first`, for clients that always take the same time: no code in common with the engines.
+Written from the words of `Fed.sum_first`, for clients that always take the same time, without code of the engines.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ class Federation:
         self.exchanges, self.table = {}, {}  # table: kind -> client -> (exchange, answer)
         self.handed_in = {}  # (kind, client) -> exchange of its kind in which the client handed in last
 
-    def first(self, n, kind, answer, max_staleness=None):
+    def sum_first(self, n, kind, answer, max_staleness=None):
         """Make an exchange; Σ p_i u_i / Σ p_i over the table, and its mean delay over everyone."""
         number = self.exchanges.get(kind, 0)
         table = self.table.setdefault(kind, {})
@@ -101,7 +101,7 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
             def inner(i, x=x, y=y):
                 return [mean_of_local_gradients(fed.members[i][2], x, y, work[i], algorithm.inner.client_lr)]
 
-            (g,), inner_delay = fed.first(n, "inner", inner, wait)
+            (g,), inner_delay = fed.sum_first(n, "inner", inner, wait)
             y = y - algorithm.inner.lr / (1 + c * inner_delay) * g
 
         def outer(i, x=x, y=y, v=v):
@@ -111,7 +111,7 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
                 return [hypergradient(f, g, x, y, series(g["A"], b, i))]
             return [hypergradient(f, g, x, y, v), g["A"] @ v - b]
 
-        (h, *r), outer_delay = fed.first(n, "outer", outer, wait)
+        (h, *r), outer_delay = fed.sum_first(n, "outer", outer, wait)
         x = x - algorithm.outer_lr / (1 + c * outer_delay) * h
         if r:
             v = v - algorithm.hypergradient.lr / (1 + c * outer_delay) * r[0]
@@ -137,7 +137,7 @@ def simfbo(task, algorithm, rounds, n, times, work, robust=False):
                 x, y, v = x - eta.x * dx, y - eta.y * dy, v - eta.v * dv
             return [*(t / work[i] for t in total), work[i]] if robust else [*total, 1.0]
 
-        (qx, qy, qv, ease), delay = fed.first(n, "q", q)
+        (qx, qy, qv, ease), delay = fed.sum_first(n, "q", q)
         rho = np.mean(rhos) if rhos else ease
         rhos.append(ease)
         rho = rho if robust else 1.0

@@ -35,8 +35,8 @@ class Early(authoring.Algorithm):
 
     def round(self, fed, state, key):
         def once(fed, y, key):
-            return y - 0.1 * fed.first(self.n, self.inner, (state.x, y), key, max_staleness=self.max_staleness)
+            return y - 0.1 * fed.sum_first(self.n, self.inner, (state.x, y), key, max_staleness=self.max_staleness)
 
         inner_key, outer_key = jax.random.split(key)
         y = fed.repeat(2, once, state.y, inner_key)
-        return XY(state.x - 0.1 * fed.first(self.n, self.outer, (state.x, y), outer_key), y)
+        return XY(state.x - 0.1 * fed.sum_first(self.n, self.outer, (state.x, y), outer_key), y)

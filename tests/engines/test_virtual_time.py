@@ -196,8 +196,8 @@ def test_wrong_fields_are_refused(fields, words):
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
-        (Early(n=7), {}, r"fed.first: n = 7 .* 1 to 6"),
-        (Early(n=0), {}, r"fed.first: n = 0"),
+        (Early(n=7), {}, r"fed.sum_first: n = 7 .* 1 to 6"),
+        (Early(n=0), {}, r"fed.sum_first: n = 0"),
         (Early(n=6), {"clock": fb.Clock(availability=[1, 1, 1, 1, 1, 0])}, r"n = 6 .* 1 to 5, .* ever available"),
         (Early(max_staleness=-1), {}, r"max_staleness = -1"),
         (Silent(), {}, r"has to say asks = Asks\(first"),

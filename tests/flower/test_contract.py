@@ -59,7 +59,7 @@ def test_every_call_of_a_round_is_in_it(name, has_client_steps):
             found.add(call.name)
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), call.update)
 
-        def first(self, n, phase, message, key, *, max_staleness=None):
+        def sum_first(self, n, phase, message, key, *, max_staleness=None):
             return self.mean(phase, message, key)
 
         def repeat(self, n, body, carry, key, *, until=None):

@@ -69,11 +69,11 @@ class Differences(authoring.Algorithm):
     def round(self, fed, state, key):
         def step(fed, carry, key):
             y, last = carry
-            last = last + fed.first(self.n, self.y_step, (state.x, y), key, max_staleness=self.max_staleness)
+            last = last + fed.sum_first(self.n, self.y_step, (state.x, y), key, max_staleness=self.max_staleness)
             return y - LR * last, last
 
         y, last_y = fed.repeat(self.inner, step, (state.y, state.last_y), key)
-        last_x = state.last_x + fed.first(self.n, self.x_step, (state.x, y), key, max_staleness=self.max_staleness)
+        last_x = state.last_x + fed.sum_first(self.n, self.x_step, (state.x, y), key, max_staleness=self.max_staleness)
 
         def request(fed, kept, key):
             return fed.mean(self.what_is_kept, jnp.zeros(()), key)

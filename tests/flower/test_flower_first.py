@@ -48,7 +48,7 @@ class Async(authoring.Algorithm):
         return authoring.Reply(jnp.mean(client.outer_batch(key, None)["t"], 0)[:2] - message)
 
     def round(self, fed, state, key):
-        y = state.y + LR * fed.first(self.n, self.towards, state.y, key)
+        y = state.y + LR * fed.sum_first(self.n, self.towards, state.y, key)
         x = state.x + LR * fed.mean(self.all_towards, state.x, key) if self.both else state.x
         return XY(x, y)
 
@@ -65,7 +65,7 @@ class Overdue(Async):
     max_staleness: int = static(default=1)
 
     def round(self, fed, state, key):
-        last = fed.first(self.n, self.towards, state.y, key, max_staleness=self.max_staleness)
+        last = fed.sum_first(self.n, self.towards, state.y, key, max_staleness=self.max_staleness)
         return XY(state.x, state.y + LR * last)
 
 
@@ -165,17 +165,17 @@ def test_what_a_run_cannot_be_asked():
         match=re.escape("cohort = 4 is not allowed: it must be None: Async needs all clients"),
     ):
         run(Async(), cohort=4)
-    with pytest.raises(fb.errors.ConfigurationError, match=re.escape("fed.first: max_staleness = 0")):
+    with pytest.raises(fb.errors.ConfigurationError, match=re.escape("fed.sum_first: max_staleness = 0")):
         run(Overdue(max_staleness=0))
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"phase towards is asked by fed\.first: Silent has to say asks"
+        fb.errors.ConfigurationError, match=r"phase towards is asked by fed\.sum_first: Silent has to say asks"
     ):
         run(Silent())
 
 
 def test_more_than_there_are():
     with pytest.raises(
-        fb.errors.ConfigurationError, match=re.escape("fed.first: n = 7 is not allowed: it must be 1 to 6")
+        fb.errors.ConfigurationError, match=re.escape("fed.sum_first: n = 7 is not allowed: it must be 1 to 6")
     ):
         run(Async(n=7))
 
@@ -217,8 +217,8 @@ class Mixed(Async):
     """After the first n answers of one kind, those of all clients of another kind."""
 
     def round(self, fed, state, key):
-        y = state.y + LR * fed.first(self.n, self.towards, state.y, key)
-        return XY(state.x + LR * fed.first(6, self.all_towards, state.x, key), y)
+        y = state.y + LR * fed.sum_first(self.n, self.towards, state.y, key)
+        return XY(state.x + LR * fed.sum_first(6, self.all_towards, state.x, key), y)
 
 
 @pytest.mark.parametrize("n", [1, 5])

@@ -395,7 +395,7 @@ class ADBO(CuttingPlanes):
         require(self.wait_for <= len(clients), "ADBO.wait_for", self.wait_for, few)
 
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
-        theta, changes, new, excluded = fed.first(
+        theta, changes, new, excluded = fed.sum_first(
             self.wait_for, self.local_step, message, key, max_staleness=self.max_staleness
         )
         last, planes = state.totals, state.planes

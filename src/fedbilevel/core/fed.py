@@ -66,7 +66,9 @@ class Fed(Protocol):
         """
         ...
 
-    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
+    def sum_first(
+        self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
+    ) -> PyTree:
         """Σ p_i u_i over the first n replies, which end the exchange; each is to the last message that its client got.
 
         Idle clients get this message. Busy clients finish their earlier one; that reply counts. A client works on one
@@ -74,7 +76,7 @@ class Fed(Protocol):
         when the next exchange begins. With n = M every time, and no client lost, this is `mean`.
 
         A client that is busy with another phase gets this message as soon as it has finished. Its reply to the other
-        phase counts in the next `first` of that phase, which then waits for fewer.
+        phase counts in the next `sum_first` of that phase, which then waits for fewer.
 
         `max_staleness` = s also waits for every client that was asked s or more exchanges of this phase ago, so that no
         reply is older, and for every client that was busy with other phases, or away, for more than s exchanges of this

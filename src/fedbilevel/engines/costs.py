@@ -103,9 +103,9 @@ def exchange_costs(
 ) -> RoundCosts:
     """The costs of one exchange, in which so many clients were asked, and which took so many ticks of the clock.
 
-    `age`: of one that was asked by `first`, Σ p_i·(exchanges since its client was asked), for the metric `staleness`.
-    `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part of one, with
-    clients whose messages have other sizes.
+    `age`: of one that was asked by `sum_first`, Σ p_i·(exchanges since its client was asked), for the metric
+    `staleness`. `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part
+    of one, with clients whose messages have other sizes.
     """
     count = ExchangeCount(jnp.asarray(exchanges, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
     metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}

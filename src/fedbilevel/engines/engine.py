@@ -149,10 +149,12 @@ def available_population(clock: Clock, clients: Clients) -> float:
 def check_first(n: int, clock: Clock, population: int, max_staleness: int | None, queues: InFlight | None) -> InFlight:
     """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
     if queues is None:
-        raise ConfigurationError("a round asks fed.first: its algorithm has to say asks = Asks(first=…)")
+        raise ConfigurationError("a round asks fed.sum_first: its algorithm has to say asks = Asks(first=…)")
     available = population - clock.never_available(population).size
-    require(1 <= n <= available, "fed.first: n", n, f"1 to {available}, the number of clients that are ever available")
-    require_count("fed.first: max_staleness", max_staleness, optional=True)
+    require(
+        1 <= n <= available, "fed.sum_first: n", n, f"1 to {available}, the number of clients that are ever available"
+    )
+    require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
     return queues
 
 

@@ -45,7 +45,7 @@ class InFlight(NamedTuple):
 
     def number(self, phase: str) -> int:
         if phase not in self.lanes:
-            raise ConfigurationError(f"phase {phase} is asked by fed.first, which tracing a round did not find")
+            raise ConfigurationError(f"phase {phase} is asked by fed.sum_first, which tracing a round did not find")
         return sorted(self.lanes).index(phase)
 
 
@@ -85,7 +85,7 @@ def early_replies(
             shapes = jax.eval_shape(weigh, exchange.reply, one, one)
             if found.setdefault(exchange.phase, shapes) != shapes:
                 raise ConfigurationError(
-                    f"phase {exchange.phase} is asked by fed.first with replies of different shapes"
+                    f"phase {exchange.phase} is asked by fed.sum_first with replies of different shapes"
                 )
     return found
 

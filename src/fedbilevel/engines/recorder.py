@@ -29,7 +29,7 @@ class RecordedExchange(NamedTuple):
     phase: str
     message: PyTree
     reply: Reply
-    early: bool  # whether it is asked by `first`
+    early: bool  # whether it is asked by `sum_first`
     state: PyTree  # what the client keeps, None of one of a fresh cohort
 
 
@@ -111,7 +111,9 @@ class Recorder:
     ) -> PyTree:
         return normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
 
-    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
+    def sum_first(
+        self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
+    ) -> PyTree:
         return self.asked(phase, message, key, None, early=True).update
 
     def asked(self, phase: Phase, message: PyTree, key: Array, fresh: Any, early: bool) -> Sums:

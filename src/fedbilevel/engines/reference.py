@@ -111,7 +111,9 @@ class ReferenceFed:
         plan = submodels.submodel_plan
         return submodels.units(int(plan.number[i]), i, int(plan.rank[i]))
 
-    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
+    def sum_first(
+        self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
+    ) -> PyTree:
         count = len(self.run.clients)
         queues = check_first(n, self.run.clock, count, max_staleness, self.queues)
         name, ask = self.question(phase, message, key, None)

@@ -333,16 +333,16 @@ def draw_up(
     """
     state = algorithm.client_state(problem, x, y)
     check_plain("what clients keep", state)
-    first: dict[str, PyTree] = {}  # what is asked by fed.first, and the updates' shapes
+    first: dict[str, PyTree] = {}  # what is asked by fed.sum_first, and the updates' shapes
     calls: dict[str, CallSignature] = {}
 
     for phase, message, reply, early, _ in exchanges_of(algorithm, problem, x, y, examples, has_client_steps):
         check_plain(f"the message of phase {phase}", message)
         if early and not algorithm.asks.asynchronous:
             name = algorithm.label
-            raise ConfigurationError(f"phase {phase} is asked by fed.first: {name} has to say asks = Asks(first=…)")
+            raise ConfigurationError(f"phase {phase} is asked by fed.sum_first: {name} has to say asks = Asks(first=…)")
         if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):
-            raise ConfigurationError(f"phase {phase} is asked by fed.first with replies of different shapes")
+            raise ConfigurationError(f"phase {phase} is asked by fed.sum_first with replies of different shapes")
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         calls[call.name] = call
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))

@@ -270,7 +270,7 @@ class LastRepliesFed:
     ) -> PyTree:
         name = self.wrapper.phase_name(phase)
         last, wait_for, max_staleness = self.replies[name], self.wrapper.wait_for, self.wrapper.max_staleness
-        delta = self.fed.first(wait_for, phase, (message, last.exchanges), key, max_staleness=max_staleness)
+        delta = self.fed.sum_first(wait_for, phase, (message, last.exchanges), key, max_staleness=max_staleness)
         last = last.after(delta)
         self.replies = {**self.replies, name: last}
         if self.wrapper.delay_penalty == 0:
@@ -282,8 +282,8 @@ class LastRepliesFed:
 
         return jax.tree.map(shortened, self.wrapper.gives(name), last.mean)
 
-    def first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
-        raise ConfigurationError(f"{self.wrapper.label} asks fed.first itself, and cannot be Asynchronous")
+    def sum_first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
+        raise ConfigurationError(f"{self.wrapper.label} asks fed.sum_first itself, and cannot be Asynchronous")
 
     def repeat(
         self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None

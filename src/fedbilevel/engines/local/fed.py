@@ -216,7 +216,9 @@ class LocalFed:
         (members,) = self.members
         return members
 
-    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
+    def sum_first(
+        self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
+    ) -> PyTree:
         queues = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.queues)
         name, respond = self.question(phase, message, key)
         rows = self.rows(n)

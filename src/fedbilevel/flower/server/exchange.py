@@ -62,7 +62,7 @@ class Exchange:
     Args:
         works: the local steps of each client that is to be asked.
         needed: how many replies have to count.
-        overdue: clients that `first` waits for in any case.
+        overdue: clients that `sum_first` waits for in any case.
     """
 
     def __init__(

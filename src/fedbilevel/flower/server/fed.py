@@ -80,17 +80,19 @@ class FlowerFed:
         mean = normalise(sums, len(self.session.clients), unbiased)
         return jax.tree.map(jnp.asarray, mean)
 
-    def first(self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None) -> PyTree:
-        """See `Fed.first`. A client that fails or passes its deadline is not waited for.
+    def sum_first(
+        self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
+    ) -> PyTree:
+        """See `Fed.sum_first`. A client that fails or passes its deadline is not waited for.
 
         Raises:
             ExchangeError: fewer than n replies can be expected.
         """
         session, count = self.session, len(self.session.clients)
         if self.submodels is not None:
-            raise ConfigurationError("clients who hold submodels reply together: fed.first is not for them")
-        require(1 <= n <= count, "fed.first: n", n, f"1 to {count} (all clients)")
-        require_count("fed.first: max_staleness", max_staleness, optional=True)
+            raise ConfigurationError("clients who hold submodels reply together: fed.sum_first is not for them")
+        require(1 <= n <= count, "fed.sum_first: n", n, f"1 to {count} (all clients)")
+        require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
         spec = self.spec(phase, message, key, fresh=False, first=True)
         name, queues = spec.phase, session.phase_queues
         now = queues.exchanges[name]

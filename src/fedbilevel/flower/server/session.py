@@ -98,7 +98,7 @@ class CountedReply(NamedTuple):
 
 @dataclass
 class PhaseQueues:
-    """The exchanges so far of each phase that is asked by `Fed.first`, and replies that wait for its next exchange."""
+    """The exchanges so far of each phase that `Fed.sum_first` asks, and replies that wait for its next exchange."""
 
     exchanges: Counter[str] = field(default_factory=Counter)  # of each kind so far
     since: defaultdict[str, defaultdict[int, int]] = field(
@@ -124,7 +124,7 @@ class PhaseQueues:
         return lanes
 
     def overdue(self, phase: str, clients: Iterable[int], working: Container[int], max_staleness: int) -> set[int]:
-        """The clients that an exchange must wait for (see `Fed.first`); `working`: those at work on this phase."""
+        """The clients that an exchange must wait for (see `Fed.sum_first`); `working`: those at work on this phase."""
         ages = {client: self.exchanges[phase] - self.since[phase][client] for client in clients}
         return {c for c, age in ages.items() if age > max_staleness or (c in working and age == max_staleness)}
 
