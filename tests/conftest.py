@@ -75,15 +75,6 @@ def _programs_go_after_their_module() -> Iterator[None]:
         machine.give_back()
 
 
-@pytest.fixture(scope="module")
-def one_series() -> Iterator[None]:
-    """For modules whose losses and methods do not change: what was traced once serves all their tests."""
-    import fedbilevel as fb
-
-    with fb.Local.series():
-        yield
-
-
 def _resident() -> float:
     """Bytes that this process holds in memory; infinite where the system does not say so."""
     pages = Path("/proc/self/statm")

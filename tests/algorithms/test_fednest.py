@@ -15,8 +15,6 @@ import fedbilevel as fb
 from fedbilevel.authoring import Findings
 from fedbilevel.tasks.quadratic import quadratic, solution
 
-pytestmark = pytest.mark.usefixtures("one_series")
-
 AGREEMENT = {
     "FedNest, random lengths, fresh cohorts": agreement.Case(
         fb.FedNest(

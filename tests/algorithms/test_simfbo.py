@@ -21,8 +21,6 @@ from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.virtual_time import ClockState
 from fedbilevel.tasks.quadratic import quadratic, solution
 
-pytestmark = pytest.mark.usefixtures("one_series")
-
 AGREEMENT = {
     "SimFBO, mini-batches": agreement.Case(fb.SimFBO(local_steps=3, batch_size=4), slow=True),
     "SimFBO, work of each client": agreement.Case(

@@ -12,8 +12,6 @@ import fedbilevel as fb
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.tasks.quadratic import quadratic
 
-pytestmark = pytest.mark.usefixtures("one_series")
-
 ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
 SERVER_DIVERGED = r"round 0, server update: \.iterate\.y is not finite; smaller steps may help, fb\.diagnose suggests"
 DIVERGING = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e300, 1e-3))

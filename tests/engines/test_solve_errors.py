@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.authoring import XY, Algorithm, Reply, phase, static
 
 
 def outer(x, y, batch):
@@ -115,3 +116,33 @@ def test_a_missing_and_a_damaged_checkpoint_are_named(tmp_path):
         run(checkpoint=missing, resume=True)
     with pytest.raises(fb.errors.CheckpointError, match=f"^{damaged} is not a readable checkpoint: "):
         run(checkpoint=damaged, resume=True)
+
+
+class Wrong(Algorithm):
+    """A method whose phase has a mistake, or draws what only JAX's own keys can be asked for."""
+
+    mistake: bool = static(default=True)
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    @phase
+    def draw(self, client, message, key):
+        TRACED.append(self.mistake)
+        return Reply(jnp.ones(3) @ jnp.ones(2) if self.mistake else jax.random.poisson(key, 3.0, (3,)))
+
+    def round(self, fed, state, key):
+        return state._replace(x=fed.mean(self.draw, state.x, key).astype(state.x.dtype))
+
+
+TRACED: list[bool] = []
+
+
+def test_a_mistake_in_a_method_is_met_once_and_keys_of_jaxs_own_kind_are_found():
+    with pytest.raises(TypeError, match="dot_general") as found:
+        fb.solve(Wrong(), PROBLEM, CLIENTS, X, Y, rounds=2)
+    assert found.value.__context__ is None
+    assert TRACED.count(True) == 1
+    drawn = fb.solve(Wrong(mistake=False), PROBLEM, CLIENTS, X, Y, rounds=2).x
+    reference = fb.solve(Wrong(mistake=False), PROBLEM, CLIENTS, X, Y, rounds=2, engine=fb.Reference()).x
+    np.testing.assert_array_equal(drawn, reference)

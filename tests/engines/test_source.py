@@ -11,7 +11,6 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.engines.local.fed import ProgramLayout
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, padded
-from fedbilevel.engines.virtual_time import Clock
 
 OUTER, INNER = np.array([2, 5, 1, 3, 4, 2]), np.array([4, 1, 3, 2, 2, 6])
 KEY = jax.random.key(5)
@@ -37,19 +36,19 @@ def population(**options):
 
 def layout(clients):
     return ProgramLayout(
-        PROBLEM,
-        len(clients),
-        COHORT,
-        FRESH,
-        int(OUTER.max()),
-        False,
-        int(INNER.max()),
-        False,
-        clients.local_steps is not None,
-        COHORT,
-        None,
-        Clock(),
-        len(clients),
+        population=len(clients),
+        cohort=COHORT,
+        fresh=FRESH,
+        outer_longest=int(OUTER.max()),
+        outer_equal=False,
+        inner_longest=int(INNER.max()),
+        inner_equal=False,
+        local_steps=clients.local_steps if isinstance(clients.local_steps, tuple) else None,
+        chunk=COHORT,
+        axis=None,
+        available=len(clients),
+        available_population=len(clients),
+        rounds_per_call=1,
     )
 
 

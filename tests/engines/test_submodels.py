@@ -11,8 +11,6 @@ from compiled_losses import with_compiled_losses
 import fedbilevel as fb
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
 
-pytestmark = pytest.mark.usefixtures("one_series")
-
 CLIENTS, INPUTS, HIDDEN, OUTPUTS = 7, 5, 8, 2
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
 KEPT = (CAPACITY * HIDDEN).astype(int)

@@ -14,8 +14,6 @@ from fedbilevel.authoring import Asks
 from fedbilevel.engines.virtual_time import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
 
-pytestmark = pytest.mark.usefixtures("one_series")
-
 
 class Silent(Early):
     """One that does not say that it is asynchronous."""

@@ -237,8 +237,7 @@ def tuned():
         )
         return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=30, metrics=task.metrics)
 
-    with fb.Local.series():
-        return {outer_lr: run(outer_lr) for outer_lr in (1.0, 1e-30)}
+    return {outer_lr: run(outer_lr) for outer_lr in (1.0, 1e-30)}
 
 
 @pytest.mark.parametrize("outer_lr", [1.0, 1e-30])
@@ -286,38 +285,15 @@ def test_clients_that_cannot_be_halved_are_refused():
 @pytest.mark.parametrize(
     "make", [classification, fair_classification, hyper_cleaning, hyper_representation, loss_tuning]
 )
-def test_losses_hold_no_images_and_a_series_reads_a_set_once(make, monkeypatch):
-    """What a series keeps of losses outlives their tasks."""
-    read, held = [], []
-
-    def reading(name):
-        read.append(name)
-        return load(name)
+def test_losses_hold_no_images(make, monkeypatch):
+    held = []
 
     def holding(*parts):
         images = LabelledImages(*parts)
         held.extend([weakref.ref(images), weakref.ref(images.data)])
         return images
 
-    monkeypatch.setattr("fedbilevel.tasks.images.load", reading)
     monkeypatch.setattr("fedbilevel.tasks.images.LabelledImages", holding)
-    problem = make(seed=1).problem
+    _problem = make(seed=1).problem
     gc.collect()
     assert [one() for one in held] == [None, None]
-    del problem
-    with fb.Local.series():
-        for seed in (1, 2):
-            make(seed=seed)
-    assert len(read) == 2
-
-
-@pytest.mark.parametrize("make", [classification, fair_classification, hyper_cleaning, hyper_representation])
-def test_in_a_series_all_seeds_have_one_problem(make):
-    """It is traced once; another network or option makes another."""
-    number = "concavity" if make is fair_classification else "ridge"
-    with fb.Local.series():
-        one = make(seed=1).problem
-        assert make(seed=2, holdout=0.1).problem is one
-        others = make(**{number: 0.25}), make(network="mlp", hidden=(5,)), make(network="cnn", hidden=(2, 2, 5))
-        assert len({id(problem) for problem in (one, *(other.problem for other in others))}) == 4
-    assert make(seed=1).problem is not one

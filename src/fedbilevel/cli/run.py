@@ -206,7 +206,6 @@ def _resume(options: argparse.Namespace) -> int:
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
     from fedbilevel.cli.progress import finish
-    from fedbilevel.core.kept import series as one_series
     from fedbilevel.experiments import plots, tables
     from fedbilevel.experiments.compare import draw, load_groups
     from fedbilevel.experiments.folder import Folder
@@ -216,8 +215,7 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     series = {folder / f"seed-{seed}": seeded(spec, seed) for seed in options.seeds}
     picture = Folder(folder).plot
     require_series(folder, series, besides=[picture.name])
-    with one_series():
-        runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
+    runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
     if drawn:
         draw(load_groups(list(series)), picture)
     terminal = console(options.quiet)

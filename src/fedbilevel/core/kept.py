@@ -1,8 +1,7 @@
-"""What is kept of earlier runs: by a process compiled programs, by what tracing gives; in a series what tracing gave.
+"""What a process keeps of earlier runs: compiled programs, and what tracing said, by hashes of what was traced.
 
-A later run whose tracing gives the same program finds it compiled, whatever its step sizes, seeds, weights and samples,
-which are arguments. Nothing of a run's data is kept, but for small constants of its losses. A series of runs, such as a
-sweep, does not trace again what it has traced of the same functions.
+Nothing of a run's data is kept, and no function of a user: what closes over much data, or calls back into Python, is
+made anew.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
@@ -22,106 +19,66 @@ from fedbilevel.core.hashes import of_program
 from fedbilevel.core.tree import PyTree
 
 T = TypeVar("T")
-
-
-class BoundedCache:
-    """At most `limit` values by key; the one that was not asked for longest goes first."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.lock = limit, threading.Lock()
-        self.values: OrderedDict[Hashable, Any] = OrderedDict()
-        self.made = 0  # values so far, kept or not
-
-    def get(self, key: Hashable | None, make: Callable[[], T]) -> T:
-        """The value of a key, made if it is not there; without a key it is made and not kept."""
-        with self.lock:
-            if key is not None and key in self.values:
-                self.values.move_to_end(key)
-                found: T = self.values[key]
-                return found
-        value = make()
-        with self.lock:
-            self.made += 1
-            if key is not None:
-                self.values[key] = value
-            while len(self.values) > self.limit:
-                self.values.popitem(last=False)
-        return value
-
-    def clear(self) -> None:
-        with self.lock:
-            self.values.clear()
-
-
-PROGRAMS = BoundedCache(32)
+LIMIT = 64  # things kept
 MUCH = 2**20  # bytes of constants, with which a program is not kept
 
+_KEPT: OrderedDict[Hashable, Any] = OrderedDict()
+_LOCK = threading.Lock()
 
-_SERIES: ContextVar[BoundedCache | None] = ContextVar("series", default=None)
 
+def kept(key: Hashable | None, make: Callable[[], T]) -> T:
+    """Return what `make` gave before for an equal key, or make it; of many, what was not asked for longest goes.
 
-@contextmanager
-def series() -> Iterator[None]:
-    """Runs that nobody interferes with: within it, and no longer, a loss that is the same object is the same function.
-
-    What a function reads could have changed between two runs of a user's own: there, each is traced anew.
+    Without a key, or with one that has no hash, it is made each time.
     """
-    if _SERIES.get() is not None:
-        yield
-        return
-    token = _SERIES.set(BoundedCache(64))
-    try:
-        yield
-    finally:
-        _SERIES.reset(token)
-
-
-def recalled(key: Hashable | None, make: Callable[[], T]) -> T:
-    """In a series, what `make` gave for this key; else, or where the key is None or has no hash, what it gives now."""
-    known = _SERIES.get()
     try:
         hash(key)
     except TypeError:
-        known = None
-    return make() if known is None else known.get(key, make)
+        key = None
+    if key is None:
+        return make()
+    with _LOCK:
+        if key in _KEPT:
+            _KEPT.move_to_end(key)
+            found: T = _KEPT[key]
+            return found
+    made = make()
+    with _LOCK:
+        _KEPT[key] = made
+        while len(_KEPT) > LIMIT:
+            _KEPT.popitem(last=False)
+    return made
 
 
-class Same:
-    """An object as itself, whatever it says of equality."""
-
-    def __init__(self, it: Any) -> None:
-        self.it = it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.it is other.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
+def forget() -> None:
+    """Free all that is kept."""
+    with _LOCK:
+        _KEPT.clear()
 
 
-def shapes_of(given: PyTree) -> Hashable:
-    """What a program traced for such arguments depends on: their structure, shapes and types, and JAX's settings.
+def compiled(function: Callable[..., PyTree], *like: PyTree, key: Hashable | None = None) -> Callable[..., PyTree]:
+    """Compile a function for arguments like these. Arguments that lie on other devices later are compiled for when they
+    come.
 
-    Of static fields 1, 1.0 and True are equal, and traced differently: what is printed of them tells them apart.
+    Without a key the function is traced anew, and an earlier program that was traced to the same is taken. A `key` says
+    all that it depends on beside its name and the leaves of its arguments: then it is traced once.
     """
-    leaves, structure = jax.tree.flatten(given)
-    return structure, str(structure), tuple(map(_of_leaf, leaves)), _settings()
-
-
-def compiled(function: Callable[..., PyTree], *like: PyTree) -> Callable[..., PyTree]:
-    """The function compiled for arguments like these: traced anew, and the program of an earlier one where it gives the
-    same. Arguments that lie on other devices later are compiled for when they come."""
     leaves, tree = jax.tree.flatten(like)
-    structures = []
 
-    def of_leaves(leaves: list[Any]) -> list[Any]:
-        results, structure = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
-        structures.append(structure)
-        return results
+    def program_for(leaves: list[Any]) -> tuple[Callable[[list[Any]], list[Any]], Any]:
+        structures = []
 
-    def program_for(leaves: list[Any]) -> Callable[[list[Any]], list[Any]]:
-        traced = jax.jit(of_leaves).trace(leaves)
-        return PROGRAMS.get(program_key(traced.jaxpr, leaves), lambda: traced.lower().compile())
+        def of_leaves(leaves: list[Any]) -> list[Any]:
+            results, structure = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+            structures.append(structure)
+            return results
+
+        def make() -> tuple[Callable[[list[Any]], list[Any]], Any]:
+            traced = jax.jit(of_leaves).trace(leaves)
+            known = None if key is not None else program_key(traced.jaxpr, leaves)
+            return kept(known, lambda: traced.lower().compile()), structures[0]
+
+        return kept(key and (key, function.__qualname__, shapes_of(leaves)), make)
 
     programs = {_placement(leaves): program_for(leaves)}
 
@@ -130,28 +87,48 @@ def compiled(function: Callable[..., PyTree], *like: PyTree) -> Callable[..., Py
         place = _placement(leaves)
         if place not in programs:
             programs[place] = program_for(leaves)
-        return jax.tree.unflatten(structures[0], programs[place](leaves))
+        program, structure = programs[place]
+        return jax.tree.unflatten(structure, program(leaves))
 
     return call
+
+
+def program_key(traced: ClosedJaxpr, leaves: list[Any], *more: Hashable) -> Hashable | None:
+    """A key of a program traced for the arguments `leaves`, and of what `more` the compiler is given; None where it is
+    not to be kept."""
+    found = hash_of(traced)
+    return found and (found, shapes_of(leaves), more)
+
+
+def hash_of(*traced: ClosedJaxpr) -> str | None:
+    """A hash of traced functions, whose constants count by content; None where one calls back into Python, or where
+    they hold much data."""
+    programs = [program for one in traced for program in _every(one)]
+    calls_back = any("callback" in step.primitive.name for program in programs for step in program.eqns)
+    held = [constant for program in programs if isinstance(program, ClosedJaxpr) for constant in program.consts]
+    if calls_back or sum(int(getattr(constant, "nbytes", 0)) for constant in held) > MUCH:
+        return None
+    return " ".join(map(of_program, traced))
+
+
+def has_rules(traced: ClosedJaxpr) -> bool:
+    """Whether a traced function has rules of its own for derivatives, which its hash does not show."""
+    return any(step.primitive.name.startswith("custom_") for program in _every(traced) for step in program.eqns)
+
+
+def shapes_of(given: PyTree) -> Hashable:
+    """What a program traced for such arguments depends on: their structure, shapes and types, and JAX's settings.
+
+    Of static fields 1, 1.0 and True are equal, and traced differently: what is printed of them tells them apart. The
+    structure holds its nodes: where these are a user's, give the leaves alone.
+    """
+    leaves, structure = jax.tree.flatten(given)
+    return structure, str(structure), tuple(map(_of_leaf, leaves)), _settings()
 
 
 def _placement(leaves: list[Any]) -> Hashable:
     """Where arrays lie; nothing of others."""
     return tuple(leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves)
-
-
-def program_key(traced: ClosedJaxpr, given: PyTree, *more: Hashable) -> Hashable | None:
-    """A key of what tracing gave for the arguments `given`; None where it calls back into Python, or holds much data.
-
-    Constants count by content. `given` are lists of leaves: a structure would keep what its nodes hold. `more`: what
-    else the compiler is given.
-    """
-    programs = list(_every(traced))
-    calls_back = any("callback" in step.primitive.name for program in programs for step in program.eqns)
-    held = [constant for program in programs if isinstance(program, ClosedJaxpr) for constant in program.consts]
-    if calls_back or sum(int(getattr(constant, "nbytes", 0)) for constant in held) > MUCH:
-        return None
-    return of_program(traced), shapes_of(given), more
 
 
 def _of_leaf(leaf: Any) -> Hashable:
@@ -177,7 +154,7 @@ def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def _settings() -> Hashable:
-    """The settings of JAX by which one function is traced, or one traced program compiled, differently."""
+    """The settings of JAX by which a function is traced, or a traced program compiled, differently."""
     named = (
         "jax_default_matmul_precision",
         "jax_debug_nans",

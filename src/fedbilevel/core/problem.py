@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import jax
@@ -16,18 +16,16 @@ from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.inputs import explained, require_function
-from fedbilevel.core.kept import Same
+from fedbilevel.core.kept import has_rules, hash_of, shapes_of
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
 
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ImplicitTerm = Literal["inverse", "identity", "none"]
 LocalVariable = Literal["x"]
-NOT_PARTS = ("remembered", "identity")
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -45,8 +43,8 @@ class Problem:
     local: LocalVariable | None
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
-    remembered: dict[Any, Any] | None  # what else was traced, of one that is `traced_once`
-    identity: Hashable | None  # of such a one, where a series may recall it: what it was made of
+    takes_padded: bool  # whether its losses take a `Padded` batch
+    key: Hashable | None  # by which what was compiled of it is found, see `keyed`
 
     def _set(
         self, outer: Loss, inner: Loss, structure: Structure | None = None, local: LocalVariable | None = None
@@ -59,8 +57,8 @@ class Problem:
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
         object.__setattr__(self, "local", local)
-        object.__setattr__(self, "remembered", None)
-        object.__setattr__(self, "identity", None)
+        object.__setattr__(self, "takes_padded", False)
+        object.__setattr__(self, "key", None)
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
         """A copy of this problem whose losses are `change` of these; of the inner loss `inner`, if that is given."""
@@ -74,37 +72,48 @@ class Problem:
             return self
         return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
 
-    def traced_once(self, recalled: bool = True) -> Self:
-        """A copy for one run: JAX traces its losses once for arguments of the same shapes, and it remembers a round.
+    def prepared(self) -> Self:
+        """A copy for one run: JAX traces its functions once for arguments of the same shapes."""
+        return self.with_losses(_jitted).over_batches().with_losses(_jitted)._padded()
 
-        `recalled`: whether a series may recall what was traced of it.
+    def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:
+        """Check the losses as `check_losses` does, and return by name what all functions of the problem are traced to:
+        on two samples, since on one a sum looks like a mean; where a loss does not take two, on one.
+
+        `examples`: one sample of each loss.
         """
-        changed = self.with_losses(_traced_once).over_batches().with_losses(_traced_once)
-        object.__setattr__(changed, "remembered", {})
-        object.__setattr__(changed, "identity", self._parts() if recalled else None)
+        two = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape[1:]), leaf.dtype), examples)
+        with suppress(Exception):  # whatever a user's function raises
+            return check_losses(self, x, y, *two)
+        return check_losses(self, x, y, *examples)
+
+    def keyed(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], programs: Mapping[str, ClosedJaxpr]) -> Self:
+        """A copy that knows the key of all that is compiled of it; problems of the same key share programs.
+
+        The key is what its functions compute, `programs` as `traced` gives them, and their derivatives where they have
+        rules of their own for these.
+        """
+        with_rules = [
+            jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, y, batch)
+            for name, loss, batch in zip(("outer", "inner"), (self.outer, self.inner), examples, strict=True)
+            if has_rules(programs[f"{name} loss"])
+        ]
+        plain = [value for value in vars(self).values() if isinstance(value, bool | int | float | str | None)]
+        found = hash_of(*programs.values(), *with_rules)
+        key = found and (type(self), str(plain), found, shapes_of(jax.tree.leaves((x, y, examples))))
+        changed = copy.copy(self)
+        object.__setattr__(changed, "key", key)
         return changed
-
-    def key(self, *more: Any) -> Hashable | None:
-        """A key of what was traced of this problem, and of what else that depends on; None where it has no identity."""
-        return self.identity and (self.identity, *more)
-
-    def _parts(self) -> Hashable:
-        """What the problem is made of, each part as itself."""
-        return type(self), *(Same(part) for name, part in sorted(vars(self).items()) if name not in NOT_PARTS)
-
-    def traced(self, oracle: Callable[..., T]) -> Callable[..., T]:
-        """oracle(problem, …) of this problem; JAX traces it once for arguments of the same shapes, where the problem is
-        `traced_once`."""
-        if self.remembered is None:
-            return partial(oracle, self)
-        made: Callable[..., T] = self.remembered.setdefault(oracle, _traced_once(partial(oracle, self)))
-        return made
 
     def over_batches(self) -> Self:
         """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
-        if self.remembered is not None:
+        if self.takes_padded:
             return self
-        return self.with_losses(_mean_over, None if self.inner_is_mean else lambda loss: loss)
+        return self.with_losses(_mean_over, None if self.inner_is_mean else lambda loss: loss)._padded()
+
+    def _padded(self) -> Self:
+        object.__setattr__(self, "takes_padded", True)
+        return self
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -252,12 +261,17 @@ class SimpleBilevel(Problem):
 
         self._set(h, lambda x, y, batch: inner(x, batch))
 
-    def traced_once(self, recalled: bool = True) -> Self:
-        changed = super().traced_once(recalled)
-        object.__setattr__(changed, "project", _traced_once(self.project))
+    def prepared(self) -> Self:
+        changed = super().prepared()
+        object.__setattr__(changed, "project", _jitted(self.project))
         if self.subgradient is not None:
-            object.__setattr__(changed, "subgradient", _traced_once(self.subgradient))
+            object.__setattr__(changed, "subgradient", _jitted(self.subgradient))
         return changed
+
+    def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:
+        others = {"projection": self.project, "subgradient": self.subgradient}
+        found = {name: jax.make_jaxpr(function)(x) for name, function in others.items() if function is not None}
+        return super().traced(x, y, examples) | found
 
     def preference(self, x: PyTree) -> tuple[Array, PyTree]:
         """H(x), and 𝓗 ∈ ∂H(x), like x."""
@@ -292,7 +306,7 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return mean_function
 
 
-def _traced_once(function: F) -> F:
+def _jitted(function: F) -> F:
     """The function, traced once for arguments of the same shapes. JAX remembers by the function, so this is another."""
     made: Any = jax.jit(lambda *arguments: function(*arguments), inline=True)
     return made

@@ -24,6 +24,7 @@ from fedbilevel.core.errors import require
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 NAME = "threefry2x32"
+TAG = "fbl"  # in what JAX says of types: key<fbl>[]
 
 
 def written_out(key: Array) -> Array:
@@ -35,6 +36,11 @@ def written_out(key: Array) -> Array:
     if not own or jax.default_backend() != "cpu":
         return key
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_implementation())
+
+
+def about_keys(error: Exception) -> bool:
+    """Whether an error comes of keys of this kind where JAX's own are asked for."""
+    return isinstance(error, NotImplementedError) or f"key<{TAG}>" in str(error)
 
 
 def computed_once(drawn: Array) -> Array:
@@ -97,5 +103,5 @@ def _implementation() -> Any:
         random_bits=_bits,
         fold_in=_fold_in,
         name="threefry2x32_written_out",
-        tag="fbl",
+        tag=TAG,
     )

@@ -27,6 +27,7 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
+from fedbilevel.engines.recorder import key_of_round
 from fedbilevel.engines.virtual_time import Clock, ClockState
 
 FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; beyond this a permutation of all M is quicker
@@ -93,7 +94,8 @@ def first_carry(
         queues = None if found is None else nothing_in_flight(found, population, remote)
         return jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues
 
-    round, state, states, now, queues = compiled(begin, algorithm, x, y)(algorithm, x, y)
+    key = key_of_round(algorithm, problem, x, y, population, remote, clients.local_steps is not None)
+    round, state, states, now, queues = compiled(begin, algorithm, x, y, key=key)(algorithm, x, y)
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
     return Carry(round, state, states, now, queues, None if problem.local is None else x)
@@ -146,11 +148,10 @@ def available_population(clock: Clock, clients: Clients) -> float:
     return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())
 
 
-def check_first(n: int, clock: Clock, population: int, max_staleness: int | None, queues: InFlight | None) -> InFlight:
+def check_first(n: int, available: int, max_staleness: int | None, queues: InFlight | None) -> InFlight:
     """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
     if queues is None:
         raise ConfigurationError("a round asks fed.sum_first: its algorithm has to say asks = Asks(first=…)")
-    available = population - clock.never_available(population).size
     require(
         1 <= n <= available, "fed.sum_first: n", n, f"1 to {available}, the number of clients that are ever available"
     )

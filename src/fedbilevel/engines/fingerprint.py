@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -20,9 +20,9 @@ from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.config import Schedule, field_values, hyperparameters
 from fedbilevel.core.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 from fedbilevel.core.metrics import directions
-from fedbilevel.core.problem import Problem, SimpleBilevel
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup
 
@@ -69,17 +69,17 @@ def take(
     clients: Clients | RemoteClients,
     x: PyTree,
     y: PyTree,
-    losses: Mapping[str, ClosedJaxpr],
+    programs: Mapping[str, ClosedJaxpr],
 ) -> Fingerprint:
     """The fingerprint of a run, but for the samples (see `of_samples`).
 
     Args:
         stated: more that is compared as it is, in JSON.
-        losses: by name, as `check_losses` has traced them. The constants in them count, rules of their own that they
-            give JAX for derivatives do not.
+        programs: by name, what the problem's functions are traced to. The constants in them count, rules of their own
+            that they give JAX for derivatives do not.
     """
     said, functions = of_method(algorithm)
-    functions = {name: of_program(program) for name, program in losses.items()} | functions | of_constraint(problem, x)
+    functions = {name: of_program(program) for name, program in programs.items()} | functions
     hashed = {
         "x0": of_tree(x),
         "y0": of_tree(y),
@@ -100,7 +100,7 @@ def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
         if isinstance(leaf, Schedule):
             name = jax.tree_util.keystr(path).lstrip(".")
-            functions[f"schedule {name}"] = of_program(jax.make_jaxpr(leaf.function)(0))
+            functions[f"schedule {name}"] = _of_number(leaf)
     for name, part in parts.items():
         if isinstance(part, optax.GradientTransformation):
             functions[name] = short(*_made_of(part))
@@ -118,12 +118,34 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
     }
 
 
-def of_constraint(problem: Problem, x: PyTree) -> Hashes:
-    """Hashes of what a problem has beside its losses: a projection, a subgradient."""
-    if not isinstance(problem, SimpleBilevel):
-        return {}
-    given = {"projection": problem.project, "subgradient": problem.subgradient}
-    return {name: of_program(jax.make_jaxpr(one)(x)) for name, one in given.items() if one is not None}
+def method_key(algorithm: Algorithm) -> str | None:
+    """A hash of all that a round of a method of this library depends on, but for its numbers; None of another method,
+    whose code may read what has changed."""
+    parts = list(_parts(algorithm))
+    if not all(type(part).__module__.startswith("fedbilevel.") for part in parts):
+        return None
+    said: list[str] = []
+    for part in parts:
+        said.append(type(part).__qualname__)
+        for one in fields(part):
+            value = getattr(part, one.name)
+            if one.metadata.get("static"):
+                said += [one.name, *_made_of(value)]
+            elif isinstance(value, Schedule | XYV):
+                said += map(_of_number, jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Schedule)))
+    return short(*said)
+
+
+def _of_number(value: Any) -> str:
+    return of_program(jax.make_jaxpr(value.function)(0)) if isinstance(value, Schedule) else ""
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    """A configuration and all configurations in its fields."""
+    yield part
+    for value in field_values(part).values():
+        if is_dataclass(value) and not isinstance(value, type | Schedule):
+            yield from _parts(value)
 
 
 def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:

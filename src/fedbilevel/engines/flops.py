@@ -21,7 +21,7 @@ from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.kept import recalled
+from fedbilevel.core.kept import kept
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
@@ -91,9 +91,9 @@ def flops_of_calls(
         name, message = exchange.phase, exchange.message
         if not cut:
             enter(name, message, exchange.state)
-        for unit_layout, kept in cut:
+        for unit_layout, sizes in cut:
             takes, _ = takes_and_gives(algorithm.phases[name])
-            units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in kept.items()}
+            units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in sizes.items()}
             enter(name, jax.eval_shape(partial(unit_layout.cut, takes), message, units), exchange.state)
     return costs
 
@@ -113,7 +113,7 @@ def known_flops(
         known = {call: cost for call, cost in costs.items() if cost is not None}
         return known if len(known) == len(costs) else None
 
-    return recalled(None if cut else _key(algorithm, problem, clients, x, y), counted)
+    return kept(None if cut else _key(algorithm, problem, clients, x, y), counted)
 
 
 def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Hashable | None:
@@ -121,7 +121,7 @@ def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y:
     rows, steps = (clients.outer, clients.inner), clients.local_steps
     sizes = [(int(one.size.max()), bool(np.all(one.size == one.size[0]))) for one in rows]
     work = None if steps is None else (int(np.min(steps)), int(np.max(steps)))
-    return key_of_round(algorithm, problem, x, y, clients.examples(), "operations", *sizes, work)
+    return key_of_round(algorithm, problem, x, y, "operations", *sizes, work)
 
 
 def _longest(rows: Ragged) -> PyTree:

@@ -16,11 +16,12 @@ from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import LoopBody, Phase, Reply
 from fedbilevel.core.hashes import of_array
-from fedbilevel.core.kept import recalled, shapes_of
+from fedbilevel.core.kept import kept, shapes_of
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating
 from fedbilevel.engines.costs import Sums, normalise, weigh
+from fedbilevel.engines.fingerprint import method_key
 
 
 class RecordedExchange(NamedTuple):
@@ -41,44 +42,36 @@ def exchanges_of(
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
 ) -> list[RecordedExchange]:
-    """The exchanges of a round, by tracing one: once in the life of a problem that is `traced_once`.
+    """The exchanges of a round, by tracing one.
 
     Args:
         x, y: the variables where the run starts; only shapes matter.
         examples: one sample of each loss, as `RemoteClients.examples` gives them.
         has_client_steps: whether the population says how many local steps a client makes.
     """
-    given = jax.tree.flatten(_shapes((x, y, examples)))
-    if problem.remembered is not None and (found := problem.remembered.get("a round")):
-        before, *like, exchanges = found
-        if before is algorithm and like == [given, has_client_steps]:
-            return list(exchanges)
 
     def traced() -> list[RecordedExchange]:
         exchanges: list[RecordedExchange] = []
 
         def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
-            now, kept = at(algorithm, number), algorithm.client_state(problem, x, y)
-            fed = Recorder(now, problem, has_client_steps, kept, examples, exchanges)
+            now, state = at(algorithm, number), algorithm.client_state(problem, x, y)
+            fed = Recorder(now, problem, has_client_steps, state, examples, exchanges)
             return now.round(fed, now.init(server_x(problem, x), y), key)
 
         jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
         return exchanges
 
-    found = recalled(key_of_round(algorithm, problem, x, y, examples, "exchanges", has_client_steps), traced)
-    if problem.remembered is not None:
-        problem.remembered["a round"] = algorithm, given, has_client_steps, found
-    return list(found)
+    return list(kept(key_of_round(algorithm, problem, x, y, "exchanges", has_client_steps), traced))
 
 
-def key_of_round(
-    algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], *more: Hashable
-) -> Hashable | None:
-    """A key of a traced round: shapes, and the method's whole numbers, which may be lengths of its loops."""
-    if problem.identity is None:
+def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *more: Hashable) -> Hashable | None:
+    """A key of a traced round; None where what is traced may change. With the method's whole numbers, which may be
+    lengths of its loops."""
+    method = method_key(algorithm)
+    if problem.key is None or method is None:
         return None
     whole = [of_array(leaf) for leaf in jax.tree.leaves(algorithm) if not is_floating(leaf)]
-    return problem.key(*more, *whole, shapes_of((algorithm, x, y, examples)))
+    return problem.key, method, *more, *whole, shapes_of((x, y))
 
 
 def _shapes(tree: PyTree) -> PyTree:

@@ -115,7 +115,8 @@ class ReferenceFed:
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
         count = len(self.run.clients)
-        queues = check_first(n, self.run.clock, count, max_staleness, self.queues)
+        available = count - self.run.clock.never_available(count).size
+        queues = check_first(n, available, max_staleness, self.queues)
         name, ask = self.question(phase, message, key, None)
         _, works = self.own
         number, table = queues.number(name), queues.lanes[name].replies

@@ -21,9 +21,9 @@ from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
 from fedbilevel.core.influence import doubts
 from fedbilevel.core.inputs import require_function
-from fedbilevel.core.kept import PROGRAMS, recalled, shapes_of
+from fedbilevel.core.kept import kept
 from fedbilevel.core.metrics import MetricFunction, directions
-from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, check_losses
+from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
@@ -138,13 +138,12 @@ def solve(
     else:
         _check_start("y0", y0, y)
     chosen: Engine = engine or Local()
-    compiles = isinstance(chosen, Local)  # with others a method may branch on its numbers, which are in no key
-    problem = problem.with_fixed(x_fixed, y_fixed).traced_once(recalled=compiles)
+    problem = problem.with_fixed(x_fixed, y_fixed).prepared()
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
     examples = clients.examples()
-    made, shapes = PROGRAMS.made, shapes_of((x, y, examples))
-    losses = recalled(problem.key("losses", shapes), lambda: check_losses(problem, x, y, *examples))
-    for doubt in recalled(problem.key("doubts", shapes), lambda: tuple(doubts(problem, x, y, *examples))):
+    programs = problem.traced(x, y, examples)
+    problem = problem.keyed(x, y, examples, programs)
+    for doubt in kept(problem.key and ("doubts", problem.key), lambda: tuple(doubts(problem, x, y, *examples))):
         warnings.warn(InfluenceWarning(doubt), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
     own = as_per_client(metrics_per_client)
@@ -163,7 +162,7 @@ def solve(
     group = current_group()
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it
-        begun = fingerprint.take(stated, algorithm, problem, clients, x, y, losses)
+        begun = fingerprint.take(stated, algorithm, problem, clients, x, y, programs)
         measured |= {name: evaluation.trace(name, x, carry.state.y) for name in evaluation.metrics}
         begun = replace(begun, metrics=fingerprint.of_metrics(measured, {**own, **evaluation.metrics}))
     save_every = 1 if remote and checkpoint_every is None else checkpoint_every  # a round is costly there
@@ -200,7 +199,7 @@ def solve(
             return loop.play(run, carry)
         finally:
             run.close()
-            if PROGRAMS.made > made or not compiles:  # else kept programs were used
+            if run.compile_seconds or not isinstance(chosen, Local):  # else kept programs were used
                 machine.give_back()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.allows import No
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
+from fedbilevel.core.kept import kept
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
@@ -39,6 +40,17 @@ class SubmodelPlan:
     peers: tuple[int, ...]  # and how many of these are ever available
     number: np.ndarray  # (M,) the class of each client
     rank: np.ndarray  # (M,) its number among its peers
+
+    @cached_property
+    def traced(self) -> str:
+        """What a program depends on; who is in which class is among its arguments."""
+        return repr((self.unit_layout, self.kept, self.places, self.peers))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SubmodelPlan) and self.traced == other.traced
+
+    def __hash__(self) -> int:
+        return hash(self.traced)
 
     @classmethod
     def of(
@@ -83,15 +95,16 @@ class SubmodelPlan:
         rank = np.zeros(len(clients), np.int32)
         for one in range(len(capacities)):
             rank[(number == one) & available] = np.arange(np.sum((number == one) & available))
-        kept = tuple(unit_layout.kept(-float(capacity)) for capacity in capacities)
-        for capacity, of_class in zip(-capacities, kept, strict=True):
-            _check_cut(unit_layout, of_class, float(capacity), problem, clients, x, y)
-        return cls(unit_layout, kept, tuple(map(int, places)), tuple(peers), number.astype(np.int32), rank)
+        sizes = tuple(unit_layout.kept(-float(capacity)) for capacity in capacities)
+        for capacity, of_class in zip(-capacities, sizes, strict=True):
+            check = partial(_check_cut, unit_layout, of_class, float(capacity), problem, clients, x, y)
+            kept(problem.key and ("cut", problem.key, repr((unit_layout, of_class))), check)
+        return cls(unit_layout, sizes, tuple(map(int, places)), tuple(peers), number.astype(np.int32), rank)
 
 
 def _check_cut(
     unit_layout: UnitLayout,
-    kept: dict[str, int],
+    of_class: dict[str, int],
     capacity: float,
     problem: Problem,
     clients: Clients | RemoteClients,
@@ -99,7 +112,7 @@ def _check_cut(
     y: PyTree,
 ) -> None:
     """Trace both losses on a submodel: a structure that says too little leaves arrays that do not fit together."""
-    units = {group: jax.ShapeDtypeStruct((count,), jnp.int32) for group, count in kept.items()}
+    units = {group: jax.ShapeDtypeStruct((count,), jnp.int32) for group, count in of_class.items()}
     small_x, small_y = jax.eval_shape(partial(unit_layout.cut, ("x", "y")), (x, y), units)
     try:
         check_losses(problem, small_x, small_y, *clients.examples())
@@ -117,7 +130,7 @@ def classes(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CapacityWarning)  # the engine says it
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None
-    return [] if submodel_plan is None else [(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
+    return [] if submodel_plan is None else [(submodel_plan.unit_layout, sizes) for sizes in submodel_plan.kept]
 
 
 class Holders(NamedTuple):

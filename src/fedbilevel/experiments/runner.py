@@ -36,7 +36,6 @@ from fedbilevel.core.errors import (
     NumericalError,
     require,
 )
-from fedbilevel.core.kept import series
 from fedbilevel.core.metrics import best
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.data import DataError
@@ -284,7 +283,6 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
     return spec if rounds is None else spec.replace(run={"rounds": rounds})
 
 
-@series()  # what was traced to count the costs of a round is not traced again
 def _play(
     spec: Spec,
     place: Folder,

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, is_number, require
-from fedbilevel.core.kept import series
 from fedbilevel.engines import lock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.spec import Spec
@@ -48,7 +47,6 @@ ATTEMPTS = 3  # at a point
 ORIGINAL, ALIVE, RUNS = "original", "alive", "runs"  # what is noted about a trial, see above
 
 
-@series()
 def search_specs(
     definition: Definition,
     specs: Sequence[Spec | FedbilevelError],

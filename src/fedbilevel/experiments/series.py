@@ -14,7 +14,6 @@ import numpy as np
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.kept import series as one_series
 from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.virtual_time import Clock
@@ -117,7 +116,6 @@ def comparison_folder(specs: Mapping[str, Spec]) -> Path:
     return default_path("compare", label(first.task.name), first.data)
 
 
-@one_series()
 def play_all(
     specs: Mapping[str, Spec],
     folder: Path,

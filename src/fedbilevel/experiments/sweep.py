@@ -18,7 +18,6 @@ from rich.table import Table
 
 from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NumericalError, require
-from fedbilevel.core.kept import series
 from fedbilevel.core.metrics import directions, text
 from fedbilevel.data import DataError
 from fedbilevel.engines.checkpoint import write_json, write_text
@@ -328,7 +327,6 @@ class Swept:
             return runner.run(spec, place.path, experiment=experiment, **shown).history
 
 
-@series()  # also of the task that is made to see its metrics
 def sweep_specs(
     definition: Definition,
     specs: Sequence[Spec | FedbilevelError],

@@ -1,8 +1,7 @@
 """Products with second derivatives of the inner loss, by one pass and without ever forming a Hessian."""
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import jax
 import optax
@@ -10,18 +9,6 @@ from jax import Array
 
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def traced_once(oracle: F) -> F:
-    """An oracle (problem, …), traced once for arguments of the same shapes where its problem is `traced_once`."""
-
-    @wraps(oracle)
-    def call(problem: Problem, *arguments: PyTree, **named: PyTree) -> PyTree:
-        return problem.traced(oracle)(*arguments) if not named else oracle(problem, *arguments, **named)
-
-    return cast(F, call)
 
 
 class Directions(NamedTuple):
@@ -32,7 +19,6 @@ class Directions(NamedTuple):
     inner_loss: Array
 
 
-@traced_once
 def hess_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
     """∇²yy g(x, y)·v, of the shape of y: one forward-over-reverse pass."""
     return hess_of(lambda y: problem.inner(x, y, batch), y, v)
@@ -43,7 +29,6 @@ def hess_of(loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
     return jax.jvp(jax.grad(loss), (y,), (v,))[1]
 
 
-@traced_once
 def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
     """∇²xy g(x, y)·v, of the shape of x: the gradient in x of ⟨∇y g(x, y), v⟩."""
     return cross_of(lambda x, y: problem.inner(x, y, batch), x, y, v)
@@ -54,7 +39,6 @@ def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: P
     return jax.grad(lambda x: optax.tree.vdot(jax.grad(loss, 1)(x, y), v))(x)
 
 
-@traced_once
 def hypergradient(
     problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
 ) -> tuple[Array, PyTree]:
@@ -70,7 +54,6 @@ def hypergradient(
     return loss, h
 
 
-@traced_once
 def directions(problem: Problem, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
     """The three directions at (x, y, v), each batch used for all of them.
 
@@ -89,7 +72,6 @@ def directions(problem: Problem, iterate: XYV, outer_batch: PyTree, inner_batch:
     return Directions(XYV(dx, dy, optax.tree.scale(-1, minus_dv)), outer_loss, inner_loss)
 
 
-@traced_once
 def independent_directions(
     problem: Problem,
     iterate: XYV,

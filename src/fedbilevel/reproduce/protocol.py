@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError, NumericalError
-from fedbilevel.core.kept import series
 from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import toml
@@ -103,22 +102,21 @@ def play(
     place, tasks = place_of(entry, scale, out), TaskCache()
     runs: dict[str, dict[str, list[History | None]]] = {}
     played = Played(entry, scale, seeds, runs)
-    with series():
-        require_playable(entry, scale, place, seeds, tasks)
-        for panel in entry.panels_at(scale):
-            methods = entry.methods_of(panel)
-            chosen = played.chosen[panel] = {}
-            for method in methods:
-                chosen[method] = choose(entry, panel, method, scale, place, seeds, tasks, said)
-            found = {}
-            for (k, seed), method in product(enumerate(seeds), methods):  # methods of a seed in a row share its task
-                history, error = run_of(entry, panel, method, scale, place, chosen[method][k], seed, tasks)
-                found[method, seed] = history, error
-                said(line_of(entry, panel, method, seed, history, error))
-            runs[panel] = {method: [found[method, seed][0] for seed in seeds] for method in methods}
-            for method, seed in product(methods, seeds):
-                if error := found[method, seed][1]:
-                    played.errors[f"{panel} · {method} · seed {seed}"] = error
+    require_playable(entry, scale, place, seeds, tasks)
+    for panel in entry.panels_at(scale):
+        methods = entry.methods_of(panel)
+        chosen = played.chosen[panel] = {}
+        for method in methods:
+            chosen[method] = choose(entry, panel, method, scale, place, seeds, tasks, said)
+        found = {}
+        for (k, seed), method in product(enumerate(seeds), methods):  # methods of a seed in a row share its task
+            history, error = run_of(entry, panel, method, scale, place, chosen[method][k], seed, tasks)
+            found[method, seed] = history, error
+            said(line_of(entry, panel, method, seed, history, error))
+        runs[panel] = {method: [found[method, seed][0] for seed in seeds] for method in methods}
+        for method, seed in product(methods, seeds):
+            if error := found[method, seed][1]:
+                played.errors[f"{panel} · {method} · seed {seed}"] = error
     played.seconds, played.processor_seconds = spent(place)
     return played
 

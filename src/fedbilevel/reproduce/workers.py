@@ -13,14 +13,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import product
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError, require_count
-from fedbilevel.core.kept import series
 from fedbilevel.experiments.series import TaskCache
 from fedbilevel.experiments.sweep import Said
 from fedbilevel.reproduce import protocol
@@ -30,7 +29,6 @@ Begin = Callable[[], None]
 """What a process does before its first unit, such as JAX's settings."""
 
 TASKS = TaskCache()  # of this process
-LASTING = ExitStack()  # what lasts as long as this process
 ENDED: Event | None = None  # set once the command has ended; None in a process that is no worker
 
 
@@ -105,7 +103,6 @@ def _begin(cores: Any, ended: Event, begin: Begin) -> None:
     if mine := cores.get():
         os.sched_setaffinity(0, mine)
     begin()
-    LASTING.enter_context(series())
 
 
 def _end_with_parent() -> None:

@@ -30,13 +30,12 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.hashes import of_program
 from fedbilevel.core.inputs import explained
-from fedbilevel.core.kept import series
 from fedbilevel.core.metrics import MetricFunction, directions
-from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
+from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.tree import XYV, PyTree, join, split
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.evaluation import Measure, PerClient, as_per_client
-from fedbilevel.engines.fingerprint import of_constraint, of_method, of_samples, of_tree
+from fedbilevel.engines.fingerprint import of_method, of_samples, of_tree
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import Display, showing
 from fedbilevel.engines.result import Budget, rounds_at_most, rounds_done, stop_after
@@ -183,7 +182,7 @@ def sweep(
     else:
         where = nullcontext(Journal())
     made_here = tempfile.TemporaryDirectory() if halving and folder is None else nullcontext()
-    with showing(progress) as display, where as journal, made_here as scratch, series():
+    with showing(progress) as display, where as journal, made_here as scratch:
         store = Path(folder) if folder is not None else Path(scratch) if scratch else None
         return replace(play(plan, run, journal), made=algorithms)
 
@@ -202,12 +201,11 @@ def _length(**lengths: float | None) -> Budget:
 def _of_problem(problem: Problem, clients: Clients, x0: PyTree, y0: PyTree) -> dict[str, Any]:
     """Hashes of all that a problem is, samples, weights and start, which a sweep has in common with one it resumes."""
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
-    losses = check_losses(problem.with_fixed(x_fixed, y_fixed), x, y, *clients.examples())
+    programs = problem.with_fixed(x_fixed, y_fixed).traced(x, y, clients.examples())
     population = clients.weights, clients.local_steps, clients.capacity, clients.outer.size, clients.inner.size
     return {
         "problem": type(problem).__name__,
-        **{name: of_program(program) for name, program in losses.items()},
-        **of_constraint(problem, x),
+        **{name: of_program(program) for name, program in programs.items()},
         "start": of_tree((x, y)),
         "population": of_tree(population),
         "samples": of_samples(clients, current_group()),

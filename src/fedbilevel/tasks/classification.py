@@ -16,7 +16,7 @@ from fedbilevel.core.problem import SingleLevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.images import load_images, posed
+from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task, in_turn
 
 
@@ -50,7 +50,7 @@ def classification(
     samples = images.rows(images.dealt(clients, partition_by, partition_options, seed))
     return Task(
         name="classification",
-        problem=posed(_problem, images.model, ridge),
+        problem=_problem(images.model, ridge),
         clients=Clients(outer=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)),
         x0=images.model.init(jax.random.key(seed)),
         y0=None,

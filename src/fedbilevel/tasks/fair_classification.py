@@ -18,7 +18,7 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Minimax
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.images import load_images, posed
+from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task
 
 
@@ -51,7 +51,7 @@ def fair_classification(
     samples = images.rows(images.dealt(clients, partition_by, partition_options, seed))
     return Task(
         name="fair_classification",
-        problem=posed(_problem, images.model, concavity),
+        problem=_problem(images.model, concavity),
         clients=Clients(outer=samples, local_steps=local_steps),
         x0=images.model.init(jax.random.key(seed)),
         y0=jnp.zeros(images.data.classes),

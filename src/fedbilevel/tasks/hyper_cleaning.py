@@ -30,7 +30,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.images import WITH_LINEAR, load_images, posed
+from fedbilevel.tasks.images import WITH_LINEAR, load_images
 from fedbilevel.tasks.task import Task, in_turn
 
 
@@ -80,7 +80,7 @@ def hyper_cleaning(
     measured = images.accuracy()
     return Task(
         name="hyper_cleaning",
-        problem=posed(_problem, images.model, ridge, local),
+        problem=_problem(images.model, ridge, local),
         clients=Clients(
             outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
         ),

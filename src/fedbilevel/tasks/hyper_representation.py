@@ -20,7 +20,7 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
-from fedbilevel.tasks.images import load_images, posed
+from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task, in_turn
 
 
@@ -70,7 +70,7 @@ def hyper_representation(
 
     return Task(
         name="hyper_representation",
-        problem=posed(_problem, images.model, ridge),
+        problem=_problem(images.model, ridge),
         clients=Clients(
             outer=images.rows(valid),
             inner=images.rows(train),

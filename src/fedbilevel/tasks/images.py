@@ -10,7 +10,6 @@ from jax import Array
 
 from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.core.kept import Same, recalled
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Dataset, load, pack, partition, standardise
@@ -100,22 +99,14 @@ def load_images(
     require(network in known, "network", network, f"one of {sorted(known)}")
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     require(0 < ratio <= 1, "ratio", ratio, "above 0 and at most 1")
-    found = recalled(("image set", data), lambda: load(data))
+    found = load(data)
     if holdout:
         found = held_out(found, holdout, seed)
     if ratio < 1:
         found = long_tailed(found, ratio)
     shape, widths, classes = found.train_images.shape[1:], tuple(hidden), found.classes
-    model = recalled(repr((network, shape, widths, classes)), lambda: known[network](shape, widths, classes))
+    model = known[network](shape, widths, classes)
     return LabelledImages(found, model, "validation" if holdout else "test")
-
-
-def posed(problem: Callable[..., P], model: networks.Network, *options: Any) -> P:
-    """problem(model, *options): in a series the same object for each seed, so that its losses are traced once.
-
-    It may hold no images, which the series would keep.
-    """
-    return recalled((problem, Same(model), options, repr(options)), lambda: problem(model, *options))
 
 
 def long_tailed(data: Dataset, ratio: float) -> Dataset:

@@ -242,7 +242,7 @@ def check_neumann_step(
     """
     if not isinstance(clients, Clients):
         return
-    whose = "the"
+    whose, key = "the", problem.key and (problem.key, jax.tree.structure(y))
     if local:
         whose = "a client's own" if batch_size is None else "a batch's own"
         few = min(CLIENTS_FOR_CHECK, -(-SAMPLES_FOR_CHECK // (batch_size or 1)))
@@ -251,11 +251,11 @@ def check_neumann_step(
             several = Population.each(problem, clients, ids, SAMPLES_FOR_CHECK).inner
         else:
             several = Population.batches(problem, clients, ids, batch_size, seed=0).inner
-        product = compiled(_hess_v, several, np.int32(0), x, y, y)
+        product = compiled(_hess_v, several, np.int32(0), x, y, y, key=key)
         operators = [partial(product, several, np.int32(k), x, y) for k in range(len(ids))]
     else:
         whole = Population.of(problem, clients, SAMPLES_FOR_CHECK).inner
-        operators = [partial(compiled(hess_v, whole, x, y, y), whole, x, y)]
+        operators = [partial(compiled(hess_v, whole, x, y, y, key=key), whole, x, y)]
     ends = [extreme_eigenvalues(operator, y, seed=0, iterations=8) for operator in operators]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
     if smallest < -1e-3 * abs(largest):

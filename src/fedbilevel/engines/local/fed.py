@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.fed import LoopBody, Phase, Reply
+from fedbilevel.core.fed import LoopBody, Phase
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import in_flight
@@ -31,7 +31,7 @@ from fedbilevel.engines.engine import check_first
 from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.local.placement import DeviceRows, Shares
 from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, covered, put_back
-from fedbilevel.engines.virtual_time import Clock, ClockState, Pace
+from fedbilevel.engines.virtual_time import ClockState, Pace
 
 AXIS = "clients"
 HOST = "hosts"  # the mesh's axis over processes, where there are several
@@ -59,26 +59,10 @@ class SampleArrays(NamedTuple):
     inner: PyTree
 
 
-RunPhase = Callable[[str, Any, Client, PyTree, Array], Reply]
-"""(name of a phase, algorithm, client but for the problem, message, key) -> its reply."""
-
-
-def traced_once(problem: Problem) -> RunPhase:
-    """What asks a phase, by its name. A program is traced many times over on its way to the compiler, a phase so only
-    once for arguments of the same shapes; what is remembered of that, and of the problem, goes when the run does."""
-
-    def ask(name: str, algorithm: Algorithm, client: Client, message: PyTree, key: Array) -> Reply:
-        return algorithm.run_phase(name, replace(client, problem=problem), message, key)
-
-    made: RunPhase = jax.jit(ask, static_argnums=0, inline=True)
-    return made
-
-
 @dataclass(frozen=True)
 class ProgramLayout:
-    """What shapes the program."""
+    """What shapes the program of a method and a problem; what is equal shapes the same one."""
 
-    problem: Problem
     population: int
     cohort: int
     fresh: int  # fresh cohorts per round
@@ -86,16 +70,14 @@ class ProgramLayout:
     outer_equal: bool
     inner_longest: int
     inner_equal: bool
+    local_steps: tuple[int, int] | None  # the bounds between which each client's local steps are drawn in each round
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
-    clock: Clock
+    available: int  # clients that ever are
     available_population: float  # see `available_population`
+    rounds_per_call: int  # how many rounds' costs one call can hold
     shares: Shares | None = None  # of several processes
     submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
-    ask: RunPhase = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ask", traced_once(self.problem))
 
 
 DrawMembers = Callable[[Array | int], tuple[Members, ...]]
@@ -124,6 +106,7 @@ class LocalFed:
     def __init__(
         self,
         layout: ProgramLayout,
+        problem: Problem,
         algorithm: Algorithm,
         data: SampleArrays,
         pace: Pace,
@@ -132,9 +115,8 @@ class LocalFed:
         draw: DrawMembers,
         submodels: RoundSubmodels | None = None,
     ) -> None:
-        self.layout, self.algorithm, self.data, self.pace = layout, algorithm, data, pace
+        self.layout, self.problem, self.algorithm, self.data, self.pace = layout, problem, algorithm, data, pace
         self.members, self.underway, self.draw, self.submodels = members, underway, draw, submodels
-        self.problem = layout.problem
         self.sampled = layout.cohort < layout.population
         self.round_costs = empty_costs()
 
@@ -219,7 +201,7 @@ class LocalFed:
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
-        queues = check_first(n, self.layout.clock, self.layout.population, max_staleness, self.underway.queues)
+        queues = check_first(n, self.layout.available, max_staleness, self.underway.queues)
         name, respond = self.question(phase, message, key)
         rows = self.rows(n)
         units = self.units(respond) if self.pace.compute is not None else 0
@@ -241,7 +223,7 @@ class LocalFed:
 
         def respond(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
             own = self.client(member, state), message, jax.random.fold_in(key, member.id)
-            reply = self.layout.ask(name, self.algorithm, *own)
+            reply = self.algorithm.run_phase(name, *own)
             kept = state if reply.state is None else reply.state
             replied = weigh(reply, member.weight, member.counts), kept
             if self.pace.lasts is None:
@@ -340,13 +322,13 @@ class LocalFed:
 
     def again(self, underway: ExchangeState) -> LocalFed:
         """A Fed for this round that goes on from `underway`, with costs of zero."""
-        given = self.layout, self.algorithm, self.data, self.pace, self.members, underway, self.draw
+        given = self.layout, self.problem, self.algorithm, self.data, self.pace, self.members, underway, self.draw
         return LocalFed(*given, self.submodels)
 
     def client(self, member: Members, state: PyTree) -> Client:
         layout = self.layout
         return Client(
-            problem=None,  # type: ignore[arg-type]  # see traced_once
+            problem=self.problem,
             outer=Samples(
                 self.data.outer,
                 member.outer_start,

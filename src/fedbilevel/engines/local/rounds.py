@@ -1,0 +1,300 @@
+"""Rounds as one compiled program, whose arguments are all arrays of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.authored import next_state
+from fedbilevel.core.config import at
+from fedbilevel.core.kept import kept, program_key
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.threefry import written_out
+from fedbilevel.core.tree import PyTree, is_floating, rows_at
+from fedbilevel.engines.costs import RoundCosts, packed
+from fedbilevel.engines.engine import Carry, RoundKeys, draw_cohort, round_keys, work_of
+from fedbilevel.engines.fingerprint import method_key
+from fedbilevel.engines.in_flight import with_tables
+from fedbilevel.engines.local.fed import (
+    HOST,
+    ExchangeState,
+    LocalFed,
+    Members,
+    ProgramLayout,
+    SampleArrays,
+    chunk_of,
+)
+from fedbilevel.engines.progress import COMPILING, TRACING, doing
+from fedbilevel.engines.submodels import RoundSubmodels
+from fedbilevel.engines.virtual_time import Pace
+
+
+class ProgramInputs(NamedTuple):
+    """Arguments of the compiled program: nothing big is ever captured as a constant."""
+
+    algorithm: Algorithm
+    data: SampleArrays
+    table: Members  # the population (M,), or, when streaming, the cohorts themselves (1 + fresh, P)
+    ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
+    key: Array
+    pace: Pace
+
+
+def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
+    """What others hold of a carry, and what is the program's alone."""
+    return (carry.state, carry.local_x), carry._replace(state=None, local_x=None)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled rounds. They take and give leaves alone, so that what is kept knows no class and no function."""
+
+    compiled: Any
+    costs: RoundCosts  # of a round, as shapes
+
+    def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
+        """The next carry, the rounds done, a row of packed costs for each, and what was finite in the last one.
+
+        All of the carry is used up but what others hold: the server's state, as results do, and the x of the start.
+        """
+        held, own = map(jax.tree.leaves, parted(carry))
+        leaves, done, rows, finite = self.compiled(held, own, np.int32(count), jax.tree.leaves(inputs))
+        done = int(done)
+        packed_rows = {kind: np.asarray(row)[:done] for kind, row in rows.items()}
+        new: Carry = jax.tree.unflatten(jax.tree.structure(carry._replace(local_x=None)), leaves)
+        return new._replace(local_x=carry.local_x), done, packed_rows, np.asarray(finite)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a run, to be compiled."""
+
+    problem: Problem
+    layout: ProgramLayout
+    mesh: Mesh | None
+
+    def program(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
+        """Trace and compile; a method of one's own finds the program of an earlier run that was traced to the same.
+
+        `quick_keys`: with keys of the same bits whose program compiles quickly, see `written_out`.
+        """
+
+        @partial(jax.jit, inline=True)  # traced once, here; the loop over rounds takes up what this gives
+        def play(carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
+            return self.one_round(carry, inputs._replace(key=written_out(inputs.key)) if quick_keys else inputs)
+
+        doing(TRACING)
+        _, costs, finite = jax.eval_shape(play, carry, inputs)
+        (held, held_tree), (own, own_tree) = map(jax.tree.flatten, parted(carry))
+        given, inputs_tree = jax.tree.flatten(inputs)
+        arguments = held, own, np.int32(1), given
+
+        def rounds(
+            held: list[Any], own: list[Any], count: Array, given: list[Any]
+        ) -> tuple[list[Any], Array, dict[str, Array], Array]:
+            state, local_x = jax.tree.unflatten(held_tree, held)
+            whole = jax.tree.unflatten(own_tree, own)._replace(state=state, local_x=local_x)
+            inputs = jax.tree.unflatten(inputs_tree, given)
+            whole, done, rows, good = self.loop(play, costs, finite, whole, count, inputs)
+            return jax.tree.leaves(whole._replace(local_x=None)), done, rows, good
+
+        shares = self.mesh and self.layout.shares
+        everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh and shares else None
+        traced = jax.jit(rounds, donate_argnums=1, out_shardings=everywhere).trace(*arguments)
+
+        def finish() -> Any:
+            doing(COMPILING)
+            return traced.lower().compile()
+
+        known = shares or method_key(inputs.algorithm)
+        key = None if known else program_key(traced.jaxpr, jax.tree.leaves(arguments), self.mesh)
+        return Program(kept(key, finish), costs)
+
+    def loop(
+        self,
+        play: Callable[[Carry, ProgramInputs], tuple[Carry, RoundCosts, Array]],
+        like: RoundCosts,
+        flags: jax.ShapeDtypeStruct,
+        carry: Carry,
+        count: Array,
+        inputs: ProgramInputs,
+    ) -> tuple[Carry, Array, dict[str, Array], Array]:
+        """Up to `count` rounds, fewer where the algorithm has finished; stops before committing a state not finite.
+
+        The trip count is an argument, so that the same program, hence the same bits, serve any partition of a run.
+
+        Args:
+            play: one round; see `one_round`.
+            like, flags: its costs, and what says whether it is finite, as shapes.
+
+        Returns:
+            The carry, the rounds done, a row of packed costs for each, and what was finite in the last one.
+        """
+        row = jax.eval_shape(packed, like)
+        rows = jax.tree.map(lambda s: jnp.zeros((self.layout.rounds_per_call, *s.shape), s.dtype), row)
+
+        def unfinished(loop: tuple[Carry, Array, dict[str, Array], Array]) -> Array:
+            return (loop[1] < count) & jnp.all(loop[3]) & jnp.logical_not(inputs.algorithm.finished(loop[0].state))
+
+        def step(loop: tuple[Carry, Array, dict[str, Array], Array]) -> tuple[Carry, Array, dict[str, Array], Array]:
+            carry, done, rows, _ = loop
+            new, costs, finite = play(carry, inputs)
+            good = jnp.all(finite)
+            kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, carry) if new.queues is None else new
+            rows = jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=done, axis=0), rows, packed(costs))
+            return kept, done + good, rows, finite
+
+        return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), rows, jnp.ones(flags.shape, bool)))
+
+    def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
+        """One round, its costs, and whether each floating leaf of the new state and each metric is finite."""
+        keys = round_keys(inputs.key, carry.round)
+        ids, where, members = self.cohort(keys, inputs)
+        if self.layout.submodel_plan:  # whose clients keep nothing
+            underway = ExchangeState(None, carry.now, None)
+        elif inputs.algorithm.asks.asynchronous:  # everyone, in order: what clients keep is not moved about
+            pad = partial(padded, extra=members[0].id.shape[0] - self.layout.population)
+            underway = ExchangeState(pad(carry.clients), carry.now, with_tables(carry.queues, pad))
+        else:
+            states = rows_at(carry.clients, members[0].id)
+            underway = ExchangeState(states, carry.now, None)
+        algorithm = at(inputs.algorithm, carry.round)
+
+        def play(
+            members: Any,
+            underway: ExchangeState,
+            algorithm: Algorithm,
+            state: Any,
+            now: tuple[Array, RoundKeys],
+            inputs: ProgramInputs,
+        ) -> Any:
+            round, keys = now
+            given = (
+                self.layout,
+                self.problem,
+                algorithm,
+                inputs.data,
+                inputs.pace,
+                members,
+                underway,
+                partial(self.fresh, keys, inputs),
+            )
+            plan = self.layout.submodel_plan
+            x, y = state.x, state.y
+            submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, round, x, y)
+            fed = LocalFed(*given, submodels)
+            state = next_state(algorithm, fed, state, keys.algorithm)
+            return state, fed.underway, fed.total_costs()
+
+        if self.mesh:
+            spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
+            held: Any = PartitionSpec(HOST) if self.layout.shares else same  # the samples
+            inputs_are: Any = ProgramInputs._make((same, held, same, same, same, same))
+            desk_is = with_tables(
+                jax.tree.map(lambda _: same, carry.queues), lambda table: jax.tree.map(lambda _: spread, table)
+            )
+            underway_is: Any = ExchangeState._make((spread, same, desk_is))
+            play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
+                play,
+                mesh=self.mesh,
+                in_specs=(spread, underway_is, same, same, same, inputs_are),
+                out_specs=(same, underway_is, same),
+                check_vma=False,
+            )
+        state, underway, round_costs = play(members, underway, algorithm, carry.state, (carry.round, keys), inputs)
+        # the places that pad the cohort are dropped here
+        if inputs.algorithm.asks.asynchronous:
+            cut = partial(jax.tree.map, lambda leaf: leaf[: self.layout.population])
+            clients, queues = cut(underway.states), with_tables(underway.queues, cut)
+        else:
+            clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, underway.states)
+            queues = None
+        flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
+        flags += [jnp.isfinite(round_costs.metrics[name][0]) for name in sorted(round_costs.metrics)]
+        return (
+            Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x),
+            round_costs,
+            jnp.stack(flags),
+        )
+
+    def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> tuple[Members, ...]:
+        """This device's share of the round's fresh cohort of that number."""
+        *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
+        if self.mesh is None:
+            return members
+        devices, mine = self.mesh.size, lax.axis_index(self.layout.axis)
+
+        def of_this_device(column: Array) -> Array:
+            share = column.shape[0] // devices
+            return lax.dynamic_slice_in_dim(column, mine * share, share)
+
+        return jax.tree.map(of_this_device, members)
+
+    def cohort(
+        self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0
+    ) -> tuple[Array, Any, tuple[Members, ...]]:
+        """A cohort.
+
+        Returns:
+            Its ids, (P,); their places among the members; the members of each class of capacity, padded and sorted by
+            work. Without capacities there is one class.
+        """
+        size = self.layout.cohort
+        if inputs.ids is None:
+            ids = draw_cohort(keys.cohort, self.layout.population, size)
+            members = inputs.table if size == self.layout.population else rows_at(inputs.table, ids)
+        else:  # the cohort at `place` of those that the source gathered
+            ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
+        if self.layout.local_steps is not None:
+            members = members._replace(work=work_of(keys.work, ids, self.layout.local_steps))
+        everyone = jnp.ones(size, jnp.result_type(float))  # where nobody is masked a constant: nothing is multiplied
+        members = members._replace(counts=everyone * inputs.pace.ever_available(ids))
+        if members.work is not None and not inputs.algorithm.asks.asynchronous:
+            order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
+            ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
+        if shares := self.layout.shares:
+            where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))
+            members = jax.tree.map(lambda column: column[member], members)
+            return ids, where, (members._replace(counts=members.counts * taken),)
+        if submodel_plan := self.layout.submodel_plan:
+            return (
+                ids,
+                slice(size),
+                tuple(self.of_class(members, number) for number in range(len(submodel_plan.places))),
+            )
+        return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
+
+    def of_class(self, members: Members, number: int) -> Members:
+        """Places for as many members as a class of capacity can have in a cohort; members fill the first ones."""
+        assert self.layout.submodel_plan is not None
+        places = min(self.layout.cohort, self.layout.submodel_plan.places[number])
+        order = jnp.argsort(members.number != number, stable=True)[:places]
+        members = jax.tree.map(lambda column: column[order], members)
+        members = members._replace(counts=members.counts * (members.number == number))
+        return self.in_chunks(members, chunk_of(self.layout, number))
+
+    def in_chunks(self, members: Members, chunk: int) -> Members:
+        """Members and places that count for nothing, chunks of the same number for each device."""
+        size = members.id.shape[0]
+        places = np.arange(size + -size % (chunk * (self.mesh.size if self.mesh else 1)))
+        if len(places) == size:
+            return members
+        taken = np.minimum(places, size - 1)  # gathered: XLA's partitioner loses track of concatenations
+        members = jax.tree.map(lambda column: column[taken], members)
+        return members._replace(counts=members.counts * (places < size))
+
+
+def padded(tree: PyTree, extra: int) -> PyTree:
+    """Leaves (n, ...) with the first row once more at the end, so many times."""
+    if not extra:
+        return tree
+    return jax.tree.map(lambda a: jnp.concatenate([a, jnp.broadcast_to(a[:1], (extra, *a.shape[1:]))]), tree)
