@@ -66,11 +66,8 @@ def play(out: Path, splits: Sequence[int]) -> None:
             if (place / "run" / "summary.json").is_file():
                 continue
             seeds, sweep = ["--seeds", str(split), "--quiet"], place / "sweep"
-            if (sweep / "definition.json").is_file():
-                done("sweep", "--resume", str(sweep))
-            else:
-                selecting = ["--set", "task.holdout=0.25", "--select", "validation_loss"]
-                done("sweep", "hospitals", *options, *selecting, *seeds, "--out", str(sweep))
+            selecting = ["--set", "task.holdout=0.25", "--select", "validation_loss"]
+            done("sweep", "hospitals", *options, *selecting, *seeds, "--out", str(sweep))
             done(
                 *("run", "--spec", str(sweep / "chosen.toml"), "--set", "task.holdout=0"),
                 *("--set", f"task.seed={split}", "--set", f"run.seed={split}", "--quiet", "--out", str(place / "run")),

@@ -20,7 +20,7 @@ from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.result import Result, stop_when, stop_without_progress
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.virtual_time import Clock
-from fedbilevel.sweeps.sweep import sweep
+from fedbilevel.sweeps import sweep
 
 __all__ = [
     "XYV",

@@ -11,7 +11,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments.spec import configure
 from fedbilevel.reproduce.claims import findings
 from fedbilevel.reproduce.entry import SCALES, Entry, Size, ids, load, read
-from fedbilevel.sweeps.plan import measured_on_test
+from fedbilevel.sweeps import measured_on_test
 
 ENTRIES = [load(id) for id in ids()]
 LONGER = {"simfbo-2", "leaderboard", "fednest-3", "rabo-table-2"}

@@ -66,22 +66,6 @@ def test_an_outcome_says_what_was_chosen_and_found(entry: Entry, place: Path) ->
     assert found["processor_seconds"] > 0
 
 
-def test_an_entry_that_was_played_is_not_played_again(
-    entry: Entry, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor are samples read for it, nor is the reading counted as the entry's time."""
-    monkeypatch.setattr(series, "task_of", lambda spec: pytest.fail("a task is made"))
-    before = {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")}
-    said: list[str] = []
-    again = outcome.outcome_of(protocol.play(entry, "quick", place, seeds=(0, 1), said=said.append))
-    kept = outcome.read(outcome.file_of(entry, "quick", place))
-    assert {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")} == before
-    assert again["panels"] == kept["panels"]
-    assert again["processor_seconds"] == kept["processor_seconds"]
-    assert list(again["panels"]["all"]) == list(entry.methods)
-    assert len(said) == 4  # runs; no trial
-
-
 def test_steps_of_a_panel_that_is_apart_are_chosen_by_trials_with_each_runs_seed(tmp_path: Path) -> None:
     """Such trials see what the seed gives a run to train on, and no more."""
     apart = read("made-up", {**CONTENT, "panels": {"all": {"apart": True}}})

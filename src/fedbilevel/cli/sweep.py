@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli.shared import (
     ALGORITHM_HELP,
@@ -20,7 +18,6 @@ from fedbilevel.cli.shared import (
     count,
     fail,
     prepare_jax,
-    say_whose_code,
     seeds,
     settings,
     spec_tables,
@@ -29,9 +26,7 @@ from fedbilevel.cli.shared import (
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
-    from fedbilevel.experiments.sweep import Definition, Watching
-    from fedbilevel.sweeps.outcome import Sweep
-    from fedbilevel.tasks import Task
+    from fedbilevel.sweeps import PointValues, Sweep
 
 EPILOG = """\
 A grid is every combination of the values of some fields, which are those of --set, in the same notation. Each point is
@@ -39,23 +34,17 @@ run with every seed, each run in a folder of its own; the best point has the bes
 
   fedbilevel sweep quadratic --grid server_lr.x=0.01,0.03,0.1 --grid local_steps=1,5 --seeds 0,1,2 --out runs/steps
   fedbilevel sweep --set task.holdout=0.2 --select validation_accuracy --grid client_lr.x=0.01,0.1 --exchanges 300
-  fedbilevel sweep quadratic --grid hypergradient.solver=cg,neumann --algorithm fednest --halving
-  fedbilevel sweep --resume runs/steps
-
---halving [3] plays all points for a part of the budget, the best third of them for three times as much, and so on;
-a run that goes on ends at the numbers of an unbroken one.
 
 --search draws --trials points from ranges by Optuna (extra [sweep]), numbers in four digits, whole ones where both ends
 are; the values of --grid are then choices.
 
-  fedbilevel sweep quadratic --search server_lr.x=0.001:1:log --search local_steps=1:8 --trials 40
+  fedbilevel sweep quadratic --search server_lr.x=0.001:1:log --search local_steps=1:8 --trials 40 --out runs/search
 
---storage shares the points, drawn or of a grid, with others who start the same command: each is a worker. It is a file,
-or the URL of a database (sqlite:///FILE on one host, postgresql://… on many). The points of a worker that was killed go
-to others after a minute; every worker waits for the last trial and leaves the files of the whole sweep.
+The same command with the same --out goes on where it was, and several at once share the work. Hosts without a common
+disk share a search by --storage, the URL of a database (postgresql://…).
 
-In the folder: sweep.csv and sweep.json (every run, and the number of trials), sweep.png, and chosen.toml, which
-`fedbilevel run --spec` takes.
+In the folder: the runs, sweep.csv, a line for each, and chosen.toml, which `fedbilevel run --spec` takes.
+`fedbilevel compare DIR` draws them.
 """
 
 
@@ -68,129 +57,101 @@ def add_to(add: Add) -> None:
     sweep.add_argument("--grid", action="append", default=[], metavar="FIELD=VALUE,VALUE,…", help="repeatable")
     sweep.add_argument("--search", action="append", default=[], metavar="FIELD=LOW:HIGH[:log]", help="see below")
     sweep.add_argument("--trials", type=count, metavar="N", help="with --search: how many points to draw")
-    sweep.add_argument("--storage", metavar="URL|FILE", help="shared by workers, see below")
+    sweep.add_argument("--pruner", choices=["halving", "hyperband", "median"], help="with --search: ends trials early")
+    sweep.add_argument("--storage", metavar="URL|FILE", help="with --search: of the study (a file in DIR)")
     sweep.add_argument("--seeds", type=seeds, metavar="N,N,…", help="every point is run with each (the spec's own)")
     add_length(sweep)
     sweep.add_argument("--cohort", type=count, metavar="N", help="clients per round")
     sweep.add_argument("--select", metavar="METRIC", help="what decides (the task's first metric); a loss, too")
     sweep.add_argument("--select-on-test", action="store_true", help="even if that is measured on test data")
-    sweep.add_argument("--halving", type=count, nargs="?", const=3, metavar="K", help="one in K goes on (3)")
-    place = sweep.add_mutually_exclusive_group()
-    place.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder: new or empty (runs/…)")
-    place.add_argument("--resume", type=Path, metavar="DIR", help="go on with the sweep in that folder")
+    sweep.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder, new or its own (runs/…)")
     sweep.add_argument("--quiet", action="store_true", help="print nothing but the table and the paths")
 
 
 def _sweep(options: argparse.Namespace) -> int:
     terminal = console()
-    definition = _definition(options)
     prepare_jax()
-    from fedbilevel.experiments import plots
+    from fedbilevel.experiments.folder import default_path
     from fedbilevel.experiments.sweep import sweep_table, write_files
 
-    drawn = plots.possible()
-    folder = options.resume or options.out or _new_folder(definition)
+    folder = options.out or default_path("sweep", Path(options.base or "").stem)
     try:
-        found = _played(options, definition, folder)
+        found = _played(options, folder)
     except KeyboardInterrupt:
-        trials = f" --trials {options.trials}" if options.trials else ""
-        again = "the same command" if options.storage else f"fedbilevel sweep --resume {folder}{trials}"
-        return fail(INTERRUPTED, f"interrupted; continue with: {again}")
-    written = write_files(found, folder, picture=drawn)
+        return fail(INTERRUPTED, f"interrupted; continue with the same command and --out {folder}")
     terminal.print(sweep_table(found, terminal.width))
-    for name, path in {"runs": folder, **written}.items():
+    for name, path in {"runs": folder, **write_files(found, folder)}.items():
         terminal.print(f"{name:<6} {path}", markup=False, highlight=False, soft_wrap=True)
-    return OK if found.winner is not None else fail(NUMBERS_FAIL, "every point failed: nothing is chosen")
+    return OK if found.best else fail(NUMBERS_FAIL, "every point failed: nothing is chosen")
 
 
-def _played(options: argparse.Namespace, definition: Definition, folder: Path) -> Sweep:
-    from fedbilevel.experiments.search import search_specs, specs_of
-    from fedbilevel.experiments.sweep import sweep_specs
+def _played(options: argparse.Namespace, folder: Path) -> Sweep:
+    from fedbilevel.core.errors import require
+    from fedbilevel.experiments.search import Range, search_specs
+    from fedbilevel.experiments.sweep import parse_values, sweep_specs
 
-    watch, going_on = _Watch(options.quiet), options.resume is not None
-    specs = specs_of(definition)
-    tune(next(one for one in specs if not isinstance(one, Exception)))
-    if definition.search or options.storage or options.trials:
-        return search_specs(
-            definition,
-            specs,
-            folder,
-            trials=options.trials,
-            storage=options.storage,
-            resume=going_on,
-            show=watch.show,
-            said=watch.said,
-        )
-    return sweep_specs(definition, specs, folder, resume=going_on, show=watch.show, said=watch.said)
+    fields = _fields(options)
+    grid = {name: parse_values(text) for name, (option, text) in fields.items() if option == "--grid"}
+    space = {name: Range.parse(name, text) for name, (option, text) in fields.items() if option == "--search"}
+    names = ("trials", "pruner", "storage")
+    drawing = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    terminal = console(options.quiet)
+
+    def say(line: str) -> None:
+        terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}
+    given |= {"say": say, "progress": False if options.quiet else None}
+    spec_of = _SpecOf(options, list(fields))
+    for name, value in drawing.items():
+        require(bool(space), f"--{name}", value, "left out without --search")
+    if not space:
+        return sweep_specs(spec_of, grid, folder, **given)
+    require("trials" in drawing, "--trials", None, "given with --search: the number of points to draw")
+    return search_specs(spec_of, {**space, **grid}, folder, **given, **drawing)
 
 
-def _definition(options: argparse.Namespace) -> Definition:
-    """The sweep that the options describe, or that of the folder to go on with."""
+def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """The fields that are swept, each with the option that names it and its text."""
     from fedbilevel.core.errors import ConfigurationError
-    from fedbilevel.experiments.sweep import Definition, parse_field, parse_values
+    from fedbilevel.experiments.sweep import parse_field
 
-    given = settings(options)
-    alone = ("base", "algorithm", "data", "grid", "search", "seeds", "select", "select_on_test", "halving")
-    if options.resume is not None:
-        if also := [name for name in alone if getattr(options, name) not in (None, [], False)] + given:
-            raise ConfigurationError(
-                f"--resume takes the sweep of its folder; {', '.join(also)} cannot be given with it"
-            )
-        found = Definition.read(options.resume)
-        say_whose_code(options.resume, found.named)
-        return found
-    fields = [("--grid", text) for text in options.grid] + [("--search", text) for text in options.search]
-    swept: dict[str, dict[str, str]] = {"--grid": {}, "--search": {}}
-    for option, text in fields:
-        name, values = parse_field(option, text)
-        if name in {**swept["--grid"], **swept["--search"]}:
-            raise ConfigurationError(
-                f"{option} {name} is given twice: name all its values at once, with commas between"
-            )
-        swept[option][name] = values
+    fields: dict[str, tuple[str, str]] = {}
+    for option in ("--search", "--grid"):
+        for name, text in (parse_field(option, one) for one in getattr(options, option[2:])):
+            if name in fields:
+                raise ConfigurationError(f"{option} {name} is given twice: name all its values at once")
+            fields[name] = option, text
     if not fields:
         raise ConfigurationError("a sweep needs a field and its values: --grid FIELD=VALUE,VALUE,…")
-    from_file = options.base is not None and options.base.endswith(".toml")
-    spec = spec_tables(Path(options.base), None, options.algorithm) if from_file else None
-    return Definition.of(
-        spec=spec,
-        task=None if from_file else options.base,
-        algorithm=options.algorithm,
-        data=options.data,
-        settings=given,
-        grid={name: parse_values(text) for name, text in swept["--grid"].items()},
-        search=swept["--search"],
-        seeds=options.seeds,
-        select=options.select,
-        select_on_test=options.select_on_test,
-        halving=options.halving,
-    )
+    return fields
 
 
-def _new_folder(definition: Definition) -> Path:
-    from fedbilevel.experiments.folder import default_path
-    from fedbilevel.experiments.loader import label
+class _SpecOf:
+    """Makes the spec of a point, from the options and the point's values."""
 
-    task = definition.task or "run"
-    return default_path("sweep", label(task))
+    def __init__(self, options: argparse.Namespace, fields: list[str]) -> None:
+        from fedbilevel.core.errors import ConfigurationError
 
+        file = options.base if (options.base or "").endswith(".toml") else None
+        self.base = spec_tables(Path(file), None, options.algorithm) if file else None
+        self.names = {"task": None if file else options.base, "algorithm": options.algorithm, "data": options.data}
+        self.settings = settings(options)
+        for setting in self.settings:
+            name = setting.partition("=")[0].strip()
+            if name.removeprefix("run.") in (field.removeprefix("run.") for field in fields):
+                raise ConfigurationError(f"{setting} is set for all points, and swept: leave one of them out")
+        self.tuned = False
 
-class _Watch:
-    """Shows the run that is played, and a line for each that has ended."""
+    def __call__(self, point: PointValues) -> Spec:
+        from fedbilevel.experiments import configure
+        from fedbilevel.experiments.runner import algorithm_of
+        from fedbilevel.experiments.toml import value
 
-    def __init__(self, quiet: bool) -> None:
-        self.console = console(quiet)
-
-    @contextmanager
-    def show(self, spec: Spec, place: Path, task: Task) -> Iterator[Watching]:
-        """On a terminal, a bar."""
-        from fedbilevel.engines.progress import showing
-        from fedbilevel.experiments.tables import Watch
-
-        bar = self.console.is_terminal and not self.console.quiet
-        watch = Watch(console(not bar), next(iter(task.metrics)), spec)
-        with showing(watch) as display:
-            yield [watch], display
-
-    def said(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        given = [f"{name}={value(one)}" for name, one in point.items()]
+        spec = configure(self.base, **self.names, settings=[*self.settings, *given])
+        algorithm_of(spec)  # is allowed
+        if not self.tuned:
+            tune(spec)
+            self.tuned = True
+        return spec

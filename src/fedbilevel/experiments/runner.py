@@ -248,6 +248,7 @@ def run_of(
     if place.failed.is_file():
         raise NumericalError(place.failed.read_text(encoding="utf-8"))
     if not place.finished:
+        lock.require_unheld(place.lock, place.path)  # before samples are loaded
         try:
             given: dict[str, Any] = {"callbacks": callbacks, "progress": progress, "plot": False}
             complete(spec, place.path, experiment=build(spec, task(spec)), **given)

@@ -32,7 +32,7 @@ from fedbilevel.experiments.fields import unknown_setting
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.runner import build, complete, task_of
-from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Component, Spec, configure, fields_of
+from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of
 from fedbilevel.tasks import Task
 
 Series = Mapping[Path, Spec]
@@ -236,18 +236,20 @@ def _series(folder: Path, specs: Mapping[str, Spec], seeds: Sequence[int] | None
 
 
 class TaskCache:
-    """Makes tasks, and keeps the last, federated and pooled: of several runs in a row, those of one seed share it."""
+    """Makes tasks, and keeps the last `keep` of them, federated and pooled: of several runs in a row, those of one seed
+    share it."""
 
-    def __init__(self) -> None:
-        self.task: Component | None = None
-        self.made: dict[bool, Task] = {}
+    def __init__(self, keep: int = 1) -> None:
+        self.keep = keep
+        self.made: dict[str, dict[bool, Task]] = {}
 
     def __call__(self, spec: Spec) -> Task:
-        if spec.task != self.task:
-            self.task, self.made = spec.task, {}
-        if spec.run.pooled not in self.made:
-            self.made[spec.run.pooled] = task_of(spec)
-        return self.made[spec.run.pooled]
+        made = self.made.setdefault(repr(spec.task), {})
+        if len(self.made) > self.keep:
+            del self.made[next(iter(self.made))]
+        if spec.run.pooled not in made:
+            made[spec.run.pooled] = task_of(spec)
+        return made[spec.run.pooled]
 
 
 def _silently(spec: Spec, place: Path, task: Task) -> None:

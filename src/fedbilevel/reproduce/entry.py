@@ -17,7 +17,7 @@ from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.engines.curves import PANELS
 from fedbilevel.experiments.presets.table import merged
 from fedbilevel.experiments.spec import SECTIONS, configure
-from fedbilevel.sweeps.plan import measured_on_test, product
+from fedbilevel.sweeps import measured_on_test, product
 
 Scale = Literal["quick", "full"]
 SCALES: tuple[Scale, ...] = ("quick", "full")

@@ -27,15 +27,15 @@ from fedbilevel.engines.history import History
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import Folder, load_run, path_word
 from fedbilevel.experiments.runner import algorithm_of, build, complete
-from fedbilevel.experiments.search import specs_of
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec, configure
-from fedbilevel.experiments.sweep import Definition, Said, chosen_metric, sweep_specs
+from fedbilevel.experiments.sweep import Say as Said
+from fedbilevel.experiments.sweep import chosen_metric, sweep_specs
 from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale
 from fedbilevel.reproduce.ranking import ends_after
-from fedbilevel.sweeps.journal import DEFINITION
-from fedbilevel.sweeps.outcome import Sweep
+from fedbilevel.sweeps import PointValues, Sweep, made
+from fedbilevel.sweeps import product as points_of
 
 SEEDS = (0, 1, 2)
 SPENT = "spent"
@@ -142,9 +142,9 @@ def require_playable(entry: Entry, scale: Scale, place: Path, seeds: Sequence[in
     for pair in new:
         with _named(*pair):
             for spec in firsts[pair]:
-                task = build(spec, tasks(spec)).task
-            if definition := _definition(entry, *pair, scale, seeds):
-                chosen_metric(definition, spec, task)
+                build(spec, tasks(spec))
+                if trials := _trials(entry, *pair, scale, seeds):
+                    chosen_metric(spec, trials.select, False, tasks)
     if new:
         watch.note()
 
@@ -152,12 +152,12 @@ def require_playable(entry: Entry, scale: Scale, place: Path, seeds: Sequence[in
 def _first_specs(entry: Entry, panel: str, method: str, scale: Scale, seeds: Sequence[int]) -> list[Spec]:
     """The specs of the first trials, one at each point, or of the first run where nothing is chosen; those of all
     trials and runs are made on the way."""
-    definition = _definition(entry, panel, method, scale, seeds)
-    if definition is None:
+    trials = _trials(entry, panel, method, scale, seeds)
+    if trials is None:
         firsts = runs = [spec_of(entry, panel, method, scale, Chosen({}), seeds[0])]
     else:
-        first, *_ = definition.seeds or seeds
-        found = zip(specs_of(definition), definition.points(), strict=True)
+        first, points = trials.seeds[0], points_of(trials.grid)
+        found = zip(made(points, trials.spec_of), points, strict=True)
         allowed = [(one, values) for one, values in found if isinstance(one, Spec)]  # others count as failed trials
         firsts = [seeded(one, first) for one, _ in allowed]
         runs = [spec_of(entry, panel, method, scale, Chosen(values), seeds[0]) for _, values in allowed]
@@ -200,48 +200,61 @@ def choose(
     folder = _folder(place, TUNING, panel, method)
 
     def best(seeds: Sequence[int], folder: Path) -> Chosen:
-        definition = _definition(entry, panel, method, scale, seeds)
-        if definition is None:
+        trials = _trials(entry, panel, method, scale, seeds)
+        if trials is None:
             return Chosen({})
-        return _best(definition, folder, Stopwatch(place), tasks, lambda line: said(f"{panel} · {method} · {line}"))
+        return _best(trials, folder, Stopwatch(place), tasks, lambda line: said(f"{panel} · {method} · {line}"))
 
     if entry.panels[panel].apart:
         return [best([seed], folder / f"seed-{seed}") for seed in seeds]
     return [best(seeds, folder)] * len(seeds)
 
 
-def _definition(entry: Entry, panel: str, method: str, scale: Scale, seeds: Sequence[int]) -> Definition | None:
+@dataclass(frozen=True)
+class Trials:
+    """The sweep over the grid of a method."""
+
+    tables: Any
+    grid: dict[str, list[Any]]
+    seeds: list[int]
+    select: str
+
+    def spec_of(self, point: PointValues) -> Spec:
+        spec = configure(self.tables, settings=[f"{name}={toml.value(value)}" for name, value in point.items()])
+        algorithm_of(spec)
+        return spec
+
+
+def _trials(entry: Entry, panel: str, method: str, scale: Scale, seeds: Sequence[int]) -> Trials | None:
     """The sweep over the grid of a method, for runs with these seeds; None where nothing is chosen."""
     grid = entry.grid(panel, method, scale)
     if entry.tuning is None or not grid:
         return None
-    return Definition(
-        spec=entry.tables(panel, method, scale, tuning=True),
-        grid={name: [toml.value(value) for value in values] for name, values in grid.items()},
-        seeds=list(seeds) if entry.panels[panel].apart else list(entry.tuning.seeds),
-        select=entry.selected_in(panel),
-    )
+    apart = list(seeds) if entry.panels[panel].apart else list(entry.tuning.seeds)
+    tables = entry.tables(panel, method, scale, tuning=True)
+    return Trials(tables, {name: list(values) for name, values in grid.items()}, apart, entry.selected_in(panel))
 
 
-def _best(definition: Definition, folder: Path, watch: Stopwatch, tasks: TaskCache, said: Said) -> Chosen:
+def _best(trials: Trials, folder: Path, watch: Stopwatch, tasks: TaskCache, said: Said) -> Chosen:
     """The values with the best metric in a sweep, which goes on where it was."""
-    begun, specs = (folder / DEFINITION).is_file(), specs_of(definition)
 
-    def told(line: str) -> None:  # of each trial that is played, and of none whose outcome is only read
+    def told(line: str) -> None:
         said(f"trial {line}")
         watch.note()
 
     try:
-        return _chosen(sweep_specs(definition, specs, folder, resume=begun, said=told, tasks=tasks))
+        given: dict[str, Any] = {"seeds": trials.seeds, "select": trials.select, "tasks": tasks}
+        return _chosen(sweep_specs(trials.spec_of, trials.grid, folder, say=told, **given))
     except BaseException:
         watch.note()
         raise
 
 
 def _chosen(sweep: Sweep) -> Chosen:
-    if sweep.winner is None:
-        return Chosen(None, sweep.trials, sweep.failed, f"every trial failed: {sweep.standings[0].error}")
-    return Chosen(sweep.best, sweep.trials, sweep.failed)
+    trials, failed = len(sweep.trials), sum(bool(row["error"]) for row in sweep.trials)
+    if sweep.best is None:
+        return Chosen(None, trials, failed, f"every trial failed: {sweep.rows[0]['error']}")
+    return Chosen(sweep.best, trials, failed)
 
 
 def devices_of(entry: Entry, scale: Scale) -> int:
