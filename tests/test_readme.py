@@ -57,7 +57,7 @@ LIMITS = {
     "docs/reference/algorithms/fedavg-s.md": 400,
     "docs/reference/algorithms/fedbio.md": 750,
     "docs/reference/algorithms/fedmbo.md": 550,
-    "docs/reference/algorithms/fednest.md": 1050,
+    "docs/reference/algorithms/fednest.md": 1100,
     "docs/reference/algorithms/fism.md": 900,
     "docs/reference/algorithms/irg.md": 600,
     "docs/reference/algorithms/rabo.md": 1000,
