@@ -34,11 +34,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["é", "", "a b", "a..b", "-a", "a" * 64, "1.2.3.4.", "host:9092", "a\0"])
+@pytest.mark.parametrize("name", ["", "a b", "a..b", "-a", "a" * 64, "host:9092", "a\0"])
 def test_what_no_certificate_can_name_is_refused_and_nothing_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"a name of the server = .* must be an address, or a host name of ASCII"
-    ):
+    with pytest.raises(ConfigurationError, match="a server cannot have one of the names localhost, "):
         credentials.make(tmp_path / "new", clients=1, names=["localhost", name])
     assert not (tmp_path / "new").exists()
 
