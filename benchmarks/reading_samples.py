@@ -1,9 +1,9 @@
-"""What a curious server reads off one client's answers: its samples, by three kinds of questions.
+"""What a curious server reads off one client's answers: its samples, by three kinds of requests.
 
 python benchmarks/reading_samples.py
 
 One client with 181 handwritten digits trains a linear classifier by FedAvg, one local step a round, so that an answer
-is a gradient. The server asks for what it likes: it sends classifiers of its own making, and as many questions as the
+is a gradient. The server asks for what it likes: it sends classifiers of its own making, and as many requests as the
 client answers. A sample counts as read when every pixel is right to 1e-3 (they lie in 0..1).
 
 - batches of one sample: the gradient in the weights is that sample, times a number that the gradient in the biases is;
@@ -33,7 +33,7 @@ from fedbilevel.flower.client.store import ContextStore
 from fedbilevel.flower.wire import RequestMessage, from_bytes, to_bytes
 
 SAMPLES, CLASSES, MOST = 181, 10, 1500
-NO_FLOORS = Limits(min_batch_size=1, min_local_samples=1, questions_per_round=10**6)
+NO_FLOORS = Limits(min_batch_size=1, min_local_samples=1, max_requests_per_round=10**6)
 
 
 def loss(x, batch):
@@ -119,15 +119,15 @@ class Server:
 
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
-    floors, few = Limits(), Limits(questions=100)
+    floors, few = Limits(), Limits(max_requests=100)
     noise = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    print(f"{'the server requests about':24s}{'the client has':34s}{'questions':>9s}  samples read of {SAMPLES}")
+    print(f"{'the server requests about':24s}{'the client has':34s}{'requests':>9s}  samples read of {SAMPLES}")
     kinds = {"one sample": (1, Server.single), "8 samples": (8, Server.small), "all samples": (None, Server.whole)}
     for kind, (batch_size, attack) in kinds.items():
         for client, limits, privacy in (
             ("no floors", NO_FLOORS, None),
             ("the default floors", floors, None),
-            ("100 questions in all", few, None),
+            ("100 requests in all", few, None),
             ("default floors and noise", floors, noise),
         ):
             server = Server(batch_size, replace(limits), privacy)

@@ -21,7 +21,7 @@ LONGEST = 200.0  # seconds that a server waits for permission to go on
 
 
 def due(party, request):
-    """What this party is to do wrong when it meets this question."""
+    """What this party is to do wrong when it meets this request."""
     folder = Path(os.environ["FEDBILEVEL_FAULTS"])
     place = {"party": party, "round": request.round, "exchange": request.exchange}
     for fault in json.loads((folder / "faults.json").read_text()) if request.phase else []:

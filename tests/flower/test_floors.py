@@ -75,14 +75,14 @@ def test_walks_sample_by_sample_have_the_floor_too():
 
 
 def test_questions_of_a_round_and_of_all_runs(tmp_path):
-    limits = replace(federations.FREE, questions_per_round=2, questions=5)
+    limits = replace(federations.FREE, max_requests_per_round=2, max_requests=5)
     site = federations.site(STEPS, 0, limits=limits, folder=tmp_path)
     runtime = ClientRuntime(site)
     assert runtime.respond(request(runtime, payload=b"1"), memory()).refused  # what is not computed is not counted
     assert [runtime.respond(request(runtime, round=1), memory()).refused for _ in range(2)] == ["", ""]
     assert (
         runtime.respond(request(runtime, round=1), memory()).refused
-        == "this client replies to 2 questions in one round, and no more"
+        == "this client replies to 2 requests in one round, and no more"
     )
     assert runtime.respond(request(runtime, round=0), memory()).refused.endswith(
         "in one round, and no more"
@@ -94,7 +94,7 @@ def test_questions_of_a_round_and_of_all_runs(tmp_path):
     assert runtime.respond(request(runtime, run=other), memory()).refused == ""
     assert (
         runtime.respond(request(runtime, run=other, round=9), memory()).refused
-        == "this client replies to 5 questions in all, and no more"
+        == "this client replies to 5 requests in all, and no more"
     )
     assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2)
 
@@ -119,7 +119,7 @@ def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, mon
 def test_a_damaged_count_is_no_new_beginning(tmp_path, damaged):
     store = FolderStore(tmp_path, 0)
     store.count.write_text(damaged)
-    with pytest.raises(CheckpointError, match=r"client-0-questions\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"client-0-requests\.json is damaged"):
         store.request_counts()
     runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
     assert runtime.respond(request(runtime), memory()).refused == "CheckpointError; the client's log says more"
@@ -127,6 +127,6 @@ def test_a_damaged_count_is_no_new_beginning(tmp_path, damaged):
 
 def test_a_count_without_a_folder_stays_with_flower():
     kept = memory()
-    runtime = ClientRuntime(federations.site(STEPS, 0, limits=replace(federations.FREE, questions=2)))
+    runtime = ClientRuntime(federations.site(STEPS, 0, limits=replace(federations.FREE, max_requests=2)))
     assert [bool(runtime.respond(request(runtime), kept).refused) for _ in range(3)] == [False, False, True]
     assert kept.request_counts() == RequestCounts(2, federations.NAME, 2, 2)

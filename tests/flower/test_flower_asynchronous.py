@@ -194,7 +194,7 @@ class Killed(BaseException):
 def test_a_run_that_was_killed_goes_on(tmp_path):
     """First in the middle of a round, then between two. What had come in early is in the checkpoint; what was under
     way counts no more, also where it had counted in the round that is played again, and its client has answered another
-    question since: Σ p_i of what clients keep is the server's sum."""
+    request since: Σ p_i of what clients keep is the server's sum."""
     algorithm, log, asked = Differences(inner=1, probe=9), tmp_path / "log.jsonl", []
 
     def delay(client, message):

@@ -75,7 +75,7 @@ def failing(junk=(), **broken):
 @pytest.mark.parametrize("broken", [{"push": 1}, {"pull": 9}, {"connection": 20}, {"nodes": 2}, {"push": 2, "pull": 3}],
                          ids=lambda broken: "+".join(broken))  # fmt: skip
 def test_errors_of_flower_that_pass_change_nothing(broken, whole):
-    """A question that was not taken is asked again, an answer that was not fetched is fetched later."""
+    """A request that was not taken is asked again, an answer that was not fetched is fetched later."""
     grid = failing()
     note = lambda result, row: grid.broken.update(broken) if result.round == 1 else None  # noqa: E731
     result = federations.solve(STEPS, grid, terms=TERMS, callbacks=[note])

@@ -72,7 +72,7 @@ class Overdue(Async):
 def simulated(n, delays, both=False, stop=None):
     """(x, y, staleness, how many answers) of each round, by hand: events in the order of their times.
 
-    Where the run stops before a round and is resumed, all questions are new, and clients first end what they are at.
+    Where the run stops before a round and is resumed, all requests are new, and clients first end what they are at.
     """
     x, y, time, trace = np.zeros(2), np.zeros(3), 0.0, []
     working, kept = [], []  # heap of (when, client, fetched, round); what came in while x was waited for
@@ -241,7 +241,7 @@ def test_answers_of_another_kind_keep_nobody_busy(n):
 
 
 def test_nobody_is_waited_for_beyond_the_deadline(tmp_path):
-    """Client 4's first question is never answered. Bounded staleness waits for it until 20 s are over, and says so."""
+    """Client 4's first request is never answered. Bounded staleness waits for it until 20 s are over, and says so."""
     log = tmp_path / "log.jsonl"
     lost = lambda client, request: client == 4 and request.round == 0  # noqa: E731
     terms = Terms(deadline=20.0, poll=100.0)

@@ -87,7 +87,7 @@ def test_what_is_no_answer_to_the_question_does_not_count(metrics, why):
 
 
 def test_a_site_counts_such_questions_and_checks_what_it_is_sent(tmp_path):
-    limits = Limits(questions=1, min_local_samples=1)
+    limits = Limits(max_requests=1, min_local_samples=1)
     runtime = ClientRuntime(
         own.site(ALGORITHM, 0, metrics_per_client=ONE, tells_metrics=True, limits=limits, folder=tmp_path)
     )
@@ -103,7 +103,7 @@ def test_a_site_counts_such_questions_and_checks_what_it_is_sent(tmp_path):
     assert "bytes came where" in said(here[0]).refused
     want = float(METRICS["fit"](*here, own.TASK.clients.outer.row(0)))
     assert said(here).numbers() == pytest.approx({"fit": want}, rel=1e-6)
-    assert "question" in said(here).refused
+    assert "request" in said(here).refused
 
 
 def test_with_privacy_nothing_is_told(tmp_path):

@@ -155,9 +155,7 @@ def test_all_the_same_gives_the_same_bits():
     "other",
     [
         {"secret": bytes(32)},
-        {
-            "spent": PrivacyAccount({1.0: 1})
-        },  # the same question again: another noise, and one more reply in the account
+        {"spent": PrivacyAccount({1.0: 1})},  # the same request again: another noise, and one more reply in the account
         {"asked": ("another run", 3, 1, "local")},
         {"asked": ("a run", 4, 1, "local")},
         {"asked": ("a run", 3, 2, "local")},
@@ -175,7 +173,7 @@ def test_anything_else_gives_independent_noise(other):
 
 
 def test_another_scale_has_another_noise():
-    """Else two replies to one question, c + aG and c + bG after the account was lost, would give away c."""
+    """Else two replies to one request, c + aG and c + bG after the account was lost, would give away c."""
     first, wider = (protected(ZEROS, Privacy(1.0, z, 1e-5)) / z for z in (1.0, 2.0))
     assert abs(np.mean(first * wider)) < 4 / math.sqrt(N)
 

@@ -230,8 +230,8 @@ class Answering:
     def __init__(self, do: Any = lambda goes_on: None) -> None:
         self.do, self.runs = do, []
 
-    def reply(self, question: Any, goes_on: Any) -> Any:
-        message, context, run, _ = private.opened(question)
+    def reply(self, request: Any, goes_on: Any) -> Any:
+        message, context, run, _ = private.opened(request)
         self.runs.append(run.run_id)
         self.do(goes_on)
         return private.answer(Message(RecordDict(), reply_to=message), context, "")

@@ -91,7 +91,7 @@ def test_clients_that_say_the_same_are_named_together():
 
 def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path, monkeypatch):
     """A metric's name of a few hundred megabytes, or a layout, travels in one piece: see security.md."""
-    monkeypatch.setattr(wire, "WORDS", 3000)
+    monkeypatch.setattr(wire, "TEXTS", 3000)
     app = federations.app(STEPS)
     bad = {(0, 1, 0): lambda response, message: replace(response, metrics=json.dumps({"x" * 4000: 1.0}))}
     log = tmp_path / "exchanges.jsonl"

@@ -47,7 +47,7 @@ def ran(monkeypatch):
 
 
 def request(runtime, of="y_gradient", **changes):
-    """A good question about a phase at x = y = 1, changed."""
+    """A good request about a phase at x = y = 1, changed."""
     call = next(call for call in runtime.contract.calls.values() if call.phase == of)
     size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(call.message))
     good = RequestMessage(
@@ -248,8 +248,8 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
         "client",
         "lock",
         "account.json",
-        "client-0-questions.json",
-        ".client-0-questions.lock",
+        "client-0-requests.json",
+        ".client-0-requests.lock",
     }  # it was asked all the same
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert (tmp_path / "account.json").read_text() == "{}"

@@ -170,7 +170,7 @@ def runtime():
     return ClientRuntime(federations.site(federations.Steps(), 0))
 
 
-def questions():
+def requests():
     """One as the client expects it, but for the names of contract and call, which `runtime` fills in."""
     return RequestMessage(run=federations.NAME, contract="", round=0, phase="y_gradient", key=bytes(8),
                    key_kind="threefry2x32",
@@ -178,7 +178,7 @@ def questions():
 
 
 @settings(max_examples=300, deadline=None)
-@given(fields=of(RequestMessage, questions()), right=st.booleans())
+@given(fields=of(RequestMessage, requests()), right=st.booleans())
 def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
     """Garbage is refused; what is not raises nothing, and is an answer with a finite update."""
     payload = fields.pop("payload")

@@ -60,8 +60,8 @@ LIMITS = {  # node configuration -> field of `flower.Limits`
     "max-bytes": "message_bytes",
     "min-batch-size": "min_batch_size",
     "min-local-samples": "min_local_samples",
-    "max-questions-per-round": "questions_per_round",
-    "max-questions": "questions",
+    "max-requests-per-round": "max_requests_per_round",
+    "max-requests": "max_requests",
 }
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
 NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, "tell-metrics": bool, **PRIVACY}
@@ -70,14 +70,14 @@ NODE |= {name: float if name == "max-seconds" else int for name in LIMITS}
 
 
 def server_app(spec: Spec) -> Any:
-    """A Flower ServerApp that plays the spec."""
+    """Make a Flower ServerApp that plays the spec."""
     from fedbilevel import flower
 
     return flower.server_app(partial(serve, spec))
 
 
 def client_app(spec: Spec) -> Any:
-    """A Flower ClientApp that serves the phases of the spec's algorithm on its own samples."""
+    """Make a Flower ClientApp that serves the phases of the spec's algorithm on its own samples."""
     from fedbilevel import flower
 
     return flower.client_app(partial(site, spec))
@@ -110,7 +110,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
-    """The client of this node: its samples, its limits, its privacy, and the phases that it serves."""
+    """Make the client of this node: its samples, its limits, its privacy, and the phases that it serves."""
     from fedbilevel.flower import Limits, Privacy, Site
 
     spec = configured(spec, run_config)
@@ -127,7 +127,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     alone = len(clients) == 1
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
     row = 0 if alone else client
-    one = clients.inner is clients.outer
+    shared = clients.inner is clients.outer
     limits = {field: node[name] for name, field in LIMITS.items() if name in node}
     private = {name.replace("-", "_"): node[name] for name in PRIVACY if name in node}
     return Site(
@@ -137,7 +137,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         x0=task.x0,
         y0=task.y0,
         outer=clients.outer.row(row),
-        inner=None if one else clients.inner.row(row),
+        inner=None if shared else clients.inner.row(row),
         works=clients.local_steps is not None,
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**limits),
@@ -149,7 +149,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
 
 
 def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
-    """The spec with the settings of a run configuration: FIELD=VALUE, as for --set, divided as a shell would."""
+    """Change the spec by the settings of a run configuration: FIELD=VALUE, as for --set, divided as a shell would."""
     known = {"settings", "out", "client-keys", *SERVER}
     for name in config:
         if name not in known:
@@ -172,7 +172,7 @@ def require_real(spec: Spec) -> None:
 
 
 def terms(config: Mapping[str, Any]) -> Any:
-    """The terms on which the server works with clients, as the run configuration has them."""
+    """Read the terms on which the server works with clients from the run configuration."""
     from fedbilevel.flower import Terms
 
     given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
@@ -181,7 +181,7 @@ def terms(config: Mapping[str, Any]) -> Any:
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:
-    """The task as the server or one of the clients sees it.
+    """Make the task as the server or a client sees it.
 
     A function with a parameter `party` makes just that: "server" gets a Task with `RemoteClients`, a client's number
     a Task with that client's samples alone. Of any other task everyone makes the whole, and uses its own part.
@@ -202,13 +202,14 @@ def require_same(spec: Spec, place: Folder) -> None:
     if not place.begun and not place.finished:
         return
     if changed := place.difference(spec):
-        raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this one another folder as out")
+        raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this run another folder as out")
     if place.finished:
         print(f"the run in {place.path} is finished already", flush=True)
 
 
 def run_name(place: Folder) -> str:
-    """The name of the run in a folder, under which clients keep their state; a new name for a run that begins."""
+    """Return the name of the run in a folder, under which clients keep their state; a new name for a run that
+    begins."""
     if not _name_file(place).is_file():
         return secrets.token_hex(16)
     from fedbilevel.flower.wire import is_run
@@ -225,7 +226,7 @@ def run_name(place: Folder) -> str:
 
 
 def status(place: Folder) -> list[str]:
-    """How far a run's server has come, and why each client that did not count when last asked did not, in lines."""
+    """Say how far a run's server has come, and why each client that did not count when last asked did not, in lines."""
     from fedbilevel.flower.refusal import Refusal
 
     absent: dict[int, tuple[int, Refusal]] = {}  # client -> round, why
@@ -258,7 +259,7 @@ def _typed(name: str, kind: type, value: Any) -> Any:
 
 
 def _privacy(made: Any, given: Mapping[str, float]) -> Any:
-    """Privacy where anything of it is given; then all but the budget has to be."""
+    """Make Privacy where anything of it is given; then all but the budget has to be."""
     if not given:
         return None
     missing = [name for name in ("clip", "noise_multiplier", "delta") if name not in given]
@@ -340,7 +341,7 @@ def write_app(spec: Spec, folder: Path) -> None:
 
     Raises:
         ConfigurationError: there is something in the folder, or its name is none for a Python package; or the spec is
-            one of a simulation.
+            that of a simulation.
     """
     require_real(spec)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -360,8 +361,8 @@ def write_app(spec: Spec, folder: Path) -> None:
 
 
 def _with_files(spec: Spec, package: Path) -> Spec:
-    """The spec with the files of a user's own task and algorithm as modules of the app: problem.py and method.py, or
-    problem.py alone where one file holds both.
+    """Make the files of a user's own task and algorithm modules of the app: problem.py and method.py, or problem.py
+    alone where it holds both. Returns the spec that names them.
 
     Raises:
         ConfigurationError: a file cannot do without its neighbours; nothing stays of the app.
@@ -378,7 +379,7 @@ def _with_files(spec: Spec, package: Path) -> Spec:
 
 
 def _copied(kind: str, file: Path, copy: Path, name: str, load: Callable[[str], Any]) -> str:
-    """Copy a file into the app; the name there of the task or algorithm `name` in it."""
+    """Copy a file into the app, and return the name there of the task or algorithm `name` in it."""
     attribute = name.rpartition(":")[2]
     shutil.copy(file, copy)
     try:

@@ -12,7 +12,6 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,12 @@ class PrivacyAccount:
         return sum(self.releases.values())
 
     def plus(self, noise_multiplier: float) -> PrivacyAccount:
-        """The account after one more reply."""
+        """Return the account after a further reply."""
         z = float(noise_multiplier)
         return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + 1})
 
     def epsilon(self, delta: float) -> float:
-        """ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 before the first.
+        """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 before the first.
 
         A reply is a Gaussian mechanism of noise zC and sensitivity 2C (see `Privacy`), that is of noise multiplier
         z/2. The figure is an upper bound: the exact ε of such replies solves, with μ² = Σ (2/z)² over them,
@@ -91,12 +90,12 @@ class PrivacyAccount:
         return float(accountant.get_epsilon(delta))
 
     def to_json(self) -> str:
-        """As text that `from_json` reads back exactly."""
+        """Write text that `from_json` reads back exactly."""
         return json.dumps({repr(noise_multiplier): count for noise_multiplier, count in self.releases.items()})
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyAccount:
-        """The account that `to_json` wrote.
+        """Read the account that `to_json` wrote.
 
         Raises:
             ConfigurationError: the text is anything else; it is never taken for an empty account.
@@ -129,7 +128,7 @@ class Privacy:
     one vector u. It leaves as u·min(1, C/‖u‖₂) + N(0, (zC)²·I). Two data sets of a client, *any* two, give clipped
     vectors that are at most 2C apart (both lie in the ball of radius C), so that a reply is a Gaussian mechanism of
     noise multiplier zC/2C = z/2, and n replies, asked adaptively, are composed by `PrivacyAccount.epsilon`. The (ε, δ)
-    thus holds for the client's data set as a whole, not for one sample of it, and against the server itself.
+    thus holds for the client's data set as a whole, not for a sample of it, and against the server itself.
 
     Not covered: metrics, counts of work and the text of errors, which the caller must not send; the time a reply
     takes; the low bits of floating-point noise (Mironov, "On significance of the least significant bits for
@@ -155,11 +154,11 @@ class Privacy:
             _require_number("Privacy.epsilon", self.epsilon, 0.0, math.inf)
 
     def epsilon_after(self, replies: int) -> float:
-        """ε, at `delta`, of `replies` ≥ 0 replies under this setting."""
+        """Return ε, at `delta`, of `replies` ≥ 0 replies under this setting."""
         return PrivacyAccount({float(self.noise_multiplier): replies} if replies else {}).epsilon(self.delta)
 
     def charge(self, spent: PrivacyAccount) -> PrivacyAccount:
-        """The account after one more reply.
+        """Return the account after a further reply.
 
         Raises:
             BudgetSpentError: it would pass `epsilon`.
@@ -175,22 +174,22 @@ class Privacy:
     def protect(
         self, update: PyTree, secret: bytes, spent: PrivacyAccount, context: Sequence[int | str]
     ) -> tuple[PyTree, PrivacyAccount]:
-        """The clipped and noised update, and the account to store before it is sent.
+        """Return the clipped and noised update, and the account to store before it is sent.
 
         Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/fed.py); all else is
         the vector that is clipped and noised.
 
         The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
-        is never used twice, so that every reply has noise of its own, one that repeats a question too: asking again
-        averages the noise, and that is what the account charges for. (Noise that came back with the same question
+        is never used twice, so that every reply has noise of its own, one that repeats a request too: asking again
+        averages the noise, and that is what the account charges for. (Noise that came back with the same request
         would tell, by two replies being equal or not, whether the data make a difference.) Should an account
-        be lost and a number come back, the noise still differs wherever one of the others does.
+        be lost and a number come back, the noise still differs wherever another argument does.
 
         Args:
             update: a pytree of floating leaves, but for its public parts.
             secret: of `load_secret`; it must not leave the client.
             spent: the account so far.
-            context: what names the question: the run, round, exchange and phase.
+            context: what names the request: the run, round, exchange and phase.
 
         Returns:
             update: NumPy arrays of the shapes, dtypes and structure that came; computed in float64, then rounded.
@@ -208,15 +207,15 @@ class Privacy:
         key = noise_key(secret, after.total, context, vector, deviation)
         vector = vector + deviation * gaussian(key, vector.size)
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, private))
-        parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty one
+        parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty part
         sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
         return jax.tree.map(as_sent, update, jax.tree.unflatten(structure, sent), is_leaf=is_marked), after
 
 
 def load_secret(path: str | Path) -> bytes:
-    """A client's 32 secret bytes from the file `path`, which is made, of mode 0600, where there is none.
+    """Load a client's 32 secret bytes from the file `path`, which is made, of mode 0600, where there is none.
 
-    One file per client: two that share one may come to share noise, and then each could take it off the other.
+    A file per client: two that share a file may come to share noise, and then each could take it off the other.
 
     Raises:
         ConfigurationError: others may read the file, or it does not hold 32 bytes.
@@ -232,19 +231,19 @@ def load_secret(path: str | Path) -> bytes:
 
 
 def is_marked(part: object) -> bool:
-    """Whether a part of an update is no part of the vector that is clipped and noised."""
+    """Tell whether a part of an update is no part of the vector that is clipped and noised."""
     return isinstance(part, Public | Withheld)
 
 
 def as_sent(part: PyTree, noised: PyTree) -> PyTree:
-    """The part of an update that is sent in place of `part`: `noised`, unless `part` is marked."""
+    """Return the part of an update that is sent in place of `part`: `noised`, unless `part` is marked."""
     if isinstance(part, Withheld):
         return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), part)
     return jax.tree.map(np.asarray, part) if isinstance(part, Public) else noised
 
 
 def flat(update: PyTree) -> np.ndarray:
-    """All leaves in one float64 vector.
+    """Put all leaves into a float64 vector.
 
     Raises:
         ConfigurationError, NonFiniteError: as in `Privacy.protect`.
@@ -260,7 +259,7 @@ def flat(update: PyTree) -> np.ndarray:
 
 
 def clipped(vector: np.ndarray, bound: float) -> np.ndarray:
-    """`vector` (float64, finite), itself or scaled down to the L2 norm `bound`; no square over- or underflows."""
+    """Scale `vector` (float64, finite) down to the L2 norm `bound` if it is longer; no square over- or underflows."""
     largest = float(np.max(np.abs(vector), initial=0.0))
     if largest == 0.0:
         return vector
@@ -270,7 +269,7 @@ def clipped(vector: np.ndarray, bound: float) -> np.ndarray:
 
 
 def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: np.ndarray, deviation: float) -> bytes:
-    """32 bytes, pseudo-random to whoever lacks the secret, another for every other argument (HMAC-SHA256)."""
+    """Return 32 bytes, pseudo-random to whoever lacks the secret, others for every other argument (HMAC-SHA256)."""
     fits = isinstance(secret, bytes) and len(secret) == SECRET_BYTES
     require(fits, "secret", "(not shown)", f"{SECRET_BYTES} bytes")
     fits = not isinstance(context, str) and all(isinstance(part, int | str) for part in context)
@@ -280,9 +279,10 @@ def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: 
 
 
 def gaussian(key: bytes, count: int) -> np.ndarray:
-    """`count` standard normal numbers, float64, by Box and Muller from the ChaCha20 stream of a key used only once.
+    """Draw `count` standard normal numbers, float64, by Box and Muller from the ChaCha20 stream of a key used only
+    once.
 
-    Uniforms have 64 bits, so that no number is beyond √(128·ln 2) = 9.42, where a normal one is with chance 5e-21.
+    Uniforms have 64 bits, so that no number is beyond √(128·ln 2) = 9.42, where a normal number is with chance 5e-21.
     """
     pairs = (count + 1) // 2
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(16 * pairs))
@@ -293,7 +293,7 @@ def gaussian(key: bytes, count: int) -> np.ndarray:
 
 def _create_secret(path: Path) -> None:
     """Write a new secret under a temporary name and link it to `path`, so that no process ever reads half of it. Where
-    two processes do so at a time, the secret of one stays."""
+    two processes do so at a time, the first one's secret stays."""
     handle, temporary = tempfile.mkstemp(dir=path.parent)  # of mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -302,7 +302,7 @@ def _create_secret(path: Path) -> None:
             os.fsync(file.fileno())
         os.link(temporary, path)
     except FileExistsError:
-        pass  # the other one's is as good
+        pass  # the other process's is as good
     finally:
         os.unlink(temporary)
 
@@ -317,7 +317,7 @@ def is_kept(part: object) -> bool:
 
 
 def without_replies(state: PyTree) -> PyTree:
-    """The state as a phase has to see it, for its change to be the reply itself: the last ones are 0."""
+    """Return the state as a phase has to see it, for its change to be the reply itself: the last replies are 0."""
 
     def emptied(part: Any) -> Any:
         return part._replace(update=jax.tree.map(np.zeros_like, part.update)) if is_kept(part) else part
@@ -326,11 +326,11 @@ def without_replies(state: PyTree) -> PyTree:
 
 
 def released(sent: PyTree, before: PyTree, after: PyTree) -> tuple[PyTree, PyTree]:
-    """The update to send and the state to keep, where a reply is sent as its difference from the last one.
+    """Return the update to send and the state to keep, where a reply is sent as its difference from the last one.
 
     The difference of two noised replies is sent, not the noised difference of two replies: what the server has added up
-    is then each client's last reply with the noise of one, however many there were. All that leaves the client, and
-    all that it keeps, is made of replies that were clipped and noised, so that nothing more is spent.
+    is then each client's last reply with the noise of a single reply, however many there were. All that leaves the
+    client, and all that it keeps, is made of replies that were clipped and noised, so that nothing more is spent.
 
     Args:
         sent: the update, noised; a `ReplyDelta` has the reply itself.
@@ -365,10 +365,10 @@ class PrivacyGuard:
     """
 
     def __init__(self, privacy: Privacy, folder: Path, client: int) -> None:
-        self.privacy, self.folder = privacy, folder
+        self.privacy, self.lock = privacy, folder / "lock"
         self.account, owner, secret = folder / "account.json", folder / "client", folder / "secret"
         folder.mkdir(parents=True, exist_ok=True)
-        with self.turn():
+        with lock.wait_for_lock(self.lock):
             if not owner.exists():
                 write_text(owner, str(client))
             whose = owner.read_text(errors="replace")
@@ -379,8 +379,8 @@ class PrivacyGuard:
             self.secret = load_secret(secret)
 
     def protect(self, update: PyTree, context: Sequence[int | str]) -> tuple[PyTree, float]:
-        """The clipped and noised update, and ε so far, this reply included."""
-        with self.turn():
+        """Return the clipped and noised update, and ε so far, this reply included."""
+        with lock.wait_for_lock(self.lock):
             sent, spent = self.privacy.protect(update, self.secret, self.read(), context)
             self.write(spent)
         return sent, spent.epsilon(self.privacy.delta)
@@ -395,6 +395,3 @@ class PrivacyGuard:
 
     def write(self, spent: PrivacyAccount) -> None:
         write_text(self.account, spent.to_json())
-
-    def turn(self) -> AbstractContextManager[None]:
-        return lock.wait_for_lock(self.folder / "lock")

@@ -1,7 +1,7 @@
-"""Why something does not count: one kind of value, from the site that says it to the server's log, its error and
+"""Why something does not count: the same value at the site that says it, in the server's log, in its error and in
 `exchanges.jsonl`.
 
-A code and one line of text travel. Who can mend it, and how, follow from the code here, on each side by itself: no
+A code and a line of text travel. Who can mend it, and how, follow from the code here, on each side by itself: no
 message can put advice into our mouth, and nobody reads the text to decide anything.
 """
 
@@ -38,7 +38,11 @@ class Code(Enum):
     LATE = "late", EITHER, "raise deadline, or ask for less work"
     BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound say what counts"
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"
-    MALFORMED = "malformed", EITHER, "one of them speaks another protocol: compare apps and versions of fedbilevel"
+    MALFORMED = (
+        "malformed",
+        EITHER,
+        "site and server speak different protocols: compare apps and versions of fedbilevel",
+    )
     FLOWER = "flower", SITE, "its worker or SuperNode has failed; its log says more"
     OTHER = "other", SITE, "its log says more"  # a code that this version does not know
 
@@ -59,7 +63,7 @@ class Code(Enum):
 class Refusal(FedbilevelError):
     """A message that must not count, or a client that does not take part. `why` says it without any value of the data.
 
-    Parts of `why` may be the other side's words: it is one line, not a long one, and commands no terminal.
+    Parts of `why` may be the other side's words: it is a single line of bounded length, and commands no terminal.
     """
 
     code: Code
@@ -78,20 +82,20 @@ class Refusal(FedbilevelError):
         return f"{self.why} ({self.code.who} can mend it: {self.code.how})"
 
     def told(self) -> dict[str, str]:
-        """As a line of `exchanges.jsonl` has it."""
+        """Return it as a line of `exchanges.jsonl` has it."""
         return {"code": self.code.word, "why": self.why, "who": self.code.who, "how": self.code.how}
 
     @classmethod
     def read(cls, told: Mapping[str, Any], client: int | None = None) -> Refusal:
-        """What `told` has written; who and how are those of the code."""
+        """Read what `told` has written; who and how are those of the code."""
         return cls(Code.of(told.get("code")), str(told.get("why", "")), client)
 
 
 def in_words(refusals: Iterable[Refusal], most: int = 5) -> str:
-    """Refusals in one line; clients that say the same are named together."""
+    """Say refusals in a line; clients that say the same are named together."""
     alike: dict[str, list[int]] = {}
-    for one in refusals:
-        alike.setdefault(one.line, []).extend([] if one.client is None else [one.client])
+    for refusal in refusals:
+        alike.setdefault(refusal.line, []).extend([] if refusal.client is None else [refusal.client])
     said = [f"{named(sorted(set(clients)))}: {line}" if clients else line for line, clients in alike.items()]
     return "; ".join([*said[:most], *([f"and {len(said) - most} more reasons"] if len(said) > most else [])])
 

@@ -12,11 +12,11 @@ from fedbilevel.wording import missing
 
 TESTED = ("1.41", "1.42")
 BACKOFF = 0.02  # seconds before an object that is still being uploaded is asked for again, first time
-LONGEST_PULL = 7200.0  # seconds that one message's objects are waited for at most; Flower's own figure
+LONGEST_PULL = 7200.0  # seconds that a message's objects are waited for at most; Flower's own figure
 
 
 def installed() -> str | None:
-    """The version of the installed Flower, None where there is none. Does not import it."""
+    """Return the version of the installed Flower, None where there is none. Does not import it."""
     try:
         return importlib.metadata.version("flwr")
     except importlib.metadata.PackageNotFoundError:
@@ -24,7 +24,7 @@ def installed() -> str | None:
 
 
 def require_flower() -> str:
-    """The version of the installed Flower.
+    """Return the version of the installed Flower.
 
     Raises:
         ConfigurationError: there is none; the message says which command installs it.
@@ -36,7 +36,7 @@ def require_flower() -> str:
 
 
 def tested(version: str) -> bool:
-    """Whether `version` belongs to a release whose private names were tried."""
+    """Tell whether `version` belongs to a release whose private names were tried."""
     return ".".join(version.split(".")[:2]) in TESTED
 
 

@@ -39,22 +39,22 @@ MISSING = ("missing",)  # equal to nothing that JSON can hold
 
 
 def layout(tree: PyTree) -> list[str]:
-    """The path, dtype and shape of each leaf, one line each; the receiver of bytes must have the same."""
+    """Describe each leaf by path, dtype and shape, in a line each; the receiver of bytes must have the same."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [f"{jax.tree_util.keystr(path) or 'value'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """The tree with every array replaced by its shape and dtype (and whether that is weak, as a Python number's)."""
+    """Replace every array by its shape and dtype (and whether that is weak, as a Python number's)."""
 
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(shape, tree)
 
 
 def to_bytes(tree: PyTree) -> bytes:
-    """All leaves one after the other, little-endian, in the order of `layout`: Flower moves each array by itself."""
+    """Join all leaves, little-endian, in the order of `layout`: Flower moves each array by itself."""
     return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
 
@@ -87,7 +87,7 @@ def require_layout(what: str, got: list[str], expected: list[str]) -> None:
 
 
 def digest(text: str) -> str:
-    """A short name of a text."""
+    """Return a short name of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -97,7 +97,7 @@ METRICS = "per-client metrics"  # in place of a phase, of which none has such a 
 
 
 def is_run(name: str) -> bool:
-    """Whether this may be the name of a run; clients keep files under it."""
+    """Tell whether this may be the name of a run; clients keep files under it."""
     return re.fullmatch(r"[0-9a-f]{8,64}", name) is not None
 
 
@@ -149,7 +149,7 @@ class ResponseMessage:
 
 
 def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
-    """A request or a response from the fields of a record, each of its own type, none missing, none too many."""
+    """Read a request or a response from the fields of a record, each of its own type, none missing, none too many."""
     wanted = {f.name: f for f in dataclasses.fields(kind) if f.name != "payload"}
     if odd := sorted(set(fields) ^ set(wanted)):
         text = f"the fields of the message differ in {', '.join(odd)[:200]}: another version of fedbilevel?"
@@ -168,14 +168,15 @@ MESSAGE_TYPE = f"query.{ACTION}"
 FIELDS, LEAVES = "fields", "leaves"
 RAW = "fedbilevel.leaves"  # how an Array's bytes are to be read: our layout, not NumPy's
 INLINE = 2**23  # bytes
-WORDS = 2**23  # characters of all texts of a message together: metrics, layout, contract
+TEXTS = 2**23  # characters of all texts of a message together: metrics, layout, contract
 EXPIRED = (3, 5)  # Flower's errors where a message found nobody in time
 
 log = logging.getLogger("fedbilevel.server")
 
 
 def encode(said: RequestMessage | ResponseMessage) -> RecordDict:
-    """All arrays travel as one, up to INLINE bytes among the fields, beyond as an Array, which Flower cuts into chunks.
+    """Write a message as Flower's records. All its arrays travel together, up to INLINE bytes among the fields, beyond
+    as an Array, which Flower cuts into chunks.
 
     Flower uploads and downloads every object of a message by itself, and an Array is three: with two clients and
     1.6 MB each way that is half of the SuperLink's work.
@@ -193,19 +194,19 @@ def require_short(fields: Mapping[str, Any]) -> None:
     """Refuse fields whose texts are long. They travel in one piece, and a SuperLink with a database stands still while
     it stores a piece of some hundred megabytes."""
     lists = [text for value in fields.values() if isinstance(value, list) for text in value]
-    words = sum(len(text) for text in [*lists, *fields.values()] if isinstance(text, str))
-    if words > WORDS:
-        raise Refusal(Code.LARGE, f"its texts have {words} characters together, where {WORDS} may travel")
+    length = sum(len(text) for text in [*lists, *fields.values()] if isinstance(text, str))
+    if length > TEXTS:
+        raise Refusal(Code.LARGE, f"its texts have {length} characters together, where {TEXTS} may travel")
 
 
 def request_message(node: int, request: RequestMessage, seconds: float) -> Message:
-    """A message that is worth nothing after some seconds: Flower's own default is half a day."""
+    """Make a message that is worth nothing after some seconds: Flower's own default is half a day."""
     return Message(encode(request), node, MESSAGE_TYPE, group_id=f"{request.run[:8]}/{request.round}", ttl=seconds)
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """While one node's message is read: whatever goes wrong, that message is refused, and no more."""
+    """Hold this while a node's message is read: whatever goes wrong, that message is refused, and no more."""
     try:
         yield
     except Refusal:
@@ -216,7 +217,7 @@ def reading() -> Iterator[None]:
 
 
 def decode(kind: type[Any], message: Message) -> Any:
-    """The request or the response in a message.
+    """Read the request or the response in a message.
 
     Raises:
         Refusal: Flower reports an error, or it is no message of ours.
@@ -295,7 +296,8 @@ class Contract:
         return digest(self.text)
 
     def cut(self, unit_layout: UnitLayout, kept: Mapping[str, int]) -> Contract:
-        """The contract, with smaller calls, for a client that holds a submodel; `kept`: group -> how many units."""
+        """Make the contract, with smaller calls, for a client that holds a submodel; `kept`: group -> how many
+        units."""
         if kept == unit_layout.sizes:
             return self
         units = {group: jnp.arange(count, dtype=jnp.int32) for group, count in kept.items()}
@@ -311,7 +313,8 @@ class Contract:
         return replace(self, calls=calls, units=kept)
 
     def schedules(self) -> dict[str, list[str]]:
-        """Each schedule's values at the rounds PROBES, to five digits, since two machines may round differently."""
+        """Return each schedule's values at the rounds PROBES, to five digits, since two machines may round
+        differently."""
         leaves = jax.tree_util.tree_leaves_with_path(self.algorithm, is_leaf=lambda leaf: isinstance(leaf, Schedule))
         found = {jax.tree_util.keystr(path): leaf.function for path, leaf in leaves if isinstance(leaf, Schedule)}
         rounds = [jnp.asarray(round, jnp.int32) for round in PROBES]
@@ -326,7 +329,7 @@ def draw_up(
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
 ) -> Contract:
-    """The contract of a run; for the arguments see `engines.recorder.exchanges_of`.
+    """Draw up the contract of a run; for the arguments see `engines.recorder.exchanges_of`.
 
     Raises:
         ConfigurationError: a message, an update or what clients keep holds a PRNG key.
@@ -350,7 +353,7 @@ def draw_up(
 
 
 def difference(mine: str, theirs: str) -> str:
-    """The first difference of two contracts, in words."""
+    """Say the first difference of two contracts."""
     try:
         a, b = json.loads(mine), json.loads(theirs)
         for term in sorted({**a, **b}, key=lambda term: (term == "calls", term)):  # they follow from the others

@@ -1,4 +1,4 @@
-"""Limits on what a server may ask of a client: work, messages, questions and time."""
+"""Limits on what a server may ask of a client: work, messages, requests and time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RequestCounts:
     """How many requests a client has replied to, of all runs together, greetings left out.
 
     Args:
-        total: questions since the client began to count.
-        run: the run of the last question.
+        total: requests since the client began to count.
+        run: the run of the last request.
         round: the largest round of that run that was asked about.
-        in_round: questions since that round began; one about an earlier round counts here too, so that going back and
-            forth between rounds gains nothing.
+        in_round: requests since that round began; a request about an earlier round counts here too, so that going
+            back and forth between rounds gains nothing.
     """
 
     total: int = 0
@@ -35,7 +35,7 @@ class RequestCounts:
     def __post_init__(self) -> None:
         kinds = [type(self.total), type(self.run), type(self.round), type(self.in_round)]
         if kinds != [int, str, int, int]:
-            raise TypeError(f"{self} is no count of questions")
+            raise TypeError(f"{self} is no count of requests")
 
     def next(self, run: str, round: int) -> RequestCounts:
         if run != self.run or round > self.round:
@@ -61,9 +61,9 @@ class Limits:
         min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
             client's samples is served, too.
         min_local_samples: a client that holds fewer samples of either loss replies to nothing.
-        questions_per_round: questions of one round at most, each to run a phase or to tell metrics; those that are
-            asked again count again. Rounds are the server's word: this stops mistakes, `questions` all else.
-        questions: questions in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
+        max_requests_per_round: requests of one round at most, each to run a phase or to tell metrics; those that are
+            asked again count again. Rounds are the server's word: this stops mistakes, `max_requests` all else.
+        max_requests: requests in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
             keeps a run's memory, that is, for each run apart. A client that has reached it replies to nothing.
     """
 
@@ -73,8 +73,8 @@ class Limits:
     message_bytes: int = 2**30
     min_batch_size: int = 8
     min_local_samples: int = 8
-    questions_per_round: int = 1_000
-    questions: int = 1_000_000
+    max_requests_per_round: int = 1_000
+    max_requests: int = 1_000_000
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name != "seconds"):
@@ -101,12 +101,12 @@ class Limits:
             raise Refusal(Code.FLOOR, f"this client has fewer samples than its floor of {self.min_local_samples}")
 
     def check_request_counts(self, request_counts: RequestCounts) -> None:
-        """Refuse one question more than is allowed; `request_counts` counts it already."""
-        if request_counts.in_round > self.questions_per_round:
-            text = f"this client replies to {self.questions_per_round} questions in one round, and no more"
+        """Refuse a request beyond what is allowed; `request_counts` counts it already."""
+        if request_counts.in_round > self.max_requests_per_round:
+            text = f"this client replies to {self.max_requests_per_round} requests in a round, and no more"
             raise Refusal(Code.LIMIT, text)
-        if request_counts.total > self.questions:
-            raise Refusal(Code.LIMIT, f"this client replies to {self.questions} questions in all, and no more")
+        if request_counts.total > self.max_requests:
+            raise Refusal(Code.LIMIT, f"this client replies to {self.max_requests} requests in all, and no more")
 
     def check_message(self, work: int, size: int) -> None:
         """Refuse a number of local steps, or of bytes, that is too large."""
@@ -122,7 +122,7 @@ Tasks = SimpleQueue[Callable[[], None] | None]
 
 
 class TimeLimit:
-    """Runs one task at a time in a worker thread, and waits for it at most `seconds`.
+    """Runs a task in a worker thread, and waits for it at most `seconds`; the next task has to wait for it.
 
     One daemon thread serves all tasks: it starts with the first one and ends with this object. A task that overran
     cannot be stopped. Its thread ends with it, and the next task gets a new one.
@@ -136,10 +136,10 @@ class TimeLimit:
         self.done.set()
 
     def run(self, task: Callable[[], T]) -> T:
-        """What `task` returns or raises.
+        """Return what `task` returns, or raise what it raises.
 
         Raises:
-            Refusal: the task overran the limit, or an earlier one that did still runs.
+            Refusal: the task overran the limit, or an earlier task that did still runs.
         """
         if not self.done.is_set() and self.thread is not None and self.thread.is_alive():
             raise Refusal(Code.LATE, f"a phase that was given up after {self.seconds:g} s still runs here")
@@ -165,7 +165,8 @@ class TimeLimit:
         return outcome[0]
 
     def started(self) -> Tasks:
-        """The tasks of a running thread, which is started if there is none (in a forked process there is none)."""
+        """Return the tasks of a running thread, which is started if there is none (in a forked process there is
+        none)."""
         if self.tasks is None or self.thread is None or not self.thread.is_alive():
             self.tasks = SimpleQueue()
             self.thread = threading.Thread(target=serve, args=(self.tasks,), name="fedbilevel-phase", daemon=True)

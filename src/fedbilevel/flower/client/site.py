@@ -128,7 +128,7 @@ class ClientRuntime:
         examples = outer.example(), inner.example()
         check_losses(self.problem, self.x, self.y, *examples)
         self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
-        self.contract = self.cut(examples)  # the general one, as it is for this client
+        self.contract = self.cut(examples)  # the general contract, as it is for this client
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
             metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
@@ -146,7 +146,7 @@ class ClientRuntime:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
 
     def cut(self, examples: tuple[PyTree, PyTree]) -> Contract:
-        """The contract for this client's capacity."""
+        """Make the contract for this client's capacity."""
         capacity = None if self.site.capacity is None else [self.site.capacity]
         alone = RemoteClients(1, *examples, capacity=capacity)
         submodel_plan = SubmodelPlan.of(self.site.algorithm, self.problem, alone, self.x, self.y)
@@ -157,7 +157,7 @@ class ClientRuntime:
         )
 
     def respond(self, request: RequestMessage, memory: Store) -> ResponseMessage:
-        """The response to a request. An error is logged and becomes a refusal in the response; nothing is raised.
+        """Respond to a request. An error is logged and becomes a refusal in the response; nothing is raised.
 
         Args:
             memory: the store of the client's state if the site has no folder.
@@ -187,7 +187,7 @@ class ClientRuntime:
         return replace(blank, contract=self.contract.text)
 
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """The response to a request for this client's own metrics, at the x and y of the message."""
+        """Respond to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
             raise Refusal(Code.SETTINGS, "this client does not tell its own metrics")
         self.check_contract(request)
@@ -198,7 +198,7 @@ class ClientRuntime:
         return replace(blank, metrics=json.dumps(numbers))
 
     def within_limit(self, task: Callable[[], T]) -> T:
-        """What `task` returns, in the precision of this thread, for which alone it may hold."""
+        """Return what `task` returns, in the precision of this thread, for which alone it may hold."""
         x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
         def run() -> T:
@@ -238,21 +238,21 @@ class ClientRuntime:
         return response
 
     def count(self, request: RequestMessage, store: Store) -> None:
-        """Note one more question; the count is kept before anything is computed."""
+        """Count the request; the count is kept before anything is computed."""
         with store.counting():
             request_counts = store.request_counts().next(request.run, request.round)
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
 
     def states(self, request: RequestMessage, store: Store) -> Versions:
-        """The client's own states that the server may go back to; this request has to see the latest."""
+        """Load the client's own states that the server may go back to; this request has to see the latest."""
         if self.contract.state is None:
             return Versions()
         kept = store.load(request.run, self.contract.state)
         return kept.up_to((request.counted_round, request.counted_exchange), request.round)
 
     def played(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
-        """The reply of the phase, finite and within the time limit. Under privacy no error depends on data."""
+        """Run the phase within the time limit; its reply must be finite. Under privacy no error depends on data."""
         try:
             reply = self.within_limit(lambda: self.play(phase, message, request, state))
             if bad := nonfinite_leaves((reply.update, reply.metrics)):
@@ -298,7 +298,7 @@ class ClientRuntime:
             raise Refusal(Code.CONTRACT, text)
 
     def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
-        """The arrays of the request, with Python numbers where the server's algorithm sends Python numbers."""
+        """Read the arrays of the request, with Python numbers where the server's algorithm sends Python numbers."""
         message = self.arrays(request, request.work, call.message)
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
             text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
@@ -308,7 +308,7 @@ class ClientRuntime:
         )
 
     def arrays(self, request: RequestMessage, work: int, like: PyTree) -> PyTree:
-        """The arrays of a request of so many local steps, within this client's limits and finite."""
+        """Read the arrays of a request of so many local steps, within this client's limits and finite."""
         self.site.limits.check_message(work, len(request.payload))
         found = from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
@@ -321,7 +321,7 @@ class ClientRuntime:
 
 
 def run_phase(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
-    """The reply of one client's phase. Data, state and hyperparameters are arguments of the compiled program."""
+    """Run a phase of one client. Data, state and hyperparameters are arguments of the compiled program."""
     without: Any = None
     reply: Reply = program(client.problem)(phase, algorithm, round, replace(client, problem=without), message, key)
     return reply
@@ -331,7 +331,7 @@ PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
 
 
 def program(problem: Problem) -> Any:
-    """The function that runs phases of a problem, compiled once for all clients in this process that share it.
+    """Return the function that runs phases of a problem, compiled once for all clients in this process that share it.
 
     It is freed with the problem: JAX keeps a compiled program, and its arguments other than arrays, as long as its
     function lives.
@@ -370,13 +370,13 @@ def refused(error: Exception, what: str) -> Refusal:
 
 
 def _samples(rows: Ragged, floor: int = 1) -> Samples:
-    """All of a client's samples, on its device; draws of fewer than `floor` are refused."""
+    """Put all of a client's samples on its device; draws of fewer than `floor` are refused."""
     size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
     return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, floor=floor)
 
 
 def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> ClientApp:
-    """A ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
+    """Make a ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
 
     Args:
         make: (run configuration, node configuration) -> what this client has and does. Called once per process and
@@ -385,7 +385,7 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
     if jax.config.values["jax_compilation_cache_dir"] is None:
         keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
     app = ClientApp()
-    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> the last one, and what it was made for
+    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> its latest runtime, and what it was made for
 
     @app.query(ACTION)
     def respond(message: Message, context: Context) -> Message:

@@ -30,8 +30,8 @@ class Versions(NamedTuple):
     states: tuple[PyTree, ...] = ()
 
     def up_to(self, counted: Tag, round: int) -> Versions:
-        """Those that the next message goes on from: a reply that was lost, late or refused leaves no trace, a message
-        that comes again sees what it saw the first time, and so does a round that is played again.
+        """Select the states that the next message goes on from: a reply that was lost, late or refused leaves no
+        trace, a message that comes again sees what it saw the first time, and so does a round that is played again.
 
         Args:
             counted: the tag of this client's last reply that counted, as the message names it.
@@ -48,8 +48,8 @@ class Versions(NamedTuple):
         return Versions(self.tags[:number], self.states[:number])
 
     def then(self, tag: Tag, state: PyTree) -> Versions:
-        """With a new state, and of the others those that a server may go back to: the latest; where this round began,
-        or one before (the latest may not have counted when it began); and where the round before began."""
+        """Add a new state, and keep of the others those that a server may go back to: the latest; where this round
+        began, or the one before (the latest may not have counted when it began); and where the round before began."""
         here, before = bisect_left(self.tags, (tag[0], 0)), bisect_left(self.tags, (tag[0] - 1, 0))
         kept = sorted({len(self.tags) - 1, here - 1, here - 2, before - 1} - {-1, -2})
         tags, states = [self.tags[i] for i in kept], [self.states[i] for i in kept]
@@ -67,14 +67,14 @@ class FolderStore:
 
     def __init__(self, folder: Path, client: int) -> None:
         self.folder, self.client = folder, client
-        self.count = folder / f"client-{client}-questions.json"
-        self.turns = folder / f".client-{client}-questions.lock"
+        self.count = folder / f"client-{client}-requests.json"
+        self.lock = folder / f".client-{client}-requests.lock"
 
     def path(self, run: str) -> Path:
         return self.folder / f"client-{self.client}-run-{run}.npz"
 
     def load(self, run: str, like: PyTree) -> Versions:
-        """The states saved for the run; `like` has the shapes of one.
+        """Load the states saved for the run; `like` has the shapes of one.
 
         Raises:
             CheckpointError: they are of another model, or damaged.
@@ -95,11 +95,11 @@ class FolderStore:
             old.unlink(missing_ok=True)
 
     def counting(self) -> AbstractContextManager[None]:
-        """To hold from reading the count of questions until it is written: nobody else can do either meanwhile."""
-        return lock.wait_for_lock(self.turns)
+        """Hold this from reading the count of requests until it is written: nobody else can do either meanwhile."""
+        return lock.wait_for_lock(self.lock)
 
     def request_counts(self) -> RequestCounts:
-        """The count of questions so far; a CheckpointError where it is damaged."""
+        """Read the count of requests so far; a CheckpointError where it is damaged."""
         if not self.count.exists():
             return RequestCounts()
         try:
@@ -114,7 +114,7 @@ class FolderStore:
 class ContextStore:
     """Flower's own per-run memory of a client (`Context.state`); it is lost when the SuperNode restarts."""
 
-    FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.questions"
+    FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.requests"
 
     def __init__(self, records: RecordDict) -> None:
         self.records = records
@@ -151,4 +151,4 @@ class ContextStore:
 
 
 Store = FolderStore | ContextStore
-"""Keeps `Versions` for each run, and the count of questions."""
+"""Keeps `Versions` for each run, and the count of requests."""

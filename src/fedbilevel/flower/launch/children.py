@@ -49,7 +49,8 @@ def signal_group(child: subprocess.Popen, number: int) -> None:
 
 
 def identity(pid: int) -> tuple[int, int] | None:
-    """(parent, start in clock ticks) of a process that has not ended, which tells it from a later one; Linux."""
+    """Return (parent, start in clock ticks) of a process that has not ended, which tells it from a later process of its
+    number; Linux."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -58,7 +59,7 @@ def identity(pid: int) -> tuple[int, int] | None:
 
 
 def family(pid: int) -> dict[int, int]:
-    """The process and all that it started, directly or not: pid → start. Empty where there is no /proc."""
+    """Find the process and all that it started, directly or not: pid → start. Empty where there is no /proc."""
     known = {int(entry.name): identity(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     found = {pid: known[pid][1]} if known.get(pid) else {}  # type: ignore[index]
     before = -1
@@ -69,7 +70,7 @@ def family(pid: int) -> dict[int, int]:
 
 
 def living(members: Mapping[int, int]) -> list[int]:
-    """The ids of these processes that have not ended."""
+    """Return the ids of these processes that have not ended."""
     return [pid for pid, start in members.items() if (now := identity(pid)) and now[1] == start]
 
 

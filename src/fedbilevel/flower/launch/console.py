@@ -26,16 +26,16 @@ class Console:
         self.process: subprocess.Popen[str] | None = None
 
     def __call__(self, *words: str) -> str:
-        """The output of `flwr WORDS…`; CommandError if it failed."""
+        """Return the output of `flwr WORDS…`; CommandError if it failed."""
         return "".join(self.lines(*words, timeout=60.0))
 
     def read(self, *words: str) -> Any:
-        """What a command says in JSON, whatever it warns of before."""
+        """Read what a command says in JSON, whatever it warns of before."""
         text = self(*words, "--format", "json")
         return json.JSONDecoder().raw_decode(text, text.index("{"))[0]
 
     def lines(self, *words: str, timeout: float) -> Iterator[str]:
-        """The output of `flwr WORDS…`, line by line as it comes.
+        """Yield the output of `flwr WORDS…`, line by line as it comes.
 
         Raises:
             CommandError: it failed, or took longer than `timeout` seconds.

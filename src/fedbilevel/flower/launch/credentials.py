@@ -29,7 +29,7 @@ class Credentials:
     clients: tuple[Path, ...]
 
     def public(self, client: int) -> Path:
-        """The public half of a client's key, for `flwr supernode register`."""
+        """Return the path of the public half of a client's key, for `flwr supernode register`."""
         return self.clients[client].with_suffix(".pub")
 
 
@@ -79,7 +79,7 @@ def make(
 
 
 def write(path: Path, content: bytes, private: bool = False) -> None:
-    """Write a new file; a private one is nobody else's to read at any moment."""
+    """Write a new file; a private file is nobody else's to read at any moment."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -79,7 +79,7 @@ class InProcess(Grid):
         del self.contexts[next(node for node in self.contexts if self.client(node) == client)]
 
     def client(self, node: int) -> int:
-        """Which client a node is."""
+        """Return which client a node is."""
         return int(self.contexts[node].node_config["partition-id"])
 
     def create_message(
@@ -106,7 +106,7 @@ class InProcess(Grid):
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies to these that are due by now, in the order in which they became so."""
+        """Return the replies to these messages that are due by now, in the order in which they became so."""
         due = self.clock.due
         while due and due[0][0] <= self.clock.time():
             message = heapq.heappop(due)[2]
@@ -116,7 +116,7 @@ class InProcess(Grid):
         return [self.replies.pop(number) for number in list(self.replies) if number in wanted]
 
     def handle(self, message: Message) -> Message:
-        """The client's reply; what a wire would keep apart is copied."""
+        """Let the client reply; what a wire would keep apart is copied."""
         try:
             return self.client_app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
         except Exception as error:  # noqa: BLE001  as Flower does: an app's error is a reply

@@ -2,7 +2,7 @@
 
 `flower-supernode` starts a process for every message and sleeps up to 3.5 s around it. Its command line, its connection
 to the SuperLink, and its steps (receive a message, send the reply) stay Flower's; only `start_client_internal`, which
-the command calls last, is another one. Between the two steps the message goes to a worker process and the whole reply
+the command calls last, is replaced. Between the two steps the message goes to a worker process and the whole reply
 comes back, over a pipe that nobody else can reach: no address, no tasks or tokens, nothing to poll, nothing pickled.
 Whoever is at one end of the pipe knows at once when the other has gone.
 
@@ -66,7 +66,7 @@ from fedbilevel.flower.versions import quick_pulls
 WORKER = "fedbilevel.flower.launch.worker"
 PATIENCE = 3  # times as long as the SuperLink took for its reply is waited at least: many nodes must not drown it
 LONGEST = 3.0  # seconds, though, at most: Flower's own
-ALIVE = 10.0  # seconds between two questions whether the run that the worker computes for goes on
+ALIVE = 10.0  # seconds between two looks whether the run that the worker computes for goes on
 
 logger = logging.getLogger("fedbilevel.supernode")
 
@@ -79,7 +79,7 @@ def send(pipe: Connection, parts: Sequence[bytes]) -> None:
 
 
 def receive(pipe: Connection) -> list[bytes]:
-    """What `send` has sent.
+    """Receive what `send` has sent.
 
     Raises:
         EOFError, OSError: nobody is at the other end.
@@ -233,7 +233,7 @@ def check_run(get_run: Callable[[int], object], run: int) -> None:
 
 
 def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes_on: Callable[[], object]) -> None:
-    """Have one message replied to, and put the reply where Flower's next step finds it, with all its content."""
+    """Have a message replied to, and put the reply where Flower's next step finds it, with all its content."""
     number, run = message.metadata.message_id, state.get_run(message.metadata.run_id)
     context = state.get_run_series_context(run.series_id)
     state.record_message_processing_start(number)
@@ -265,7 +265,7 @@ def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes
 
 
 def in_turn(objects: Mapping[str, bytes]) -> list[bytes]:
-    """Each name, and after it what it names; `by_name` is the way back."""
+    """List each name, and after it what it names; `by_name` is the way back."""
     return [part for name, content in objects.items() for part in (name.encode(), content)]
 
 
@@ -274,13 +274,13 @@ def by_name(parts: Sequence[bytes]) -> dict[str, bytes]:
 
 
 def request_of(number: str, objects: Mapping[str, bytes], context: Context, run: Run, fab: Fab) -> list[bytes]:
-    """A message for the worker: its id, the client's context, the run and its app, and the message's objects."""
+    """Pack a message for the worker: its id, the client's context, the run and its app, and the message's objects."""
     about = context_to_proto(context), run_to_proto(run), fab_to_proto(fab)
     return [number.encode(), *(part.SerializeToString() for part in about), *in_turn(objects)]
 
 
 def opened(request: Sequence[bytes]) -> tuple[Message, Context, Run, Fab]:
-    """A message with the client's context, the run and its app, from `request_of`."""
+    """Read a message with the client's context, the run and its app, from `request_of`."""
     number, *parts = request
     context = context_from_proto(ContextProto.FromString(parts[0]))
     run, fab = run_from_proto(RunProto.FromString(parts[1])), fab_from_proto(FabProto.FromString(parts[2]))
@@ -291,8 +291,8 @@ def opened(request: Sequence[bytes]) -> tuple[Message, Context, Run, Fab]:
 
 
 def answer(reply: Message, context: Context, failure: str) -> list[bytes]:
-    """A reply for the SuperNode: itself without content, the tree of its objects, the context, what has failed, and
-    the objects."""
+    """Pack a reply for the SuperNode: itself without content, the tree of its objects, the context, what has failed,
+    and the objects."""
     reply.metadata.__dict__["_message_id"] = reply.object_id
     with no_object_id_recompute():
         tree = get_object_tree(reply)
@@ -310,8 +310,8 @@ def load(run: Run, fab: Fab) -> tuple[ClientApp, Path]:
 
 
 def error_reply(message: Message, error: Exception) -> Message:
-    """The reply that says why there is none, with the code that Flower gives for it. Only the kind of the error: its
-    text may name files, or data."""
+    """Make the reply that says why there is none, with the code that Flower gives for it. Only the kind of the error:
+    its text may name files, or data."""
     unloadable = isinstance(error, LoadClientAppError)
     code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION if unloadable else ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     return Message(Error(code=code, reason=type(error).__name__), reply_to=message)

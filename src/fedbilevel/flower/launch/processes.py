@@ -33,7 +33,7 @@ class StartError(ExchangeError):
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
-    """Ports of the loopback that nobody listens on: any, or the first ones from `first` upwards."""
+    """Find ports of the loopback that nobody listens on: any, or the first from `first` upwards."""
     found: list[int] = []
     sockets = []
     candidate = first or 0
@@ -53,7 +53,7 @@ def free_ports(count: int, first: int | None = None) -> list[int]:
 
 
 def listens(port: int) -> bool:
-    """Whether a connection to this port of the loopback is accepted."""
+    """Tell whether a connection to this port of the loopback is accepted."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -79,7 +79,7 @@ class Federation:
         tls: TLS, with a throw-away authority, and keys that the SuperLink knows its nodes by; otherwise neither.
         persistent: workers that stay (`flower.launch.supernode`); otherwise Flower's, one process per message.
         node_configs: per client, what `--node-config` says; "partition-id=k num-partitions=clients" by default.
-        database: file in which the SuperLink keeps its state, for one that is restarted; otherwise in memory.
+        database: file in which the SuperLink keeps its state, for a SuperLink that is restarted; otherwise in memory.
         first_port: take free ports from here upwards; otherwise any.
         env: additional environment variables for all processes.
         deadline: seconds that starting may take.
@@ -120,11 +120,11 @@ class Federation:
         return f"127.0.0.1:{self.port}"
 
     def log(self, name: str) -> Path:
-        """The log of "superlink", or of a client's SuperNode, "client-0", …"""
+        """Return the log of "superlink", or of a client's SuperNode, "client-0", …"""
         return self.directory / "logs" / f"{name}.log"
 
     def environment(self, name: str) -> dict[str, str]:
-        """The environment of a process: a Flower home of its own."""
+        """Make the environment of a process, with a Flower home of its own."""
         return environment({**self.env, "FLWR_HOME": str(self.directory / name)})
 
     # Start and stop
@@ -228,7 +228,8 @@ class Federation:
             time.sleep(0.2)
 
     def online(self, since: float | None = None) -> int:
-        """How many nodes the SuperLink believes to be online; `since`: that came online after this moment (monotonic).
+        """Count the nodes that the SuperLink believes to be online; `since`: that came online after this moment
+        (monotonic).
 
         A node that was killed counts as online until its sign of life is overdue, for up to a minute.
         """
@@ -268,7 +269,7 @@ class Federation:
             raise CommandError(f"the run ended as {status}; its log says why")
 
     def status(self, run: str) -> str:
-        """What the SuperLink says of a run, once it has ended: "finished:completed", "finished:failed", …"""
+        """Return what the SuperLink says of a run, once it has ended: "finished:completed", "finished:failed", …"""
         until = time.monotonic() + 30.0  # the log may end some seconds before the run does
         while True:
             shown = self.console.read("list", "--run-id", run, CONNECTION)

@@ -32,21 +32,22 @@ logger = logging.getLogger("fedbilevel.supernode")
 
 
 def interval(quiet: float, fastest: float = FASTEST, slowest: float = SLOWEST) -> float:
-    """Seconds to wait before the SuperLink is asked again, `quiet` seconds after the last message.
+    """Return the seconds to wait before the SuperLink is asked again, `quiet` seconds after the last message.
 
     A tenth of the quiet time, within limits: a message waits at most a tenth longer than it took to come, and the
-    number of questions grows with the logarithm of the time.
+    number of looks grows with the logarithm of the time.
     """
     return min(max(quiet / 10, fastest), slowest)
 
 
 def flower_command(name: str) -> list[str]:
-    """A command of Flower's, from the environment that this Python runs in."""
+    """Name a command of Flower's, from the environment that this Python runs in."""
     return [str(Path(sys.executable).parent / name)]
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """`base`, with no news sent to Flower's makers and with JAX keeping compiled programs in the client's directory."""
+    """Return `base`, with no news sent to Flower's makers and with JAX keeping compiled programs in the client's
+    directory."""
     home = Path(base.get("FLWR_HOME") or Path.home() / ".flwr")
     defaults = {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -99,14 +100,16 @@ def end(child: subprocess.Popen) -> None:
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(our options and those of Flower's that concern the worker too, what is passed on to `flower-supernode`)."""
+    """Return (our options, what is passed on to `flower-supernode`)."""
     parser = argparse.ArgumentParser(
         prog="python -m fedbilevel.flower.launch.supernode",
         description="A SuperNode with a worker that stays. Further options are those of `flower-supernode`.",
         allow_abbrev=False,
     )
-    parser.add_argument("--fastest", type=float, default=FASTEST, help="seconds between questions after a message")
-    parser.add_argument("--slowest", type=float, default=SLOWEST, help="seconds between questions in quiet times")
+    parser.add_argument(
+        "--fastest", type=float, default=FASTEST, help="seconds between two looks for a message after a message"
+    )
+    parser.add_argument("--slowest", type=float, default=SLOWEST, help="seconds between two looks in quiet times")
     parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run brings")
     options, passed = parser.parse_known_args(arguments)
     if not 0 < options.fastest <= options.slowest:
@@ -117,7 +120,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def command(arguments: list[str], version: str) -> list[str]:
-    """The SuperNode's command: our own, or the stock one."""
+    """Return the SuperNode's command: our own, or `flower-supernode`."""
     options, passed = parse(arguments)
     if tested(version):
         polling = [str(options.fastest), str(options.slowest)]

@@ -48,13 +48,13 @@ class Flower:
     """Reach clients through Flower.
 
     Args:
-        grid: what Flower gives to a ServerApp's main, or an `InProcess` one.
+        grid: what Flower gives to a ServerApp's main, or an `InProcess`.
         terms: what is expected of clients.
         name: of the whole run, 8 to 64 hexadecimal digits, the same when it is resumed: clients keep their state under
             it. Where an algorithm has clients keep any, a run resumes from its last round alone: `solve` saves after
             every round, and refuses a larger `checkpoint_every`. An asynchronous run resumes without the replies that
             were under way, so not bit for bit: see docs/how-to/federation.md.
-        log: a file that gets one JSON line for each exchange.
+        log: a file that gets a JSON line for each exchange.
         keys: a folder with every client's public key, client-0.pub, client-1.pub, …; a node then counts as a client
             only if it has registered with that client's key. None: any registered node may be any absent client.
     """
@@ -91,10 +91,10 @@ class FlowerRun:
         await_clients(session)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
-        """One round, played again where the server's own sum is not finite; and the round before with it, where most of
+        """Play one round; again, where the server's own sum is not finite; and the round before with it, where most of
         those who are asked next say that numbers are not finite, and too few reply. Of what was undone costs stay."""
         session, undone, began = self.session, empty_costs(), self.session.clock.time()
-        this, again = Take(carry), None  # the round; and the one before, where it is to be played again
+        this, again = Take(carry), None  # the round; and the round before, where it is to be played again
         while True:
             take = session.take = again or this
             take.ratios, session.counted = {}, np.array(take.carry.clients)
@@ -121,7 +121,7 @@ class FlowerRun:
         return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=in_parts(ticks)[None]))
 
     def undo(self, take: Take, error: ExchangeError | NonFiniteError) -> None:
-        """Leave one more client out of a round that is to be played again.
+        """Leave a further client out of a round that is to be played again.
 
         Raises:
             ExchangeError, NonFiniteError: there must be no fewer clients, or the algorithm is asynchronous.
@@ -132,7 +132,7 @@ class FlowerRun:
         out = take.leave_out(session.cohort, session.terms)
         if out is None:
             tried = f" also without {named(sorted(take.without))}" if take.without else ""
-            end = f"round {round}{tried} leads there, and the state before it is the last good one"
+            end = f"round {round}{tried} leads there, and the state before it is the last that is good"
             last = type(error)(f"{error}; {end}")
             last.carry = take.carry
             raise last from error
@@ -152,28 +152,28 @@ class FlowerRun:
         return Carry(carry.round + 1, state, counted, carry.now, queues, carry.local_x)
 
     def fed(self, carry: Carry) -> FlowerFed:
-        """The exchanges of the round that begins with this carry."""
+        """Make the exchanges of the round that begins with this carry."""
         algorithm, keys = at(self.session.algorithm, carry.round), round_keys(self.key, int(carry.round))
         plan, start = self.session.submodel_plan, (carry.state.x, carry.state.y)
         submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, *start)
         return FlowerFed(self.session, algorithm, int(carry.round), keys, submodels)
 
     def saved_queues(self, fed: FlowerFed, queues: InFlight | None) -> InFlight | None:
-        """The phase queues as a checkpoint has them: replies that came early are summed, since their clients already
-        know that these count."""
+        """Make of the phase queues what a checkpoint has: replies that came early are summed, since their clients
+        already know that these count."""
         if queues is None:
             return None
-        lanes, now = {}, self.session.phase_queues
-        for phase, lane in queues.lanes.items():
-            early, asked, kept = jax.tree.map(jnp.zeros_like, lane.early), 0.0, now.kept.get(phase, [])
+        saved, now = {}, self.session.phase_queues
+        for phase, queue in queues.lanes.items():
+            early, asked, kept = jax.tree.map(jnp.zeros_like, queue.early), 0.0, now.kept.get(phase, [])
             if kept or phase in now.resumed:
                 sums, asked = fed.early(phase, kept)
                 early = jax.tree.map(jnp.asarray, sums._replace(metrics=early.metrics))
             exchanges = jnp.asarray(now.exchanges[phase], jnp.int32)
             population = range(len(self.session.clients))
             since = jnp.asarray([now.since[phase][client] for client in population], jnp.int32)
-            lanes[phase] = PhaseQueue(exchanges, since, lane.replies, early, jnp.asarray(asked, float))
-        return queues._replace(lanes=lanes)
+            saved[phase] = PhaseQueue(exchanges, since, queue.replies, early, jnp.asarray(asked, float))
+        return queues._replace(lanes=saved)
 
     def per_client(self, metrics: Mapping[str, PerClient]) -> ClientMetrics:
         return ClientMetrics(self.session, metrics)
@@ -202,7 +202,8 @@ def round_ticks(seconds: float) -> int:
 
 
 def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
-    """A ServerApp whose main is `main`(grid, run configuration), which ends in `solve(…, engine=Flower(grid=grid))`."""
+    """Make a ServerApp whose main is `main`(grid, run configuration), which ends in `solve(…,
+    engine=Flower(grid=grid))`."""
     app = ServerApp()
 
     @app.main()
@@ -215,7 +216,7 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
 class ClientMetrics:
     """The columns of per-client metrics, over the clients that are online and share them; NAME.clients is their number.
 
-    The questions are no exchange of the algorithm's: nothing of them is in the ledger, and no reply reaches a round.
+    The requests are no exchange of the algorithm's: nothing of them is in the ledger, and no reply reaches a round.
     """
 
     def __init__(self, session: Session, metrics: Mapping[str, PerClient]) -> None:
@@ -246,7 +247,7 @@ class ClientMetrics:
         return row
 
     def collect(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, Refusal]]:
-        """Client -> its metrics by name; and client -> why it has sent none that can be used."""
+        """Ask; return client -> its metrics by name, and client -> why it has sent none that can be used."""
         roster = self.session.roster
         roster.refresh()
         requests = {
@@ -274,7 +275,7 @@ class ClientMetrics:
         return dict(sorted(shared.items())), silent
 
     def checked(self, reply: ClientReply) -> dict[str, float]:
-        """The metrics in a reply.
+        """Read the metrics in a reply.
 
         Raises:
             Refusal: the reply is not valid.

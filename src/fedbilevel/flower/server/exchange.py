@@ -25,7 +25,7 @@ from fedbilevel.flower.wire import (
 
 
 class EncodedMessage(NamedTuple):
-    """A message as bytes, with the contract and the call that one client knows it by."""
+    """A message as bytes, with the contract and the call that a client knows it by."""
 
     contract: Contract
     call: CallSignature
@@ -42,10 +42,10 @@ class ExchangeSpec:
     encoded: Callable[[int], EncodedMessage]  # for each client
     key: Array
     fresh: bool
-    first: bool  # it ends with the first replies, to earlier questions of the phase too
+    first: bool  # it ends with the first replies, to earlier requests of the phase too
 
     def concerns(self, request: RequestMessage) -> bool:
-        """Whether a reply to `request` is one that this exchange waits for."""
+        """Tell whether this exchange waits for a reply to `request`."""
         return (
             request.phase == self.phase
             if self.first
@@ -75,7 +75,7 @@ class Exchange:
         self.failed: dict[int, Refusal] = {}  # client -> why, in this attempt
 
     def gather(self) -> list[CountedReply]:
-        """The replies that count, in the order of `works`. Where too few clients reply they are asked again.
+        """Gather the replies that count, in the order of `works`. Where too few clients reply they are asked again.
 
         Raises:
             ExchangeError: too few replies count.
@@ -92,16 +92,16 @@ class Exchange:
                 session.roster.wait(left, missing := self.needed - len(self.replies), missing)
             place = self.spec.round, self.spec.number, self.spec.phase, attempt
             began, sent = session.clock.time(), self.attempt(left)
-            responses = [one.checked.response for one in self.replies[logged:]]
+            responses = [reply.checked.response for reply in self.replies[logged:]]
             seconds = session.clock.time() - began
             session.exchange_log(place, seconds, sent, responses, self.failed)
             reasons |= self.failed
             logged = len(self.replies)
             if len(self.replies) >= self.needed:
-                norms = {one.client: one.checked.norm for one in self.replies}
+                norms = {reply.client: reply.checked.norm for reply in self.replies}
                 session.norms.note(self.spec.phase, list(norms.values()))
                 session.take.hear(norms)
-                return sorted(self.replies, key=lambda one: places[one.client])
+                return sorted(self.replies, key=lambda reply: places[reply.client])
         spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.works)
         raise (SpoiledError if spoiled else ExchangeError)(self.complaint(reasons))
 
@@ -133,8 +133,8 @@ class Exchange:
         for reply in [reply for reply in self.session.roster.ready if not self.spec.concerns(reply.request)]:
             kept, opened = self.session.phase_queues.kept[reply.request.phase], self.checked(reply)
             own = [opened.norm] if isinstance(opened, CheckedReply) else []
-            if one := self.accept(reply, opened, [*own, *(other.checked.norm for other in kept)]):
-                kept.append(one)
+            if counted := self.accept(reply, opened, [*own, *(other.checked.norm for other in kept)]):
+                kept.append(counted)
 
     def send(self, left: list[int]) -> list[RequestMessage]:
         """Send requests to the clients that are idle and were not asked yet."""
@@ -151,9 +151,9 @@ class Exchange:
         return [request for client, request in requests.items() if client not in failed]
 
     def count(self) -> None:
-        """Take what has come, as much as is needed: of what came together older questions first, then lower ids.
+        """Take what has come, as much as is needed: of what came together older requests first, then lower ids.
 
-        Where one of those came whom the exchange waits for in any case, all count that came with it.
+        Where a reply came that the exchange waits for in any case, all count that came with it.
         """
         asked = self.session.phase_queues.since[self.spec.phase]
 
@@ -161,17 +161,19 @@ class Exchange:
             return reply.client in self.overdue, asked[reply.client], reply.client
 
         arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.roster.ready, key=turn)]
-        here = [one.checked.norm for one in self.replies] + [c.norm for _, c in arrived if isinstance(c, CheckedReply)]
+        here = [reply.checked.norm for reply in self.replies] + [
+            c.norm for _, c in arrived if isinstance(c, CheckedReply)
+        ]
         for reply, opened in arrived:
             if self.enough():
                 return
-            if one := self.accept(reply, opened, here):
-                self.replies.append(one)
+            if counted := self.accept(reply, opened, here):
+                self.replies.append(counted)
                 self.done.add(reply.client)
             self.overdue.discard(reply.client)
 
     def checked(self, reply: ClientReply) -> CheckedReply | Refusal:
-        """The reply after all checks that need no other reply, or the refusal."""
+        """Check a reply, as far as no other reply is needed; the refusal where it fails."""
         session, (client, request, outcome) = self.session, reply
         try:
             with reading():
@@ -181,7 +183,7 @@ class Exchange:
             return refusal
 
     def accept(self, reply: ClientReply, counted: CheckedReply | Refusal, here: Sequence[float]) -> CountedReply | None:
-        """Count a reply that passed its checks, if its norm is a usual one; else note why not. `here`: see
+        """Count a reply that passed its checks, if its norm is usual; else note why not. `here`: see
         `NormBounds.check`.
 
         From now on messages to its client say that it counts, and what the client keeps depends on that, though the
@@ -211,7 +213,7 @@ class Exchange:
         return CountedReply(client, counted, asked)
 
     def request(self, client: int) -> RequestMessage:
-        """The question as one client gets it."""
+        """Make the request as a client gets it."""
         session, spec, work = self.session, self.spec, self.works[client]
         contract, call, payload = spec.encoded(client)
         return RequestMessage(

@@ -102,7 +102,7 @@ class FlowerFed:
         exchange = Exchange(session, spec, self.own, n if before is None else n - int(before.responders), overdue)
         replies = exchange.gather()
         sums, _ = self.early(name, replies)
-        stale = sum(session.weights[one.client] * (now - one.asked) for one in replies)
+        stale = sum(session.weights[reply.client] * (now - reply.asked) for reply in replies)
         stale += 0.0 if before is None else now * before.weight - asked
         queues.exchanges[name] += 1
         queues.resumed.pop(name, None)
@@ -110,19 +110,19 @@ class FlowerFed:
         return jax.tree.map(jnp.asarray, sums.update)
 
     def early(self, phase: str, replies: list[CountedReply]) -> tuple[Sums, float]:
-        """The weighted sums of these replies and of those resumed from a checkpoint; and Σ p_i·(exchange in which the
-        client was asked) over both."""
+        """Return the weighted sums of these replies and of those resumed from a checkpoint; and Σ p_i·(exchange in
+        which the client was asked) over both."""
         sums, asked = self.session.phase_queues.resumed.get(phase, (None, 0.0))
         new = [self.total(phase, replies)] if replies else []
         parts = new if sums is None else [sums._replace(metrics={}), *new]
         return reduce(partial(jax.tree.map, np.add), parts), asked + sum(
-            self.session.weights[one.client] * one.asked for one in replies
+            self.session.weights[reply.client] * reply.asked for reply in replies
         )
 
     repeat = repeated
 
     def cohort(self, keys: RoundKeys) -> dict[int, int | None]:
-        """The clients drawn by `keys` -> their numbers of local steps, None where the server does not set them."""
+        """Draw clients by `keys` -> their numbers of local steps, None where the server does not set them."""
         clients = self.session.clients
         ids = draw_cohort(keys.cohort, len(clients), self.session.cohort)
         works = work_of(keys.work, ids, clients.local_steps)
@@ -130,18 +130,19 @@ class FlowerFed:
         return dict(zip(ids.tolist(), amounts, strict=True))
 
     def representative(self, client: int) -> int:
-        """The lowest id among the clients that hold the same units as this one."""
+        """Return the lowest id among the clients that hold the same units as this client."""
         alike = self.submodels is None or self.submodels.alike
         return int(self.first_of_class[self.classes[client]]) if alike else client
 
     def units_of(self, client: int) -> Units:
-        """The units that a client holds in this round."""
+        """Return the units that a client holds in this round."""
         assert self.submodels is not None
         plan = self.submodels.submodel_plan
         return self.submodels.units(int(plan.number[client]), client, int(plan.rank[client]))
 
     def spec(self, phase: Phase, message: PyTree, key: Array, *, fresh: bool, first: bool) -> ExchangeSpec:
-        """The next exchange of the round. Its message is encoded once for all clients that hold the same units."""
+        """Describe the next exchange of the round. Its message is encoded once for all clients that hold the same
+        units."""
         name = self.algorithm.phase_name(phase)
 
         @cache
@@ -156,13 +157,14 @@ class FlowerFed:
         return ExchangeSpec(name, self.round, number, encoded, key, fresh, first)
 
     def unbound(self, phase: str) -> Phase:
-        """A phase as the function of its class, for which programs are compiled once, whatever the round's fields."""
+        """Return a phase as the function of its class, for which programs are compiled once, whatever the round's
+        fields."""
         method: Any = self.algorithm.phases[phase]
         function: Phase = method.__func__
         return function
 
     def encode(self, contract: Contract, phase: str, message: PyTree) -> EncodedMessage:
-        """The message as bytes, for the call of the contract that has its shapes."""
+        """Encode the message, for the call of the contract that has its shapes."""
         message = jax.tree.map(np.asarray, message)
         name = CallSignature(phase, shapes(message), None, ()).name
         if name not in contract.calls:
@@ -173,15 +175,15 @@ class FlowerFed:
         return EncodedMessage(contract, contract.calls[name], to_bytes(message))
 
     def total(self, phase: str, replies: list[CountedReply]) -> Sums:
-        """The weighted sums of replies, with the shapes of the whole model: all that the algorithm sees. Secure
+        """Sum replies with their weights, in the shapes of the whole model: all that the algorithm sees. Secure
         aggregation, a protocol that reveals nothing but sums, would be called here.
 
         Replies of clients that hold the same units are summed before they are put back into the whole model. The sums
         are computed in NumPy, which adds bytes from a network in a tenth of the time that single JAX operations take.
         """
         groups: dict[int, list[CountedReply]] = {}
-        for one in replies:
-            groups.setdefault(self.representative(one.client), []).append(one)
+        for reply in replies:
+            groups.setdefault(self.representative(reply.client), []).append(reply)
         totals = []
         for client, group in groups.items():
             sums = reduce(partial(jax.tree.map, np.add), map(self.weighed, group))
@@ -191,18 +193,18 @@ class FlowerFed:
         return reduce(partial(jax.tree.map, np.add), totals)
 
     def weighed(self, reply: CountedReply) -> Sums:
-        """One reply times its client's weight. Notes the ε and δ that the client has spent, where it is private."""
+        """Multiply a reply by its client's weight. Notes the ε and δ that the client has spent, where it is private."""
         real, response = jnp.result_type(float), reply.checked.response
         if response.epsilon > 0:
             epsilon, delta = self.privacy or (0.0, 0.0)
             self.privacy = max(epsilon, response.epsilon), max(delta, response.delta)
         weight: Any = np.asarray(self.session.weights[reply.client], real)
-        one: Any = np.ones((), real)
+        count: Any = np.ones((), real)
         content = Reply(reply.checked.update, gradients=response.gradients, hvps=response.hvps)
-        return weigh(content, weight, one)
+        return weigh(content, weight, count)
 
     def measured(self, replies: list[CountedReply]) -> Metrics:
-        """Each metric's weighted sum over the clients that sent it; a client under privacy sends none."""
+        """Sum each metric, weighted, over the clients that sent it; a client under privacy sends none."""
         real = jnp.result_type(float)
         found: Metrics = {}
         for reply in replies:
@@ -225,11 +227,11 @@ class FlowerFed:
         )
         self.round_costs = add_costs(self.round_costs, entry)
         if not spec.fresh:
-            self.replied |= {one.client for one in exchange.replies}
+            self.replied |= {reply.client for reply in exchange.replies}
 
     def total_costs(self) -> RoundCosts:
-        """The costs of the round, at its end; with submodels also how many of the clients that replied hold each entry
-        of x and y."""
+        """Return the costs of the round, at its end; with submodels also how many of the clients that replied hold each
+        entry of x and y."""
         if self.submodels is None:
             return self.round_costs
         alike = Counter(map(self.representative, sorted(self.replied or self.own)))
@@ -240,14 +242,17 @@ class FlowerFed:
 
 
 def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, ExchangeCount]:
-    """How many messages of each size an exchange sent and how many had a reply; the exchange itself, and replies
-    resumed from a checkpoint, are counted with the first size.
+    """Count the messages of each size that an exchange sent, and those that had a reply; the exchange itself, and
+    replies resumed from a checkpoint, are counted with the first size.
 
     Args:
         responders: number of replies in the exchange's sums, resumed ones included.
     """
     sizes = [exchange.spec.encoded(client).call.size for client in exchange.asked or list(exchange.works)[:1]]
-    asked, replied = Counter(sizes[: len(exchange.asked)]), Counter(one.checked.call.size for one in exchange.replies)
+    asked, replied = (
+        Counter(sizes[: len(exchange.asked)]),
+        Counter(reply.checked.call.size for reply in exchange.replies),
+    )
     replied[sizes[0]] += responders - len(exchange.replies)
     return {
         size: ExchangeCount(*np.array([number == 0, asked[size], replied[size]], np.int32))
@@ -256,12 +261,12 @@ def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, Ex
 
 
 def cut_message(unit_layout: UnitLayout, phase: Phase, message: PyTree, units: Units) -> PyTree:
-    """The part of a phase's message that a client with these units is sent."""
+    """Cut from a phase's message what a client with these units is sent."""
     return programs(unit_layout).cut(phase, message, units)
 
 
 def restored_sums(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) -> Sums:
-    """The sums over clients that hold these units, with the shapes of the whole model."""
+    """Give sums over clients that hold these units the shapes of the whole model."""
     restored: Sums = programs(unit_layout).restore(phase, sums, units)
     return restored
 
@@ -277,7 +282,7 @@ PROGRAMS: WeakKeyDictionary[UnitLayout, SubmodelPrograms] = WeakKeyDictionary()
 
 
 def programs(unit_layout: UnitLayout) -> SubmodelPrograms:
-    """The compiled programs of a unit layout, which are freed with it."""
+    """Return the compiled programs of a unit layout, which are freed with it."""
     known: Any = ref(unit_layout)
 
     def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:

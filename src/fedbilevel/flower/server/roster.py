@@ -53,7 +53,7 @@ class WallClock:
 
 
 def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
-    """Every client's public key, as `one_form` gives it, from the files client-0.pub, client-1.pub, … of a folder.
+    """Read every client's public key, as `der_of` gives it, from the files client-0.pub, client-1.pub, … of a folder.
 
     Raises:
         ConfigurationError: a client's file is missing or holds no public key, or two clients have the same key.
@@ -62,21 +62,22 @@ def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
     for client in range(clients):
         path = directory / f"client-{client}.pub"
         try:
-            key = one_form(path.read_bytes())
+            key = der_of(path.read_bytes())
         except OSError as error:
             why = error.strerror or error
             raise ConfigurationError(f"client {client} of {clients} has no public key: {path}: {why}") from error
         if key is None:
-            raise ConfigurationError(f"{path} holds no public key: it must be one that ssh-keygen or OpenSSL wrote")
+            raise ConfigurationError(f"{path} holds no public key: it must be as ssh-keygen or OpenSSL write them")
         if key in found.values():
-            other = next(one for one, theirs in found.items() if theirs == key)
+            other = next(holder for holder, theirs in found.items() if theirs == key)
             raise ConfigurationError(f"{path}: client {client} has the same key as client {other}")
         found[client] = key
     return found
 
 
-def one_form(key: bytes) -> bytes | None:
-    """A public key, in OpenSSH's form or PEM, as DER, so that equal keys are equal bytes; None where it is none."""
+def der_of(key: bytes) -> bytes | None:
+    """Write a public key, in OpenSSH's form or PEM, as DER, so that equal keys are equal bytes; None where it is
+    none."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -92,7 +93,7 @@ Outcome = ResponseMessage | Refusal
 
 
 class ClientReply(NamedTuple):
-    """What became of one request: the client's response, or the reason why there is none."""
+    """What became of a request: the client's response, or the reason why there is none."""
 
     client: int
     request: RequestMessage
@@ -106,7 +107,7 @@ class Roster:
 
     A node counts if it agrees to the contract and names a client of the population that is free.
 
-    Where `keys` are given (client -> public key, as `one_form` writes it), it must have registered with
+    Where `keys` are given (client -> public key, as `der_of` writes it), it must have registered with
     that client's key. One that does not count is greeted again after `terms.deadline` seconds, and when a client has
     gone whom it may be now.
     """
@@ -125,18 +126,18 @@ class Roster:
         self.grid, self.contract, self.run, self.population = grid, contract, run, population
         self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
         self.online: set[int] = set()  # nodes, when Flower last said
-        self.singly = False  # since a pull has failed: one bad message must not take others with it again
+        self.singly = False  # since a pull has failed: a bad message must not take others with it again
         self.bad: set[str] = set()  # messages whose replies could not be fetched, as was logged
         self.nodes: dict[int, int] = {}  # client -> node, of those that count
         self.greeted: dict[int, float] = {}  # node -> when
         self.greetings: dict[str, int] = {}  # message -> node, not replied to yet
         self.refusals: dict[int, Refusal] = {}  # node -> why it does not count
-        # client -> (message, question, when it is worthless)
+        # client -> (message, request, when it is worthless)
         self.under_way: dict[int, tuple[str, RequestMessage, float]] = {}
         self.ready: list[ClientReply] = []  # arrived, and not taken yet
 
     def contract_of(self, client: int) -> Contract:
-        """The contract with a client; a client that holds a submodel has one of its own."""
+        """Return the contract with a client; a client that holds a submodel has a contract of its own."""
         return self.own.get(client, self.contract)
 
     def refresh(self) -> None:
@@ -189,7 +190,7 @@ class Roster:
             raise Refusal(Code.PLACE, f"it calls itself client {client}, of a population of {self.population}")
         if response.contract != (expected := self.contract_of(client).text):
             raise Refusal(Code.CONTRACT, f"we do not agree: {difference(expected, response.contract)}", client)
-        if self.keys and one_form(self.registered().get(node, b"")) != self.keys.get(client):
+        if self.keys and der_of(self.registered().get(node, b"")) != self.keys.get(client):
             raise Refusal(Code.KEY, f"it calls itself client {client}, who has another key", client)
         if (holder := self.nodes.get(client, node)) != node:
             raise Refusal(Code.PLACE, f"it calls itself client {client}, which node {holder} is already", client)
@@ -198,12 +199,12 @@ class Roster:
         self.refusals.pop(node, None)
 
     def why_absent(self, client: int) -> Refusal:
-        """Why a client has no node that counts: what was refused of a node that says it is this client."""
+        """Say why a client has no node that counts: what was refused of a node that says it is this client."""
         said = [refusal for refusal in self.refusals.values() if refusal.client == client]
         return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
 
     def look_around(self) -> set[int]:
-        """The nodes that are online."""
+        """Ask which nodes are online."""
         try:
             self.online = set(self.grid.get_node_ids())
         except Exception:
@@ -211,7 +212,7 @@ class Roster:
         return self.online
 
     def registered(self) -> dict[int, bytes]:
-        """The public key with which each online node has registered, as Flower has it; without a key, b""."""
+        """Ask for the public key with which each online node has registered, as Flower has it; without a key, b""."""
         try:
             return {node.node_id: node.public_key for node in self.grid.get_nodes()}
         except Exception:
@@ -219,9 +220,9 @@ class Roster:
             return {}
 
     def push(self, messages: list[Message]) -> list[str]:
-        """Send messages; their ids, and "" for each that Flower did not take.
+        """Send messages; return their ids, and "" for each that Flower did not take.
 
-        Of such a one grids return another id, or none: the whole list is empty where one message is too large.
+        Of such a message grids return another id, or none: the whole list is empty where one message is too large.
         """
         try:
             taken = set(self.grid.push_messages(messages))
@@ -232,7 +233,7 @@ class Roster:
         return [number if number in taken else "" for number in numbers]
 
     def pull(self, ids: Iterable[str]) -> dict[str, Message]:
-        """Message id -> its response, for those that have come; other messages are ignored."""
+        """Fetch message id -> its response, for those that have come; other messages are ignored."""
         wanted = list(ids)
         messages: list[Message] = []
         for some in [[number] for number in wanted] if self.singly else [wanted] if wanted else []:
@@ -243,7 +244,7 @@ class Roster:
                 break
             except Exception:
                 if not self.singly:
-                    log.warning("replies could not be fetched together; from now on one by one", exc_info=True)
+                    log.warning("replies could not be fetched together; from now on each by itself", exc_info=True)
                     self.singly = True
                     return self.pull(wanted)
                 if not self.bad.issuperset(some):
@@ -266,7 +267,7 @@ class Roster:
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * waited))
 
     def send(self, requests: dict[int, RequestMessage]) -> dict[int, Refusal]:
-        """Send requests to clients that have none under way; client -> why its request could not be sent."""
+        """Send requests to clients that have none under way; return client -> why its request could not be sent."""
         if not requests:
             return {}
         nodes = self.nodes
@@ -282,11 +283,11 @@ class Roster:
         return failed
 
     def requests(self) -> list[tuple[int, RequestMessage]]:
-        """(client, request) for each request under way."""
+        """List (client, request) for each request under way."""
         return [(client, request) for client, (_, request, _) in self.under_way.items()]
 
     def unsettled(self) -> list[tuple[int, RequestMessage]]:
-        """(client, request) for each request under way, or whose reply was not taken yet."""
+        """List (client, request) for each request under way, or whose reply was not taken yet."""
         return self.requests() + [(reply.client, reply.request) for reply in self.ready]
 
     def look(self, began: float) -> None:
@@ -295,7 +296,7 @@ class Roster:
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * (self.clock.time() - began)))
 
     def collect(self) -> bool:
-        """Move replies, and requests whose deadline has passed, to `ready`; True if there are any."""
+        """Move replies, and requests whose deadline has passed, to `ready`; return whether there are any."""
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
         before = len(self.ready)
         now = self.clock.time()  # before a pull that may take long: what came meanwhile is looked for once more
@@ -310,7 +311,7 @@ class Roster:
 
 
 def opened(message: Message, client: int) -> Outcome:
-    """The response of a client in a message, or a refusal that says why there is none."""
+    """Read the response of a client in a message, or a refusal that says why there is none."""
     try:
         with reading():
             response: ResponseMessage = decode(ResponseMessage, message)

@@ -1,4 +1,4 @@
-"""What the exchanges of one run share on the server: the log, replies that wait, the round as it is played."""
+"""What the exchanges of a run share on the server: the log, replies that wait, the round as it is played."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ log = logging.getLogger("fedbilevel.server")
 
 
 class ExchangeLog:
-    """Writes exchanges to the program's log and, where a file is given, there as JSON lines.
+    """Writes exchanges to the program's log and, where a file is given, there as JSON lines. The file has every
+    refusal; the log says again why a client is absent only when that has changed.
 
     Raises:
         CheckpointError: the file cannot be written. It is tried at once; a run without exchanges leaves none.
@@ -39,6 +40,7 @@ class ExchangeLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.said: dict[int, str] = {}  # client -> why it is absent, as the log has it
         there = path is None or path.exists()
         self.write("")
         if path is not None and not there:
@@ -52,7 +54,7 @@ class ExchangeLog:
         responses: Sequence[ResponseMessage],
         refused: Mapping[int, Refusal],
     ) -> None:
-        """Write the line of one attempt at an exchange.
+        """Write the line of an attempt at an exchange.
 
         Args:
             place: its round, its number in the round, its phase, and which attempt it is.
@@ -69,9 +71,12 @@ class ExchangeLog:
             line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
         text = "round %d exchange %d %s: %d of %d replied, %d bytes down, %d up, %.3f s"
         log.info(text, *place[:3], len(replied), len(requests), down, up, seconds)
-        for client, why in sorted(refused.items()):
-            line.setdefault("refused", {})[str(client)] = why.told()
-            log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, why.line)
+        self.said = {client: why for client, why in self.said.items() if client not in replied}
+        for client, refusal in sorted(refused.items()):
+            line.setdefault("refused", {})[str(client)] = refusal.told()
+            if self.said.get(client) != refusal.line:
+                self.said[client] = refusal.line
+                log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, refusal.line)
         self.note(line)
 
     def note(self, line: Mapping[str, Any]) -> None:
@@ -112,24 +117,22 @@ class PhaseQueues:
 
     @classmethod
     def of(cls, queues: InFlight | None) -> PhaseQueues:
-        """The queues that a checkpoint has; empty ones for None."""
-        if queues is None:
-            return cls()
-        exchanges = Counter({phase: int(lane.exchanges) for phase, lane in queues.lanes.items()})
-        early = {phase: (lane.early, float(lane.early_asked)) for phase, lane in queues.lanes.items()}
-        resumed = {phase: (sums, asked) for phase, (sums, asked) in early.items() if sums.responders > 0}
-        lanes = cls(exchanges=exchanges, resumed=resumed)
-        for phase, lane in queues.lanes.items():
-            lanes.since[phase] |= dict(enumerate(lane.since.tolist()))
-        return lanes
+        """Read the queues that a checkpoint has; empty ones for None."""
+        found = cls()
+        for phase, queue in {} if queues is None else queues.lanes.items():
+            found.exchanges[phase] = int(queue.exchanges)
+            found.since[phase] |= dict(enumerate(queue.since.tolist()))
+            if queue.early.responders > 0:
+                found.resumed[phase] = queue.early, float(queue.early_asked)
+        return found
 
     def overdue(self, phase: str, clients: Iterable[int], working: Container[int], max_staleness: int) -> set[int]:
-        """The clients that an exchange must wait for (see `Fed.sum_first`); `working`: those at work on this phase."""
+        """Find the clients that an exchange must wait for (see `Fed.sum_first`); `working`: those at work on this phase."""
         ages = {client: self.exchanges[phase] - self.since[phase][client] for client in clients}
         return {c for c, age in ages.items() if age > max_staleness or (c in working and age == max_staleness)}
 
 
-MOST = 3  # clients that a round is repeated without, one after the other
+MOST = 3  # clients that a round is repeated without, each after the last
 
 
 class SpoiledError(ExchangeError):
@@ -156,7 +159,7 @@ class Take:
             self.ratios[client] = max(ratio, self.ratios.get(client, 0.0))
 
     def leave_out(self, cohort: int, terms: Terms) -> int | None:
-        """Leave out one more client: which one; None if there must be no fewer."""
+        """Leave out a further client and return which; None if there must be no fewer."""
         left = {client: ratio for client, ratio in self.ratios.items() if client not in self.without}
         few = cohort - len(self.without) - 1 < terms.needed(cohort)
         if not left or few or len(self.without) == MOST:
@@ -166,14 +169,14 @@ class Take:
 
 
 class Session:
-    """One run on the server: its clients, the connections to them, and what their replies have left behind.
+    """A run on the server: its clients, the connections to them, and what their replies have left behind.
 
     Args:
         grid, terms, name, log, keys: see `Flower`.
-        algorithm, problem: as given to `solve`; the fields of the algorithm are not those of one round.
+        algorithm, problem: as given to `solve`; the fields of the algorithm are not those of a round.
         clients: the population, M clients.
         cohort: how many clients a round draws.
-        carry: the one with which the run begins, or is resumed.
+        carry: what the run begins with, or is resumed from.
 
     Attributes:
         submodel_plan: which clients hold which submodels; None where all hold the whole model.
@@ -220,6 +223,6 @@ class Session:
 
 
 def contracts(general: Contract, submodel_plan: SubmodelPlan) -> dict[int, Contract]:
-    """Client -> the contract with it, from `general`, that of the whole model."""
+    """Make client -> the contract with it, from `general`, that of the whole model."""
     by_class = [general.cut(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
     return {client: by_class[number] for client, number in enumerate(submodel_plan.number.tolist())}

@@ -82,7 +82,7 @@ class Backoff:
 
     def failed(self, client: int, round: int) -> None:
         back, failures = self.until.get(client, (0, 0))
-        if round >= back:  # several failures in one round are one
+        if round >= back:  # several failures in a round count once
             rest = min(2**failures, LONGEST_REST)
             self.until[client] = (round + rest, failures + 1)
 
@@ -110,7 +110,7 @@ def check_response(
     terms: Terms,
     population: int,
 ) -> CheckedReply:
-    """The response of a client to a request, decoded, if it is valid in every respect.
+    """Decode the response of a client to a request, if it is valid in every respect.
 
     Raises:
         Refusal: the response must not count.
@@ -147,7 +147,7 @@ def check_response(
 
 
 def too_large(leaf: np.ndarray) -> bool:
-    """Whether squares of its numbers are infinite, in their own dtype or, where that is a short one, in float32: no
+    """Tell whether squares of its numbers are infinite, in their own dtype or, where that is short, in float32: no
     loss, norm or product of such numbers would be a number."""
     if not is_floating(leaf):
         return False
@@ -156,13 +156,13 @@ def too_large(leaf: np.ndarray) -> bool:
 
 
 def euclidean(tree: PyTree) -> float:
-    """The norm of all leaves together, in float64; infinite where a square overflows."""
+    """Return the norm of all leaves together, in float64; infinite where a square overflows."""
     with np.errstate(over="ignore"):
         return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))
 
 
 FEWEST = 2
-"""Norms of one exchange that can be compared. Of two the shorter one is taken for usual: nothing tells which of them is
+"""Norms of an exchange that can be compared. Of two the shorter is taken for usual: nothing tells which of them is
 false, but a false one that is long spoils the state for everybody, and a short one delays the other client's updates,
 which the log then says in every round."""
 WINDOW = 100  # exchanges of a phase
@@ -182,7 +182,7 @@ class NormBounds:
     what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges
     of this process. Where neither is known nothing is refused. The message's norm is there for updates that are
     rounding errors for most: what is no longer than some times the point itself cannot spoil it for good. Its factor is
-    a small one, or one lie, which makes the next message longer, would make room for a larger one.
+    small, or a lie, which makes the next message longer, would make room for a larger lie.
 
     norm_factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by
     Dirichlet's 0.05, digits, a client's own hypergradients (LFedNest): the longest was 1,020 times the median.
@@ -201,7 +201,7 @@ class NormBounds:
 
         Args:
             norm: its own.
-            here: the norms of all that came in, this one among them.
+            here: the norms of all that came in, this norm among them.
             message: the norm of what the client was sent; asked for only where it matters.
 
         Raises:
@@ -217,7 +217,7 @@ class NormBounds:
             raise Refusal(Code.BOUND, f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
 
     def usual(self, phase: str, here: Sequence[float]) -> float | None:
-        """The larger one of the two medians, if any is known."""
+        """Return the larger of the two medians, if any is known."""
         some, past = [norm for norm in here if norm > 0], self.past[phase]
         known = [statistics.median_low(some)] if len(some) >= FEWEST else []
         return max([*known, *([statistics.median_low(past)] if past else [])], default=None)
@@ -240,7 +240,7 @@ class NormBounds:
 
 
 def ratios(norms: dict[int, float]) -> dict[int, float]:
-    """How many times as long as usual each client's update is, among those of one exchange."""
+    """Return how many times as long as usual each client's update is, among those of an exchange."""
     some = [norm for norm in norms.values() if norm > 0]
     usual = statistics.median_low(some) if some else math.inf
     return {client: norm / usual for client, norm in norms.items()}
