@@ -100,9 +100,7 @@ def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path,
         try:
             return federations.misbehaving(app, bad)(message, context)
         except Refusal as refusal:  # as `client_app` has it
-            said = wire.ResponseMessage(
-                run="", round=0, exchange=0, client=0, refused=refusal.why, code=refusal.code.word
-            )
+            said = wire.ResponseMessage(run="", round=0, exchange=0, client=0).refusing(refusal)
             return federations.Message(wire.encode(said), reply_to=message)
 
     federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6, log=log)

@@ -17,7 +17,7 @@ from fedbilevel.flower import wire
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.refusal import Code, Refusal
-from fedbilevel.flower.server.roster import Roster
+from fedbilevel.flower.server.roster import ClientReply, Roster
 from fedbilevel.flower.server.terms import Terms, check_response
 from fedbilevel.flower.wire import (
     FIELDS,
@@ -204,9 +204,8 @@ def test_a_server_counts_or_refuses_whatever_is_answered(runtime, fields):
     call = next(call for call in runtime.contract.calls.values() if call.phase == "y_gradient")
     try:
         response = read(ResponseMessage, fields, fields.pop("payload"))
-        counted = check_response(
-            response, RequestMessage(run="r", contract="", round=1), call, 2, Terms(norm_bound=10.0), 6
-        )
+        replied = ClientReply(2, RequestMessage(run="r", contract="", round=1), response).response()
+        counted = check_response(replied, call, Terms(norm_bound=10.0), 6)
     except Refusal:
         return
     assert np.all(np.isfinite(counted.update))

@@ -140,6 +140,15 @@ class ResponseMessage:
     delta: float = 0.0
     payload: bytes = b""
 
+    def refusing(self, refusal: Refusal) -> ResponseMessage:
+        """Make it the response that carries a refusal."""
+        return replace(self, refused=refusal.why, code=refusal.code.word)
+
+    def check(self) -> None:
+        """Raise the refusal that it carries, if any."""
+        if self.refused:
+            raise Refusal(Code.of(self.code), self.refused)
+
     def numbers(self) -> dict[str, float]:
         try:
             found = json.loads(self.metrics)
@@ -205,15 +214,20 @@ def request_message(node: int, request: RequestMessage, seconds: float) -> Messa
 
 
 @contextmanager
-def reading() -> Iterator[None]:
-    """Hold this while a node's message is read: whatever goes wrong, that message is refused, and no more."""
+def reading(client: int | None = None) -> Iterator[None]:
+    """Hold this while a node's message is read: whatever goes wrong, that message is refused, and no more.
+
+    Args:
+        client: whose message it is, where that is known; a refusal then names it.
+    """
     try:
         yield
-    except Refusal:
+    except Refusal as refusal:
+        refusal.client = refusal.client if client is None else client
         raise
     except Exception as error:
         log.warning("a message could not be read", exc_info=True)
-        raise Refusal(Code.MALFORMED, f"reading it fails with {type(error).__name__}") from error
+        raise Refusal(Code.MALFORMED, f"reading it fails with {type(error).__name__}", client) from error
 
 
 def decode(kind: type[Any], message: Message) -> Any:

@@ -177,8 +177,7 @@ class ClientRuntime:
                 response = self.reply(request, store, blank) if request.phase else self.greet(request, blank)
             log.info("%s: replied in %.3f s, %d bytes", what, time.perf_counter() - began, len(response.payload))
         except Exception as error:  # noqa: BLE001  said and sent
-            one = refused(error, what)
-            response = replace(blank, refused=one.why, code=one.code.word)
+            response = blank.refusing(refusal_of(error, what))
         return response
 
     def greet(self, request: RequestMessage, blank: ResponseMessage) -> ResponseMessage:
@@ -351,22 +350,15 @@ MEANT: dict[type[Exception], Code] = {BudgetSpentError: Code.BUDGET, FloorError:
 """Errors whose text is meant for servers, too."""
 
 
-def refusal_of(error: Exception) -> Refusal:
-    """The refusal that an error becomes. One not meant for servers may name files: only its kind is sent."""
-    if isinstance(error, Refusal):
-        return error
-    if (code := MEANT.get(type(error))) is not None:
-        return Refusal(code, str(error))
-    code = Code.SETTINGS if isinstance(error, ConfigurationError) else Code.FAILED
-    return Refusal(code, f"{type(error).__name__}; the client's log says more")
-
-
-def refused(error: Exception, what: str) -> Refusal:
-    """The refusal that is sent; the site's log gets the error itself, and what its owner can do."""
-    one = refusal_of(error)
-    here = f" ({one.code.how})" if one.code.who != OPERATOR else ""
-    log.warning("%s: refused: %s%s", what, error, here, exc_info=not isinstance(error, FedbilevelError))
-    return one
+def refusal_of(error: Exception, what: str) -> Refusal:
+    """Make the refusal that is sent of an error: only its kind, since its text may name files, unless it is meant for
+    servers. The site's log gets the error itself, and what its owner can do."""
+    code = MEANT.get(type(error), Code.SETTINGS if isinstance(error, ConfigurationError) else Code.FAILED)
+    why = str(error) if type(error) in MEANT else f"{type(error).__name__}; the client's log says more"
+    refusal = error if isinstance(error, Refusal) else Refusal(code, why)
+    advice = "" if refusal.code.who == OPERATOR else f" ({refusal.code.how})"
+    log.warning("%s: refused: %s%s", what, error, advice, exc_info=not isinstance(error, FedbilevelError))
+    return refusal
 
 
 def _samples(rows: Ragged, floor: int = 1) -> Samples:
@@ -400,8 +392,8 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
         except Exception as error:  # noqa: BLE001  said and sent
             number = context.node_config.get("partition-id")
             client = number if type(number) is int else -1
-            one, blank = refused(error, "no reply"), ResponseMessage(run="", round=0, exchange=0, client=client)
-            said = encode(replace(blank, refused=one.why, code=one.code.word))
+            blank = ResponseMessage(run="", round=0, exchange=0, client=client)
+            said = encode(blank.refusing(refusal_of(error, "no reply")))
         return Message(said, reply_to=message)
 
     return app

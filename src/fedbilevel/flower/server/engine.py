@@ -35,10 +35,9 @@ from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.flower.refusal import Code, Refusal, in_words, named
 from fedbilevel.flower.server.fed import FlowerFed
-from fedbilevel.flower.server.roster import ClientReply
 from fedbilevel.flower.server.session import Session, SpoiledError, Take
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire import METRICS, RequestMessage, is_run, reading, to_bytes
+from fedbilevel.flower.wire import METRICS, RequestMessage, ResponseMessage, is_run, reading, to_bytes
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -234,8 +233,8 @@ class ClientMetrics:
         shared, silent = self.collect(round, to_bytes(jax.tree.map(np.asarray, (x, y))))
         population = len(self.session.clients)
         if len(shared) < population and not self.warned:
-            reasons = in_words(silent.values(), 3) or "they are not online"
-            text = f"per-client metrics are those of {len(shared)} of {population} clients ({reasons})"
+            text = f"per-client metrics are those of {len(shared)} of {population} clients"
+            text += f" ({in_words(silent.values(), 3)})"
             warnings.warn(AbsenceWarning(text), stacklevel=4)
             self.warned = True
         row: Row = {}
@@ -259,7 +258,7 @@ class ClientMetrics:
                 weight=float(self.session.weights[client]),
                 payload=payload,
             )
-            for client in sorted(roster.nodes)
+            for client in range(len(self.session.clients))
         }
         began = self.session.clock.time()
         silent, shared = roster.send(requests), {}
@@ -268,24 +267,19 @@ class ClientMetrics:
         for reply in [reply for reply in roster.ready if reply.request.phase == METRICS]:
             roster.ready.remove(reply)
             try:
-                with reading():
-                    shared[reply.client] = self.checked(reply)
+                with reading(reply.client):
+                    shared[reply.client] = self.checked(reply.response())
             except Refusal as refusal:
-                refusal.client, silent[reply.client] = reply.client, refusal
+                silent[reply.client] = refusal
         return dict(sorted(shared.items())), silent
 
-    def checked(self, reply: ClientReply) -> dict[str, float]:
-        """Read the metrics in a reply.
+    def checked(self, response: ResponseMessage) -> dict[str, float]:
+        """Read the metrics in a response.
 
         Raises:
-            Refusal: the reply is not valid.
+            Refusal: they are not those that were asked for.
         """
-        client, request, outcome = reply
-        if isinstance(outcome, Refusal):
-            raise outcome
-        if (outcome.run, outcome.round, outcome.client) != (request.run, request.round, client):
-            raise Refusal(Code.MALFORMED, "it replies to another message")
-        numbers = outcome.numbers()
+        numbers = response.numbers()
         if sorted(numbers) != self.names:
             text = f"it measures {', '.join(sorted(numbers)) or 'nothing'}, not {', '.join(self.names)}"
             raise Refusal(Code.CONTRACT, text)

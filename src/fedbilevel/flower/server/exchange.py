@@ -157,10 +157,10 @@ class Exchange:
         """
         asked = self.session.phase_queues.since[self.spec.phase]
 
-        def turn(reply: ClientReply) -> tuple[bool, int, int]:
+        def order(reply: ClientReply) -> tuple[bool, int, int]:
             return reply.client in self.overdue, asked[reply.client], reply.client
 
-        arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.roster.ready, key=turn)]
+        arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.roster.ready, key=order)]
         here = [reply.checked.norm for reply in self.replies] + [
             c.norm for _, c in arrived if isinstance(c, CheckedReply)
         ]
@@ -174,11 +174,11 @@ class Exchange:
 
     def checked(self, reply: ClientReply) -> CheckedReply | Refusal:
         """Check a reply, as far as no other reply is needed; the refusal where it fails."""
-        session, (client, request, outcome) = self.session, reply
+        session = self.session
         try:
-            with reading():
-                call = session.roster.contract_of(client).calls[request.call]
-                return check_response(outcome, request, call, client, session.terms, len(session.clients))
+            with reading(reply.client):
+                call = session.roster.contract_of(reply.client).calls[reply.request.call]
+                return check_response(reply.response(), call, session.terms, len(session.clients))
         except Refusal as refusal:
             return refusal
 

@@ -99,6 +99,22 @@ class ClientReply(NamedTuple):
     request: RequestMessage
     outcome: Outcome
 
+    def response(self) -> ResponseMessage:
+        """Return the response of this client to this request.
+
+        Raises:
+            Refusal: there is none, or it is that of another client or to another request.
+        """
+        outcome, request = self.outcome, self.request
+        if isinstance(outcome, Refusal):
+            raise outcome
+        outcome.check()
+        if (outcome.run, outcome.round, outcome.exchange) != (request.run, request.round, request.exchange):
+            raise Refusal(Code.MALFORMED, "it replies to another message")
+        if outcome.client != self.client:
+            raise Refusal(Code.MALFORMED, f"client {self.client} replies as client {outcome.client}")
+        return outcome
+
 
 class Roster:
     """The clients: which node is which, what is under way to them, what has come back.
@@ -183,17 +199,16 @@ class Roster:
             Refusal: the node cannot be that client.
         """
         client = response.client
-        claimed = client if 0 <= client < self.population else None
-        if response.refused:
-            raise Refusal(Code.of(response.code), response.refused, claimed)
-        if claimed is None:
-            raise Refusal(Code.PLACE, f"it calls itself client {client}, of a population of {self.population}")
-        if response.contract != (expected := self.contract_of(client).text):
-            raise Refusal(Code.CONTRACT, f"we do not agree: {difference(expected, response.contract)}", client)
-        if self.keys and der_of(self.registered().get(node, b"")) != self.keys.get(client):
-            raise Refusal(Code.KEY, f"it calls itself client {client}, who has another key", client)
-        if (holder := self.nodes.get(client, node)) != node:
-            raise Refusal(Code.PLACE, f"it calls itself client {client}, which node {holder} is already", client)
+        with reading(client if 0 <= client < self.population else None):
+            response.check()
+            if not 0 <= client < self.population:
+                raise Refusal(Code.PLACE, f"it calls itself client {client}, of a population of {self.population}")
+            if response.contract != (expected := self.contract_of(client).text):
+                raise Refusal(Code.CONTRACT, f"we do not agree: {difference(expected, response.contract)}")
+            if self.keys and der_of(self.registered().get(node, b"")) != self.keys.get(client):
+                raise Refusal(Code.KEY, f"it calls itself client {client}, who has another key")
+            if (holder := self.nodes.get(client, node)) != node:
+                raise Refusal(Code.PLACE, f"it calls itself client {client}, which node {holder} is already")
         log.info("client %d is here (node %d)", client, node)
         self.nodes[client] = node
         self.refusals.pop(node, None)
@@ -313,9 +328,8 @@ class Roster:
 def opened(message: Message, client: int) -> Outcome:
     """Read the response of a client in a message, or a refusal that says why there is none."""
     try:
-        with reading():
+        with reading(client):
             response: ResponseMessage = decode(ResponseMessage, message)
+            return response
     except Refusal as refusal:
-        refusal.client = client
         return refusal
-    return Refusal(Code.of(response.code), response.refused, client) if response.refused else response

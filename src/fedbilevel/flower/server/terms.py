@@ -18,7 +18,6 @@ from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import (
     CallSignature,
-    RequestMessage,
     ResponseMessage,
     from_bytes,
     layout,
@@ -102,27 +101,14 @@ class CheckedReply:
     metrics: dict[str, float]
 
 
-def check_response(
-    outcome: ResponseMessage | Refusal,
-    request: RequestMessage,
-    call: CallSignature,
-    client: int,
-    terms: Terms,
-    population: int,
-) -> CheckedReply:
-    """Decode the response of a client to a request, if it is valid in every respect.
+def check_response(response: ResponseMessage, call: CallSignature, terms: Terms, population: int) -> CheckedReply:
+    """Decode a response to a call, if it is valid in every respect.
 
     Raises:
         Refusal: the response must not count.
     """
-    if isinstance(outcome, Refusal):
-        raise outcome
-    if (outcome.run, outcome.round, outcome.exchange) != (request.run, request.round, request.exchange):
-        raise Refusal(Code.MALFORMED, "it replies to another message")
-    if outcome.client != client:
-        raise Refusal(Code.MALFORMED, f"client {client} replies as client {outcome.client}")
-    require_layout("its update", outcome.layout, layout(call.update))
-    update = from_bytes(outcome.payload, call.update)
+    require_layout("its update", response.layout, layout(call.update))
+    update = from_bytes(response.payload, call.update)
     if bad := nonfinite_leaves(update):
         raise Refusal(Code.BOUND, f"its update is not finite in {', '.join(bad)}")
     if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
@@ -132,18 +118,18 @@ def check_response(
     if terms.norm_bound is not None and norm > terms.norm_bound:
         text = f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}"
         raise Refusal(Code.BOUND, text)
-    metrics = outcome.numbers()
+    metrics = response.numbers()
     if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
         raise Refusal(Code.MALFORMED, "its metrics are not those of the phase, or not finite")
     most = LARGEST // population  # so that their sum is exact
-    if not (0 <= outcome.gradients <= most and 0 <= outcome.hvps <= most):
-        text = f"its counts ({outcome.gradients}, {outcome.hvps}) are not between 0 and {most}"
+    if not (0 <= response.gradients <= most and 0 <= response.hvps <= most):
+        text = f"its counts ({response.gradients}, {response.hvps}) are not between 0 and {most}"
         raise Refusal(Code.MALFORMED, text)
-    if not 0 <= outcome.epsilon < math.inf:
-        raise Refusal(Code.MALFORMED, f"it cannot have spent ε = {outcome.epsilon}")
-    if not 0 <= outcome.delta < 1:
-        raise Refusal(Code.MALFORMED, f"it cannot have spent δ = {outcome.delta}")
-    return CheckedReply(outcome, call, update, norm, metrics)
+    if not 0 <= response.epsilon < math.inf:
+        raise Refusal(Code.MALFORMED, f"it cannot have spent ε = {response.epsilon}")
+    if not 0 <= response.delta < 1:
+        raise Refusal(Code.MALFORMED, f"it cannot have spent δ = {response.delta}")
+    return CheckedReply(response, call, update, norm, metrics)
 
 
 def too_large(leaf: np.ndarray) -> bool:
