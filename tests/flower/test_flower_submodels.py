@@ -20,8 +20,8 @@ from fedbilevel.experiments import configure, federation, load_run, run
 from fedbilevel.flower.client.site import ClientRuntime, Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.privacy import Privacy
-from fedbilevel.flower.server import fed
 from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.server.session import SubmodelPrograms
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, decode, layout
 
@@ -219,9 +219,9 @@ def test_what_cuts_messages_goes_with_the_anatomy():
 
     phase.__takes_and_gives__ = ("y", "y")
     unit_layout = UnitLayout.of(fb.Structure(y="hidden"), jnp.zeros(3), jnp.zeros(4))
-    small = fed.cut_message(unit_layout, phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])})
-    assert small.tolist() == [1.0, 3.0]
-    kept = [weakref.ref(thing) for thing in (unit_layout, fed.programs(unit_layout).cut)]
-    del unit_layout
+    programs = SubmodelPrograms(unit_layout)
+    assert programs.cut(phase, jnp.arange(4.0), {"hidden": jnp.array([1, 3])}).tolist() == [1.0, 3.0]
+    kept = [weakref.ref(thing) for thing in (unit_layout, programs.cut)]
+    del unit_layout, programs
     gc.collect()
     assert [thing() for thing in kept] == [None, None]

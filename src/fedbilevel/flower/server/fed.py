@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial, reduce
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Phase, Reply
-from fedbilevel.core.submodel import UnitLayout, Units
+from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import (
     ExchangeCount,
@@ -29,7 +28,7 @@ from fedbilevel.engines.costs import (
     weigh,
 )
 from fedbilevel.engines.engine import RoundKeys, draw_cohort, repeated, work_of
-from fedbilevel.engines.submodels import RoundSubmodels, covered, put_back
+from fedbilevel.engines.submodels import RoundSubmodels, covered
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
 from fedbilevel.flower.server.session import CountedReply, Session
 from fedbilevel.flower.wire import CallSignature, Contract, layout, shapes, to_bytes
@@ -149,7 +148,7 @@ class FlowerFed:
         def part(client: int) -> EncodedMessage:
             small = message
             if self.submodels is not None:
-                small = cut_message(self.submodels.unit_layout, self.unbound(name), message, self.units(client))
+                small = self.session.submodel_programs.cut(self.unbound(name), message, self.units(client))
             return self.encode(self.session.roster.contract_of(client), name, small)
 
         number, self.exchanges = self.exchanges, self.exchanges + 1
@@ -188,7 +187,7 @@ class FlowerFed:
         for client, group in groups.items():
             sums = reduce(partial(jax.tree.map, np.add), map(self.weighed, group))
             if self.submodels is not None:
-                sums = restored_sums(self.submodels.unit_layout, self.unbound(phase), sums, self.units(client))
+                sums = self.session.submodel_programs.put_back(self.unbound(phase), sums, self.units(client))
             totals.append(sums)
         return reduce(partial(jax.tree.map, np.add), totals)
 
@@ -258,39 +257,3 @@ def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, Ex
         size: ExchangeCount(*np.array([number == 0, asked[size], replied[size]], np.int32))
         for number, size in enumerate(dict.fromkeys(sizes))
     }
-
-
-def cut_message(unit_layout: UnitLayout, phase: Phase, message: PyTree, units: Units) -> PyTree:
-    """Cut from a phase's message what a client with these units is sent."""
-    return programs(unit_layout).cut(phase, message, units)
-
-
-def restored_sums(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) -> Sums:
-    """Give sums over clients that hold these units the shapes of the whole model."""
-    restored: Sums = programs(unit_layout).restore(phase, sums, units)
-    return restored
-
-
-class SubmodelPrograms(NamedTuple):
-    """`cut_message` and `restored_sums` for one unit layout, compiled."""
-
-    cut: Any
-    restore: Any
-
-
-PROGRAMS: WeakKeyDictionary[UnitLayout, SubmodelPrograms] = WeakKeyDictionary()
-
-
-def programs(unit_layout: UnitLayout) -> SubmodelPrograms:
-    """Return the compiled programs of a unit layout, which are freed with it."""
-    known: Any = ref(unit_layout)
-
-    def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:
-        return known().cut(takes_and_gives(phase)[0], message, units)
-
-    def restore(phase: Phase, sums: Sums, units: Units) -> Sums:
-        return put_back(known(), takes_and_gives(phase)[1], sums, units)
-
-    if unit_layout not in PROGRAMS:
-        PROGRAMS[unit_layout] = SubmodelPrograms(jax.jit(cut, static_argnums=0), jax.jit(restore, static_argnums=0))
-    return PROGRAMS[unit_layout]

@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flwr.serverapp import Grid
 
-from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.errors import CheckpointError, ExchangeError
+from fedbilevel.core.fed import Phase
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.submodel import UnitLayout, Units
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines import submodels
 from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.in_flight import InFlight
@@ -127,7 +132,8 @@ class PhaseQueues:
         return found
 
     def overdue(self, phase: str, clients: Iterable[int], working: Container[int], max_staleness: int) -> set[int]:
-        """Find the clients that an exchange must wait for (see `Fed.sum_first`); `working`: those at work on this phase."""
+        """Find the clients that an exchange must wait for (see `Fed.sum_first`); `working`: those at work on this
+        phase."""
         ages = {client: self.exchanges[phase] - self.since[phase][client] for client in clients}
         return {c for c, age in ages.items() if age > max_staleness or (c in working and age == max_staleness)}
 
@@ -168,6 +174,21 @@ class Take:
         return self.without[-1]
 
 
+class SubmodelPrograms:
+    """What a server computes for submodels of a unit layout, compiled: `cut` gives the part of a phase's message that a
+    client with some units is sent, `put_back` gives sums over such clients the shapes of the whole model."""
+
+    def __init__(self, unit_layout: UnitLayout) -> None:
+        def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:
+            return unit_layout.cut(takes_and_gives(phase)[0], message, units)
+
+        def put_back(phase: Phase, sums: Sums, units: Units) -> Sums:
+            return submodels.put_back(unit_layout, takes_and_gives(phase)[1], sums, units)
+
+        self.cut: Any = jax.jit(cut, static_argnums=0)
+        self.put_back: Any = jax.jit(put_back, static_argnums=0)
+
+
 class Session:
     """A run on the server: its clients, the connections to them, and what their replies have left behind.
 
@@ -204,6 +225,8 @@ class Session:
         start = carry.state.x if carry.local_x is None else carry.local_x, carry.state.y
         contract = draw_up(algorithm, problem, *start, clients.examples(), clients.local_steps is not None)
         self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
+        if self.submodel_plan is not None:
+            self.submodel_programs = SubmodelPrograms(self.submodel_plan.unit_layout)
         self.clock: ServerClock = getattr(grid, "clock", None) or WallClock()
         if isinstance(self.clock, WallClock) and tested(require_flower()):
             quick_pulls(terms.deadline)
