@@ -51,7 +51,7 @@ def test_a_supernode_without_a_registered_key(trial, tmp_path):
         text = log.read_text()
     finally:
         children.stop([stranger])
-    assert "supernode ended with status 1" in text
+    assert "the SuperNode ended with status 1" in text
     assert "outcome=" not in text  # what the worker says of every message
 
 

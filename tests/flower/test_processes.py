@@ -290,7 +290,7 @@ def test_a_stranger_is_refused(federation: Federation, tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = children.spawn(command, log, federation.environment("stranger"))
     try:
-        wait(lambda: "supernode ended with status 1" in log.read_text(), 60)
+        wait(lambda: "the SuperNode ended with status 1" in log.read_text(), 60)
         assert federation.online() == 2
     finally:
         children.stop([child])
