@@ -4,13 +4,15 @@ Run by hand, as it takes an hour: `.venv/bin/python scripts/mistakes.py`. It pri
 of how many were found in each room. The project itself is not changed.
 
 An entry of mistakes.toml names a room, what is wrong, the exact text that is `right` and stands once in src, what
-replaces it (`wrong`), and the `tests` that should see it. A text that has gone, or stands in several places, is
-reported and never skipped in silence: whoever changes that code brings the entry up to date.
+replaces it (`wrong`), and the `tests` that should see it, or `only` some of them (as pytest's -k). A text that has
+gone, or stands in several places, is reported and never skipped in silence: whoever changes that code brings the entry
+up to date.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -20,6 +22,12 @@ import time
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
+
+os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}  # as tests/conftest.py
+import jax  # noqa: F401
+import optax  # noqa: F401
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = ROOT / "scripts" / "mistakes.toml"
@@ -46,19 +54,35 @@ def place_of(right: str, src: Path) -> Path | str:
     return f"its text stands in {len(found)} places: {names}" if found else "its text is nowhere in src"
 
 
-def run(tests: list[str], copy: Path) -> tuple[str, str]:
-    """What these tests say in the copy: FOUND where one fails, ESCAPED where all pass; and the first that fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", "--no-header", "--tb=no", "-rf"]
-    command += ["-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
-    there = os.environ | {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, cwd=copy, env=there, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
+def run(mistake: dict[str, str], copy: Path) -> tuple[str, str]:
+    """FOUND where one of a mistake's tests fails in the copy, ESCAPED where all pass; and the first that fails."""
+    arguments = ["-q", "-n", "0", "-x", "--no-header", "--tb=no", "-rfE", "-o", f"cache_dir={ROOT / '.pytest_cache'}"]
+    arguments += [*mistake["tests"].split(), *(["-k", mistake["only"]] if "only" in mistake else [])]
+    shown = copy / "shown.txt"
+    child = multiprocessing.get_context("fork").Process(target=test_there, args=(copy, arguments, shown))
+    child.start()
+    child.join(SECONDS)
+    if child.is_alive():
+        child.kill()
         return UNCLEAR, f"the tests took more than {SECONDS} s"
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode in (0, 1, 2):
-        return (FOUND if done.returncode else ESCAPED), (failed or [""])[0].partition(" - ")[0]
-    return UNCLEAR, "; ".join(done.stderr.split("\n")[-2:] + done.stdout.split("\n")[-2:])
+    lines = shown.read_text("utf-8").splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if child.exitcode in (0, 1, 2):
+        return (FOUND if child.exitcode else ESCAPED), (failed or [""])[0].partition(" - ")[0]
+    return UNCLEAR, "; ".join(lines[-3:])
+
+
+def test_there(copy: Path, arguments: list[str], shown: Path) -> NoReturn:
+    """In a process of its own, which has what takes long to import, but for the project: run pytest in the copy."""
+    with open(shown, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(copy)
+    sys.path.insert(0, str(copy / "src"))
+    os.environ["PYTHONPATH"] = str(copy / "src")  # for processes that tests start
+    code = int(pytest.main(arguments))
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def play(mistake: dict[str, str], copy: Path) -> tuple[str, str]:
@@ -69,7 +93,7 @@ def play(mistake: dict[str, str], copy: Path) -> tuple[str, str]:
     text = place.read_text("utf-8")
     place.write_text(text.replace(mistake["right"], mistake["wrong"]), "utf-8")
     try:
-        return run(mistake["tests"].split(), copy)
+        return run(mistake, copy)
     finally:
         place.write_text(text, "utf-8")
 
@@ -88,8 +112,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
         if not given.unchecked:
-            every = sorted({test for mistake in mistakes for test in mistake["tests"].split()})
-            verdict, which = run(every, copy)
+            every = {test for mistake in mistakes for test in mistake["tests"].split()}
+            verdict, which = run({"tests": " ".join(sorted(every))}, copy)
             if verdict != ESCAPED:
                 sys.exit(f"without any mistake: {verdict} {which}")
         for mistake in mistakes:

@@ -167,7 +167,8 @@ class Watched:
         return self.note("outer", batch) * (x @ x / 2 + x @ y + y @ y / 2)
 
     def inner(self, x: Any, y: Any, batch: Any) -> Any:
-        return self.note("inner", batch) * (y @ y / 2 - x @ y)
+        """Of two curvatures, so that conjugate gradient takes two products."""
+        return self.note("inner", batch) * (y**2 @ jnp.array([1.0, 3.0]) / 2 - x @ y)
 
 
 def population(clients: int) -> dict[str, Any]:
