@@ -1,6 +1,6 @@
 """Every reader of a file either reads it or says, in one sentence of ours with the file's name, what is wrong with it.
 
-Damage is seeded. For a longer campaign: FEDBILEVEL_MUTATIONS=5000 pytest -n 0 tests/test_hostile_files.py
+Damage is seeded. For a longer campaign: FEDBILEVEL_MUTATIONS=5000 pytest -n 0 -m slow tests/test_hostile_files.py
 """
 
 from __future__ import annotations
@@ -386,6 +386,7 @@ PARTS = (
 )  # of a folder: together they may fit worse than each alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_reader_reads_or_says_what_is_wrong_with_which_file(name: str, place: Path) -> None:
     file, contents, read = FORMATS[name](place, COUNT)

@@ -259,6 +259,7 @@ def test_where_balls_overlap(first):
     assert result.history["error"][-1] < 3 * 2.0 / rounds**0.6 < 0.1 < result.history["error"][0]
 
 
+@pytest.mark.slow
 def test_the_rate_of_theorem_11():
     """F(x̂_K) − F* = O(K^−b) with a = ½ + ε/2, b = ½ − ε; what it is for F = mean |s⟨v, x⟩|^p/p and H = ½‖x − hv‖².
 
