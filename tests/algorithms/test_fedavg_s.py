@@ -9,7 +9,6 @@ import pytest
 from agreement import MINIMAX, Case
 
 import fedbilevel as fb
-from fedbilevel.tasks.quadratic import quadratic
 
 AGREEMENT = {
     "FedAvg-S, minimax": Case(fb.FedAvgS(batch_size=None), work=(1, 4), problem=MINIMAX, slow=True),
@@ -80,11 +79,3 @@ def test_costs(end):
     assert end.ledger.exchanges == ROUNDS
     assert end.ledger.gradients == ROUNDS * int(WORK.sum())
     assert end.ledger.bytes_up == ROUNDS * len(WORK) * (DX + DY) * 8
-
-
-def test_other_problems_are_refused():
-    task = quadratic(clients=2)
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"FedAvgS solves Minimax problems, not Bilevel; .*FedNest.*SimFBO"
-    ):
-        fb.solve(fb.FedAvgS(), task.problem, task.clients, task.x0, task.y0, rounds=1)

@@ -108,17 +108,6 @@ def test_local_hypergradients_end_where_their_mean_vanishes(method, inner):
     assert relative_error(solution(task.clients).x, predicted) > 0.1  # another point than x*
 
 
-@pytest.mark.slow
-def test_identical_clients_make_local_and_global_agree():
-    task = quadratic(heterogeneity=0.0, noise=0.0)
-    inner, solver = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=1.0), fb.parts.Neumann(terms=7, step=1.0)
-    ways = ((fb.LFedNest, fb.parts.LocalImplicit), (fb.FedNestSGD, fb.parts.Implicit))
-    a, b = (run(method(inner=inner, hypergradient=way(solver=solver), **STEPS), task, 5) for method, way in ways)
-    np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)
-    assert a.ledger.exchanges == (2 + 1) * 5  # T + 1
-    assert b.ledger.exchanges == (2 + 6 + 3) * 5  # T + (N − 1) + 3
-
-
 def test_equals_algorithms_1_to_4_written_out():
     """Three epochs in NumPy, matrices in place of differentiation, with the series for v."""
     rounds, local, outer, terms, beta, alpha, s = 2, WORK, 3, 4, 0.6, 0.3, 0.7
@@ -382,15 +371,6 @@ def test_local_steps_are_checked_against_the_clients_own_hessians():
 def test_lfednest_is_local_only():
     with pytest.raises(fb.errors.ConfigurationError, match=r"LFedNest.hypergradient = Implicit.* LocalImplicit"):
         fb.LFedNest(hypergradient=fb.parts.Implicit())
-
-
-def test_a_single_level_problem_is_refused_with_the_methods_for_it():
-    problem = fb.SingleLevel(lambda x, batch: jnp.mean(batch["a"]) * jnp.sum(x**2))
-    with pytest.raises(
-        fb.errors.ConfigurationError,
-        match=r"FedNest solves Bilevel or Minimax or Compositional problems, not SingleLevel; methods that do",
-    ):
-        fb.solve(fb.FedNest(), problem, fb.Clients({"a": np.ones((2, 3))}), jnp.ones(2), rounds=1)
 
 
 @pytest.mark.parametrize(

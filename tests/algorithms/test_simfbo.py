@@ -160,14 +160,6 @@ def test_drift_is_proportional_to_the_local_step(method, target):
         assert np.linalg.norm(twice - 2 * once) < 0.1 * np.linalg.norm(twice)
 
 
-def test_equal_work_makes_the_two_coincide():
-    """‖a_i‖₁ the same for all and Σp_i = 1 over everyone: ρh = q."""
-    task = quadratic()
-    common = {"local_steps": 4, "batch_size": 3, "local_optimizer": fb.parts.Momentum(decay=0.5)}
-    a, b = (run(method(**common), task, 5).state for method in (fb.SimFBO, fb.ShroFBO))
-    np.testing.assert_allclose(*(np.concatenate(jax.tree.leaves(s.iterate)) for s in (a, b)), rtol=1e-12, atol=1e-12)
-
-
 def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too():
     """The estimate of ρ is then ‖a‖₁ in every round, whatever the cohort."""
     task = quadratic()
@@ -208,25 +200,6 @@ def written_out(task, coefficients, eta, gamma, radius, normalised, rounds=3):
     return z
 
 
-def test_heavy_ball_at_a_finite_step():
-    """d = y, μ = 0.9, η = 0.05, τ = 10 from y = 1: m ← 0.9 m + y, y ← y − 0.05 m ends at −0.311.
-
-    Steps of a_k η with the final τ, which is SimFBO's (3) to the letter, end at +0.093: Π_k (1 − 0.05 a_k).
-    """
-    y, m = 1.0, 0.0
-    for _ in range(10):
-        m = 0.9 * m + y
-        y -= 0.05 * m
-    printed = np.prod([1 - 0.05 * (1 - 0.9 ** (10 - k)) / 0.1 for k in range(10)])
-    assert (round(y, 3), round(printed, 3)) == (-0.311, 0.093)
-    problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x), lambda x, y, batch: jnp.sum(y**2) / 2)
-    clients = fb.Clients([np.zeros((1, 1))], [np.zeros((1, 1))])
-    steps = {"local_steps": 10, "batch_size": None, "client_lr": 0.05, "server_lr": 0.05}
-    algorithm = fb.SimFBO(local_optimizer=fb.parts.Momentum(decay=0.9), **steps)
-    result = fb.solve(algorithm, problem, clients, jnp.zeros(1), jnp.ones(1), rounds=1)
-    assert float(result.y[0]) == pytest.approx(y, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", ["momentum", "proximal"])
 def test_local_loops_of_drawn_length(name):
     """One client with τ drawn from 1..4 in each round: ρ is the mean of the ‖a‖₁ before, its own in round 0."""
@@ -244,54 +217,6 @@ def test_local_loops_of_drawn_length(name):
         rho = np.mean(norms[: max(round, 1)])
         z = z - rho * spread(gamma) * (z - end) / spread(eta) / norms[round]
     np.testing.assert_allclose(np.concatenate(result.state.iterate), z, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        (fb.ShroFBO, "momentum"),
-        pytest.param(fb.ShroFBO, "proximal", marks=SLOW),
-        pytest.param(fb.SimFBO, "momentum", marks=SLOW),
-        pytest.param(fb.SimFBO, "proximal", marks=SLOW),
-    ],
-)
-def test_ends_of_local_loops_at_finite_steps(method, name):
-    """At rest Σ p_i c_i q_i = 0, c_i being 1 or, with ShroFBO, 1/‖a_i‖₁, whatever the length of the local steps.
-
-    As d_i is affine, so is q_i = K_i z − k_i, which the local loop gives at the unit vectors: the end is the solution
-    of Σ p_i c_i (K_i z − k_i) = 0. With ‖a_i‖₁ the 1-norm of other coefficients than those of the loop, it would not
-    tend to x* for η → 0: the distance is measured for two η, and falls in proportion within a tenth.
-    """
-    task, coefficients = quadratic(clients=8, local_steps=WORK, condition=5, noise=0.0), COEFFICIENTS[name]
-    p, norms = task.clients.weights, np.array([a.sum() for a in weights_of(coefficients, WORK)])
-    scale = 1 / norms if method is fb.ShroFBO else np.ones(8)
-    exact = solution(task.clients, p * scale * norms / (p * scale * norms).sum()).x
-
-    def end(eta):
-        matrix, vector = np.zeros((21, 21)), np.zeros(21)
-        for i, tau in enumerate(WORK):
-            slopes, shift = affine(task, i)
-
-            def q(z, d=lambda at, s=slopes, b=shift: s @ at - b, tau=tau):
-                return (z - local_loop(coefficients, d, z, eta, tau)) / eta
-
-            at_zero = q(np.zeros(21))
-            matrix += p[i] * scale[i] * np.stack([q(e) - at_zero for e in np.eye(21)], axis=1)
-            vector -= p[i] * scale[i] * at_zero
-        return np.linalg.solve(matrix, vector)
-
-    size = fb.XYV(0.01, 0.1, 0.1)
-    algorithm = method(
-        batch_size=None,
-        client_lr=size,
-        server_lr=fb.XYV(*(lr / norms.max() for lr in FASTER)),
-        local_optimizer=coefficients,
-    )
-    expected = end(spread(size))
-    np.testing.assert_allclose(np.concatenate(run(algorithm, task, 1_600).state.iterate), expected, rtol=1e-8)
-    assert relative_error(expected[:5], exact) > 1e-2  # far from what vanishing steps would give
-    twice, once = (end(spread(size) / by)[:5] - exact for by in (100, 200))
-    assert np.linalg.norm(twice - 2 * once) < 0.1 * np.linalg.norm(twice)
 
 
 @SLOW
@@ -342,12 +267,6 @@ def test_independent_batches_have_the_same_mean(method):
     a, b = (run(method(batch_size=None, independent_batches=flag), task, 3).state for flag in (False, True))
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
-
-
-def test_independent_batches_differ_from_shared_ones():
-    task = quadratic()
-    a, b = (run(fb.SimFBO(independent_batches=flag), task, 1).state for flag in (False, True))
-    assert float(jnp.linalg.norm(a.iterate.y - b.iterate.y)) > 1e-6
 
 
 def test_server_optimizer_sees_q():

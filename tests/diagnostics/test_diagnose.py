@@ -37,22 +37,6 @@ class Coefficients:
         slow = late @ jacobian
         self.lag = self.E @ slow + slow.T @ self.E.T + slow.T @ self.D @ jacobian + jacobian.T @ self.D @ slow
 
-    def iteration(self, steps):
-        """(x, y, v) ← M (x, y, v) + constant: SimFBO with τ = 1, full batches and everyone."""
-        n = len(self.A)
-        slopes = np.block(
-            [
-                [RIDGE * np.eye(self.B.shape[1]), self.E, self.B.T],
-                [-self.B, self.A, np.zeros((n, n))],
-                [-self.E.T, -self.D, self.A],
-            ]
-        )
-        sizes = np.repeat([steps.x, steps.y, steps.v], [self.B.shape[1], n, n])
-        return np.eye(len(slopes)) - sizes[:, None] * slopes
-
-    def spectral_radius(self, steps):
-        return np.abs(np.linalg.eigvals(self.iteration(steps))).max()
-
 
 @pytest.fixture(scope="module")
 def drawn():
@@ -101,32 +85,6 @@ def test_clients_differ_by_what_a_loop_says(drawn):
 def test_the_radius_holds_v(drawn):
     task, found, _ = drawn
     assert found.radius >= np.linalg.norm(solution(task.clients).v)
-
-
-@pytest.mark.parametrize("heterogeneity", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("condition", [1.01, 10, 1e4])
-def test_the_single_loop_is_stable_with_room(condition, heterogeneity):
-    """Eigenvalues of the iteration itself: x could go three times as fast, and fast enough it is unstable."""
-    task = quadratic(condition=condition, heterogeneity=heterogeneity, seed=7)
-    exact = Coefficients(task.clients)
-    y = 1 / ends(exact.A)[1]
-    x = 1 / (np.abs(ends(exact.lag)).max() / y + 2 * ends(exact.hessian)[1])  # suggest.Scales.outer_step
-    assert exact.spectral_radius(fb.XYV(x, y, y)) < 1
-    assert exact.spectral_radius(fb.XYV(3 * x, y, y)) < 1
-    assert exact.spectral_radius(fb.XYV(20 * x, y, y)) > 1
-
-
-def test_one_dimension_is_stable_up_to_four_times_the_bound_of_the_lag():
-    """ẋ = −γ_x B v, ẏ = −γ(λy − Bx), v̇ = −γ(λv − Dy): Routh's limit is γ_x φ = 2γλ, φ = DB²/λ², T = 2φ/λ."""
-    b, d, slow, inner = 0.7, 1.3, 0.2, 0.5
-    phi = d * b**2 / slow**2
-    bound = inner / (2 * phi / slow)
-
-    def growth(outer):
-        flow = [[0, 0, -outer * b], [inner * b, -inner * slow, 0], [0, inner * d, -inner * slow]]
-        return np.linalg.eigvals(np.array(flow)).real.max()
-
-    assert growth(4 * bound * (1 - 1e-6)) < 0 < growth(4 * bound * (1 + 1e-6))
 
 
 def test_the_fields_have_those_steps(drawn):
