@@ -49,7 +49,7 @@ LIMITS = {
     "docs/how-to/several-hosts.md": 850,
     "docs/how-to/simple-bilevel.md": 1400,
     "docs/how-to/submodels.md": 1700,
-    "docs/how-to/sweep.md": 1050,
+    "docs/how-to/sweep.md": 800,
     "docs/reference/algorithms/README.md": 1250,
     "docs/reference/algorithms/adbo.md": 1350,
     "docs/reference/algorithms/afbo.md": 900,
