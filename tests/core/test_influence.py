@@ -1,6 +1,4 @@
-"""Is a problem whose x cannot move named as one, for the reason that holds, and no other problem?"""
-
-import re
+"""Is a problem whose x cannot move by derivatives named as one, for the reason that holds, and no other problem?"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ from jax import lax
 
 import fedbilevel as fb
 import hospital_files
-from fedbilevel.core.influence import doubts
+from fedbilevel.core.influence import why_it_vanishes
 from fedbilevel.core.tree import split
 from fedbilevel.tasks import TASKS
 
@@ -61,49 +59,32 @@ def simple(outer, inner, **more):
     return fb.SimpleBilevel(outer, inner, fb.projections.ball(1.0), **more)
 
 
-PASSES = r"enters the inner loss only where no derivative passes .*: for a method that goes by derivatives "
-STILL, ALONE = "x will not move$", "x follows the outer loss's own gradient in x alone$"
-DEGENERATE = {
-    "inner without x": (fb.Bilevel(fit, fit), ["^x does not influence the inner loss: " + STILL]),
-    "inner without x, outer with": (fb.Bilevel(both, fit), ["^x does not influence the inner loss: " + ALONE]),
-    "inner without y": (fb.Bilevel(fit, of_x), ["^y does not influence the inner loss: every y .* and " + STILL]),
-    "outer without y": (fb.Bilevel(of_x, ridge), ["^y does not influence the outer loss: " + ALONE]),
-    "outer without either": (fb.Bilevel(lambda x, y, b: b.mean(), ridge), ["^neither x nor y .* outer loss: " + STILL]),
-    "stop_gradient": (fb.Bilevel(fit, stopped), ["^x " + PASSES + STILL]),
-    "round": (fb.Bilevel(fit, rounded), ["^x " + PASSES + STILL]),
-    "integers": (fb.Bilevel(fit, lambda x, y, b: ridge(x.astype(int) * 1.0, y, b)), ["^x " + PASSES + STILL]),
-    "stop_gradient in a loop": (fb.Bilevel(fit, in_a_loop), ["^x " + PASSES + STILL]),
-    "stop_gradient, outer with x": (fb.Bilevel(both, stopped), ["^x " + PASSES + ALONE]),
-    "a sum of parts": (fb.Bilevel(fit, both), ["^x does not influence which y minimises the inner loss, .*: " + STILL]),
-    "corners": (
-        fb.Bilevel(fit, lambda x, y, b: jnp.sum(abs(x - y))),
-        ["^x influences which y minimises the inner loss only where .* second derivatives " + STILL],
-    ),
-    "inner with neither": (
-        fb.Bilevel(fit, lambda x, y, b: b.mean()),
-        ["^x does not .*" + STILL, "^y does not .*" + STILL],
-    ),
-    "minimax without x": (fb.Minimax(lambda x, y, b: -fit(x, y, b)), ["^x does not influence the loss: " + STILL]),
-    "minimax without y": (fb.Minimax(of_x), ["^y does not influence the loss: y will not move$"]),
+NO_X, NEITHER = "the outer loss has no derivative in x, and the inner", "the outer loss has a derivative neither in x"
+LOSS = "the loss has no derivative in x"
+VANISHES = {
+    "inner without x": (fb.Bilevel(fit, fit), NO_X),
+    "inner without y": (fb.Bilevel(fit, of_x), NO_X),
+    "outer without either": (fb.Bilevel(lambda x, y, b: b.mean(), ridge), NEITHER),
+    "stop_gradient": (fb.Bilevel(fit, stopped), NO_X),
+    "round": (fb.Bilevel(fit, rounded), NO_X),
+    "integers": (fb.Bilevel(fit, lambda x, y, b: ridge(x.astype(int) * 1.0, y, b)), NO_X),
+    "stop_gradient in a loop": (fb.Bilevel(fit, in_a_loop), NO_X),
+    "a sum of parts": (fb.Bilevel(fit, both), NO_X),
+    "corners": (fb.Bilevel(fit, lambda x, y, b: jnp.sum(abs(x - y))), NO_X),
+    "inner with neither": (fb.Bilevel(fit, lambda x, y, b: b.mean()), NO_X),
+    "minimax without x": (fb.Minimax(lambda x, y, b: -fit(x, y, b)), LOSS),
     "composition without x": (
         fb.Compositional(lambda y, b: fit(None, y, b), lambda x, b: jnp.mean(b, 0)),
-        ["^x does not influence the inner function: " + STILL],
+        NO_X,
     ),
-    "composition without y": (
-        fb.Compositional(lambda y, b: b.mean(), lambda x, b: x * jnp.mean(b, 0)),
-        ["^neither x nor y influences the outer function: " + STILL],
-    ),
-    "single level without x": (fb.SingleLevel(lambda x, b: b.mean()), ["^x does not influence the loss: " + STILL]),
-    "no preference": (
-        simple(lambda x: jnp.ones(()), lambda x, b: of_x(x, None, b)),
-        ["^x does not influence the outer loss: no minimiser of the inner one is preferred$"],
-    ),
-    "all minimise": (
-        simple(lambda x: jnp.sum(x**2), lambda x, b: b.mean()),
-        ["^x does not influence the inner loss: every x minimises it$"],
-    ),
+    "composition without y": (fb.Compositional(lambda y, b: b.mean(), lambda x, b: x * jnp.mean(b, 0)), NEITHER),
+    "single level without x": (fb.SingleLevel(lambda x, b: b.mean()), LOSS),
+    "simple without x": (simple(lambda x: jnp.ones(()), lambda x, b: b.mean()), "no loss has a derivative in x"),
 }
 SOUND = {
+    "inner without x, outer with": fb.Bilevel(both, fit),
+    "outer without y": fb.Bilevel(of_x, ridge),
+    "minimax without y": fb.Minimax(of_x),
     "x in the inner loss alone": fb.Bilevel(fit, ridge),
     "x in both": fb.Bilevel(both, ridge),
     "linear in x": fb.Bilevel(fit, lambda x, y, b: fit(x, y, b) + x @ y),
@@ -117,26 +98,19 @@ SOUND = {
 }
 
 
-def said(problem, x, y, *examples):
-    return sorted(doubts(problem, x, y, *examples))
-
-
 def y_of(problem):
     return None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else Y
 
 
-@pytest.mark.parametrize("case", DEGENERATE)
-def test_what_cannot_move_is_named_with_the_reason(case):
-    problem, expected = DEGENERATE[case]
-    found = said(problem, X, y_of(problem), BATCH, BATCH)
-    assert len(found) == len(expected), found
-    for text, words in zip(found, expected, strict=True):
-        assert re.search(words, text), text
+@pytest.mark.parametrize("case", VANISHES)
+def test_why_x_cannot_move_is_said(case):
+    problem, expected = VANISHES[case]
+    assert why_it_vanishes(problem, X, y_of(problem), BATCH, BATCH).startswith(expected)
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_nothing_is_said_of_a_sound_problem(case):
-    assert said(SOUND[case], X, y_of(SOUND[case]), BATCH, BATCH) == []
+def test_nothing_is_said_of_a_problem_whose_x_moves(case):
+    assert why_it_vanishes(SOUND[case], X, y_of(SOUND[case]), BATCH, BATCH) is None
 
 
 OWN = [*sorted(set(TASKS) - {"few_shot"}), pytest.param("few_shot", marks=pytest.mark.slow)]  # downloaded characters
@@ -148,7 +122,7 @@ def test_nothing_is_said_of_the_librarys_own_tasks(name, tmp_path, monkeypatch):
         hospital_files.write(tmp_path, monkeypatch)
     task = TASKS[name]()
     (x, x_fixed), (y, y_fixed) = split(task.x0), split(task.y0)
-    assert said(task.problem.with_fixed(x_fixed, y_fixed), x, y, *task.clients.examples()) == []
+    assert why_it_vanishes(task.problem.with_fixed(x_fixed, y_fixed), x, y, *task.clients.examples()) is None
 
 
 @pytest.mark.parametrize("case", ["stop_gradient", "a sum of parts"])
@@ -156,6 +130,6 @@ def test_solve_says_it_at_the_users_line_and_x_stays(case):
     """The claim itself: after rounds of a method that goes by derivatives x has not moved by a bit."""
     samples = [np.ones((3, 2), np.float32)] * 2
     with pytest.warns(fb.errors.InfluenceWarning, match="will not move") as caught:
-        result = fb.solve(fb.SimFBO(), DEGENERATE[case][0], fb.Clients(samples, samples), X, Y, rounds=3)
+        result = fb.solve(fb.SimFBO(), VANISHES[case][0], fb.Clients(samples, samples), X, Y, rounds=3)
     assert caught[0].filename == __file__
     assert np.array_equal(result.x, X)

@@ -19,7 +19,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
-from fedbilevel.core.influence import doubts
+from fedbilevel.core.influence import why_it_vanishes
 from fedbilevel.core.inputs import require_function
 from fedbilevel.core.kept import kept
 from fedbilevel.core.metrics import MetricFunction, directions
@@ -143,8 +143,9 @@ def solve(
     examples = clients.examples()
     programs = problem.traced(x, y, examples)
     problem = problem.keyed(x, y, examples, programs)
-    for doubt in kept(problem.key and ("doubts", problem.key), lambda: tuple(doubts(problem, x, y, *examples))):
-        warnings.warn(InfluenceWarning(doubt), stacklevel=2)
+    if why := kept(problem.key and ("vanishes", problem.key), lambda: why_it_vanishes(problem, x, y, *examples)):
+        text = f"x will not move by derivatives: {why} (stop_gradient, rounding and comparisons let none pass)"
+        warnings.warn(InfluenceWarning(text), stacklevel=2)
     check_fields(algorithm, problem, clients, x, y)
     own = as_per_client(metrics_per_client)
     measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
