@@ -69,10 +69,10 @@ def _programs_go_after_their_module() -> Iterator[None]:
     from fedbilevel.engines import machine
 
     yield
-    machine.give_back()
+    machine.trim_heap()
     if _resident() > 10**9:
         jax.clear_caches()
-        machine.give_back()
+        machine.trim_heap()
 
 
 def _resident() -> float:

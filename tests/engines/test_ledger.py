@@ -14,8 +14,8 @@ from fedbilevel.engines.costs import (
     Sums,
     add_costs,
     exchange_costs,
-    in_parts,
     normalise,
+    split_ticks,
     weigh,
 )
 
@@ -114,7 +114,7 @@ def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
 
 def test_the_time_of_a_long_round_fits():
     """A thousand exchanges as long as can be: 74 hours in all would not fit into 32 bits of ticks."""
-    spent = sum((in_parts(jnp.asarray(2**28)) for _ in range(999)), in_parts(2**28))
+    spent = sum((split_ticks(jnp.asarray(2**28)) for _ in range(999)), split_ticks(2**28))
     ledger = Ledger()
     ledger.add(a_book({("ask", 1, 1): np.asarray(1)})._replace(time=spent), rounds=1)
     assert ledger.ticks == 1000 * 2**28

@@ -120,7 +120,7 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"Clients\.outer\['a'\] holds NaN or infinity, first in sample "
     ):
-        PerClientEvaluation({"m": PerClient(METRICS["error"])}, clients, None, None)(0, jnp.ones(2), jnp.ones(3))
+        PerClientEvaluation({"m": PerClient(METRICS["error"])}, clients, (None, None))(0, jnp.ones(2), jnp.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_of_several_processes_each_measures_its_share(monkeypatch):
     measured = {"error": PerClient(METRICS["error"])}
     x, y = jnp.array([0.1, 0.2]), jnp.ones(3) / 3
     whole = population()
-    want = PerClientEvaluation(measured, whole, None, None).each(x, y)["error"]
+    want = PerClientEvaluation(measured, whole, (None, None)).each(x, y)["error"]
     said = []
     for process, own in enumerate([slice(0, 1), slice(1, 2), slice(2, 4)]):  # of 4 clients, in 3 ranges
         group = ProcessGroup(processes=3, process=process)
@@ -167,5 +167,5 @@ def test_of_several_processes_each_measures_its_share(monkeypatch):
             {"a": np.full_like(whole.outer.row(i)["a"], 1e6) if i in others else whole.outer.row(i)["a"]}
             for i in range(4)
         ]
-        said.append(PerClientEvaluation(measured, fb.Clients(rows), None, None, group).each(x, y)["error"])
+        said.append(PerClientEvaluation(measured, fb.Clients(rows), (None, None), group).each(x, y)["error"])
     np.testing.assert_allclose(np.concatenate(said), want, rtol=1e-12)

@@ -144,12 +144,12 @@ def test_a_run_inside_another_is_not_shown_unless_it_is_handed_the_display() -> 
     with showing(told) as outer:
         with showing(None) as inner:
             inner.advance(1, 2)
-            progress.doing("compiling")
+            progress.report_stage("compiling")
         with showing(outer) as same:
             same.advance(3, 4)
         outer.advance(4, 4)
     assert told.events == [("advance", 3, 4), ("advance", 4, 4), ("close",)]
-    progress.doing("nobody is told")
+    progress.report_stage("nobody is told")
 
 
 @pytest.mark.parametrize("given", [3, "yes", object(), []])

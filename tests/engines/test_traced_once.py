@@ -17,10 +17,11 @@ from fedbilevel.engines.recorder import Recorder
 
 SAMPLES = [np.random.default_rng(i).normal(size=(n, 3)) for i, n in enumerate((4, 6))]
 CLIENTS = fb.Clients(SAMPLES, [2 * rows for rows in SAMPLES])
-BOTH = {"outer": 2, "inner": 2}  # one sample, and two, which is the batch too
+BATCHES = {"outer": 2, "inner": 1}  # two, which is the batch too; of the outer loss also one, for its influence
+BOTH = {"outer": 2, "inner": 2}  # of the inner loss too, where samples are taken one by one
 LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, step=0.01))
 CASES = {
-    "SimFBO": (fb.SimFBO(batch_size=2), BOTH),
+    "SimFBO": (fb.SimFBO(batch_size=2), BATCHES),
     "SimFBO, all samples": (fb.SimFBO(batch_size=None), BOTH),  # unequal clients: one by one
     "LFedNest": (fb.LFedNest(batch_size=2, hypergradient=LOCAL), BOTH),
     "RABO": (fb.RABO(batch_size=2, hypergradient=LOCAL), BOTH),
@@ -69,7 +70,7 @@ def calls(algorithm, monkeypatch, **options):
     start = [jnp.ones(2)] if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else [jnp.ones(2), jnp.zeros(3)]
     clients = fb.Clients(SAMPLES) if isinstance(problem, fb.Minimax) else CLIENTS
     fb.Local.forget()
-    monkeypatch.setattr(rounds_module, "doing", stop)
+    monkeypatch.setattr(rounds_module, "report_stage", stop)
     fb.Local.forget()
     with pytest.raises(Traced):
         fb.solve(algorithm, problem, clients, *start, rounds=3, **options)
@@ -84,13 +85,13 @@ def test_a_function_is_called_once_for_arguments_of_the_same_shapes(case, monkey
 
 def test_counting_operations_calls_them_for_shapes_of_its_own_alone(monkeypatch):
     """Of all a client's samples: whole batches are counted as long as the longest, sample by sample."""
-    assert calls(fb.SimFBO(batch_size=2), monkeypatch, count_flops=True) == BOTH
+    assert calls(fb.SimFBO(batch_size=2), monkeypatch, count_flops=True) == BATCHES
 
 
 def test_each_run_calls_them_anew(monkeypatch):
     """What they read may have changed, which JAX, who remembers by the function, would not see."""
     algorithm = fb.SimFBO(batch_size=2)
-    assert [calls(algorithm, monkeypatch) for _ in range(2)] == [BOTH, BOTH]
+    assert [calls(algorithm, monkeypatch) for _ in range(2)] == [BATCHES, BATCHES]
 
 
 @pytest.mark.parametrize("length", ["--exchanges", "--rounds"])

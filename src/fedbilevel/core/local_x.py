@@ -73,7 +73,7 @@ def run(
     return reply._replace(update=update, state=LocalX(block, inside))
 
 
-def joined(clients: PyTree) -> PyTree:
+def gather_x(clients: PyTree) -> PyTree:
     """x, leaves (M, ...), from all that the clients keep, where each has a block."""
     nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, LocalX))
     (blocks,) = (node.x for node in nodes if isinstance(node, LocalX))

@@ -25,7 +25,7 @@ from fedbilevel.core.problem import ImplicitTerm
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.diagnostics.measure import DifferentiablePoint, point, same_shapes
 from fedbilevel.engines.engine import Engine
-from fedbilevel.engines.progress import doing
+from fedbilevel.engines.progress import report_stage
 from fedbilevel.engines.solve import solve
 from fedbilevel.oracles.exact import (
     ExactHypergradient,
@@ -155,7 +155,7 @@ def check_hypergradient(
         for name, given in (estimators or {}).items():
             taken = {row.name for row in rows.rows}
             require(name not in taken, "the name of an estimator", name, f"none of {sorted(taken)}")
-            doing(f"drawing estimates of {name}")
+            report_stage(f"drawing estimates of {name}")
             if isinstance(given, Algorithm):
                 drawn = sample(
                     given, at.problem, clients, at.x, found.inner.y, draws=draws, cohort=cohort, engine=engine, key=key
@@ -308,25 +308,25 @@ class Estimates:
 
 def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPlan) -> Estimates:
     """Everything but the local hypergradient."""
-    doing("solving the inner problem")
+    report_stage("solving the inner problem")
     if plan.solve_inner:
         inner = solve_inner(population, x, start)
     else:
         norm, zero = optax.tree.norm(population.inner.gradients(x, start)[1]), jnp.asarray(0)
         inner = Inner(start, norm, zero, zero, jnp.asarray(False))
     y = inner.y
-    doing("comparing hypergradients")
+    report_stage("comparing hypergradients")
     spectrum = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, plan.seed, iterations=100)
     scale = max(abs(spectrum.smallest), abs(spectrum.largest))
     step = plan.step or (1 / scale if scale else 1.0)
     by_cg, system = implicit_by_cg(population, x, y, tolerance=CG_TOLERANCE)
     drawn = None
     if plan.solve_inner:
-        doing("finite differences")
+        report_stage("finite differences")
         # truncation is of order h⁴, rounding of order ε/h: 1e-10 is enough, and a narrow step meets fewer kinks
         width = float(np.finfo(np.float64).eps) ** (1 / 3) * max(1.0, float(optax.tree.norm(x)))
         drawn = slopes(population, x, y, plan.seed, directions=plan.directions, width=width)
-        doing("comparing hypergradients")
+        report_stage("comparing hypergradients")
     return Estimates(
         inner=inner,
         spectrum=spectrum,

@@ -33,7 +33,7 @@ from fedbilevel.core.client import Clients, require_clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, is_floating, nonfinite_leaves, split
-from fedbilevel.engines.progress import doing
+from fedbilevel.engines.progress import report_stage
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total
@@ -80,16 +80,16 @@ def measure(
     """Float64 must be switched on. δ lifts the inner Hessian's eigenvalues to L/rounds where μ is below that."""
     population = Population.of(problem, clients, max_samples)
     few = Population.of(problem, clients, min(max_samples, RESPONSE_SAMPLES))
-    doing("measuring curvature at the start")
+    report_stage("measuring curvature at the start")
     here = curvature(population, x, y, seed)
     low, high = here.inner.smallest, here.inner.largest
     delta = 0.0 if low >= high / rounds else high / rounds - min(low, 0.0)
-    doing("measuring how y*(x) and Φ respond")
+    report_stage("measuring how y*(x) and Φ respond")
     found = response(few, x, y, delta, seed)
     there = curvature(population, x, found.y, seed)
-    doing("measuring how much clients differ")
+    report_stage("measuring how much clients differ")
     apart = spread(problem, clients, x, y, max_samples, seed)
-    doing("measuring single samples")
+    report_stage("measuring single samples")
     return Measurements(
         delta=delta,
         here=here,

@@ -43,14 +43,14 @@ class RoundCosts(NamedTuple):
     gradients: Array  # batch gradients, summed over clients
     hvps: Array  # products of a vector with second derivatives, summed over clients
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
-    time: Array  # (2,) what the clock says it took: see `in_parts`
+    time: Array  # (2,) what the clock says it took: see `split_ticks`
     privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
 
 
 def empty_costs() -> RoundCosts:
     """The costs of a round before its first exchange."""
     zero = jnp.zeros((), jnp.int32)
-    return RoundCosts({}, zero, zero, {}, in_parts(0))
+    return RoundCosts({}, zero, zero, {}, split_ticks(0))
 
 
 def add_costs(a: RoundCosts, b: RoundCosts) -> RoundCosts:
@@ -112,10 +112,10 @@ def exchange_costs(
     if age is not None:
         metrics[phase, "staleness"] = age, sums.weight
     call = (phase, nbytes(message), nbytes(sums.update if update is None else update))
-    return RoundCosts({call: count}, sums.gradients, sums.hvps, metrics, in_parts(ticks))
+    return RoundCosts({call: count}, sums.gradients, sums.hvps, metrics, split_ticks(ticks))
 
 
-def in_parts(ticks: int | Array) -> Array:
+def split_ticks(ticks: int | Array) -> Array:
     """Ticks as (multiples of PART, rest): sums over the 65,536 longest exchanges that there can be fit into 32 bits."""
     return jnp.stack([jnp.asarray(ticks // PART, jnp.int32), jnp.asarray(ticks % PART, jnp.int32)])
 

@@ -6,7 +6,7 @@ Who takes part in a round, and how much each one works, are functions of the rou
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
+from fedbilevel.engines.evaluation import PerClient, PerClientRow
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
 from fedbilevel.engines.recorder import key_of_round
 from fedbilevel.engines.virtual_time import Clock, ClockState
@@ -64,13 +65,25 @@ class Run(Protocol):
         """
         ...
 
+    def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
+        """What measures metrics on each client; `fixed`: the leaves of x and y that are no variables.
+
+        Raises ConfigurationError where clients cannot be asked for them.
+        """
+        ...
+
     def close(self) -> None:
-        """Release threads and buffers."""
+        """Release threads and buffers, and memory that compiling has taken."""
         ...
 
 
 class Engine(Protocol):
-    """A way to simulate (or reach) clients."""
+    """A way to simulate (or reach) clients. What it prints is the same in all processes that run together."""
+
+    @property
+    def clock(self) -> Clock | None:
+        """How long exchanges take, in virtual time; None where time is that of the world."""
+        ...
 
     def start(self, algorithm: Algorithm, problem: Problem, clients: Any, cohort: int, key: Array, carry: Carry) -> Run:
         """Prepare a run on `Clients` or `RemoteClients`; `carry` gives shapes and dtypes."""

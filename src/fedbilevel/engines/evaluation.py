@@ -87,6 +87,10 @@ def _kept(closed: ClosedJaxpr, *like: PyTree) -> Callable[..., Any]:
     return partial(compiled(run, constants, *like), constants)
 
 
+PerClientRow = Callable[[int, PyTree, PyTree], Row]
+"""(round, x, y) -> the columns of all per-client metrics."""
+
+
 @dataclass(frozen=True)
 class PerClient:
     """A metric that is measured on each client by itself, on all its outer or all its inner samples.
@@ -166,12 +170,10 @@ class PerClientEvaluation:
         self,
         metrics: Mapping[str, PerClient],
         clients: Clients,
-        x_fixed: PyTree,
-        y_fixed: PyTree,
+        fixed: tuple[PyTree, PyTree],
         group: ProcessGroup | None = None,
     ) -> None:
-        self.metrics, self.clients, self.group = metrics, clients, group or current_group()
-        self.fixed = x_fixed, y_fixed
+        self.metrics, self.clients, self.fixed, self.group = metrics, clients, fixed, group or current_group()
         self.programs: dict[str, Callable[[PyTree, PyTree, PyTree], Any]] = {}
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,12 +27,12 @@ from fedbilevel.core.errors import (
     diverged,
     require,
 )
-from fedbilevel.core.local_x import joined
+from fedbilevel.core.local_x import gather_x
 from fedbilevel.core.tree import join, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.costs import ExchangeKind, Ledger
 from fedbilevel.engines.engine import Carry, Run
-from fedbilevel.engines.evaluation import Evaluation
+from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.local.samples import local
@@ -83,7 +83,7 @@ class Loop:
     next_save: float = -math.inf  # on this machine's clock, where the plan has no number of rounds; at once if resumed
     group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
     display: Display = field(default_factory=Silent)  # to whom it tells how far it is
-    per_client: Callable[[int, Any, Any], Row] | None = None  # (round, x, y) -> the columns of per-client metrics
+    per_client: PerClientRow | None = None
     costs: Mapping[ExchangeKind, int] | None = (
         None  # of a client's reply, in floating-point operations, where they are known
     )
@@ -172,11 +172,11 @@ class Loop:
             self.warned = True
 
     def result(self, run: Run, carry: Carry) -> Result:
-        """A snapshot: nothing changes the arrays of a server's state, and `joined` makes new ones."""
+        """A snapshot: nothing changes the arrays of a server's state, and `gather_x` makes new ones."""
         state = jax.device_put(local(carry.state))  # arrays stay where they are; NumPy's go to the device
         x = state.x if carry.local_x is None else carry.local_x
         if self.simulated and carry.local_x is not None:
-            x = joined(local(carry.clients))
+            x = gather_x(local(carry.clients))
             if bad := nonfinite_leaves(x):
                 raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
         x_fixed, y_fixed = self.evaluation.fixed

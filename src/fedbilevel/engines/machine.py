@@ -110,7 +110,7 @@ def _trim() -> Any:
         return None
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the operating system, in 20 to 110 ms.
 
     A process compiles in many threads, and glibc keeps what each of them frees in a pool of its own: after a few runs

@@ -1,7 +1,7 @@
 """Telling people who wait how far a run is: what is being done, rounds, their speed, the time that is left.
 
-`solve` opens a display with `showing`; wherever something takes long, engines say what it is with `doing`. What a
-display does, or fails to do, never costs the run more than a tenth of its time.
+`solve` opens a display with `showing`; wherever something takes long, engines say what it is with `report_stage`. What
+a display does, or fails to do, never costs the run more than a tenth of its time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Display(Protocol):
 _shown: ContextVar[Display | None] = ContextVar("shown", default=None)
 
 
-def doing(name: str) -> None:
+def report_stage(name: str) -> None:
     """Say what is being done now, which is no round, to whom it may concern."""
     if (display := _shown.get()) is not None:
         display.stage(name)

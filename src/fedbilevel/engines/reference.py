@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -28,8 +28,8 @@ from fedbilevel.engines.costs import (
     add_costs,
     empty_costs,
     exchange_costs,
-    in_parts,
     normalise,
+    split_ticks,
     stack_costs,
     weigh,
 )
@@ -46,6 +46,8 @@ from fedbilevel.engines.engine import (
     round_keys,
     work_of,
 )
+from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
+from fedbilevel.engines.machine import trim_heap
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import Clock
 
@@ -95,7 +97,7 @@ class ReferenceFed:
             asked.append(i)
             totals.append(whole(sums))
         ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
-        self.round_costs = self.round_costs._replace(time=self.round_costs.time + in_parts(ticks))
+        self.round_costs = self.round_costs._replace(time=self.round_costs.time + split_ticks(ticks))
         return normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
 
     def portion(self, phase: Phase, message: PyTree, i: int) -> tuple[PyTree, PutBack]:
@@ -234,8 +236,11 @@ class ReferenceRun:
                 break
         return Stretch(carry, len(costs), stack_costs(costs))
 
+    def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
+        return PerClientEvaluation(metrics, self.clients, fixed)
+
     def close(self) -> None:
-        pass
+        trim_heap()
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,13 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import fingerprint, lock, machine, submodels
+from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import (
     Evaluation,
     Measure,
     PerClient,
-    PerClientEvaluation,
     as_per_client,
     check_per_client,
 )
@@ -157,8 +156,8 @@ def solve(
         allowed = f"1 or None: the clients of {algorithm.label} keep a state, which goes back by one round alone"
         require(fits, "checkpoint_every", checkpoint_every, allowed)
     stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
-    if (clock := getattr(chosen, "clock", None)) is not None:
-        words = repr(clock)
+    if chosen.clock is not None:
+        words = repr(chosen.clock)
         stated["clock"] = words if len(words) < 500 else hashlib.sha256(words.encode()).hexdigest()
     group = current_group()
     begun = fingerprint.Fingerprint({}, {}, {})
@@ -190,18 +189,11 @@ def solve(
         loop.display = display
         run = chosen.start(algorithm, problem, clients, cohort, key, carry)
         try:
-            if own and isinstance(clients, Clients):
-                loop.per_client = PerClientEvaluation(own, clients, x_fixed, y_fixed, group)
-            elif own:
-                ask = getattr(run, "per_client", None)
-                can = f"left out with {type(chosen).__name__}, which cannot ask for them"
-                require(ask is not None, "metrics_per_client", list(own), can)
-                loop.per_client = ask and ask(own)
+            if own:
+                loop.per_client = run.per_client(own, (x_fixed, y_fixed))
             return loop.play(run, carry)
         finally:
             run.close()
-            if run.compile_seconds or not isinstance(chosen, Local):  # else kept programs were used
-                machine.give_back()
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:
@@ -220,7 +212,7 @@ def _in_common(
         **plan.begun.stated,
         **plan.begun.hashed,
         **plan.begun.functions,
-        "engine": repr(engine) if isinstance(engine, Local) else type(engine).__name__,
+        "engine": repr(engine),
         "resume": str(resume),
         **{kind: ", ".join(sorted(named or {})) for kind, named in metrics.items()},
         "rounds": plan.rounds,

@@ -46,7 +46,7 @@ from fedbilevel.engines.engine import Engine, check_cohort, check_everyone
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.progress import MEASURING, WRITING, Display, doing, showing
+from fedbilevel.engines.progress import MEASURING, WRITING, Display, report_stage, showing
 from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
@@ -325,7 +325,7 @@ def _play(
             count_flops=True,
             progress=display,
         )
-    doing(WRITING)
+    report_stage(WRITING)
     current_group().decide(
         lambda: finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
     )
@@ -439,7 +439,7 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
         return plan.eval_every
     assert plan.budget is not None
     task, (name, amount) = experiment.task, plan.budget
-    doing(MEASURING)
+    report_stage(MEASURING)
     with warnings.catch_warnings(action="ignore"):  # the run itself says it again
         first = solve(
             experiment.algorithm,

@@ -42,7 +42,9 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
     everything = samples.everything()
     rows = everything.samples
     sample = jax.tree.map(lambda a: a[0], rows)
-    parts = in_parts(lambda x, y, one: problem.inner(x, y, jax.tree.map(lambda a: a[None], one)), x, y, sample)
+    parts = partition_by_dependence(
+        lambda x, y, one: problem.inner(x, y, jax.tree.map(lambda a: a[None], one)), x, y, sample
+    )
     fixed = parts.fixed(x)
     features = _in_blocks(partial(parts.of_sample, fixed), rows, max(1, BYTES_AT_ONCE // max(1, parts.bytes_of_sample)))
 
@@ -78,7 +80,7 @@ class OnBatch(NamedTuple):
 
 def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBatch:
     """g on one batch, for many y and for its gradients in x; the values of `y` do not matter, its shapes do."""
-    parts = in_parts(problem.inner, x, y, batch)
+    parts = partition_by_dependence(problem.inner, x, y, batch)
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
         fixed = parts.fixed(x)
@@ -105,7 +107,7 @@ class Parts(NamedTuple):
     bytes_of_sample: int  # of all results in `of_sample`, were none of them fused
 
 
-def in_parts(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTree) -> Parts:
+def partition_by_dependence(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTree) -> Parts:
     """Cut a scalar function so that each part computes all that depends on nothing later."""
     closed = jax.make_jaxpr(_inlined(function, x, y, sample))(x, y, sample)
     jaxpr = closed.jaxpr

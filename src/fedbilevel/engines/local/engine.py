@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from fedbilevel.engines.engine import (
     check_availability,
     check_simulated,
 )
+from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.engines.in_flight import nonfinite_replies
 from fedbilevel.engines.local.fed import (
@@ -38,7 +39,7 @@ from fedbilevel.engines.local.fed import (
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.local.rounds import Program, ProgramInputs, Rounds
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
-from fedbilevel.engines.machine import MEGABYTES, keep_on_disk
+from fedbilevel.engines.machine import MEGABYTES, keep_on_disk, trim_heap
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import SubmodelPlan
@@ -256,5 +257,10 @@ class LocalRun:
             replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
         raise diverged(f"round {round}, ", bad)
 
+    def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
+        return PerClientEvaluation(metrics, self.clients, fixed, self.group)
+
     def close(self) -> None:
         self.source.close()
+        if self.compile_seconds:  # else kept programs were used
+            trim_heap()

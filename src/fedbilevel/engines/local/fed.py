@@ -23,8 +23,8 @@ from fedbilevel.engines.costs import (
     add_costs,
     empty_costs,
     exchange_costs,
-    in_parts,
     normalise,
+    split_ticks,
     weigh,
 )
 from fedbilevel.engines.engine import check_first
@@ -135,7 +135,7 @@ class LocalFed:
             first = int(number == 0)  # the others are further parts of the same exchange
             entries.append(exchange_costs(name, down, of_class, of_class.responders, update=up, exchanges=first))
         ticks = self.wait_for(_joined(classes), None if self.pace.compute is None else _joined(units))
-        time = empty_costs()._replace(time=in_parts(ticks))
+        time = empty_costs()._replace(time=split_ticks(ticks))
         self.round_costs = reduce(add_costs, [self.round_costs, *entries, time])
         total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
         return normalise(total, self.layout.available_population, unbiased)

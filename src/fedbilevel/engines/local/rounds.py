@@ -33,7 +33,7 @@ from fedbilevel.engines.local.fed import (
     SampleArrays,
     chunk_of,
 )
-from fedbilevel.engines.progress import COMPILING, TRACING, doing
+from fedbilevel.engines.progress import COMPILING, TRACING, report_stage
 from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import Pace
 
@@ -92,7 +92,7 @@ class Rounds:
         def play(carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
             return self.one_round(carry, inputs._replace(key=written_out(inputs.key)) if quick_keys else inputs)
 
-        doing(TRACING)
+        report_stage(TRACING)
         _, costs, finite = jax.eval_shape(play, carry, inputs)
         (held, held_tree), (own, own_tree) = map(jax.tree.flatten, parted(carry))
         given, inputs_tree = jax.tree.flatten(inputs)
@@ -112,7 +112,7 @@ class Rounds:
         traced = jax.jit(rounds, donate_argnums=1, out_shardings=everywhere).trace(*arguments)
 
         def finish() -> Any:
-            doing(COMPILING)
+            report_stage(COMPILING)
             return traced.lower().compile()
 
         known = shares or method_key(inputs.algorithm)

@@ -135,7 +135,7 @@ class ClientRuntime:
             self.at = (self.x, self.x if none else self.y)  # of simple bilevel problems y is an average of x
             check_per_client(metrics, site.x0, site.x0 if none else site.y0, examples)
             alone = Clients(outer, None if inner is outer else inner)
-            self.measured = PerClientEvaluation(metrics, alone, x_fixed, x_fixed if none else y_fixed)
+            self.measured = PerClientEvaluation(metrics, alone, (x_fixed, x_fixed if none else y_fixed))
         floor = site.limits.min_batch_size
         self.outer = _samples(outer, floor)
         self.inner = self.outer if inner is outer else _samples(inner, floor)

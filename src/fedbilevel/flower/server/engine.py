@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,13 @@ from fedbilevel.core.errors import AbsenceWarning, ExchangeError, NonFiniteError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
-from fedbilevel.engines.costs import add_costs, empty_costs, in_parts, stack_costs
+from fedbilevel.engines.costs import add_costs, empty_costs, split_ticks, stack_costs
 from fedbilevel.engines.engine import Carry, Stretch, check_everyone, round_keys
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.in_flight import InFlight, PhaseQueue
-from fedbilevel.engines.progress import AWAITING, doing
+from fedbilevel.engines.machine import trim_heap
+from fedbilevel.engines.progress import AWAITING, report_stage
 from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.flower.refusal import Code, Refusal, in_words, named
@@ -63,6 +64,7 @@ class Flower:
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     log: str | Path | None = None
     keys: str | Path | None = None
+    clock: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         require(is_run(self.name), "Flower.name", self.name, "8 to 64 hexadecimal digits, in lower case")
@@ -86,7 +88,7 @@ class FlowerRun:
         self.session, self.key = session, key
         self.seconds = 0.0  # that the rounds so far took
         self.before: Take | None = None  # the latest round that this process has played
-        doing(AWAITING)
+        report_stage(AWAITING)
         await_clients(session)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
@@ -117,7 +119,7 @@ class FlowerRun:
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
         costs = stack_costs([add_costs(undone, fed.total_costs())])
-        return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=in_parts(ticks)[None]))
+        return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=split_ticks(ticks)[None]))
 
     def undo(self, take: Take, error: ExchangeError | NonFiniteError) -> None:
         """Leave a further client out of a round that is to be played again.
@@ -174,11 +176,11 @@ class FlowerRun:
             saved[phase] = PhaseQueue(exchanges, since, queue.replies, early, jnp.asarray(asked, float))
         return queues._replace(lanes=saved)
 
-    def per_client(self, metrics: Mapping[str, PerClient]) -> ClientMetrics:
-        return ClientMetrics(self.session, metrics)
+    def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> ClientMetrics:
+        return ClientMetrics(self.session, metrics)  # clients know the leaves that are fixed
 
     def close(self) -> None:
-        pass
+        trim_heap()
 
 
 def await_clients(session: Session) -> None:
