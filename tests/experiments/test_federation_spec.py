@@ -160,7 +160,7 @@ def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path,
         ({**NODE, "clipp": 1.0}, "did you mean 'clip'"),
         ({**NODE, "clip": 1.0}, "noise_multiplier, delta"),
         ({**NODE, "clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, "Site.folder"),
-        ({**NODE, "max-local-steps": 0}, "Limits.local_steps"),
+        ({**NODE, "max-local-steps": 0}, "Limits.max_local_steps"),
         ({**NODE, "samples": "many"}, "task.samples"),
     ],
 )
@@ -173,8 +173,8 @@ def test_node_configuration_says_what_a_site_allows(spec, tmp_path):
     limits = {"max-local-steps": 7, "max-batch-size": 9, "max-seconds": 5, "max-bytes": 100}
     privacy = {"clip": 2, "noise-multiplier": 3.0, "delta": 1e-5, "epsilon": 4.0, "state-folder": str(tmp_path)}
     site = federation.site(spec, {}, {**NODE, **limits, **privacy})
-    assert (site.limits.local_steps, site.limits.batch_size) == (7, 9)
-    assert (site.limits.seconds, site.limits.message_bytes) == (5.0, 100)
+    assert (site.limits.max_local_steps, site.limits.max_batch_size) == (7, 9)
+    assert (site.limits.max_seconds, site.limits.max_bytes) == (5.0, 100)
     assert (site.privacy.clip, site.privacy.noise_multiplier, site.privacy.epsilon) == (2.0, 3.0, 4.0)
 
 

@@ -27,7 +27,7 @@ def test_the_floors_that_everyone_has():
     limits = Limits()
     assert (limits.min_batch_size, limits.min_local_samples) == (8, 8)
     with pytest.raises(ConfigurationError, match=r"Limits\.min_batch_size = 9 is not allowed: it must be at most"):
-        Limits(min_batch_size=9, batch_size=8)
+        Limits(min_batch_size=9, max_batch_size=8)
 
 
 @pytest.mark.parametrize(("batch_size", "refused"), [(1, True), (7, True), (8, False), (None, False)])

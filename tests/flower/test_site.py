@@ -122,18 +122,18 @@ def test_a_key_that_is_none_is_refused(changes, runtime, ran):
 
 
 @pytest.mark.parametrize(("limits", "expected"), [
-    ({"batch_size": 3}, "batch_size = 4 is above this client's limit of 3"),
+    ({"max_batch_size": 3}, "batch_size = 4 is above this client's limit of 3"),
     ({"min_batch_size": 5}, "batch_size = 4 is below this client's floor of 5"),
     ({"min_local_samples": 7}, "this client has fewer samples than its floor of 7"),
-    ({"local_steps": 2}, "inner_rounds = 3 is above this client's limit of 2 steps"),
-    ({"message_bytes": 39}, "40 bytes are above this client's limit of 39"),
+    ({"max_local_steps": 2}, "inner_rounds = 3 is above this client's limit of 2 steps"),
+    ({"max_bytes": 39}, "40 bytes are above this client's limit of 39"),
 ])  # fmt: skip
 def test_limits(limits, expected, ran):
-    algorithm = Rounds() if "local_steps" in limits else STEPS
+    algorithm = Rounds() if "max_local_steps" in limits else STEPS
     runtime = ClientRuntime(federations.site(algorithm, 0, limits=replace(federations.FREE, **limits)))
     assert runtime.respond(request(runtime), memory()).refused == expected
     assert ran == []
-    if "message_bytes" not in limits:  # told at the greeting, too
+    if "max_bytes" not in limits:  # told at the greeting, too
         assert (
             runtime.respond(RequestMessage(run=federations.NAME, contract=runtime.contract.text), memory()).refused
             == expected
@@ -143,9 +143,9 @@ def test_limits(limits, expected, ran):
 def test_the_largest_of_several_counts_is_limited():
     """One number of terms for each client: a server could ask for any work by them."""
     algorithm = fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=[2, 9])), batch_size=8)
-    Limits(local_steps=9).check_algorithm(algorithm)
+    Limits(max_local_steps=9).check_algorithm(algorithm)
     with pytest.raises(Refusal, match=r"solver\.terms = \[2, 9\] is above this client's limit of 8 steps"):
-        Limits(local_steps=8).check_algorithm(algorithm)
+        Limits(max_local_steps=8).check_algorithm(algorithm)
 
 
 def test_counts_of_parts_and_of_wrapped_methods_are_limited():
@@ -153,11 +153,11 @@ def test_counts_of_parts_and_of_wrapped_methods_are_limited():
     inner, solver = fb.parts.MeanGradient(rounds=7, local_steps=3), fb.parts.CG(max_steps=6)
     algorithm = fb.AFBO(inner=inner, hypergradient=fb.parts.LocalImplicit(solver=solver), batch_size=16)
     for method in (algorithm, fb.Asynchronous(algorithm, wait_for=2)):
-        Limits(local_steps=7, batch_size=16, min_batch_size=16).check_algorithm(method)
+        Limits(max_local_steps=7, max_batch_size=16, min_batch_size=16).check_algorithm(method)
         with pytest.raises(Refusal, match=r"inner\.rounds = 7 is above"):
-            Limits(local_steps=6).check_algorithm(method)
+            Limits(max_local_steps=6).check_algorithm(method)
         with pytest.raises(Refusal, match=r"batch_size = 16 is above this client's limit of 15$"):
-            Limits(batch_size=15).check_algorithm(method)
+            Limits(max_batch_size=15).check_algorithm(method)
         with pytest.raises(Refusal, match="batch_size = 16 is below this client's floor of 17"):
             Limits(min_batch_size=17).check_algorithm(method)
 
@@ -170,7 +170,7 @@ class Rounds(federations.Steps):
 
 def test_local_steps_that_the_server_says(ran):
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(6, 6), local_steps=(1, 5))
-    runtime = ClientRuntime(federations.site(STEPS, 0, task, limits=replace(federations.FREE, local_steps=4)))
+    runtime = ClientRuntime(federations.site(STEPS, 0, task, limits=replace(federations.FREE, max_local_steps=4)))
     assert (
         runtime.respond(request(runtime, work=5), memory()).refused
         == "5 local steps are above this client's limit of 4"
@@ -192,8 +192,8 @@ def test_a_phase_that_takes_too_long():
     assert time_limit.run(lambda: 1) == 1
     with pytest.raises(KeyError):
         time_limit.run(lambda: {}[0])
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Limits\.seconds = 0"):
-        Limits(seconds=0)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Limits\.max_seconds = 0"):
+        Limits(max_seconds=0)
 
 
 def test_one_thread_runs_all_phases_until_one_overruns():
@@ -234,7 +234,7 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
         "calls": jnp.ones((), jnp.int32), "control": jnp.ones(3)}))  # fmt: skip
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     site = federations.site(
-        TwoPhase(), 0, limits=replace(federations.FREE, seconds=0.05), privacy=privacy, folder=tmp_path
+        TwoPhase(), 0, limits=replace(federations.FREE, max_seconds=0.05), privacy=privacy, folder=tmp_path
     )
     runtime = ClientRuntime(site)
     assert (

@@ -13,9 +13,9 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from fedbilevel.experiments.folder import (
 from fedbilevel.experiments.loader import algorithm_class, apart, own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of
+from fedbilevel.flower.client.limits import Limits
 from fedbilevel.tasks import Task
 from fedbilevel.wording import in_a_line, require_object
 
@@ -53,19 +54,9 @@ SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "p
 SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
 """Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. Of NORMS 0 sets no bound."""
 
-LIMITS = {  # node configuration -> field of `flower.Limits`
-    "max-local-steps": "local_steps",
-    "max-batch-size": "batch_size",
-    "max-seconds": "seconds",
-    "max-bytes": "message_bytes",
-    "min-batch-size": "min_batch_size",
-    "min-local-samples": "min_local_samples",
-    "max-requests-per-round": "max_requests_per_round",
-    "max-requests": "max_requests",
-}
+LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
-NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, "tell-metrics": bool, **PRIVACY}
-NODE |= {name: float if name == "max-seconds" else int for name in LIMITS}
+NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, "tell-metrics": bool, **PRIVACY, **LIMITS}
 """Node configuration, besides the task's own fields."""
 
 
@@ -111,7 +102,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
     """Make the client of this node: its samples, its limits, its privacy, and the phases that it serves."""
-    from fedbilevel.flower import Limits, Privacy, Site
+    from fedbilevel.flower import Privacy, Site
 
     spec = configured(spec, run_config)
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
@@ -128,8 +119,6 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
     row = 0 if alone else client
     shared = clients.inner is clients.outer
-    limits = {field: node[name] for name, field in LIMITS.items() if name in node}
-    private = {name.replace("-", "_"): node[name] for name in PRIVACY if name in node}
     return Site(
         id=client,
         algorithm=algorithm_of(spec),
@@ -140,8 +129,8 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         inner=None if shared else clients.inner.row(row),
         works=clients.local_steps is not None,
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
-        limits=Limits(**limits),
-        privacy=_privacy(Privacy, private),
+        limits=Limits(**_fields(LIMITS, node)),
+        privacy=_privacy(Privacy, _fields(PRIVACY, node)),
         metrics_per_client=task.metrics_per_client if spec.run.metrics_per_client else {},
         tells_metrics=node.get("tell-metrics", False),
         folder=Path(node["state-folder"]).expanduser() if "state-folder" in node else None,
@@ -177,7 +166,7 @@ def terms(config: Mapping[str, Any]) -> Any:
 
     given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
     given |= {name: given[name] or None for name in NORMS & given.keys()}
-    return Terms(**{name.replace("-", "_"): value for name, value in given.items()})
+    return Terms(**_fields(SERVER, given))
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:
@@ -256,6 +245,11 @@ def _typed(name: str, kind: type, value: Any) -> Any:
     value = float(value) if kind is float and type(value) is int else value
     require(type(value) is kind, name, value, WORDS[kind])
     return value
+
+
+def _fields(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Pick what a configuration gives of these names, as fields of Python."""
+    return {name.replace("-", "_"): config[name] for name in names if name in config}
 
 
 def _privacy(made: Any, given: Mapping[str, float]) -> Any:

@@ -45,19 +45,20 @@ class RequestCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A client's own limits and floors. What is outside of them is refused, whoever asks: no server overrides them.
+    """A client's own limits and floors, named as in the node configuration. What is outside of them is refused, whoever
+    asks: no server overrides them.
 
     Floors make it costlier to learn single samples from many replies; they do not prevent it: see
     docs/explanation/security.md.
 
     Args:
-        local_steps: at most so many local steps, whether the algorithm or the message says how many; also of the
+        max_local_steps: at most so many local steps, whether the algorithm or the message says how many; also of the
             algorithm's other counts and its parts' (`inner.rounds`, `hypergradient.solver.terms`, …), which are work
             for the client too.
-        batch_size: samples of a mini-batch at most.
-        seconds: for one phase, compilation included. The reply to a phase that takes longer is a refusal, and further
+        max_batch_size: samples of a mini-batch at most.
+        max_seconds: for a phase, compilation included. The reply to a phase that takes longer is a refusal, and further
             messages are refused until it ends.
-        message_bytes: of a message's arrays.
+        max_bytes: of a message's arrays.
         min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
             client's samples is served, too.
         min_local_samples: a client that holds fewer samples of either loss replies to nothing.
@@ -67,33 +68,34 @@ class Limits:
             keeps a run's memory, that is, for each run apart. A client that has reached it replies to nothing.
     """
 
-    local_steps: int = 10_000
-    batch_size: int = 100_000
-    seconds: float = 600.0
-    message_bytes: int = 2**30
+    max_local_steps: int = 10_000
+    max_batch_size: int = 100_000
+    max_seconds: float = 600.0
+    max_bytes: int = 2**30
     min_batch_size: int = 8
     min_local_samples: int = 8
     max_requests_per_round: int = 1_000
     max_requests: int = 1_000_000
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name != "seconds"):
+        for name in (field.name for field in fields(self) if field.name != "max_seconds"):
             require_count(f"Limits.{name}", getattr(self, name))
-        require(self.seconds > 0, "Limits.seconds", self.seconds, "positive")
-        lower = self.min_batch_size <= self.batch_size
-        require(lower, "Limits.min_batch_size", self.min_batch_size, f"at most batch_size = {self.batch_size}")
+        require(self.max_seconds > 0, "Limits.max_seconds", self.max_seconds, "positive")
+        lower = self.min_batch_size <= self.max_batch_size
+        require(lower, "Limits.min_batch_size", self.min_batch_size, f"at most max_batch_size = {self.max_batch_size}")
 
     def check_algorithm(self, algorithm: Algorithm) -> None:
         """Refuse hyperparameters that ask for too much work."""
         for name, value in hyperparameters(algorithm).items():
             samples = name.rpartition(".")[2] == "batch_size"
-            if samples and value is not None and value > self.batch_size:
-                raise Refusal(Code.LIMIT, f"{name} = {value} is above this client's limit of {self.batch_size}")
+            if samples and value is not None and value > self.max_batch_size:
+                raise Refusal(Code.LIMIT, f"{name} = {value} is above this client's limit of {self.max_batch_size}")
             if samples and value is not None and value < self.min_batch_size:
                 raise Refusal(Code.FLOOR, f"{name} = {value} is below this client's floor of {self.min_batch_size}")
             largest = max(value, default=0) if isinstance(value, list) else value
-            if type(largest) is int and not samples and largest > self.local_steps:
-                raise Refusal(Code.LIMIT, f"{name} = {value} is above this client's limit of {self.local_steps} steps")
+            if type(largest) is int and not samples and largest > self.max_local_steps:
+                why = f"{name} = {value} is above this client's limit of {self.max_local_steps} steps"
+                raise Refusal(Code.LIMIT, why)
 
     def check_samples(self, count: int) -> None:
         """Refuse where the client has too few samples. The refusal does not contain their number."""
@@ -110,10 +112,10 @@ class Limits:
 
     def check_message(self, work: int, size: int) -> None:
         """Refuse a number of local steps, or of bytes, that is too large."""
-        if work > self.local_steps:
-            raise Refusal(Code.LIMIT, f"{work} local steps are above this client's limit of {self.local_steps}")
-        if size > self.message_bytes:
-            raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {self.message_bytes}")
+        if work > self.max_local_steps:
+            raise Refusal(Code.LIMIT, f"{work} local steps are above this client's limit of {self.max_local_steps}")
+        if size > self.max_bytes:
+            raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {self.max_bytes}")
 
 
 T = TypeVar("T")

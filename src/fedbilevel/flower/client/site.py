@@ -139,7 +139,7 @@ class ClientRuntime:
         floor = site.limits.min_batch_size
         self.outer = _samples(outer, floor)
         self.inner = self.outer if inner is outer else _samples(inner, floor)
-        self.time_limit = TimeLimit(site.limits.seconds)
+        self.time_limit = TimeLimit(site.limits.max_seconds)
         self.store = None if site.folder is None else FolderStore(site.folder, site.id)
         self.guard = None
         if site.privacy is not None and site.folder is not None:
