@@ -92,8 +92,8 @@ def opened():
     none = Sums(jnp.zeros(()), jnp.zeros(()), {}, zero, zero, zero)
     table = Sums(jnp.zeros(CLIENTS), jnp.zeros(CLIENTS), {}, *(jnp.zeros(CLIENTS, jnp.int32) for _ in range(3)))
     nobody = jnp.zeros(CLIENTS, jnp.int32)
-    lanes = {kind: PhaseQueue(zero, nobody, table, none, jnp.zeros(())) for kind in "ab"}
-    return InFlight(jnp.full(CLIENTS, IDLE, jnp.int32), nobody, lanes)
+    by_phase = {kind: PhaseQueue(zero, nobody, table, none, jnp.zeros(())) for kind in "ab"}
+    return InFlight(jnp.full(CLIENTS, IDLE, jnp.int32), nobody, by_phase)
 
 
 @partial(jax.jit, static_argnames=("kind", "n", "bound"))
@@ -165,8 +165,8 @@ def test_a_bound_on_staleness_waits_for_the_old_ones():
         assert (age, int(plan.ticks)) == (bound, 100 - bound)
 
 
-def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_question():
-    """Six take 2 and one takes 10; questions alternate, two of a and one of b, and it so happens that the slow one has
+def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_request():
+    """Six take 2 and one takes 10; requests alternate, two of a and one of b, and it so happens that the slow one has
     always finished when it is a's turn: after a first time nobody asks it for b again. With a bound of s it hands in
     for b in every s + 1 exchanges at least."""
     pace = pace_of([2] * 6 + [10], 1.0)
@@ -181,7 +181,7 @@ def test_a_bound_on_staleness_waits_for_those_who_were_busy_with_another_questio
         assert (sum(slow) == 1) if bound is None else (gaps.max() <= bound + 1)
 
 
-def test_ties_go_to_the_older_question_then_to_the_lower_id():
+def test_ties_go_to_the_older_request_then_to_the_lower_id():
     """Nobody needs any time: everybody is asked, and the first three count, then the next three."""
     pace = pace_of([0] * CLIENTS, 1.0)
     queues, counted = opened(), []

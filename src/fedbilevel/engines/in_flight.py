@@ -41,12 +41,12 @@ class InFlight(NamedTuple):
 
     kind: Array  # (M,) number of the phase whose reply the client computes, or IDLE
     left: Array  # (M,) ticks until the reply arrives
-    lanes: dict[str, PhaseQueue]  # by phase; phases are numbered in the order of their names
+    by_phase: dict[str, PhaseQueue]  # phases are numbered in the order of their names
 
     def number(self, phase: str) -> int:
-        if phase not in self.lanes:
+        if phase not in self.by_phase:
             raise ConfigurationError(f"phase {phase} is asked by fed.sum_first, which tracing a round did not find")
-        return sorted(self.lanes).index(phase)
+        return sorted(self.by_phase).index(phase)
 
 
 class ExchangePlan(NamedTuple):
@@ -95,13 +95,13 @@ def nothing_in_flight(replies: dict[str, Sums], clients: int, remote: bool = Fal
 
     Of `remote` clients, which know themselves what they work on, it has no table.
     """
-    real, rows, lanes = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
+    real, rows, by_phase = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
     for phase, shape in replies.items():
         table = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape), s.dtype), shape)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         since = jnp.zeros(clients, jnp.int32)
-        lanes[phase] = PhaseQueue(jnp.zeros((), jnp.int32), since, table, none, jnp.zeros((), real))
-    return InFlight(jnp.full(rows, IDLE, jnp.int32), jnp.zeros(rows, jnp.int32), lanes)
+        by_phase[phase] = PhaseQueue(jnp.zeros((), jnp.int32), since, table, none, jnp.zeros((), real))
+    return InFlight(jnp.full(rows, IDLE, jnp.int32), jnp.zeros(rows, jnp.int32), by_phase)
 
 
 def first(
@@ -111,14 +111,14 @@ def first(
 
     Of replies that arrive at the same moment those come first that were asked for first, then those of lower ids.
     """
-    lane, number = queues.lanes[phase], queues.number(phase)
+    queue, number = queues.by_phase[phase], queues.number(phase)
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     here = queues.kind == number
     free = ~here & pace.ever_available(ids)
     start = queues.left + pace.waits(now, ids, queues.left)
     arrival = jnp.where(free, start + pace.durations(now, ids, units), jnp.where(here, queues.left, NEVER))
-    asked = jnp.where(here, lane.since, lane.exchanges)
-    needed = n - lane.early.responders
+    asked = jnp.where(here, queue.since, queue.exchanges)
+    needed = n - queue.early.responders
     ticks = jnp.where(needed > 0, _smallest(arrival, n, needed), 0)
     before = arrival < ticks
     tied = arrival == ticks
@@ -128,7 +128,7 @@ def first(
     arriving = older | (place & (jnp.cumsum(place) <= needed - jnp.sum(older)))
     arriving &= needed > 0
     if max_staleness is not None:
-        age = lane.exchanges - lane.since
+        age = queue.exchanges - queue.since
         overdue = jnp.where(here, age >= max_staleness, free & (age > max_staleness))
         last = jnp.max(jnp.where(overdue, arrival, -1))
         arriving = jnp.where(last >= ticks, arriving | (arrival <= last), arriving)
@@ -151,53 +151,57 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 
 
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
-    """The queues after a plan, with what it brings of other kinds of question kept for later.
+    """The queues after a plan, with what it brings of other kinds of request kept for later.
 
     `queues` is the one before, but for the tables, into which the replies of those whom the plan asks are written.
     """
-    lanes = {}
-    for number, (name, lane) in enumerate(sorted(queues.lanes.items())):
+    by_phase = {}
+    for number, (name, queue) in enumerate(sorted(queues.by_phase.items())):
         who = plan.over == number
-        new, asked = total(lane.replies, lane.since, who)
-        since = jnp.where(who, lane.exchanges, lane.since)
-        lanes[name] = lane._replace(early=_added(lane.early, new), early_asked=lane.early_asked + asked, since=since)
-    return InFlight(plan.kind, plan.left, lanes)
+        new, asked = total(queue.replies, queue.since, who)
+        since = jnp.where(who, queue.exchanges, queue.since)
+        by_phase[name] = queue._replace(
+            early=_added(queue.early, new), early_asked=queue.early_asked + asked, since=since
+        )
+    return InFlight(plan.kind, plan.left, by_phase)
 
 
 def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) -> tuple[InFlight, Sums, Array]:
     """Take the replies of a phase that count now: the queues without them, their sum, and Σ p_i·(age in exchanges)."""
-    lane = queues.lanes[phase]
-    since = jnp.where(plan.asked, lane.exchanges, lane.since)
-    new, asked = total(lane.replies, since, plan.arriving)
-    sums, asked = _added(lane.early, new), lane.early_asked + asked
+    queue = queues.by_phase[phase]
+    since = jnp.where(plan.asked, queue.exchanges, queue.since)
+    new, asked = total(queue.replies, since, plan.arriving)
+    sums, asked = _added(queue.early, new), queue.early_asked + asked
     left = PhaseQueue(
-        lane.exchanges + 1,
-        jnp.where(plan.arriving, lane.exchanges, since),
-        lane.replies,
-        jax.tree.map(jnp.zeros_like, lane.early),
+        queue.exchanges + 1,
+        jnp.where(plan.arriving, queue.exchanges, since),
+        queue.replies,
+        jax.tree.map(jnp.zeros_like, queue.early),
         jnp.zeros_like(asked),
     )
-    return queues._replace(lanes={**queues.lanes, phase: left}), sums, lane.exchanges * sums.weight - asked
+    return queues._replace(by_phase={**queues.by_phase, phase: left}), sums, queue.exchanges * sums.weight - asked
 
 
 def with_tables(queues: InFlight | None, change: Callable[[Sums], Any]) -> Any:
     """The queues with its tables changed; everything else is of all clients and no client's alone."""
     if queues is None:
         return None
-    changed = {phase: lane._replace(replies=change(lane.replies)) for phase, lane in queues.lanes.items()}
-    return queues._replace(lanes=changed)
+    changed = {phase: queue._replace(replies=change(queue.replies)) for phase, queue in queues.by_phase.items()}
+    return queues._replace(by_phase=changed)
 
 
 def written(queues: InFlight, phase: str, replies: Sums) -> InFlight:
     """The queues with another table of replies."""
-    return queues._replace(lanes={**queues.lanes, phase: queues.lanes[phase]._replace(replies=replies)})
+    return queues._replace(by_phase={**queues.by_phase, phase: queues.by_phase[phase]._replace(replies=replies)})
 
 
 def nonfinite_replies(queues: InFlight) -> list[str]:
     """Whose replies are not finite, in words."""
     found = []
-    for phase, lane in queues.lanes.items():
-        finite = [np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1) for leaf in jax.tree.leaves(lane.replies)]
+    for phase, queue in queues.by_phase.items():
+        finite = [
+            np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1) for leaf in jax.tree.leaves(queue.replies)
+        ]
         ids = np.flatnonzero(~np.all(finite, axis=0))
         if ids.size:
             found.append(f"phase {phase}: the reply of client {', '.join(map(str, ids[:5]))}")

@@ -121,7 +121,7 @@ class ReferenceFed:
         queues = check_first(n, available, max_staleness, self.queues)
         name, ask = self.question(phase, message, key, None)
         _, works = self.own
-        number, table = queues.number(name), queues.lanes[name].replies
+        number, table = queues.number(name), queues.by_phase[name].replies
         units = jnp.zeros(count, jnp.int32)
         if self.run.pace.compute is not None:
             idle = [i for i in range(count) if queues.kind[i] != number]

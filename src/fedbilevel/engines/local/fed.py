@@ -207,7 +207,7 @@ class LocalFed:
         units = self.units(respond) if self.pace.compute is not None else 0
         plan = in_flight.first(queues, self.pace, self.underway.now, name, n, units, max_staleness)
         table, states = rows.update(
-            rows.here(plan.asked), respond, self.everyone, (queues.lanes[name].replies, self.underway.states)
+            rows.here(plan.asked), respond, self.everyone, (queues.by_phase[name].replies, self.underway.states)
         )
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)

@@ -165,7 +165,7 @@ class FlowerRun:
         if queues is None:
             return None
         saved, now = {}, self.session.phase_queues
-        for phase, queue in queues.lanes.items():
+        for phase, queue in queues.by_phase.items():
             early, asked, kept = jax.tree.map(jnp.zeros_like, queue.early), 0.0, now.kept.get(phase, [])
             if kept or phase in now.resumed:
                 sums, asked = fed.early(phase, kept)
@@ -174,7 +174,7 @@ class FlowerRun:
             population = range(len(self.session.clients))
             since = jnp.asarray([now.since[phase][client] for client in population], jnp.int32)
             saved[phase] = PhaseQueue(exchanges, since, queue.replies, early, jnp.asarray(asked, float))
-        return queues._replace(lanes=saved)
+        return queues._replace(by_phase=saved)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> ClientMetrics:
         return ClientMetrics(self.session, metrics)  # clients know the leaves that are fixed

@@ -124,7 +124,7 @@ class PhaseQueues:
     def of(cls, queues: InFlight | None) -> PhaseQueues:
         """Read the queues that a checkpoint has; empty ones for None."""
         found = cls()
-        for phase, queue in {} if queues is None else queues.lanes.items():
+        for phase, queue in {} if queues is None else queues.by_phase.items():
             found.exchanges[phase] = int(queue.exchanges)
             found.since[phase] |= dict(enumerate(queue.since.tolist()))
             if queue.early.responders > 0:
