@@ -187,7 +187,7 @@ def test_the_random_length_gives_the_series_on_average(task):
     def directions(data, id, keys):
         outer, inner = (Samples(rows, jnp.asarray(0), jnp.asarray(n), 4, True) for rows, n in data)
         client = Client(task.problem.over_batches(), outer, inner, id, jnp.asarray(1.0), None, None)
-        return jax.vmap(lambda key: algorithm.outer_hypergradient(client, (x, y), key))(keys)
+        return jax.vmap(lambda key: algorithm.hypergradient.local_hypergradient(client, (x, y), key))(keys)
 
     for i, other in ((0, 7), (2, 4)):
         rows = [jax.tree.map(jnp.asarray, part.row(i)) for part in (task.clients.outer, task.clients.inner)]
@@ -227,7 +227,7 @@ def test_the_random_length_gives_the_series_on_average(task):
         (lambda: fb.parts.SystemSteps(terms=3), "unknown field of SystemSteps 'terms'"),
         (
             lambda: fb.parts.Implicit(solver=fb.parts.Neumann(terms=[3, 2])),
-            "Implicit.solver.terms = (3, 2) is not allowed: it must be one number",
+            "Implicit.solver.terms = (3, 2) is not allowed: it must be a single number",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_without_words_nothing_is_cut():
         ({"w": "h*2 _", "b": "_"}, "names with a factor"),
         ({"w": "2*_ h", "b": "1.5*h"}, "names with a factor"),
         ({"w": "a-b h", "b": "h"}, "names with a factor"),
-        ({"w": 2, "b": "h"}, r"Structure.x\['w'\] = 2 .* a string with one word per axis"),
+        ({"w": 2, "b": "h"}, r"Structure.x\['w'\] = 2 .* a string with a word for each axis"),
     ],
 )
 def test_a_structure_that_does_not_fit(words, message):

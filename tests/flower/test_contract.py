@@ -35,7 +35,7 @@ def problem_for(cls):
     if fb.SimpleBilevel in kinds:
         inner = lambda x, batch: jnp.mean(jax.tree.leaves(batch)[0]) * jnp.vdot(x, x)  # noqa: E731
         return fb.SimpleBilevel(lambda x: jnp.vdot(x, x), inner, fb.projections.box(-1.0, 1.0)), None
-    if fb.Minimax in kinds:
+    if fb.Bilevel not in kinds:
         return fb.Minimax(lambda x, y, batch: jnp.vdot(x, x) - jnp.vdot(y, y) + jnp.mean(batch["t"])), TASK.y0
     return TASK.problem, TASK.y0
 

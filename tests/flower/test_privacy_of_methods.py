@@ -155,7 +155,7 @@ def test_noise_is_in_what_tells_of_data_alone(case, tmp_path):
 
 
 BOOKS = {"round", "exchanges", "replies", "bytes_up", "bytes_down", "staleness", "delay"}
-BOOKS |= {"delay.inner.gradients", "delay.outer_hypergradient"}
+BOOKS |= {"delay.inner.gradients", "delay.hypergradient.local_hypergradient"}
 COUNTS = {"weight", "age", "exchanges", "work", "rounds", "without", "everyone", "made", "k", "steps", "public"}
 
 

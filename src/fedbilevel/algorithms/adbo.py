@@ -33,7 +33,7 @@ y'_i, or K times the shares of ∂h/∂x and ∂h/∂z'. A plane costs K gradien
 
 Departures from the paper:
 1. What the paper sums over clients are means with weights p_i. With equal ones that is the paper's Lagrangian over M,
-   but for ‖z − φ_z‖², which weighs as much as the mean of the others here, and as much as one of them in the paper.
+   but for ‖z − φ_z‖², which weighs as much as the mean of the other terms here, and as much as each in the paper.
 2. Steps on z' and ψ_i are those of ADMM, exact for z' and μ for ψ_i; the paper has a step size for each.
 3. ∂h/∂x goes through all K steps exactly, backwards in K exchanges. The published code differentiates each step with
    the points of all steps held fixed (which agrees for K = 1), at points one step beyond those that its h and b are of.
@@ -41,7 +41,7 @@ Departures from the paper:
    that Σ p_i θ_i lacks the last step of clients that are still computing; without delays this is the paper's. ADBO's
    clients send changes of θ_i and b_il·y_i, and Σ p_i θ_i runs over those that have ever replied. A plane is made by
    all available clients. Their weight is known from the second plane on: before it, a client that is never available
-   counts as one that does not move, later it does not count.
+   counts as a client that does not move; later it does not count.
 5. The step on λ_l is that of a plane divided by its length, Σ p_i ‖b_il‖² + ‖c_l‖² = 4h; the paper divides by nothing,
    and what its γ_λ does to a plane then falls with h, by orders of magnitude in a run.
 6. The number of planes is bounded; beyond the bound the oldest is dropped.
@@ -126,7 +126,7 @@ class ClientState(NamedTuple):
 
 
 class LinearizedADMM(Part):
-    """The steps towards φ(x), all clients' estimate of the inner solution; each is an exchange, and one more back.
+    """The steps towards φ(x), all clients' estimate of the inner solution: an exchange each, and another back.
 
     Args:
         steps: K, for each plane.
@@ -143,7 +143,7 @@ class LinearizedADMM(Part):
     def step(
         self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array | int, key: Array
     ) -> tuple[Array, Point]:
-        """g_i where a step begins, and its end. ψ_i steps first, when z' is known; before the first step not at all."""
+        """g_i where a step begins, and where it ends. ψ_i moves first, once z' is known, and not in the first step."""
         apart = optax.tree.sub(start.y, z)
         psi = move(start.psi, jnp.where(k == 0, 0.0, self.penalty), apart)
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(x, start.y, client.inner_batch(key))
@@ -176,9 +176,9 @@ class CuttingPlanes(Algorithm):
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
         iterations: T, the server's steps from one plane to the next.
         client_lr: a client's step sizes: η_x for x_i, η_y for y_i, and as v η_θ, of the multiplier θ_i of x_i = x;
-            numbers or schedules over rounds, one serves all three.
+            numbers or schedules over rounds; a single value serves all three.
         server_lr: the server's step sizes: γ_x for x, as y γ_z, of the inner variable z that all are to agree on, and
-            as v γ_λ, of the planes' multipliers; numbers or schedules over rounds, one serves all three.
+            as v γ_λ, of the planes' multipliers; numbers or schedules over rounds; a single value serves all three.
         lagrangian: the planes, and how multipliers are damped.
         estimate: the steps towards the inner solution of which planes are made.
     """
@@ -326,9 +326,9 @@ class CuttingPlanes(Algorithm):
         return fed.repeat(self.iterations, self.step, self.with_new_plane(fed, state, plane_key), step_key)
 
 
-def chosen(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    """`one` where the condition holds, else `other`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+def chosen(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
+    """`yes` where the condition holds, else `no`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 class SDBO(CuttingPlanes):
@@ -362,7 +362,7 @@ class ADBO(CuttingPlanes):
     """Cutting planes for the inner problem, in steps that wait for the first replies.
 
     Args:
-        wait_for: S, how many replies a step waits for; 1 moves the server with each.
+        wait_for: S, how many replies a step waits for; with 1 the server moves at every reply.
         max_staleness: τ; a step also waits for every client that was asked so many steps ago, or more; None: no bound.
     """
 

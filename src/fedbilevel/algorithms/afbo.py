@@ -3,7 +3,7 @@
 Anonymous. "Anarchic Federated Bilevel Optimization". Manuscript under double-blind review; a version of it appeared at
 WiOpt 2024. Algorithms 1 and 2.
 
-A round is K inner exchanges and an outer one, each of which ends with the first replies to arrive:
+A round is K inner exchanges and an outer exchange, each of which ends with the first replies to arrive:
 `Asynchronous(AFBO(…), wait_for=n)`; AFBO alone waits for everyone's. Client i, at the (x, y) that it was last sent,
 makes E_i local steps, and, when it is asked to, estimates the hypergradient:
 
@@ -14,7 +14,7 @@ makes E_i local steps, and, when it is asked to, estimates the hypergradient:
 
 mean_i: of everyone's last replies, whenever these were asked for, Σ p_i (.) / Σ p_i over those who have ever replied.
 The delays ρ and τ, mean numbers of exchanges since then, are reported as `delay.inner.gradients` and
-`delay.outer_hypergradient` (`SystemSteps`: `delay.outer_directions`).
+`delay.hypergradient.local_hypergradient` (`SystemSteps`: `delay.outer_directions`).
 
 The mean of H_i is not the hypergradient where clients differ, and so neither is the end. `SystemSteps`:
 
@@ -29,12 +29,12 @@ Departures from the paper:
    clients make local steps, of a size η of their own, i runs to M, and y^{t+1} = y^{t,K}.
 2. APHE starts from f_i where ∇y f_i is meant, and its product has N_i factors, always, times max_i N_i: it tends to 0
    as N_i grows. Here the length is random and the factor N_i, which makes its expectation the series
-   s Σ_{n<N_i} (I − s∇²yy g_i)^n; this series is the default, and Neumann(sampling="random") the product. N_i is one
-   number for all unless Neumann.terms has several.
+   s Σ_{n<N_i} (I − s∇²yy g_i)^n; this series is the default, and Neumann(sampling="random") the product. N_i is the
+   same for all clients unless Neumann.terms has several numbers.
 3. Server memory without a table: see parts/wrappers.py. Delays count from when a reply was asked for, not from its
    arrival.
-4. Weights p_i for 1/M. Steps may be divided by 1 + c·delay (`delay_penalty` of `Asynchronous`), as the paper says that
-   delays want smaller ones, and α and β apart.
+4. Weights are p_i, not 1/M. Steps may be divided by 1 + c·delay (`delay_penalty` of `Asynchronous`), since the paper
+   says that delays want smaller steps, and different ones for α and β.
 
 Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a table), test_asynchronous.py,
 test_local_x.py and tests/engines/test_agreement.py.
@@ -48,7 +48,6 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.hypergradients import Hypergradient
 from fedbilevel.algorithms.parts.inner import InnerRounds
-from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import mean_gradient
 from fedbilevel.algorithms.parts.nested import Nested, State
@@ -57,8 +56,7 @@ from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
 from fedbilevel.core.facts import Facts
-from fedbilevel.core.fed import Fed, Reply, Withheld
-from fedbilevel.core.submodel import NUMBER
+from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions
 
@@ -88,7 +86,7 @@ class MeanGradient(InnerRounds):
 
 
 class SystemSteps(Hypergradient):
-    """The system ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as SimFBO has it.
+    """The system ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as in SimFBO.
 
     Args:
         lr: γ, the server's step on v.
@@ -120,10 +118,10 @@ class AFBO(Nested):
         up="1 like x, K like y",
         hvps="N; 2 with `SystemSteps`",
         cost=(
-            "a gradient of g; per outer reply one of f and the products with the client's own ∇²g "
+            "a gradient of g; per outer reply a gradient of f and the products with the client's own ∇²g "
             "(`SystemSteps`: two products, by the same pass)"
         ),
-        client_state="none; `Asynchronous`: its last reply to either",
+        client_state="none; in `Asynchronous` the last reply to each of the two phases",
         bias="clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1",
     )
 
@@ -133,7 +131,7 @@ class AFBO(Nested):
     @property
     def allows(self) -> Allows:
         steps = isinstance(self.hypergradient, SystemSteps)
-        late = ("inner.gradients", "outer_directions" if steps else "outer_hypergradient")
+        late = "inner.gradients", "outer_directions" if steps else "hypergradient.local_hypergradient"
         return self.hypergradient.allows._replace(late=late, local_x=self.outer_lr)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
@@ -141,18 +139,11 @@ class AFBO(Nested):
         x, info, v = state.x, state.info, state.v
         y = self.inner.descend(fed, x, state.y, inner_key)
         if isinstance(self.hypergradient, LocalImplicit):
-            h, means = fed.mean(self.outer_hypergradient, (x, y), outer_key, unbiased=True)
-            info = SolveInfo.of_clients(means)
+            h, info = self.hypergradient.estimate(fed, x, y, outer_key)
         else:
             h, r = fed.mean(self.outer_directions, XYV(x, y, v), outer_key, unbiased=True)
             v = move(v, -self.hypergradient.lr, r)
         return self.next_state(state, scaled(-self.outer_lr, h), y, info)._replace(v=v)
-
-    @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
-    def outer_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """H_i of `LocalImplicit`, and what the client's own products met (see `SolveInfo.to_average`)."""
-        assert isinstance(self.hypergradient, LocalImplicit)
-        return self.hypergradient.local_hypergradient(client, at, key)
 
     @phase(takes=XYV("x", "y", "y"), gives=("x", "y"))
     def outer_directions(self, client: Client, at: XYV, key: Array) -> Reply:

@@ -3,7 +3,8 @@
 Peiyao Xiao, Kaiyi Ji. "Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative
 Differentiation". ICML 2023, arXiv:2302.04969.
 
-A round makes N exchanges on y from y^0 = y, and one on x. With H_i = ∇²yy g_i and Q uniform on {0..N−1}, in exchange n
+A round makes N exchanges on y from y^0 = y, then an exchange on x. With H_i = ∇²yy g_i, and Q uniform on {0..N−1}, in
+exchange n
 
     y^{n+1} = mean_i y_{i,τ_i},   y_{i,ν+1} = y_{i,ν} − (λ/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν) from y^n
     r = mean_i ∇y f_i(x, y^n)                      if n = Q
@@ -20,7 +21,7 @@ gives. At y^0 = y*(x) it is also ∇x F − ∇²xy G v, v = λ Σ_{k<N} (I − 
 
 Departures from the paper:
 1. Unrolling takes ∇y F at y^N and the factors I − λH(y^n) from the last to the first, which only a second pass over the
-   iterates could; as in the paper, ∇y F is taken at y^Q and the factors in the order of the iterates, so that the
+   iterates could do; as in the paper, ∇y F is taken at y^Q and the factors in the order of the iterates, so that the
    estimate agrees with unrolling in the limit y^0 → y*(x). Also as in the paper, ∇²xy G is taken at y^N, and H at y^n
    alone when a client makes τ > 1 steps.
 2. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
@@ -102,7 +103,7 @@ class AggITD(Algorithm):
             raise unknown("AggITD.sampling", self.sampling, ["random"])
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        """Refuse a λ at which r would grow; y alone may bear larger ones where it is taken in several local steps."""
+        """Refuse a λ at which r would grow; y alone could bear a larger λ, taken in several local steps."""
         check_neumann_step("AggITD.inner.lr", at_round(self, 0).inner.lr, problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> XY:

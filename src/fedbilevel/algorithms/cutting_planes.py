@@ -3,8 +3,8 @@
 A plane is h's linearisation at a point: below h, so that it cuts off no point where h ≤ ε. The server keeps a_l, c_l,
 κ_l and the multipliers λ_l; each client keeps its own b_il, and the server knows the sums Σ p_i b_il·y_i alone.
 
-Planes have slots, one more than planes that are kept, so that a new one always finds a slot which was free since the
-last one came: a late reply, computed with the earlier planes, then has no value for the new plane's slot.
+Planes have slots, one more than planes are kept, so that a new plane always finds a slot that was free since the last
+plane came: a late reply, computed with the earlier planes, then has no value for the new plane's slot.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Cut(NamedTuple):
 
 
 def added(planes: Planes, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTree, serial: Array) -> Planes:
-    """The planes with one more in a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
+    """The planes with the cut in a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
     slot = planes.free_slot()
     flat = optax.tree.vdot(cut.outer, x) + cut.inner + optax.tree.vdot(cut.consensus, z)
     return Planes(

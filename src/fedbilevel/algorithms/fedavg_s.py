@@ -53,7 +53,7 @@ class FedAvgS(Algorithm):
         good_for="clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1",
         exchanges="one",
         up="1 like x, 1 like y",
-        cost="one gradient of f in (x, y)",
+        cost="a gradient of f in (x, y)",
         bias="drift where τ > 1",
     )
     allows = Allows(late=("descent_ascent",), submodels=UnitPolicy())

@@ -26,7 +26,7 @@ Departures from the paper:
    τ > 1 what clients drifted apart stays in m for about 1/a steps, and on very different clients m may run away: take
    a near ½ there, or fewer local steps.
 3. m starts at 0 with a_0 = 1: the first local step of a run does not move, it measures m = d_i(z; B).
-4. One draw of inner and one of outer samples serves all three directions (`independent_batches` draws for each).
+4. A single draw of inner and of outer samples serves all three directions (`independent_batches` draws for each).
 5. v is not projected on a ball.
 
 Checked in tests/algorithms/test_fedbio.py (closed forms, the recursion, its variance) and
@@ -64,7 +64,7 @@ class FedBiO(LocalDirections):
         up="1 like x, 2 like y",
         hvps="2τ",
         cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
-        bias="drift of clients, whose steps are the only ones; unequal work",
+        bias="drift of clients, since the server takes no steps of its own; unequal work",
     )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy())
 

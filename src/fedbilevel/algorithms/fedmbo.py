@@ -19,7 +19,7 @@ with one step on x, for one exchange more.
 
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
-2. The T inner rounds ask the round's own cohort, the exchanges of the hypergradient a fresh one each.
+2. The T inner rounds ask the round's own cohort, each exchange of the hypergradient asks a fresh cohort.
 3. The default is the expectation of that v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F, for as many exchanges and
    without variance, which grows with N. Neumann(sampling="random_per_client") is the paper's.
 

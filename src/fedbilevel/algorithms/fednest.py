@@ -28,7 +28,7 @@ Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (y_{i,τ} − y) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the paper's mean of y_{i,τ}, and is unbiased for unequal weights too. Of corrected steps the
    common part −βq (or −αh) is taken by the server, once, and only what clients drift beyond it is averaged,
-   Σ p_i d_i / Σ p_i: q and the weights of one cohort are not independent, and their product would be biased.
+   Σ p_i d_i / Σ p_i: q and the weights of the same cohort are not independent, and their product would be biased.
 2. The first corrected step is along q (or h) itself, its correction being zero whatever is drawn.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F: N exchanges, and none
    of the variance, which grows with N. Neumann(sampling="random") is the paper's; v may also be found by conjugate
@@ -139,7 +139,7 @@ class FedNest(Epochs):
         exchanges="2T + N + 2; by conjugate gradient with K products 2T + K + 3",
         up="2 like x, 2T + N like y",
         hvps="N",
-        cost="two gradients of g (on x: of f); a product with ∇²g per exchange of FedIHGP",
+        cost="two gradients of g (on x of f); a product with ∇²g per exchange of FedIHGP",
         bias="truncation (1 − sμ)^N; none with `CG`",
     )
 
@@ -159,7 +159,7 @@ class FedNestSGD(Epochs):
         exchanges="T + N + 2; by conjugate gradient with K products T + K + 3",
         up="2 like x, T + N like y",
         hvps="N",
-        cost="a gradient of g (on x: two of f); a product with ∇²g per exchange of FedIHGP",
+        cost="a gradient of g (on x two gradients of f); a product with ∇²g per exchange of FedIHGP",
         bias="truncation; drift of y where τ > 1",
     )
 
@@ -186,7 +186,7 @@ class LFedNest(Nested):
         exchanges="T + 1",
         up="1 like x, T like y",
         hvps="N for each of its steps on x",
-        cost="a gradient of g; on x: one of f and the products with the client's own ∇²g",
+        cost="a gradient of g; on x a gradient of f and the products with the client's own ∇²g",
         bias="clients' own hypergradients, which no step size mends; drift of y",
     )
 

@@ -1,4 +1,4 @@
-"""FISM and IR-IG: incremental subgradient steps toward the preferred one of many solutions.
+"""FISM and IR-IG: incremental subgradient steps towards the solution that is preferred among many.
 
 Sudkobfa Boontawee, Mootta Prangprakhon, Nimit Nimana. "Federated Incremental Subgradient Method for Convex Bilevel
 Optimization Problems". 2025. Algorithm 1, Theorems 9 and 11. IR-IG, its equation (1): Mostafa Amini, Farzad Yousefian.
@@ -64,8 +64,8 @@ class Incremental(DecreasingSteps):
     """Walks of clients through their own samples, and a server that averages where they end.
 
     Args:
-        lr: γ₁, the first step on one sample's loss; a number or a schedule over rounds. A walk over n samples with one
-            𝓗 moves by n γ_k λ_k 𝓗: keep that below the size of X in the first rounds, too.
+        lr: γ₁, the first step on one sample's loss; a number or a schedule over rounds. A walk over n samples with the
+            same 𝓗 moves by n γ_k λ_k 𝓗: keep that below the size of X in the first rounds, too.
         order: in which a client visits its samples: "given", or "random", drawn anew in every round.
         local_steps: how many samples a client visits in a round, drawn at random, all of them where it has fewer; a
             number that the clients bring themselves (`Clients.local_steps`) takes precedence. None: all of them.
@@ -139,7 +139,7 @@ class FISM(Incremental):
         good_for="losses with kinks, and a preference among many solutions",
         exchanges="one",
         up="1 like x",
-        cost="a subgradient of one sample's f and a projection; with `refresh` one of H too",
+        cost="a subgradient of a sample's f and a projection; with `refresh` a subgradient of H too",
         bias="drift of clients, which goes with γ_k; λ_k",
     )
 
@@ -171,7 +171,7 @@ class IRIG(Incremental):
         good_for="a yardstick for FISM",
         exchanges="one",
         up="1 like x",
-        cost="a subgradient of one sample's f, one of H, and a projection",
+        cost="a subgradient of a sample's f, a subgradient of H, and a projection",
         bias="steps along single samples in place of their mean, which goes with γ_k; λ_k",
     )
 

@@ -25,7 +25,7 @@ RABO(hypergradient=Implicit()) is FedMBO, draw by draw.
 Departures from the paper:
 1. Line 10 prints G = (y_T − y_0)/β and line 18 subtracts β·mean G, which climbs; here y descends. A client's step is
    β/τ_i, and means weigh clients: Σ p̃_i u_i as FedNest has it, times Σ p_i over the cohort / Σ p_i over the holders.
-2. The printed δ_p is a column of ∇²yx g, not of ∂y*/∂x, and its sign is the opposite one: its h_i had a median cosine
+2. The printed δ_p is a column of ∇²yx g, not of ∂y*/∂x, and its sign is the opposite: its h_i had a median cosine
    of −0.95 with the hypergradient over 200 draws of the quadratic task. What the text before (9) asks for is the
    Jacobian of the inner solution, `Coordinates`. Its y_N has ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g for quadratic g: it
    is the Neumann series with its N and s, seen from x, and for N = 1 −s times the printed δ_p.
@@ -207,7 +207,7 @@ class RABO(DualPruning):
         exchanges="T + 1; `Implicit`: T + N' + 2, by the whole series T + N + 1",
         up="1 like x, T like y; `Implicit`: T + N like y",
         hvps="N",
-        cost="a gradient of g; on x: one of f and the products with the client's own ∇²g",
+        cost="a gradient of g; on x a gradient of f and the products with the client's own ∇²g",
         bias="clients' own hypergradients (not with `Implicit`); truncation; drift of y where τ > 1; submodels",
     )
 
@@ -216,7 +216,7 @@ class RABO(DualPruning):
     def validate(self) -> None:
         may = self.hypergradient.allows.submodels
         why = may.why if isinstance(may, No) else ""
-        require(not why, "RABO.hypergradient", self.hypergradient, f"one for submodels: {why}")
+        require(not why, "RABO.hypergradient", self.hypergradient, f"a hypergradient for submodels: {why}")
 
 
 class RAFBO(DualPruning):
@@ -236,7 +236,7 @@ class RAFBO(DualPruning):
         exchanges="T + 1",
         up="1 like x, T like y",
         cost=(
-            "a gradient of g; on x: one of f, and of g 2N by differences, N(|P| + 1) by `Coordinates`, |P| + 1 "
+            "a gradient of g; on x a gradient of f, and of g 2N by differences, N(|P| + 1) by `Coordinates`, |P| + 1 "
             "by `PrintedSlopes`"
         ),
         bias="clients' own hypergradients; truncation; drift of y where τ > 1; submodels",

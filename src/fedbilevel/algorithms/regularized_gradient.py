@@ -11,8 +11,8 @@ Teboulle's FBi-PG (2024).
 
     z_k = x_k + (1 − α/(k + α)) (x_k − x_{k−1}),     x_{k+1} = P_X[z_k − γ (∇F(z_k) + λ_k ∇H(z_k))]
 
-Messages: the server sends a vector of x's shape (BiFISTA with `tolerance` two); clients reply with one
-(with `tolerance` and a number).
+Messages: the server sends a vector of x's shape (BiFISTA with `tolerance` two); clients reply with such
+a vector (with `tolerance` and a number).
 
 Departures from the papers:
 1. F is the mean over samples, weighted by client; λ is relative to that.
@@ -63,7 +63,7 @@ class WholeSubgradient(IterativeRegularization):
 
     @phase(takes=("x", "whole"), gives=("x",))
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """g_i at z; with a tolerance also F_i, at x where the message has one, else at z."""
+        """g_i at z; with a tolerance also F_i, at x where the message has an x, else at z."""
         z, x = at
         problem: Any = client.problem
         loss, g = jax.value_and_grad(problem.inner, 0)(z, None, client.inner_batch(key))

@@ -18,13 +18,13 @@ plain steps, and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
 
 so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
-one that was posed (Theorem 2).
+problem that was posed (Theorem 2).
 
 Messages: the server sends x, y and v, and clients reply with vectors of these three shapes (ShroFBO: and two numbers).
 
 Departures from the paper:
-1. One draw of inner and one of outer samples serves all three directions of a local step, each direction being
-   unbiased by itself; the paper's analysis draws separately for each.
+1. A single draw of inner and of outer samples serves all three directions of a local step, each direction being
+   unbiased by itself; the paper's analysis draws separately for each, as `independent_batches` does.
 2. ρ sums over all clients, of which a round sees a cohort. ShroFBO takes the mean, over the rounds before, of
    Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i (round 0: its own). The estimate of the same round would multiply h by something
    that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
@@ -83,9 +83,10 @@ class SingleLoop(LocalDirections):
     """Base of SimFBO and ShroFBO: the fields, the client's side, the server's step.
 
     Args:
-        server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; one serves all three. In
-            a round the server moves by γ times the mean of the sums that clients make of their directions. `client_lr`
-            only decides how far each client goes while it sums them, and so how far clients drift apart.
+        server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
+            all three. In a round the server moves by γ times the mean of the sums that clients make of their
+            directions. `client_lr` only decides how far each client goes while it sums them, and so how far clients
+            drift apart.
         radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
             not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).

@@ -1,4 +1,4 @@
-"""FedLin and FedAvg: the ordinary federated problem min over x of F(x) = Σ p_i f_i(x), without an inner one.
+"""FedLin and FedAvg: the ordinary federated problem min over x of F(x) = Σ p_i f_i(x), without an inner problem.
 
     FedLin   q = mean_i ∇f_i(x; ξ_i)                                                                    one exchange
              x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇f_i(x_{i,ν}; ξ_ν) − ∇f_i(x; ξ_ν) + q]

@@ -49,8 +49,8 @@ def phase(*, takes: PyTree, gives: PyTree) -> Callable[[F], F]: ...
 def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -> Any:
     """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
 
-    `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is one "number",
-    or is something else, which no client gets in part, "whole": prefixes of these trees, with these four leaves.
+    `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is a single
+    "number", or is something else, which no client gets in part, "whole": prefixes of these trees, with these leaves.
     Clients of limited capacity, problems whose clients keep x, and `Asynchronous` go by them.
 
     Raises:
@@ -140,7 +140,7 @@ class Algorithm(Part):
 
     A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and
     other real numbers; counts, and what `static` makes, shape the compiled program. It has to define `init` and
-    `round`; every other method here is a hook with a default. A method marked with `@phase` is what a client runs when
+    `round`; every other method here has a default. A method marked with `@phase` is what a client runs when
     the server names it.
     """
 
@@ -266,7 +266,7 @@ class Algorithm(Part):
 
 
 def _register(cls: type[Algorithm]) -> None:
-    """Enter a class in `ALGORITHMS`. The same class defined again, as in a notebook's cell, replaces the one before."""
+    """Enter a class in `ALGORITHMS`. The same class defined again, as in a notebook's cell, replaces the earlier."""
     holder = ALGORITHMS.setdefault(cls.name, cls)
     same = (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
     require(same, f"{cls.__name__}.name", cls.name, f"another name: {holder.__module__}.{holder.__qualname__} has it")
@@ -274,7 +274,7 @@ def _register(cls: type[Algorithm]) -> None:
 
 
 def methods_that(can: Callable[[Algorithm], bool]) -> str:
-    """The names of the classes of `ALGORITHMS` that can, with the defaults of their fields, as one string."""
+    """The names of the classes of `ALGORITHMS` that can, with the defaults of their fields, in a single string."""
     classes = (cls for cls in ALGORITHMS.values() if not any(field.default is MISSING for field in fields(cls)))
     return ", ".join(sorted(cls.__name__ for cls in classes if can(cls())))
 

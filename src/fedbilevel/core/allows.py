@@ -1,4 +1,4 @@
-"""What a method says of itself: what may be done with it beside running it as it is, for each how or why not; what its
+"""What a method says of itself: what may be done with it beside running it as it is, for each how, or why not; what its
 rounds ask of an engine; and what it finds in its state."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Asks(NamedTuple):
     """What the rounds of a method ask of an engine, beside means over a cohort.
 
     Args:
-        first: how many replies an asynchronous exchange waits for (`Fed.sum_first`); None: no exchange is one.
+        first: how many replies an asynchronous exchange waits for (`Fed.sum_first`); None: exchanges wait for all.
         everyone: whether all clients have to take part in every round; in asynchronous ones they have to in any case.
         fresh_cohorts: how many fresh cohorts a round may ask beside its own: the bound of `fresh` in `Fed.mean`.
     """

@@ -23,7 +23,7 @@ class Reply(NamedTuple):
     Args:
         update: what is averaged over the cohort: any pytree. Under privacy it is clipped and noised, but for the parts
             that are marked `Public` or `Withheld`.
-        state: the client's own next state, which never leaves it; None: it keeps the one it has.
+        state: the client's own next state, which never leaves it; None: it keeps its present state.
         metrics: numbers by name, whose means over clients are in the history and are never fed back.
         gradients: how many gradients on a batch the client computed, for the ledger and the clock. An asynchronous
             exchange asks every client for this number, so that it should not depend on what a loop finds.
@@ -133,7 +133,7 @@ class LastReply(NamedTuple):
 
 
 class ReplyDelta(NamedTuple):
-    """What a client sends in place of a reply: the difference to its last one. The server adds the sums up.
+    """What a client sends in place of a reply: the difference to its last one. The server adds these differences up.
 
     `joins` and `exchanges` are public: the server knows whose replies have counted and what it asked when.
     """
@@ -144,7 +144,7 @@ class ReplyDelta(NamedTuple):
 
     @classmethod
     def since(cls, last: LastReply, update: PyTree, exchange: Array) -> tuple["ReplyDelta", LastReply]:
-        """From the last reply to this one, asked for in that exchange, and what to keep now."""
+        """From the last reply to this reply, asked for in that exchange; and what the client keeps now."""
         joins, exchanges = (last.exchange < 0).astype(float), (exchange - last.exchange).astype(float)
         change = optax.tree.sub(update, last.update)
         return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)

@@ -41,9 +41,9 @@ class Structure:
     """Which axes of the arrays of x and y run over the units of which group.
 
     Args:
-        x: a tree like x with a string for each array, one word for each of its axes: "_" for an axis that is never cut,
-            the name of a group for one with an entry per unit, or "49*name" for one that has 49 entries per unit, as
-            a flattened (49, units) has. None where nothing of x is ever cut.
+        x: a tree like x with a string for each array, a word for each of its axes: "_" for an axis that is never cut,
+            the name of a group for an axis with an entry per unit, or "49*name" for an axis with 49 entries per unit,
+            as a flattened (49, units) has. None where nothing of x is ever cut.
         y: the same for the arrays of y; None where nothing of y is ever cut.
 
     A dense layer of 10 inputs and the head on it: x={"weight": "_ hidden", "bias": "hidden"},
@@ -65,7 +65,7 @@ class ClientSlot(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What one axis of an array runs over: `times` runs of all units of `group`; no group: never cut."""
+    """What an axis of an array runs over: `times` runs of all units of `group`; no group: never cut."""
 
     group: str
     times: int
@@ -73,7 +73,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UnitLayout:
-    """A structure that was held against x and y."""
+    """A structure that was checked against x and y."""
 
     sizes: Mapping[str, int]  # units of each group that may be cut
     axes: Mapping[str, tuple[tuple[Axis, ...], ...]]  # "x", "y" -> of each leaf, its axes
@@ -81,7 +81,7 @@ class UnitLayout:
 
     @classmethod
     def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> UnitLayout:
-        """Refuses, by name, an array whose axes disagree with the structure or with those of another array.
+        """Lay the structure out; refuse, by name, an array whose axes disagree with it or with those of another array.
 
         `pruned` = "x" leaves groups whole that reach into y, "y" those that reach into x.
         """
@@ -189,8 +189,8 @@ def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
     said, said_shape = jax.tree.flatten(words)
     if said_shape != shape:  # type: ignore[operator]
         mine, theirs = (
-            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)}
-            for one in (tree, words)
+            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)}
+            for given in (tree, words)
         )
         lacks = f"it lacks {sorted(mine - theirs)} and has {sorted(theirs - mine)}" if mine != theirs else str(shape)
         raise ConfigurationError(f"Structure.{part} is no tree like {part}: {lacks}")
@@ -199,7 +199,7 @@ def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
 
 def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> Iterator[Axis]:
     """The axes that a string names; `sizes` gets to know the units of its groups, and who said so."""
-    require(isinstance(word, str), name, word, 'a string with one word per axis, e.g. "_ hidden"')
+    require(isinstance(word, str), name, word, 'a string with a word for each axis, e.g. "_ hidden"')
     words = str(word).split()
     require(len(words) == len(shape), name, word, f"of {len(shape)} words, one for each axis of {shape}")
     for place, (text, length) in enumerate(zip(words, shape, strict=True)):
@@ -255,7 +255,7 @@ class UnitPolicy:
 
     @property
     def alike(self) -> bool:
-        """Whether all clients of one capacity hold the same units."""
+        """Whether all clients of the same capacity hold the same units."""
         return self.policy in ("importance", "static", "rolling")
 
     def units(
@@ -280,7 +280,7 @@ class UnitPolicy:
         return chosen
 
     def segment(self, size: int, count: int, key: Array, holder: ClientSlot) -> Array:
-        """One of ⌈size/count⌉ windows of `count` units, the last of which may overlap the one before."""
+        """A window of `count` units, of ⌈size/count⌉ such windows; the last may overlap the window before it."""
         segments = -(-size // count)
         dealt = holder.rank % segments
         if self.min_coverage is not None and segments > 1:

@@ -1,1 +1,1 @@
-"""The pieces that hypergradients are made of: products with second derivatives, and inverses of the inner Hessian."""
+"""What hypergradients are made of: products with second derivatives, and inverses of the inner Hessian."""

@@ -1,4 +1,4 @@
-"""The hypergradient over every sample of every client, found in three ways: yardsticks for all that estimates it.
+"""The hypergradient over every sample of every client, found in three ways, to measure estimates of it against.
 
 By the implicit function theorem; from the values of Φ(x) = F(x, y*(x)) alone, the inner problem solved to rounding;
 and by differentiating the training itself (iterative differentiation: Domke, "Generic methods for optimization-based
@@ -65,7 +65,7 @@ class Inner(NamedTuple):
     """Where Newton's method on G(x, ·) ended."""
 
     y: PyTree
-    gradient_norm: Array  # ‖∇y G‖ there (with the pull, if there is one)
+    gradient_norm: Array  # ‖∇y G‖ there (with the pull, if any)
     iterations: Array
     products: Array  # Hessian-vector products spent
     negative_curvature: Array  # True where the Hessian was found not to be positive definite: no claim is made for y
@@ -113,7 +113,7 @@ def solve_inner(
         moved = norm < now.gradient_norm
         z = jax.tree.map(lambda a, b: jnp.where(moved, a, b), z, now.y)
         norm = jnp.where(moved, norm, now.gradient_norm)
-        spent = now.products + system.iterations + 1  # and one for the residual
+        spent = now.products + system.iterations + 1  # and another for the residual
         return _Newton(Inner(z, norm, now.iterations + 1, spent, system.negative_curvature >= 0), moved)
 
     first = Inner(y, optax.tree.norm(gradient(y)), jnp.asarray(0), jnp.asarray(0), jnp.asarray(False))
@@ -121,7 +121,7 @@ def solve_inner(
 
 
 class Slopes(NamedTuple):
-    """Directional derivatives of Φ, one per direction: arrays (directions,)."""
+    """Directional derivatives of Φ: arrays (directions,)."""
 
     directions: np.ndarray  # (directions, dim x), of unit norm, entries in the order of ravel_pytree
     values: np.ndarray

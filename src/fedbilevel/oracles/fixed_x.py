@@ -1,7 +1,7 @@
 """A client's inner loss at a fixed x, for many steps on y: what does not depend on y is computed once per sample.
 
 For a network whose first layers are x, these are its features: the steps on the head then never see the images again.
-The loss is traced on one sample, or on one batch, and its operations sorted by what they depend on: x alone, x and the
+The loss is traced on a sample, or on a batch, and its operations are sorted by what they depend on: x alone, x and the
 samples, or y.
 """
 
@@ -42,9 +42,8 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
     everything = samples.everything()
     rows = everything.samples
     sample = jax.tree.map(lambda a: a[0], rows)
-    parts = partition_by_dependence(
-        lambda x, y, one: problem.inner(x, y, jax.tree.map(lambda a: a[None], one)), x, y, sample
-    )
+    function = lambda x, y, row: problem.inner(x, y, jax.tree.map(lambda a: a[None], row))  # noqa: E731
+    parts = partition_by_dependence(function, x, y, sample)
     fixed = parts.fixed(x)
     features = _in_blocks(partial(parts.of_sample, fixed), rows, max(1, BYTES_AT_ONCE // max(1, parts.bytes_of_sample)))
 
@@ -58,13 +57,13 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
         chosen, mask = batch
         if not chosen:  # no sample has any part in it
             return parts.of_y(fixed, chosen, y)
-        return jnp.mean(jax.vmap(lambda one: parts.of_y(fixed, one, y))(chosen), where=mask)
+        return jnp.mean(jax.vmap(lambda row: parts.of_y(fixed, row, y))(chosen), where=mask)
 
     return InnerLoss(draw, loss)
 
 
 class OnBatch(NamedTuple):
-    """g(x, ·) on one batch as `of_y(features, y)`.
+    """g(x, ·) on a batch as `of_y(features, y)`.
 
     Features are all numbers without y that y meets and a derivative goes through; integers are in `of_y`.
     """
@@ -79,7 +78,7 @@ class OnBatch(NamedTuple):
 
 
 def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBatch:
-    """g on one batch, for many y and for its gradients in x; the values of `y` do not matter, its shapes do."""
+    """g on a batch, for many y and for its gradients in x; the values of `y` do not matter, its shapes do."""
     parts = partition_by_dependence(problem.inner, x, y, batch)
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
@@ -149,7 +148,7 @@ def partition_by_dependence(function: Callable[..., Array], x: PyTree, y: PyTree
         return run(VARIABLE, given, [*fixed, *features, *jax.tree.leaves(y)], jaxpr.outvars)[0]
 
     results = [out.aval for equation in equations[SAMPLE] for out in equation.outvars]
-    return Parts(fixed, of_sample, of_y, sum(one.size * one.dtype.itemsize for one in results))
+    return Parts(fixed, of_sample, of_y, sum(result.size * result.dtype.itemsize for result in results))
 
 
 def _in_blocks(function: Callable[[PyTree], PyTree], rows: PyTree, size: int) -> PyTree:
@@ -164,7 +163,7 @@ def _variables(atoms: Any) -> list[Var]:
 
 
 def _inlined(function: Callable[..., Array], *like: PyTree) -> Callable[..., Array]:
-    """`function` without inner `jit`s, which would each count as one operation."""
+    """`function` without inner `jit`s, each of which would count as a single operation."""
     closed = jax.make_jaxpr(function)(*like)
 
     def evaluate(jaxpr: Jaxpr, consts: Any, *arguments: Any) -> list[Any]:
@@ -175,10 +174,10 @@ def _inlined(function: Callable[..., Array], *like: PyTree) -> Callable[..., Arr
                 inner = equation.params["jaxpr"]
                 out = evaluate(inner.jaxpr, inner.consts, *read)
             else:
-                one = jaxpr.replace(
+                single = jaxpr.replace(
                     constvars=[], invars=_variables(equation.invars), eqns=[equation], outvars=equation.outvars
                 )
-                out = jax.core.eval_jaxpr(one, [], *(values[v] for v in _variables(equation.invars)))
+                out = jax.core.eval_jaxpr(single, [], *(values[v] for v in _variables(equation.invars)))
             values |= dict(zip(equation.outvars, out, strict=True))
         return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
 

@@ -35,8 +35,8 @@ def hess_v(total: Total, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
 class Total:
     """A loss as a weighted sum over samples: a pytree, so that its data are arguments of whatever is compiled.
 
-    Where g is not a mean over samples but g = ½‖y − r(x)‖² with r one (compositional problems), `value` differs from G
-    by a function of x alone: ∇y G and all products are exact.
+    Where g is not a mean over samples but g = ½‖y − r(x)‖², r being such a mean (compositional problems), `value`
+    differs from G by a function of x alone: ∇y G and all products are exact.
     """
 
     samples: PyTree  # leaves (chunks, size, ...)
@@ -68,12 +68,12 @@ class Total:
 
         def share(part: tuple[PyTree, Array]) -> PyTree:
             samples, weights = part
-            # one real type throughout: samples as they are stored, or in the double precision that is in force
+            # the same real type throughout: as samples are stored, or double precision where that is in force
             samples = jax.tree.map(lambda a: a.astype(weights.dtype) if is_floating(a) else a, samples)
 
             def loss(x: PyTree, y: PyTree) -> Array:
-                one = jax.vmap(lambda sample: self.loss(x, y, jax.tree.map(lambda a: a[None], sample)))
-                return jnp.vdot(weights, one(samples))
+                each = jax.vmap(lambda sample: self.loss(x, y, jax.tree.map(lambda a: a[None], sample)))
+                return jnp.vdot(weights, each(samples))
 
             return of_chunk(loss)
 

@@ -1,4 +1,4 @@
-"""Products with second derivatives of the inner loss, by one pass and without ever forming a Hessian."""
+"""Products with second derivatives of the inner loss, by a single pass, without ever forming a Hessian."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -91,7 +91,7 @@ def hypergradient_given(
 
 
 class Hypergradient(Part):
-    """How a method finds ∇Φ(x): every method here is a hook with a default."""
+    """How a method finds ∇Φ(x). Every method here has a default."""
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         """An estimate of ∇Φ(x) at y, in the shape of x.
@@ -168,13 +168,13 @@ class Implicit(SolvedSystem):
 
     def validate(self) -> None:
         """Refuse a Neumann series with a number of terms for each client: all clients sum one series together."""
-        one = not isinstance(self.solver, Neumann) or isinstance(self.solver.terms, int)
-        terms = self.solver.terms if isinstance(self.solver, Neumann) else None
-        require(one, "Implicit.solver.terms", terms, "one number: only LocalImplicit has one for each client")
+        terms = self.solver.terms if isinstance(self.solver, Neumann) else 1
+        allowed = "a single number: only LocalImplicit has a number for each client"
+        require(isinstance(terms, int), "Implicit.solver.terms", terms, allowed)
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         gradient_key, system_key, last_key = jax.random.split(key, 3)
-        v, info = None, SolveInfo.unknown()
+        v, info, terms = None, SolveInfo.unknown(), self.solver.most_terms
         if fed.problem.implicit_term != "none":  # b = ∇y F, which is v where H = I
             ask = self.outer_gradients_by_length if self.by_length(fed.problem) else self.outer_gradient
             v = fed.mean(ask, (x, y), gradient_key, unbiased=True, fresh=self.cohort(0))
@@ -183,8 +183,8 @@ class Implicit(SolvedSystem):
             def product(fed: Fed, v: PyTree, key: Array, number: Any) -> PyTree:
                 return fed.mean(self.hessian_product, (x, y, v), key, unbiased=True, fresh=self.cohort(number))
 
-            v, _, info = self.solver.solve(fed, product, v, system_key, self.terms)
-        h = fed.mean(self.hypergradient_given, (x, y, v), last_key, unbiased=True, fresh=self.cohort(self.terms))
+            v, _, info = self.solver.solve(fed, product, v, system_key, terms)
+        h = fed.mean(self.hypergradient_given, (x, y, v), last_key, unbiased=True, fresh=self.cohort(terms))
         return Estimate(h, info)
 
     @phase(takes=("x", "y"), gives="y")
@@ -197,7 +197,7 @@ class Implicit(SolvedSystem):
         """N s ∇y f_i in the place of this client's N'_i, zeros in all others: leaves (N, …)."""
         assert isinstance(self.solver, Neumann)
         draw_key, batch_key = jax.random.split(key)
-        terms = self.terms
+        terms = self.solver.most_terms
         reply = outer_gradient(client, at, batch_key)
         chosen = (jnp.arange(terms) == uniform_below(draw_key, terms)) * terms * self.solver.step
         slots = jax.tree.map(lambda leaf: jnp.multiply.outer(chosen, leaf).astype(leaf.dtype), reply.update)
@@ -215,15 +215,10 @@ class Implicit(SolvedSystem):
         return hypergradient_given(client, at, key, self.second_order)
 
     @property
-    def terms(self) -> int:
-        """Factors of the longest product; 1 for conjugate gradient."""
-        return self.solver.most_terms if isinstance(self.solver, Neumann) else 1
-
-    @property
     def fresh(self) -> int:
-        """Fresh cohorts per round: one for ∇y F, one for each product, one for h."""
+        """Fresh cohorts per round: for ∇y F, for each product, and for h."""
         apart = self.fresh_cohorts and isinstance(self.solver, Neumann)
-        return self.terms + 1 if apart else 0
+        return self.solver.most_terms + 1 if apart else 0
 
     def cohort(self, number: Any) -> Any:
         """`number`, the fresh cohort of an exchange; None where all exchanges of a round ask the same cohort."""

@@ -1,4 +1,4 @@
-"""The common part of methods for simple bilevel problems by iterative regularization.
+"""What methods for simple bilevel problems share that work by iterative regularization.
 
     min H(x) over the minimisers of F over X:   follow the minimisers of F + λ_k H over X, with λ_k → 0
 
@@ -140,7 +140,7 @@ class IterativeRegularization(Algorithm):
         return self.step_size(k), self.regularization / k**self.regularization_decay
 
     def inner_sum(self, client: Client, x: PyTree, key: Array) -> tuple[Array, ...]:
-        """Client: F_i(x) for the stopping rule, such that the mean is the sum over all samples; without one nothing."""
+        """Client: F_i(x) for the stopping rule, whose mean is the sum over all samples; nothing without that rule."""
         if self.tolerance is None:
             return ()
         mean: Array = client.problem.inner(x, None, client.inner_batch(key, None))
@@ -167,7 +167,7 @@ class DecreasingSteps(IterativeRegularization):
     """Steps γ_k = γ₁/k^a.
 
     Convergence to the solution is proved for a > ½, a > b > 0, a + b < 1 and γ₁λ₁μ ≤ 2 with H μ-strongly convex. A
-    number that breaks one of these is refused, with that condition; an optax schedule is taken as it is.
+    number that breaks a condition is refused, with that condition; an optax schedule is taken as it is.
 
     Args:
         lr_decay: a in γ_k = γ₁/k^a, above ½ and b, below 1 − b.
@@ -187,10 +187,10 @@ class DecreasingSteps(IterativeRegularization):
 
 
 def check_projection(field: str, project: Project, x: PyTree, points: PyTree) -> PyTree:
-    """Refuse what is no projection onto a convex set, as seen on `points`, leaves (count, ...); their images.
+    """Refuse what is no projection onto a convex set, as seen on `points`, leaves (count, ...); return their images.
 
     Nearest points p of u have P(p) = p, and ⟨u − p, q − p⟩ ≤ 0 for all points q of the set. The first point must have
-    one, or X is empty. Others without one are left out: far away an intersection may take too many steps.
+    a nearest point, or X is empty. Others without are left out: far away an intersection may take too many steps.
     """
     shapes = [jax.eval_shape(function, x) for function in (lambda x: x, project)]
     mine, its = (jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in shapes)

@@ -72,14 +72,14 @@ class Solved(NamedTuple):
 
 
 class Neumann(Part):
-    """A truncated Neumann series, or one random product of its factors.
+    """A truncated Neumann series, or a random product of its factors.
 
     Args:
         terms: N; where each client solves a system of its own also a number for each client, N_i in their order. What
             the series leaves out is (1 − sμ)^N of v along the smallest eigenvalue μ of H.
         step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of H; checked at the start.
-        sampling: None, the whole series; "random", one random length; "random_per_client", a length of each client's
-            own, where the federation solves one system.
+        sampling: None, the whole series; "random", a random length; "random_per_client", a random length for each
+            client, where the federation solves one system.
     """
 
     kind: ClassVar[str] = "neumann"
@@ -102,17 +102,12 @@ class Neumann(Part):
         """N, or the client's N_i."""
         return self.terms if isinstance(self.terms, int) else jnp.array(self.terms)[client.id]
 
-    def check_population(self, population: int) -> None:
-        """Refuse a list of terms whose length is not the number of clients."""
-        fits = isinstance(self.terms, int) or len(self.terms) == population
-        require(fits, "Neumann.terms", self.terms, f"a positive integer, or one for each of the {population} clients")
-
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """v; `loop.repeat` and `product` make the exchanges, or a client's own loops.
 
-        v ← (I − sH) v + what enters before the n-th product, n = 1, 2, …: of the series s b each time, of one random
-        length nothing more, and of a length for each client what those bring who have as many products ahead. For
-        these b holds, for each length, the mean over the clients that drew it: leaves (N, …).
+        v ← (I − sH) v + what enters before the n-th product, n = 1, 2, …: in the series s b each time, with a random
+        length nothing more, and with a length for each client what those bring who have as many products ahead. Then
+        b holds, for each length, the mean over the clients that drew it: leaves (N, …).
         """
         draw_key, loop_key = jax.random.split(key)
         count: Any = terms - 1
@@ -150,16 +145,11 @@ class CG(Part):
     """
 
     kind: ClassVar[str] = "cg"
+    most_terms: ClassVar[int] = 1
+    """How many draws of samples there are for products: all products have the same."""
 
     max_steps: int = positive_integer(default=20)
     tolerance: float = positive(default=1e-3)
-
-    def check_population(self, population: int) -> None:
-        """Nothing to refuse: the fields fit any number of clients."""
-
-    def terms_of(self, client: Client) -> int:
-        """A bound on the draws of samples for products: all have the same."""
-        return 1
 
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """v; all products on the same samples."""
@@ -198,11 +188,11 @@ def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
 
 
 class InClient:
-    """A client's own loops in the words of `Fed.repeat`, so that one solver serves both."""
+    """A client's own loops in the form of `Fed.repeat`, so that the same solver serves both."""
 
     @staticmethod
     def repeat(n: Any, body: Callable[..., Any], carry: PyTree, key: Array, *, until: Any = None) -> PyTree:
-        if until is None:  # a loop of known length, if n is one
+        if until is None:  # a loop of known length, if n is known
             return jax.lax.fori_loop(0, n, lambda i, carry: body(InClient, carry, jax.random.fold_in(key, i)), carry)
 
         def unfinished(loop: tuple[Array, PyTree]) -> Array:
@@ -233,9 +223,9 @@ def check_neumann_step(
     """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i;
     nothing where the samples are elsewhere.
 
-    With a `batch_size` it is that of one drawn batch of each client: where a batch serves all products, its Hessian is
-    what they are with. Others may have more, as those that draw a sample more often. Warn where an eigenvalue is
-    negative.
+    With a `batch_size` ℓ is that of a drawn batch of each client: where a batch serves all products, these are products
+    with its Hessian. Other batches may have a larger ℓ, as when they draw a sample more often. Warn where an eigenvalue
+    is negative.
 
     ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
     clients; x and y move on, and it with them.
@@ -271,5 +261,5 @@ def check_neumann_step(
 
 
 def _hess_v(several: Total, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """The product with the Hessian in y of one of several losses, whose leaves are stacked."""
+    """The product with the Hessian in y of the k-th of several losses, whose leaves are stacked."""
     return hess_v(jax.tree.map(lambda leaf: leaf[k], several), x, y, v)

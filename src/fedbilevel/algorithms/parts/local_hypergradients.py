@@ -1,5 +1,5 @@
-"""How a method finds ∇Φ(x) with hypergradients that every client finds alone, with its own f_i and g_i, in one
-exchange: their mean is another vector than the hypergradient where clients differ."""
+"""How a method finds ∇Φ(x) by hypergradients that every client finds alone, with its own f_i and g_i, in a single
+exchange. Their mean is another vector than the hypergradient where clients differ."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class LocalImplicit(SolvedSystem):
 
     Args:
         solver: of each client's own ∇²yy g_i·v = ∇y f_i: a Neumann series or conjugate gradient.
-        paired: use one draw of samples for the whole hypergradient. Needed where outer and inner samples are pairs,
-            such as support and query images.
+        paired: use a single draw of samples for the whole hypergradient. Needed where outer and inner samples are
+            pairs, such as support and query images.
     """
 
     kind: ClassVar[str] = "local"
@@ -52,7 +52,7 @@ class LocalImplicit(SolvedSystem):
     def validate(self) -> None:
         """Refuse a Neumann series with sampling "random_per_client", which has no meaning on a client alone."""
         sampling = self.solver.sampling if isinstance(self.solver, Neumann) else None
-        allowed = "None or 'random': a client alone has one length"
+        allowed = "None or 'random': a client alone has a single length"
         require(sampling != "random_per_client", "LocalImplicit.solver.sampling", sampling, allowed)
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
@@ -80,7 +80,8 @@ class LocalImplicit(SolvedSystem):
         inner = inner_loss_on(problem, x, y, inner_batch)
         if problem.implicit_term == "inverse":
             product = self.products(client, x, y, inner.loss if self.paired else None, system_key)
-            v, spent, info = self.solver.solve(InClient, product, v, system_key, self.solver.terms_of(client))
+            terms = self.solver.terms_of(client) if isinstance(self.solver, Neumann) else 1
+            v, spent, info = self.solver.solve(InClient, product, v, system_key, terms)
         cross = inner.pull(self.second_order.oracle.cross_of(inner.of_y, inner.features, y, v))
         return LocalEstimate(optax.tree.sub(h, cross), info, loss, 1, spent + 1)
 
@@ -108,12 +109,15 @@ class LocalImplicit(SolvedSystem):
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
     ) -> None:
-        """Refuse terms for other clients, pairs of which one is missing, and a step at which the products grow."""
-        self.solver.check_population(len(clients))
+        """Refuse terms for other clients, samples without their pair, and a step at which the products grow."""
         if self.paired and isinstance(clients, Clients):
             sizes = [(int(a), int(b)) for a, b in zip(clients.outer.size, clients.inner.size, strict=True) if a != b]
             alike = f"False: outer and inner samples differ, {sizes[:3]}"
             require(not sizes, "LocalImplicit.paired", True, alike)
-        if isinstance(self.solver, Neumann) and problem.implicit_term == "inverse":
+        if not isinstance(self.solver, Neumann):
+            return
+        terms, each = self.solver.terms, f"a positive integer, or one for each of the {len(clients)} clients"
+        require(isinstance(terms, int) or len(terms) == len(clients), "Neumann.terms", terms, each)
+        if problem.implicit_term == "inverse":
             drawn = batch_size if self.paired else None
             check_neumann_step("Neumann.step", at(self.solver, 0).step, problem, clients, x, y, True, drawn)

@@ -71,7 +71,7 @@ def mean_gradient(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, 
 
 
 class LocalOptimizer(Part):
-    """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0; a subclass may be one's own."""
+    """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0; write your own as a subclass."""
 
     def begin(self, like: PyTree) -> PyTree:
         """The optimizer's memory before the first step, here none; q and d have the shapes of `like`."""
@@ -142,12 +142,12 @@ def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
 
     Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in float32 where α or 1 − μ is small.
     """
-    one = jnp.ones(())
+    unit = jnp.ones(())
 
     def step(k: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        return optimizer.step(*carry, one)
+        return optimizer.step(*carry, unit)
 
-    total, _ = jax.lax.fori_loop(0, tau, step, (jnp.zeros(()), optimizer.begin(one)))
+    total, _ = jax.lax.fori_loop(0, tau, step, (jnp.zeros(()), optimizer.begin(unit)))
     return jnp.asarray(total)
 
 
@@ -158,9 +158,10 @@ class LocalDirections(Algorithm):
         local_steps: τ, a client's local steps in a round; a number that the clients bring themselves
             (`Clients.local_steps`) takes precedence.
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
-        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; one serves all three.
-        independent_batches: draw samples of its own for each of the three directions; False: one draw of outer and one
-            of inner samples serves all three.
+        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
+            all three.
+        independent_batches: draw samples for each of the three directions apart; False: a single draw of outer and of
+            inner samples serves all three.
     """
 
     local_steps: int = positive_integer(default=5)

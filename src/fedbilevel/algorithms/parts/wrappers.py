@@ -1,5 +1,5 @@
-"""Methods that change another one: which units clients of small capacity hold, and not waiting for slow clients, where
-the server goes on with the first replies and the last ones of all other clients.
+"""Methods that change another method. `Submodels` chooses the units that clients of small capacity hold; with
+`Asynchronous` the server goes on with the first replies, and with the last replies of all others.
 
 The method inside `Asynchronous` is written as if every exchange waited for all. Here its `fed.mean` is the mean of
 everyone's last replies to that phase, as soon as some new ones are there. No table of them is needed: a client keeps
@@ -9,7 +9,7 @@ t_i the exchange (of that phase, counted from 0) in which it was asked for it, a
     total = Σ p_i u_i        weight = Σ p_i        age = Σ p_i (t − t_i)         over those that have ever replied
 
 so that the server knows the mean, total/weight, also before everyone has replied, and the mean delay, without any
-client's own values and at the cost of one model, however many clients there are. A reply carries two numbers more.
+client's own values and at the cost of a single model, however many clients there are. A reply carries two numbers more.
 
 Rounding: a table is summed anew each time, this sum carries all roundings since the start, which grow as the square
 root of their number. 18 clients of unequal weights, 20,000 exchanges of one reply each, replies of mean 0 and standard
@@ -47,7 +47,7 @@ ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, witho
 
 
 class Wrapper(Algorithm):
-    """A method that changes another one: what a subclass does not say itself is what the method inside says.
+    """A method that changes another method: what a subclass does not say itself is what the method inside says.
 
     Args:
         algorithm: the method inside.
@@ -110,7 +110,7 @@ class Submodels(UnitPolicy, Wrapper):
     Of no effect where the clients have no capacities.
 
     Args:
-        algorithm: the method, one that can train submodels.
+        algorithm: the method, which must be able to train submodels.
     """
 
     def validate(self) -> None:
@@ -185,7 +185,7 @@ class Asynchronous(Wrapper):
     """A method that goes on as soon as some clients have replied, with the last replies of all others.
 
     Args:
-        algorithm: the method, one whose exchanges can do with replies to earlier messages.
+        algorithm: the method, whose exchanges must be able to do with replies to earlier messages.
         wait_for: how many replies an exchange waits for.
         max_staleness: also wait for every client that was asked so many exchanges (of the same phase) ago, or more, and
             for every client that has been unavailable, or busy with another phase, for longer; None: no bound.
@@ -253,8 +253,8 @@ class Asynchronous(Wrapper):
 
     def findings(self, state: State) -> Findings:
         """Those of the method inside, and the mean delay of replies: `delay`, or `delay.PHASE` for each phase."""
-        found, one = self.algorithm.findings(state.inside), len(state.replies) == 1
-        delays = {"delay" if one else f"delay.{name}": kept.delay for name, kept in state.replies.items()}
+        found, single = self.algorithm.findings(state.inside), len(state.replies) == 1
+        delays = {"delay" if single else f"delay.{name}": kept.delay for name, kept in state.replies.items()}
         return found._replace(columns=found.columns | delays)
 
 
