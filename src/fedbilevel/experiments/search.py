@@ -171,7 +171,7 @@ def search_specs(
         return rows, ""
 
     ends = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
-    with showing(progress) as display, storing(place, CheckpointError):
+    with showing(progress) as display, storing(place, CheckpointError, OSError):
         if len(study.get_trials(deepcopy=False, states=ends)) < trials:
             study.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, states=ends)])
         attributes = [one.user_attrs for one in study.get_trials(deepcopy=False, states=ends)]
