@@ -35,7 +35,7 @@ def test_a_run_writes_its_folder_and_says_where(run, here) -> None:
     lines = shown.splitlines()
     assert lines[0].startswith("round 0/20  relative_error 1")
     assert lines[2].startswith("round 20/20  outer_loss ")
-    assert lines[-1] == f"plot  {Path('runs') / folder.name / 'plot.png'}"
+    assert lines[-1] == f"plot   {Path('runs') / folder.name / 'plot.png'}"
     environment = json.loads((folder / "environment.json").read_text())
     assert {"python", "jax", "jaxlib", "optax", "numpy", "fedbilevel", "device_kind", "cpus"} <= set(environment)
     assert os.uname().nodename not in (folder / "environment.json").read_text()
@@ -67,7 +67,7 @@ def test_seeds_make_one_run_each(run, here) -> None:
     specs = [experiments.load_run(here / "both" / f"seed-{seed}").spec for seed in (3, 4)]
     assert [(spec.run.seed, spec.task.fields["seed"]) for spec in specs] == [(3, 3), (4, 4)]
     assert "mean ± sd" in shown
-    assert shown.splitlines()[-2:] == ["runs  both", f"plot  {Path('both') / 'plot.png'}"]
+    assert shown.splitlines()[-2:] == ["runs   both", f"plot   {Path('both') / 'plot.png'}"]
     assert sorted(path.relative_to(here).as_posix() for path in here.rglob("*.png")) == ["both/plot.png"]  # of both
 
 

@@ -120,13 +120,13 @@ def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatc
 def test_a_run_that_diverges_does_not_stop_the_others(incomplete, run, monkeypatch) -> None:
     from fedbilevel.cli import progress
 
-    def diverging(*_: object) -> None:
+    def diverging(*_: object, **more: object) -> None:
         raise NonFiniteError("round 3, x is nan")
 
-    monkeypatch.setattr(progress, "start", diverging)
+    monkeypatch.setattr(progress, "complete", diverging)
     (incomplete / "comparison.png").unlink()
     code, shown, error = run(*again(incomplete))
-    assert (code, error) == (3, "fedbilevel: simfbo/seed-1: round 3, x is nan\n")
+    assert (code, error) == (3, "fedbilevel: simfbo/seed-1: round 3, x is nan; no checkpoint had been written\n")
     assert "simfbo " in shown
     assert "simfbo (2 seeds)" not in shown
     assert "shrofbo (2 seeds)" in shown

@@ -14,17 +14,16 @@ from fedbilevel.cli.shared import (
     OWN,
     Add,
     add_length,
+    add_options,
     console,
-    count,
     prepare_jax,
-    seeds,
+    say,
+    say_paths,
     settings,
     tune,
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedbilevel.experiments import Spec
     from fedbilevel.tasks import Task
 
@@ -74,22 +73,16 @@ def add_to(add: Add) -> None:
     compare = add("compare", _compare, "compare finished runs, or run several algorithms and compare them", EPILOG)
     compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="run folders, folders of them, or one task")
     compare.add_argument("--algorithms", type=_names, metavar="NAME,NAME,…", help=f"what to run on the task; {OWN}")
-    compare.add_argument("--seeds", type=seeds, metavar="N,N,…", help="one run of each algorithm for each seed")
+    add_options(compare, "data", "set", "cohort", seeds="one run of each algorithm for each seed")
     add_length(compare)
-    compare.add_argument("--cohort", type=count, metavar="N", help="clients per round")
-    compare.add_argument("--data", metavar="NAME", help="the task's data set")
-    compare.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="see below; repeatable")
     compare.add_argument(
         "--centralised",
         action="store_true",
         help="also run the first algorithm with one client that holds everything, drawn as a level",
     )
-    compare.add_argument("--quiet", action="store_true", help="do not show the runs on their way")
-    compare.add_argument(
-        "--out",
-        metavar="PATH",
-        help="of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)",
-    )
+    add_options(compare, quiet="do not show the runs on their way")
+    out = "of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)"
+    compare.add_argument("--out", metavar="PATH", help=out)
     compare.add_argument("--panel", type=_names, metavar="NAME,NAME,…", help="what the picture's panels run over")
     compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
     for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX"}.items():
@@ -154,14 +147,8 @@ def _runs(options: argparse.Namespace) -> int:
         draw(groups, picture, options.panel, options.size)
     written = export.write(groups, picture, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
-    _say(terminal, {"plot": [picture] * drawn, "also": written})
+    say_paths(terminal, {"plot": [picture] * drawn, "also": written})
     return OK
-
-
-def _say(terminal: Console, places: dict[str, list[Path]]) -> None:
-    for what, paths in places.items():
-        for path in paths:
-            terminal.print(f"{what:<5} {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _algorithms(options: argparse.Namespace) -> int:
@@ -188,13 +175,12 @@ def _algorithms(options: argparse.Namespace) -> int:
     tune(next(iter(specs.values())))
     folder = Path(options.out) if options.out else comparison_folder(specs)
     if not options.quiet:
-        for sentence in said_of_several(list(specs.values())):
-            terminal.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(terminal, *said_of_several(list(specs.values())))
     failed, drawn = [], plots.possible()
 
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
-            progress.finish(spec, place, options.quiet, task, series=folder)
+            progress.played(spec, place, options.quiet, task=task, series=folder)
         except NumericalError as error:  # the others are still worth comparing
             failed.append(f"{place.relative_to(folder)}: {error}")
             print(f"fedbilevel: {failed[-1]}", file=sys.stderr)
@@ -202,7 +188,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, picture=drawn)
     written = export.write(groups, folder / PICTURE, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
-    _say(terminal, {"runs": [folder], "plot": [folder / PICTURE] * drawn, "also": written})
+    say_paths(terminal, {"runs": folder, "plot": [folder / PICTURE] * drawn, "also": written})
     return NUMBERS_FAIL if failed else OK
 
 
@@ -210,6 +196,5 @@ def _report(options: argparse.Namespace) -> int:
     from fedbilevel.report import write
 
     terminal = console()
-    for path in write(options.folders, options.out):
-        terminal.print(f"report {path}", markup=False, highlight=False, soft_wrap=True)
+    say_paths(terminal, {"report": list(write(options.folders, options.out))})
     return OK

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbilevel.cli.shared import OK, OWN, TASK_HELP, Add, console, count, prepare_jax, seed, tune
+from fedbilevel.cli.shared import OK, OWN, TASK_HELP, Add, add_options, console, count, prepare_jax, say, tune
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
@@ -53,10 +53,7 @@ def add_to(add: Add) -> None:
 
 def _add_task(command: argparse.ArgumentParser) -> None:
     command.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
-    command.add_argument("--data", metavar="NAME", help="the task's data set")
-    command.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="see below; repeatable")
-    command.add_argument("--seed", type=seed, metavar="N", help="of the task and of what is drawn (0)")
-    command.add_argument("--cohort", type=count, metavar="N", help="clients per round")
+    add_options(command, "data", "set", "cohort", seed="of the task and of what is drawn (0)")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -99,7 +96,7 @@ def _check(options: argparse.Namespace) -> int:
             cohort=spec.run.cohort,
             key=spec.run.seed,
         )
-    terminal.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    say(terminal, report)
     return OK
 
 
@@ -133,8 +130,7 @@ def _diagnose(options: argparse.Namespace) -> int:
         commands.append(_command(options, name, fields))
     asked = [name for name in options.algorithm or [] if name not in own]
     shown = report.report(asked) if options.algorithm else str(report)
-    terminal.print(shown, markup=False, highlight=False, soft_wrap=True)
-    terminal.print("", *commands, sep="\n", markup=False, highlight=False, soft_wrap=True)
+    say(terminal, shown, "", *commands)
     return OK
 
 

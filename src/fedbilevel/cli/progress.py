@@ -8,64 +8,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.cli.shared import INTERRUPTED, console, fail, tune
+from fedbilevel.cli.shared import INTERRUPTED, console, fail, say, say_paths
 from fedbilevel.core.errors import CheckpointError, NumericalError
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import showing
-from fedbilevel.engines.result import Result
-from fedbilevel.experiments import Experiment, Folder, Spec, build, load_run, plots, resume, run, tables
-from fedbilevel.experiments.runner import resumable
+from fedbilevel.experiments import Folder, Spec, build, complete, load_run, plots, tables
 from fedbilevel.experiments.tables import Watch
 from fedbilevel.tasks import Task
 
 Summary = dict[str, Any]
 
 
-def start(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, series: Path | None = None) -> Summary:
-    """A new run; its summary."""
-    experiment = build(spec, task)  # shows downloads by itself
-    return _shown(spec, folder, quiet, experiment, partial(run, spec, folder), series)
-
-
-def go_on(
-    folder: Path,
-    rounds: int | None,
-    quiet: bool,
-    task: Task | None = None,
-    series: Path | None = None,
-    *,
-    force: bool = False,
-) -> Summary:
-    """The run in a folder, from its checkpoint; its summary."""
-    spec = resumable(Folder(folder), rounds)
-    tune(spec)
-    play = partial(resume, folder, rounds=rounds, force=force)
-    return _shown(spec, folder, quiet, build(spec, task), play, series)
-
-
-def finish(spec: Spec, folder: Path, quiet: bool, task: Task | None = None, *, series: Path) -> Summary:
-    """The summary of a run that is read, continued or started; it is one of those that a command makes in `series`,
-    where one picture shows all."""
-    place = Folder(folder)
-    if place.finished:
-        return load_run(folder).summary
-    if place.begun:
-        return go_on(folder, None, quiet, task, series)
-    return start(spec, folder, quiet, task, series)
-
-
-def _shown(
+def played(
     spec: Spec,
     folder: Path,
     quiet: bool,
-    experiment: Experiment,
-    play: Callable[..., Result],
-    series: Path | None,
+    play: Callable[..., object] | None = None,
+    *,
+    task: Task | None = None,
+    series: Path | None = None,
 ) -> Summary:
     """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
 
     Where several processes play it together, process 0 does that; the others' summary is empty.
+
+    Args:
+        play: how, as `experiments.run` or `resume`; None: as `complete`, and a run that is finished is only read.
+        series: the folder of the runs that a command makes, of which one picture shows all.
     """
+    if play is None and Folder(folder).finished:
+        return load_run(folder).summary
+    experiment = build(spec, task)  # shows downloads by itself
+    play = play or partial(complete, spec, folder)
     quiet = quiet or not current_group().is_first
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
@@ -90,10 +64,9 @@ def _shown(
     summary = load_run(folder).summary
     if series is None:
         terminal.print(tables.summary_table(summary))
-        plot = f"\nplot  {Folder(folder).plot}" if drawn else ""
-        terminal.print(f"run   {folder}{plot}", highlight=False, soft_wrap=True)
+        say_paths(terminal, {"run": folder, "plot": [Folder(folder).plot] * drawn})
     else:
-        terminal.print(tables.summary_line(folder.relative_to(series), summary), highlight=False, soft_wrap=True)
+        say(terminal, tables.summary_line(folder.relative_to(series), summary))
     if quiet:
         print(folder)
     return summary

@@ -5,24 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli.shared import (
-    ALGORITHM_HELP,
     EPILOG,
     INTERRUPTED,
     OK,
     TASK_HELP,
     Add,
     add_length,
+    add_options,
     console,
     count,
     exit_code,
     fail,
     prepare_jax,
+    say,
+    say_paths,
     seed,
-    seeds,
     sentence,
     settings,
     spec_tables,
@@ -36,28 +38,21 @@ if TYPE_CHECKING:
 def add_to(add: Add) -> None:
     run = add("run", _run, "run an algorithm on a task", EPILOG)
     run.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
-    run.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
-    run.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
-    run.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="see below; repeatable")
-    run.add_argument("--spec", metavar="FILE", help="a spec in TOML; the other options change it")
+    add_options(run, "algorithm", "data", "set", "spec", "cohort")
     add_length(run)
-    run.add_argument("--cohort", type=count, metavar="N", help="clients per round")
-    which = run.add_mutually_exclusive_group()
-    which.add_argument("--seed", type=seed, metavar="N", help="of the run, its task and its clock (0)")
-    which.add_argument(
-        "--seeds",
-        type=seeds,
-        metavar="N,N,…",
-        help="one run for each, in subfolders seed-N; repeated with the same --out, what is missing",
+    add_options(
+        run.add_mutually_exclusive_group(),
+        seed="of the run, its task and its clock (0)",
+        seeds="one run for each, in subfolders seed-N; repeated with the same --out, what is missing",
     )
     run.add_argument("--eval-every", type=count, metavar="N", help="rounds between evaluations")
     place = run.add_mutually_exclusive_group()
-    place.add_argument("--out", type=Path, metavar="DIR", help="the run folder: new or empty (runs/…)")
+    add_options(place, out="the run folder: new or empty (runs/…)")
     place.add_argument(
         "--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds, --force, --quiet"
     )
     run.add_argument("--force", action="store_true", help="with --resume: though its task is not what it was")
-    run.add_argument("--quiet", action="store_true", help="print nothing but the run's folder")
+    add_options(run, quiet="print nothing but the run's folder")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="play with others: where process 0 listens, or auto")
     run.add_argument("--processes", type=count, metavar="N", help="with --coordinator: how many there are")
     run.add_argument("--process", type=seed, metavar="K", help="with --coordinator: which one this is, from 0")
@@ -119,15 +114,16 @@ def _play(options: argparse.Namespace) -> int:
     if options.resume is not None:
         return _resume(options)
     spec, folder = _chosen(options)
-    from fedbilevel.cli.progress import start
+    from fedbilevel.cli.progress import played
     from fedbilevel.engines.multihost import current_group
+    from fedbilevel.experiments import run
     from fedbilevel.experiments.spec import said_of_one
 
     if current_group().is_first and (sentence := said_of_one(spec)):
-        console(options.quiet).print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(console(options.quiet), sentence)
 
     if not options.seeds:
-        start(spec, folder, options.quiet)
+        played(spec, folder, options.quiet, partial(run, spec, folder))
         return OK
     return _run_seeds(options, spec, folder)
 
@@ -173,39 +169,33 @@ def _spec(options: argparse.Namespace) -> Spec:
     return spec if options.seed is None else seeded(spec, options.seed)
 
 
+WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "quiet", "coordinator", "processes", "process"]
+"""What `--resume` goes with, and what the parser has beside options."""
+
+
 def _resume(options: argparse.Namespace) -> int:
     from fedbilevel.core.errors import ConfigurationError
 
-    alone = (
-        "task",
-        "algorithm",
-        "data",
-        "set",
-        "spec",
-        "exchanges",
-        "bytes",
-        "time",
-        "cohort",
-        "seed",
-        "seeds",
-        "eval_every",
-    )
-    if given := [name for name in alone if getattr(options, name) not in (None, [])]:
+    if given := [name for name, value in vars(options).items() if name not in WITH_RESUME and value not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     prepare_jax()
-    from fedbilevel.cli.progress import go_on
-    from fedbilevel.experiments import Folder
+    from fedbilevel.cli.progress import played
+    from fedbilevel.experiments import Folder, resume
+    from fedbilevel.experiments.runner import resumable
 
-    if (described := Folder(options.resume).spec).is_file():  # of several processes, process 0 has the folder
-        spec_tables(described)
-
-    go_on(options.resume, options.rounds, options.quiet, force=options.force)
+    place = Folder(options.resume)
+    if place.spec.is_file():  # of several processes, process 0 has the folder
+        spec_tables(place.spec)
+    spec = resumable(place, options.rounds)
+    tune(spec)
+    go_on = partial(resume, place.path, rounds=options.rounds, force=options.force)
+    played(spec, place.path, options.quiet, go_on)
     return OK
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
-    from fedbilevel.cli.progress import finish
+    from fedbilevel.cli.progress import played
     from fedbilevel.experiments import plots, tables
     from fedbilevel.experiments.compare import draw, load_groups
     from fedbilevel.experiments.folder import Folder
@@ -215,11 +205,10 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     series = {folder / f"seed-{seed}": seeded(spec, seed) for seed in options.seeds}
     picture = Folder(folder).plot
     require_series(folder, series, besides=[picture.name])
-    runs = [finish(one, path, options.quiet, series=folder) for path, one in series.items()]
+    runs = [played(one, path, options.quiet, series=folder) for path, one in series.items()]
     if drawn:
         draw(load_groups(list(series)), picture)
     terminal = console(options.quiet)
     terminal.print(tables.seeds_table(runs, terminal.width))
-    plot = f"\nplot  {picture}" if drawn else ""
-    terminal.print(f"runs  {folder}{plot}", markup=False, highlight=False, soft_wrap=True)
+    say_paths(terminal, {"runs": folder, "plot": [picture] * drawn})
     return OK

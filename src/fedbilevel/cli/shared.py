@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,9 +75,16 @@ class Add:
         return made
 
 
+def add_options(command: argparse._ActionsContainer, *names: str, **helps: str) -> None:
+    """Add options that several commands have, by their names; `helps` are texts that differ from those here."""
+    for name in (*names, *helps):
+        given = {**OPTIONS[name], **({"help": helps[name]} if name in helps else {})}
+        command.add_argument(f"--{name.replace('_', '-')}", **given)
+
+
 def add_length(command: argparse.ArgumentParser) -> None:
     length = command.add_mutually_exclusive_group()
-    length.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
+    length.add_argument("--rounds", **OPTIONS["rounds"])
     length.add_argument("--exchanges", type=count, metavar="N", help="instead: end once N messages went down and up")
     length.add_argument(
         "--bytes", type=amount, metavar="N", help="instead: end once N bytes went down and up, e.g. 2e9"
@@ -160,6 +167,21 @@ def _whole(text: str, least: int) -> int:
     return int(text)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "algorithm": {"metavar": "NAME", "help": ALGORITHM_HELP},
+    "data": {"metavar": "NAME", "help": "the task's data set"},
+    "set": {"action": "append", "default": [], "metavar": "FIELD=VALUE", "help": "see below; repeatable"},
+    "spec": {"metavar": "FILE", "help": "a spec in TOML; the other options change it"},
+    "cohort": {"type": count, "metavar": "N", "help": "clients per round"},
+    "rounds": {"type": count, "metavar": "N", "help": "rounds in total"},
+    "seed": {"type": seed, "metavar": "N"},
+    "seeds": {"type": seeds, "metavar": "N,N,…"},
+    "out": {"type": Path, "metavar": "DIR"},
+    "quiet": {"action": "store_true"},
+}
+"""Options that several commands have, as `add_argument` takes them."""
+
+
 def check_names(options: argparse.Namespace) -> None:
     """Refuse names that are neither the library's nor a user's own, before anything heavy is imported."""
     from fedbilevel.experiments.catalogue import require_known
@@ -192,6 +214,17 @@ def console(quiet: bool = False) -> Console:
         columns = os.environ.get("COLUMNS", "")
         made.width = int(columns) if columns.isdecimal() and int(columns) > 0 else 160
     return made
+
+
+def say(terminal: Console, *lines: object) -> None:
+    """Print lines as they are: nothing in them is markup, and none is folded."""
+    terminal.print(*map(str, lines), sep="\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def say_paths(terminal: Console, paths: Mapping[str, Path | Sequence[Path]]) -> None:
+    """Print what has been written, each path with a word before it."""
+    for word, found in paths.items():
+        say(terminal, *(f"{word:<6} {path}" for path in ([found] if isinstance(found, Path) else found)))
 
 
 def prepare_jax() -> None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli.shared import (
-    ALGORITHM_HELP,
     INTERRUPTED,
     NUMBERS_FAIL,
     OK,
     TASK_HELP,
     Add,
     add_length,
+    add_options,
     console,
     count,
     fail,
     prepare_jax,
-    seeds,
+    say,
+    say_paths,
     settings,
     spec_tables,
     tune,
@@ -26,6 +29,7 @@ from fedbilevel.cli.shared import (
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
+    from fedbilevel.experiments.sweep import SpecOf
     from fedbilevel.sweeps import PointValues, Sweep
 
 EPILOG = """\
@@ -51,21 +55,19 @@ In the folder: the runs, sweep.csv, a line for each, and chosen.toml, which `fed
 def add_to(add: Add) -> None:
     sweep = add("sweep", _sweep, "run with other values of some fields, and choose the best", EPILOG)
     sweep.add_argument("base", nargs="?", metavar="TASK|SPEC.toml", help=f"{TASK_HELP}; or a spec in TOML")
-    sweep.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
-    sweep.add_argument("--data", metavar="NAME", help="the task's data set")
-    sweep.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of every run; repeatable")
+    add_options(sweep, "algorithm", "data", set="of every run; repeatable")
     sweep.add_argument("--grid", action="append", default=[], metavar="FIELD=VALUE,VALUE,…", help="repeatable")
     sweep.add_argument("--search", action="append", default=[], metavar="FIELD=LOW:HIGH[:log]", help="see below")
     sweep.add_argument("--trials", type=count, metavar="N", help="with --search: how many points to draw")
     sweep.add_argument("--pruner", choices=["halving", "hyperband", "median"], help="with --search: ends trials early")
     sweep.add_argument("--storage", metavar="URL|FILE", help="with --search: of the study (a file in DIR)")
-    sweep.add_argument("--seeds", type=seeds, metavar="N,N,…", help="every point is run with each (the spec's own)")
+    add_options(sweep, "cohort", seeds="every point is run with each (the spec's own)")
     add_length(sweep)
-    sweep.add_argument("--cohort", type=count, metavar="N", help="clients per round")
     sweep.add_argument("--select", metavar="METRIC", help="what decides (the task's first metric); a loss, too")
     sweep.add_argument("--select-on-test", action="store_true", help="even if that is measured on test data")
-    sweep.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder, new or its own (runs/…)")
-    sweep.add_argument("--quiet", action="store_true", help="print nothing but the table and the paths")
+    add_options(
+        sweep, out="the sweep's folder, new or its own (runs/…)", quiet="print nothing but the table and the paths"
+    )
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -80,8 +82,7 @@ def _sweep(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return fail(INTERRUPTED, f"interrupted; continue with the same command and --out {folder}")
     terminal.print(sweep_table(found, terminal.width))
-    for name, path in {"runs": folder, **write_files(found, folder)}.items():
-        terminal.print(f"{name:<6} {path}", markup=False, highlight=False, soft_wrap=True)
+    say_paths(terminal, {"runs": folder, **write_files(found, folder)})
     return OK if found.best else fail(NUMBERS_FAIL, "every point failed: nothing is chosen")
 
 
@@ -95,14 +96,9 @@ def _played(options: argparse.Namespace, folder: Path) -> Sweep:
     space = {name: Range.parse(name, text) for name, (option, text) in fields.items() if option == "--search"}
     names = ("trials", "pruner", "storage")
     drawing = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    terminal = console(options.quiet)
-
-    def say(line: str) -> None:
-        terminal.print(line, markup=False, highlight=False, soft_wrap=True)
-
     given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}
-    given |= {"say": say, "progress": False if options.quiet else None}
-    spec_of = _SpecOf(options, list(fields))
+    given |= {"say": partial(say, console(options.quiet)), "progress": False if options.quiet else None}
+    spec_of = _spec_of(options, fields)
     for name, value in drawing.items():
         require(bool(space), f"--{name}", value, "left out without --search")
     if not space:
@@ -127,31 +123,26 @@ def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     return fields
 
 
-class _SpecOf:
-    """Makes the spec of a point, from the options and the point's values."""
+def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
+    """What makes the spec of a point, from the options and the point's values."""
+    from fedbilevel.core.errors import ConfigurationError
+    from fedbilevel.experiments import configure
+    from fedbilevel.experiments.runner import algorithm_of
+    from fedbilevel.experiments.toml import value
 
-    def __init__(self, options: argparse.Namespace, fields: list[str]) -> None:
-        from fedbilevel.core.errors import ConfigurationError
+    file = options.base if (options.base or "").endswith(".toml") else None
+    base = spec_tables(Path(file), None, options.algorithm) if file else None
+    named = {"task": None if file else options.base, "algorithm": options.algorithm, "data": options.data}
+    given = settings(options)
+    for setting in given:
+        if setting.partition("=")[0].strip().removeprefix("run.") in (name.removeprefix("run.") for name in fields):
+            raise ConfigurationError(f"{setting} is set for all points, and swept: leave one of them out")
 
-        file = options.base if (options.base or "").endswith(".toml") else None
-        self.base = spec_tables(Path(file), None, options.algorithm) if file else None
-        self.names = {"task": None if file else options.base, "algorithm": options.algorithm, "data": options.data}
-        self.settings = settings(options)
-        for setting in self.settings:
-            name = setting.partition("=")[0].strip()
-            if name.removeprefix("run.") in (field.removeprefix("run.") for field in fields):
-                raise ConfigurationError(f"{setting} is set for all points, and swept: leave one of them out")
-        self.tuned = False
-
-    def __call__(self, point: PointValues) -> Spec:
-        from fedbilevel.experiments import configure
-        from fedbilevel.experiments.runner import algorithm_of
-        from fedbilevel.experiments.toml import value
-
-        given = [f"{name}={value(one)}" for name, one in point.items()]
-        spec = configure(self.base, **self.names, settings=[*self.settings, *given])
+    def spec_of(point: PointValues) -> Spec:
+        values = [f"{name}={value(one)}" for name, one in point.items()]
+        spec = configure(base, **named, settings=[*given, *values])
         algorithm_of(spec)  # is allowed
-        if not self.tuned:
-            tune(spec)
-            self.tuned = True
+        tune(spec)
         return spec
+
+    return spec_of

@@ -36,7 +36,7 @@ from fedbilevel.engines.result import Result
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import own_code
 from fedbilevel.experiments.series import TaskCache
-from fedbilevel.experiments.sweep import PointRuns, Say, SpecOf, chosen_metric, in_a_line, require_sweepable
+from fedbilevel.experiments.sweep import PointRuns, PrintLine, SpecOf, chosen_metric, in_a_line, require_sweepable
 from fedbilevel.sweeps import PointValues, Sweep
 from fedbilevel.wording import in_a_line as quoted
 from fedbilevel.wording import missing
@@ -97,7 +97,7 @@ def search_specs(
     select_on_test: bool = False,
     storage: str | None = None,
     pruner: str | None = None,
-    say: Say = lambda line: None,
+    say: PrintLine = lambda line: None,
     progress: bool | Display | None = False,
 ) -> Sweep:
     """Draw and play points until so many trials have ended, by this process and others with the same storage.

@@ -54,7 +54,7 @@ LONGEST = 100  # characters of a folder's name
 CHOSEN, TABLE = "chosen.toml", "sweep.csv"
 SpecOf = Callable[[PointValues], Spec]
 """(values of the swept fields) -> the spec with these values; a ConfigurationError where it is refused."""
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 def sweep_specs(
@@ -65,7 +65,7 @@ def sweep_specs(
     seeds: Sequence[int] | None = None,
     select: str | None = None,
     select_on_test: bool = False,
-    say: Say = lambda line: None,
+    say: PrintLine = lambda line: None,
     progress: bool | Display | None = False,
     tasks: TaskCache | None = None,
 ) -> Sweep:

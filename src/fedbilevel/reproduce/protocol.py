@@ -29,7 +29,7 @@ from fedbilevel.experiments.folder import Folder, load_run, path_word
 from fedbilevel.experiments.runner import algorithm_of, build, complete
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec, configure
-from fedbilevel.experiments.sweep import Say as Said
+from fedbilevel.experiments.sweep import PrintLine as Said
 from fedbilevel.experiments.sweep import chosen_metric, sweep_specs
 from fedbilevel.reproduce.claims import Runs, metric_in
 from fedbilevel.reproduce.entry import Entry, Scale

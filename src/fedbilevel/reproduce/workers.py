@@ -21,7 +21,7 @@ from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError, require_count
 from fedbilevel.experiments.series import TaskCache
-from fedbilevel.experiments.sweep import Say as Said
+from fedbilevel.experiments.sweep import PrintLine as Said
 from fedbilevel.reproduce import protocol
 from fedbilevel.reproduce.entry import Entry, Scale
 
