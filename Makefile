@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format catalogue lock clean
+.PHONY: help setup demo test test-slow lint format papers catalogue lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -32,6 +32,9 @@ lint: setup  ## format, lint and types
 format: setup  ## put the format right, and what lint can mend
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+papers: setup  ## figures of the papers, and what came out (.venv/bin/python -m papers plays them)
+	$(BIN)/python -m papers --list
 
 catalogue: setup  ## lists and tables of methods and tasks, from their classes, docstrings and fields
 	$(BIN)/python scripts/catalogue.py

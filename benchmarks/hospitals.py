@@ -7,7 +7,7 @@
 `play` makes, for each split and method, the sweep of nine trials that is in METHODS (`fedbilevel sweep` with
 task.holdout=0.25, by validation_loss), and the chosen spec's run on all training patients (`fedbilevel run`); what is
 finished is not made again. Nothing is chosen with patients that are test patients of the same split. `keep` writes
-the test accuracies of the finished splits to docs/papers/hospitals.json. From that file `table` prints each method's
+the test accuracies of the finished splits to benchmarks/hospitals.json. From that file `table` prints each method's
 accuracy in each hospital beside FLamby's, and paired differences to FedAvg with 95 % intervals.
 """
 
@@ -50,7 +50,7 @@ FLAMBY = {  # published means of five training seeds on one split
     "FedYogi": (0.760, 0.753, 0.738, 0.676),
 }
 FEDERATED = ("FedAvg", "FedAdam", "FedYogi")
-KEPT = Path(__file__).parents[1] / "docs" / "papers" / "hospitals.json"
+KEPT = Path(__file__).with_name("hospitals.json")
 
 
 def done(*arguments: str) -> None:

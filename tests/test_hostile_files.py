@@ -32,9 +32,7 @@ from fedbilevel.engines import checkpoint
 from fedbilevel.engines.result import rounds_done
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.compare import comparison_table, load_groups
-from fedbilevel.report.entries import write_entry
 from mutations import of_bytes, of_json, text, with_raw
-from report_pages import keep, made_up
 from run_folders import write_run
 
 COUNT = int(os.environ.get("FEDBILEVEL_MUTATIONS", "80"))
@@ -113,17 +111,6 @@ def history(place: Path, count: int) -> Format:
     lines = ("\n".join(map(text, changed)) for changed in lists)
     contents = alternating(encoded(lines), of_bytes(file.read_bytes(), count // 2))
     return Format(file, contents, compared(file.parent))
-
-
-@a_format
-def outcomes(place: Path, count: int) -> Format:
-    """What came of a paper's figure, as its page shows it."""
-    entry = made_up(panels={"iid": {}})
-    folder = keep(entry, place)
-    file = folder / "outcome.json"
-    values = of_json(json.loads(file.read_text()), count // 2)
-    contents = alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2))
-    return Format(file, contents, lambda: write_entry(entry, folder))
 
 
 TREE = {

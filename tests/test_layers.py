@@ -30,9 +30,8 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "sweeps": {"core", "engines", "wording"},
     "tasks": {"core", "data"},
     "experiments": {"root", "wording", *BELOW_EXPERIMENTS},
-    "reproduce": {"core", "data", "engines", "experiments", "wording", "sweeps"},
-    "report": {"core", "data", "engines", "experiments", "wording", "reproduce", "sweeps"},
-    "cli": {"root", "wording", "experiments", "reproduce", "report", *BELOW_EXPERIMENTS},
+    "report": {"core", "data", "engines", "experiments", "wording"},
+    "cli": {"root", "wording", "experiments", "report", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
 }
 FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them

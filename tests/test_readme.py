@@ -25,7 +25,7 @@ WRITTEN = sorted(
     [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        *(f for room in ("docs", "benchmarks", "examples") for f in (ROOT / room).rglob("*.md")),
+        *(f for room in ("docs", "papers", "benchmarks", "examples") for f in (ROOT / room).rglob("*.md")),
     ]
 )
 
@@ -45,7 +45,6 @@ LIMITS = {
     "docs/how-to/diagnostics.md": 1050,
     "docs/how-to/federation.md": 2100,
     "docs/how-to/own-method.md": 2450,
-    "docs/how-to/reproduce.md": 1300,
     "docs/how-to/several-hosts.md": 850,
     "docs/how-to/simple-bilevel.md": 1400,
     "docs/how-to/submodels.md": 1700,
@@ -176,5 +175,5 @@ def test_every_page_is_in_an_index():
     for index in (ROOT / "docs").rglob("README.md"):
         listed |= {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}
     pages = {page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / "docs" / "README.md"}
-    assert len(pages) > 40
+    assert len(pages) > 30
     assert sorted(str(page.relative_to(ROOT)) for page in pages - listed) == []

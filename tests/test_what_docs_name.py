@@ -1,7 +1,10 @@
 """Do the pages of the documentation name what there is: fields, helpers, parts, methods?"""
 
+import json
 import re
 from pathlib import Path
+
+import numpy as np
 
 import fedbilevel as fb
 from fedbilevel import authoring
@@ -31,3 +34,18 @@ def test_the_page_on_choosing_names_parts_that_exist() -> None:
     assert called >= {"CG", "Implicit"}
     assert {name for name in called if not hasattr(fb.parts, name) and name not in fb.__all__} == set()
     assert "`cg`" not in page("how-to/choosing.md")
+
+
+def test_the_hospitals_page_says_what_its_splits_gave() -> None:
+    """The mean of five splits, and half of Student's interval: t(0.975; 4) = 2.7764."""
+    kept = json.loads((DOCS.parent / "benchmarks" / "hospitals.json").read_text("utf-8"))["test_accuracy"]
+    rows = re.findall(
+        r"^\| (\w[\w ,]*) \| ((?:0\.\d+ ± 0\.\d+[ |]*)+)\|$", page("tutorials/hospitals.md"), re.MULTILINE
+    )
+    names = {name: name.removesuffix(", and pooled").removesuffix(" for all") for name, _ in rows}
+    assert list(names.values()) == ["FedAvg", "FedLin", "SimFBO", "FedNest", "alone", "FedAvg, one intercept"]
+    for name, cells in rows:
+        read = np.array(kept[names[name]])
+        halves = 2.7764 * read.std(axis=0, ddof=1) / 5**0.5
+        pairs = zip(read.mean(axis=0), halves, strict=True)
+        assert cells.strip().split(" | ") == [f"{mean:.3f} ± {half:.3f}" for mean, half in pairs], name

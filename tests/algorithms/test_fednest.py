@@ -1,6 +1,6 @@
 """Do FedNest and its relatives compute what the paper says, and end where closed forms say?
 
-The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (tests/conftest.py).
+The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (conftest.py).
 """
 
 from typing import NamedTuple

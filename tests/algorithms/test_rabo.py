@@ -1,6 +1,6 @@
 """Do RABO and RAFBO compute what their equations say, and is each estimator what it claims to be?
 
-The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (tests/conftest.py).
+The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (conftest.py).
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Does SimFBO compute what its paper says, and do its two theorems hold on closed forms?
 
 The problem is the quadratic task: heterogeneous, weighted, with a non-symmetric cross term (equal clients would hide
-every weighting mistake). Float64 throughout (tests/conftest.py).
+every weighting mistake). Float64 throughout (conftest.py).
 """
 
 import itertools

@@ -15,7 +15,7 @@ from fedbilevel.experiments.loader import apart
 
 @pytest.fixture(autouse=True)
 def _one_cache_for_compiled_programs(pytestconfig, monkeypatch) -> None:
-    """The command line then leaves JAX's cache where tests/conftest.py has put it."""
+    """The command line then leaves JAX's cache where conftest.py has put it."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("jax")))
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("pyc")))
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # children would compile all of JAX each time

@@ -76,14 +76,13 @@ def test_a_picture_that_is_asked_for_is_refused(option, run, here, finished) -> 
 
 def test_fields_are_swept(run, here) -> None:
     code, shown, error = run("sweep", *SMALL, "--grid", "server_lr.x=0.1", "--out", "swept", "--quiet")
-    assert (code, error, "plot" in shown) == (0, SAID, False)
+    assert (code, error, "plot" in shown) == (0, "", False)
     assert (here / "swept" / "chosen.toml").is_file()
     assert pictures(here) == []
 
 
 def test_a_page_is_refused(run, here, finished) -> None:
     assert run("report", finished, "--out", "page.html") == (2, "", REFUSED)
-    assert run("reproduce", "theory-drift", "--report") == (2, "", REFUSED)
     with pytest.raises(ConfigurationError, match="plots need matplotlib"):
         write([finished])
     assert [path.name for path in here.iterdir()] == ["finished"]

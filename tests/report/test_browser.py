@@ -24,7 +24,7 @@ FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"),
     *("disable-component-update", "disable-sync", "window-size=1200,900"),
 )
-KINDS = pytest.mark.parametrize("kind", ["entry", "index", "comparison", "run"])
+KINDS = pytest.mark.parametrize("kind", ["comparison", "run"])
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_page_opens_without_a_word_and_asks_for_nothing(browser: Any, written:
     assert asked - {"data:,"} == {written[kind].as_uri()}
 
 
-@pytest.mark.parametrize("kind", ["entry", "comparison"])
+@pytest.mark.parametrize("kind", ["comparison"])
 def test_a_button_switches_its_curve_in_all_panels(browser: Any, written: dict[str, Path], kind: str) -> None:
     opened(browser, written[kind])
     first, second = all_of(browser, ".legend button")
@@ -99,45 +99,6 @@ def test_a_button_switches_its_curve_in_all_panels(browser: Any, written: dict[s
     first.send_keys(" ")
     assert first.get_attribute("aria-pressed") == "true"
     assert shown(browser, 0) == {True}
-
-
-def test_keys_read_points_and_pass_over_hidden_curves(browser: Any, written: dict[str, Path]) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    opened(browser, written["entry"])
-    plot = all_of(browser, ".plot")[0]
-    assert (plot.aria_role, plot.accessible_name) == ("application", "iid")
-    said = {}
-    for key in ("RIGHT", "RIGHT", "DOWN", "END"):
-        plot.send_keys(getattr(Keys, key))
-        said[key] = plot.find_element("css selector", "output").get_attribute("textContent")
-    assert said == {
-        "RIGHT": "FedBiO: 80.00 % ± 2.00 % at 500 exchanges",
-        "DOWN": "SimFBO: 70.00 % ± 2.00 % at 500 exchanges",
-        "END": "SimFBO: 80.00 % ± 1.00 % at 1,000 exchanges",
-    }
-    assert plot.find_element("css selector", ".readout").text == said["END"]
-    all_of(browser, ".legend button")[0].click()
-    plot.send_keys(Keys.DOWN)
-    assert plot.find_element("css selector", ".readout").text == said["END"]
-    plot.send_keys(Keys.ESCAPE)
-    assert not plot.find_element("css selector", ".readout").is_displayed()
-
-
-def test_the_pointer_reads_the_nearest_point(browser: Any, written: dict[str, Path]) -> None:
-    """Of FedBiO's three points the second lies in the middle of the panel."""
-    from selenium.webdriver import ActionChains
-
-    opened(browser, written["entry"])
-    plot = all_of(browser, ".plot")[0]
-    x, y = map(float, all_of(browser, "tr[data-at]")[1].get_attribute("data-at").split())
-    _, _, width, height = map(float, plot.find_element("css selector", "svg").get_dom_attribute("viewBox").split())
-    scale = plot.rect["width"] / width
-    ActionChains(browser).move_to_element_with_offset(plot, (x - width / 2) * scale, (y - height / 2) * scale).perform()
-    assert plot.find_element("css selector", ".readout").text == "FedBiO: 80.00 % ± 2.00 % at 500 exchanges"
-    mark = plot.find_element("css selector", ".mark").rect
-    assert mark["x"] + mark["width"] / 2 == pytest.approx(plot.rect["x"] + x * scale, abs=1)
-    assert mark["y"] + mark["height"] / 2 == pytest.approx(plot.rect["y"] + y * scale, abs=1)
 
 
 @KINDS
@@ -203,7 +164,7 @@ def test_a_phone_scrolls_tables_not_the_page(browser: Any, written: dict[str, Pa
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
     opened(browser, written[kind])
     assert browser.execute_script("return [innerWidth, document.documentElement.scrollWidth]") == [390, 390]
-    if kind == "entry":
+    if kind == "comparison":
         wide = "return [...document.querySelectorAll('.scroll')].some((one) => one.scrollWidth > one.clientWidth)"
         assert browser.execute_script(wide)
         assert {one.rect["height"] >= 44 for one in all_of(browser, ".legend button")} == {True}  # for a finger
@@ -211,7 +172,7 @@ def test_a_phone_scrolls_tables_not_the_page(browser: Any, written: dict[str, Pa
 
 def test_print_has_all_curves_and_no_controls(browser: Any, written: dict[str, Path]) -> None:
     look(browser, "dark")
-    opened(browser, written["entry"])
+    opened(browser, written["comparison"])
     all_of(browser, ".legend button")[0].click()
     look(browser, "dark", "print")
     assert shown(browser, 0) == {True}
@@ -226,11 +187,11 @@ def test_print_has_all_curves_and_no_controls(browser: Any, written: dict[str, P
 
 def test_no_other_script_runs(browser: Any, written: dict[str, Path], tmp_path: Path) -> None:
     """Even one that came into the page unescaped."""
-    changed = written["entry"].read_text().replace("</h1>", "<script>document.title = 'run'</script></h1>")
+    changed = written["comparison"].read_text().replace("</h1>", "<script>document.title = 'run'</script></h1>")
     changed = changed.replace("<h1>", "<h1 onclick='document.title = \"run\"'>")
     page = tmp_path / "changed.html"
     page.write_text(changed)
     opened(browser, page)
     all_of(browser, "h1")[0].click()
-    assert browser.title == "made-up: partly reproduced"
+    assert browser.title == "quadratic: relative error"
     assert "Content Security Policy" in browser.get_log("browser")[0]["message"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.engines.curves import Curve
-from fedbilevel.report.chart import POINTS, SVG, Chart, amount, bars, chart, series
+from fedbilevel.report.chart import POINTS, SVG, Chart, amount, chart
 
 AT = np.array([0.0, 10.0, 20.0, 40.0])
 
@@ -51,27 +51,6 @@ def test_numbers_are_those_of_the_curve() -> None:
     assert (made.value, made.cost, made.spread) == ("test accuracy (%)", "exchanges", True)
 
 
-def test_costs_are_bars_in_groups() -> None:
-    """Bars of 2 and 4 in the first group, of 1 in the second: their tops are where the points lie."""
-    curves = [
-        Curve("A", {"group": np.array([0.0, 1.0])}, np.array([2.0, 1.0]), np.zeros(2)),
-        Curve("B", {"group": np.array([0.0])}, np.array([4.0]), np.zeros(1)),
-    ]
-    made = bars(curves, "gflop", ["iid", "shards"], title="-", numbers=[0, 3])
-    said = {curve.name: [(one.cost, one.value) for one in curve.points] for curve in made.curves}
-    assert said == {"A": [("iid", "2"), ("shards", "1")], "B": [("iid", "4")]}
-    assert (made.value, made.cost) == ("GFLOP (all clients)", "panel")
-    root = ElementTree.fromstring(made.svg)
-    paths = [
-        [[float(one) for one in pair] for pair in re.findall(r"(-?[\d.]+) (-?[\d.]+)", group[0].attrib["d"])]
-        for group in root.iter(f"{{{SVG}}}g")
-        if group.get("data-curve") == "0" and len(re.findall("L", group[0].attrib.get("d", ""))) == 3
-    ]
-    tops = [[np.mean([x for x, _ in path[:4]]), min(y for _, y in path)] for path in paths]
-    places = [[float(one) for one in point.at.split()] for point in made.curves[0].points]
-    np.testing.assert_allclose(places, tops, atol=0.8)
-
-
 def test_long_curves_are_thinned_and_say_so() -> None:
     value = np.linspace(1, 2, 1000)
     made = chart([line("A", value)], "relative_error", "exchanges", title="-")
@@ -99,16 +78,3 @@ def test_a_level_has_one_number() -> None:
 )
 def test_costs_are_written_for_people(cost: float, said: str) -> None:
     assert amount(cost) == said
-
-
-def test_a_series_has_the_settings_values_on_its_axis_and_no_others() -> None:
-    at = np.array([7.31, 5.0, 3.96, 2.5])
-    made = series(
-        [Curve("A", {"clients": at}, np.array([1.0, 2.0, 4.0, 100.0]))], "loss", "clients", title="-", numbers=[0]
-    )
-    texts = [
-        "".join("".join(one.itertext()).split()) for one in ElementTree.fromstring(made.svg).iter(f"{{{SVG}}}text")
-    ]
-    assert texts[:4] == ["2.5", "4", "5", "7.3"]
-    assert len(texts) > 4
-    assert all(one.startswith("10") for one in texts[4:])  # the other axis: powers of ten

@@ -10,15 +10,18 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fedbilevel.cli import comparison, diagnostics, federation, reproduce, run, sweep
-from fedbilevel.cli.shared import INTERRUPTED, OK, Add, check_names, console, exit_code, fail, sentence
+from fedbilevel.cli import comparison, diagnostics, federation, run, sweep
+from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, OK, Add, check_names, console, exit_code, fail, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     if arguments is None:  # this process is ours: starting and tracing make many objects, and little garbage
         gc.set_threshold(50_000, 20, 100)
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["reproduce"]:
+        return fail(BAD_INPUT, "figures of the papers are played by `python -m papers`, in a clone of the repository")
+    options = parser().parse_args(given)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -46,7 +49,6 @@ def parser() -> argparse.ArgumentParser:
     run.add_to(add)
     comparison.add_to(add)
     sweep.add_to(add)
-    reproduce.add_to(add)
     diagnostics.add_to(add)
     _add_lists(add)
     federation.add_to(add)

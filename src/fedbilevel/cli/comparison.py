@@ -62,8 +62,6 @@ A page is one HTML file: it needs no network, its curves can be pointed at and s
   fedbilevel report runs/RUN                         a run: runs/RUN/report.html
   fedbilevel report runs/A runs/B                    runs side by side: report.html
   fedbilevel report runs/FOLDER                      a folder of runs, likewise: runs/FOLDER/report.html
-  fedbilevel report runs/reproduce/simfbo-4/quick    an entry of `fedbilevel reproduce`
-  fedbilevel report runs/reproduce                   all of them, and index.html over them
 
 What lies in the folders is read and shown as text; nothing of it is executed.
 """
@@ -87,9 +85,9 @@ def add_to(add: Add) -> None:
     compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
     for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX"}.items():
         compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
-    report = add("report", _report, "write a page for people about runs or a paper's figures", EPILOG_OF_REPORT)
-    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, of runs, or of reproduce")
-    report.add_argument("--out", type=Path, metavar="FILE", help="of runs: the page, .html (report.html)")
+    report = add("report", _report, "write a page for people about runs", EPILOG_OF_REPORT)
+    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of runs")
+    report.add_argument("--out", type=Path, metavar="FILE", help="the page, .html (report.html)")
 
 
 def _names(text: str) -> list[str]:
@@ -196,5 +194,5 @@ def _report(options: argparse.Namespace) -> int:
     from fedbilevel.report import write
 
     terminal = console()
-    say_paths(terminal, {"report": list(write(options.folders, options.out))})
+    say_paths(terminal, {"report": [write(options.folders, options.out)]})
     return OK

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,8 +19,7 @@ import numpy as np
 from markupsafe import Markup
 
 from fedbilevel.core.metrics import in_percent, text
-from fedbilevel.engines.curves import DASHES, PANELS, Curve, axis_label, draw_panel, new_figure
-from fedbilevel.reproduce.picture import value_in_words
+from fedbilevel.engines.curves import PANELS, Curve, axis_label, draw_panel, new_figure
 
 SIZE = (4.8, 3.0)  # inches
 DPI = 72  # of Matplotlib's SVG: its unit is the point
@@ -91,71 +90,6 @@ def chart(
     if any(line.clients for line in curves):
         notes.append("The band goes from the first to the last decile of the clients; dotted: the worst client.")
     return _chart(axes, drawn, curves, metric, cost, title, numbers, " ".join(notes))
-
-
-def series(
-    curves: Sequence[Curve],
-    metric: str,
-    of: str,
-    *,
-    title: str,
-    numbers: Sequence[int],
-    predicted: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-    note: str = "",
-) -> Chart:
-    """What came out against the values `costs[of]` of a series of settings, on logarithmic axes.
-
-    Args:
-        predicted: places and values of thin lines beside the curves.
-        note: what a reader has to know besides.
-    """
-    axes, drawn = _new_axes(), []
-    scale = 100 if in_percent(metric) else 1
-    for number, line in zip(numbers, curves, strict=True):
-        x, y = line.costs[of], scale * line.value
-        spread = np.zeros(len(y)) if line.spread is None else scale * line.spread
-        low = np.maximum(y - spread, np.abs(y) / 100)  # a logarithmic axis has no 0
-        dots = axes.plot(x, y, marker="o", markersize=4, linestyle=DASHES[number % len(DASHES)])
-        drawn.append([*dots, axes.fill_between(x, low, y + spread, alpha=0.18, linewidth=0)])
-    for at, values in predicted:
-        axes.plot(at, scale * values, color="black", linewidth=0.8, zorder=0)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    places = sorted({float(value) for line in curves for value in line.costs[of]})
-    axes.set_xticks(places, list(map(value_in_words, places)))
-    axes.set_xticks([], minor=True)
-    axes.grid(alpha=0.3, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    return _chart(axes, drawn, curves, metric, of, title, numbers, note)
-
-
-def bars(curves: Sequence[Curve], metric: str, groups: Sequence[str], *, title: str, numbers: Sequence[int]) -> Chart:
-    """What runs cost, with a standard deviation over the seeds: a group of bars for each of `groups`.
-
-    Args:
-        curves: a bar in each of the groups whose places their `costs["group"]` are.
-        metric: a name of `PANELS`.
-    """
-    axes, drawn, width = _new_axes(), [], 0.8 / len(curves)
-    shifted = []
-    for place, line in enumerate(curves):
-        at = line.costs["group"] + (place - (len(curves) - 1) / 2) * width
-        shifted.append(replace(line, costs={"group": at}))
-        spread = np.zeros(len(at)) if line.spread is None else line.spread
-        tops = axes.bar(at, line.value, width)
-        drawn.append([*tops, axes.vlines(at, line.value - spread, line.value + spread)])
-    axes.set_xticks(range(len(groups)), groups, rotation=0 if len(groups) < 4 else 30, ha="center")
-    axes.grid(axis="y", alpha=0.3, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    made = _chart(axes, drawn, shifted, metric, "group", title, numbers)
-    named = [
-        replace(
-            curve, points=[replace(point, cost=groups[int(at)]) for point, at in zip(curve.points, places, strict=True)]
-        )
-        for curve, places in zip(made.curves, (line.costs["group"] for line in curves), strict=True)
-    ]
-    return replace(made, value=PANELS[metric], cost="panel", curves=named)
 
 
 def _new_axes() -> Any:

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.report.chart import COLOURS, LEGEND_DASHES
-from fedbilevel.reproduce.outcome import STALE
 from fedbilevel.wording import missing
 
 FILE = "report.html"
@@ -24,19 +23,6 @@ POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{}'; "
     "base-uri 'none'; form-action 'none'"
 )
-STATES = {  # of an entry and of a finding: a sign, and the colour's name in the style sheet
-    "reproduced": ("✓", "good"),
-    "partly reproduced": ("◐", "unsure"),
-    "not reproduced": ("✗", "bad"),
-    "undecided": ("?", "unsure"),
-    "not run": ("–", "muted"),
-    "not readable": ("!", "bad"),
-    "ranked": ("✓", "good"),
-    STALE: ("!", "muted"),
-    "holds": ("✓", "good"),
-    "contradicted": ("✗", "bad"),
-    "open": ("?", "unsure"),
-}
 
 
 @dataclass(frozen=True)
@@ -109,7 +95,7 @@ def _environment() -> Any:
         lstrip_blocks=True,
         finalize=_visible,
     )
-    made.globals |= {"states": STATES, "dashes": LEGEND_DASHES, "colours": COLOURS}
+    made.globals |= {"dashes": LEGEND_DASHES, "colours": COLOURS}
     return made
 
 

@@ -1,0 +1,101 @@
+"""`python -m papers`: play figures and tables of papers, say what holds, and write the pages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fedbilevel.data import DataError
+from fedbilevel.errors import FedbilevelError
+from papers import page, play
+from papers.figure import SCALES, Figure, Scale, find, require
+from papers.picture import draw
+
+EPILOG = """\
+A figure is a file: what the paper did and claims, written before the runs, and what is run here. Values of every method
+are chosen by as many trials on held-out data; then every method is run with every seed. A claim holds if the 95 %
+confidence interval of the difference, paired by seed, says so.
+
+  python -m papers --list
+  python -m papers simfbo-3                          or a paper, or all
+  python -m papers my/own.toml                       a figure of your own
+  python -m papers all --workers 2 --out runs/papers
+  python -m papers fednest-2a --full --rehearse      one round of each method in the paper's own setting
+
+An interrupted figure goes on where it was. Data sets are read from $FEDBILEVEL_DATA or downloaded.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; its exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m papers", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help="an id, a paper, all, or the path of a file")
+    parser.add_argument(
+        "--list", action="store_true", help="figures and what came out: yours in --out, or what is kept"
+    )
+    parser.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU (minutes on two cores)")
+    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], metavar="N,N,…")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that play side by side (1)")
+    parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
+    parser.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
+    parser.add_argument("--keep", action="store_true", help="keep what came out beside the file, and write the pages")
+    given = parser.parse_args(arguments)
+    scale: Scale = SCALES[given.full]
+    try:
+        require(given.figures or given.list or given.keep, "which figure? --list names them")
+        figures = find(given.figures or (["all"] if given.list else []))
+        if given.list:
+            print(listing(figures, scale, given.out))
+            return 0
+        if figures:
+            play.prepare(max(play.devices_of(figure, scale) for figure in figures))
+        for figure in figures:
+            if given.rehearse:
+                play.rehearse(figure, scale, given.out)
+            else:
+                one(figure, scale, given)
+        if given.keep and not given.rehearse:
+            for file, text in page.written():
+                play.write(file, text)
+    except (FedbilevelError, DataError) as error:
+        print(f"papers: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("papers: interrupted; the same command goes on where it was", file=sys.stderr)
+        return 130
+    return 0
+
+
+def one(figure: Figure, scale: Scale, given: argparse.Namespace) -> None:
+    """Play a figure, write what came out, and say it."""
+    found = play.play(figure, scale, given.out, seeds=given.seeds or play.SEEDS, workers=given.workers)
+    text, drawn = json.dumps(found, indent=1, ensure_ascii=False) + "\n", draw(figure, found)
+    place = given.out / figure.id / scale
+    play.write(place / "outcome.json", text)
+    play.write(place / "figure.png", drawn)
+    if given.keep:
+        play.write(figure.file.with_suffix(".json"), text)
+        play.write(figure.file.with_suffix(".png"), drawn)
+    print("\n".join(page.section(figure, found)))
+
+
+def listing(figures: list[Figure], scale: Scale, out: Path) -> str:
+    """A line for each figure: its minutes, its state, and its title."""
+    lines = []
+    for figure in figures:
+        file = out / figure.id / scale / "outcome.json"
+        own = json.loads(file.read_text("utf-8")) if file.is_file() else None
+        found = own or (page.kept(figure) if scale == "quick" else None)
+        state = page.state_of(figure, found) + " (kept)" * (found is not None and own is None)
+        minutes = figure.size(scale).minutes or 0
+        takes = f"{minutes:g} min" if minutes < 120 else f"{minutes / 60:,.0f} h"
+        lines.append(f"{figure.id:22}{takes:>8}  {state:26} {figure.title}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""What is read off runs, and which claims hold: differences paired by seed, with their confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from scipy.stats import t
+
+from fedbilevel.authoring import History
+from papers.figure import Claim, Figure
+from papers.numbers import COSTS, POINTS, UNITS, in_percent, value_in
+
+CONFIDENCE = 0.95
+State = Literal["holds", "contradicted", "open"]
+Runs = Mapping[str, Mapping[str, Sequence[History | None]]]
+"""By panel, then by method: the history of each seed, None of a run that failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What came of a claim in one panel, against one other method.
+
+    Attributes:
+        says: the claim.
+        panel: "" of a slope, which spans several.
+        better, than: the methods; no `than` for a slope.
+        better_mean, than_mean: of what was read off their runs; of a slope the fitted and the predicted one.
+        difference: the mean over the seeds of how much better it is; of a slope the fitted one less the predicted one.
+        half_width: of its confidence interval; None where it has none.
+        state: what the interval says.
+        note: what a reader has to know besides.
+        unit: of the difference, in words.
+    """
+
+    says: str
+    panel: str
+    better: str
+    than: str = ""
+    better_mean: float | None = None
+    than_mean: float | None = None
+    difference: float | None = None
+    half_width: float | None = None
+    state: State = "open"
+    note: str = ""
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read off a run: its value, or of one that never got there the cost at which it ended."""
+
+    value: float
+    reached: bool = True
+
+
+def findings(figure: Figure, runs: Runs) -> list[Finding]:
+    """What came of every claim of a figure."""
+    found = []
+    for claim in figure.claims:
+        if claim.slope is not None:
+            found.append(slope(figure, claim, runs))
+            continue
+        for panel in figure.panels_of(claim):
+            found += [comparison(figure, claim, panel, than, runs) for than in claim.than]
+    return found
+
+
+def verdict(states: Sequence[str]) -> str:
+    """What the claims come to together."""
+    if set(states) == {"holds"}:
+        return "reproduced"
+    if "holds" in states:
+        return "partly reproduced"
+    return "not reproduced" if "contradicted" in states else "undecided"
+
+
+def unit_of(figure: Figure, claim: Claim) -> str:
+    """Of a claim's differences: a cost's, percentage points of an accuracy, powers of ten, or the name of a metric."""
+    if claim.log:
+        return "powers of ten"
+    name = figure.against if claim.by == "first" else claim.metric or figure.metric
+    if name in COSTS:
+        return UNITS.get(name, name)
+    return POINTS if in_percent(name) else name.replace("_", " ")
+
+
+def reading(figure: Figure, claim: Claim, history: History) -> Reading:
+    """What a claim reads off a run."""
+    metric = claim.metric or figure.metric
+    rows = [row for row in history.rows if value_in(row, metric) is not None]
+    values = [float(value_in(row, metric) or 0.0) for row in rows]
+    if claim.by in ("end", "late"):
+        return Reading(of_curve(claim.by, [], values))
+    costs = [float(value_in(row, figure.against) or 0.0) for row in rows]
+    if claim.reach is None:
+        return Reading(of_curve(claim.by, costs, values))
+    sign = 1 if larger_is_better(history, metric) else -1
+    first = [cost for cost, value in zip(costs, values, strict=True) if sign * value >= sign * claim.reach]
+    return Reading(first[0]) if first else Reading(costs[-1], reached=False)
+
+
+def of_curve(by: str, costs: Sequence[float], values: Sequence[float]) -> float:
+    """What is read off a curve by "end", "late" or "mean", which is over the cost, by the trapezoidal rule."""
+    if by == "late":
+        return float(np.mean(values[len(values) // 2 :]))
+    if by == "end" or costs[-1] <= costs[0]:
+        return values[-1]
+    return float(np.trapezoid(values, costs)) / (costs[-1] - costs[0])
+
+
+def larger_is_better(history: History, metric: str) -> bool:
+    """Which way a metric is better; of a cost the smaller value."""
+    return metric not in COSTS and history.larger_is_better(metric)
+
+
+def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) -> Finding:
+    """What came of a claim against one other method."""
+    said = Finding(says=claim.says, panel=panel, better=claim.better, than=than, unit=unit_of(figure, claim))
+    if panel not in runs:
+        return replace(said, note=f"{panel} is not played at this scale")
+    left, right = ([one for one in runs[panel][name] if one is not None] for name in (claim.better, than))
+    mine, other = ([reading(figure, claim, one) for one in side] for side in (left, right))
+    count, there = len(runs[panel][than]), all(one.reached for one in mine)
+    lost = [len(runs[panel][claim.better]) - len(left), count - len(right)]
+    if any(lost):
+        names = zip((claim.better, than), lost, strict=True)
+        note = "; ".join(f"{name} failed with {one} of {count} seeds" for name, one in names if one)
+        return replace(said, state=of_failed(claim, lost, count, there), note=note)
+    first, second = (float(np.mean([one.value for one in side])) for side in (mine, other))
+    if claim.log and any(one.value <= 0 for one in [*mine, *other]):
+        note = "what is read off some run is not above 0: it has no logarithm"
+        return replace(said, better_mean=first, than_mean=second, note=note)
+    sign = 1 if claim.by != "first" and larger_is_better(left[0], claim.metric or figure.metric) else -1
+    scale = math.log10 if claim.log else float
+    apart = [sign * (scale(a.value) - scale(claim.ratio * b.value)) for a, b in zip(mine, other, strict=True)]
+    mean, half = interval(apart)
+    state, note = state_of(mean, half, claim.level), ""
+    if not there:
+        note = f"{claim.better} does not get there in every run"
+        state = "open" if state == "holds" or not all(one.reached for one in other) else state
+    elif not all(one.reached for one in other):
+        note = f"{than} does not get there in every run: counted with the cost at which it ended"
+        state = "open" if state == "contradicted" else state
+    said = replace(said, better_mean=first, than_mean=second, difference=mean, half_width=half)
+    return replace(said, state=state, note=note)
+
+
+def of_failed(claim: Claim, lost: Sequence[int], count: int, there: bool) -> State:
+    """What failures say: a method that fails with every seed is worse than one that does with none.
+
+    One that is to get somewhere first, and does not in every run, is not better than one that fails.
+    """
+    if lost == [0, count] and claim.level is None and there:
+        return "holds"
+    return "contradicted" if lost == [count, 0] else "open"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of some values and half the width of its confidence interval, by Student's t; infinite for one value."""
+    count, mean = len(values), float(np.mean(values))
+    if count < 2:
+        return mean, math.inf
+    return mean, float(t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
+
+
+def state_of(mean: float, half: float, level: float | None) -> State:
+    """Whether the interval lies above 0, or with `level` within ±level; the contrary; or neither."""
+    low, high = mean - half, mean + half
+    if level is None:
+        return "holds" if low > 0 else "contradicted" if high < 0 else "open"
+    return "holds" if -level <= low and high <= level else "contradicted" if low > level or high < -level else "open"
+
+
+def slope(figure: Figure, claim: Claim, runs: Runs) -> Finding:
+    """What came of a claim about the slope of readings against the panels' values, on logarithmic axes."""
+    assert claim.slope is not None
+    panels = [panel for panel in figure.panels_of(claim) if panel in runs]
+    sides = [runs[panel][claim.better] for panel in panels]
+    read = [[reading(figure, claim, one).value for one in side if one is not None] for side in sides]
+    said = Finding(says=claim.says, panel="", better=claim.better, unit="in slope")
+    if any(one is None for side in sides for one in side):
+        return replace(said, note="a run failed")
+    if any(value <= 0 for side in read for value in side):
+        return replace(said, note="what is read off some run is not above 0: it has no logarithm")
+    fitted, error = fitted_slope([figure.panels[panel].value or 0.0 for panel in panels], read)
+    apart, half = fitted - claim.slope, 2 * error
+    most, least = abs(apart) + half, abs(apart) - half
+    state: State = "holds" if most <= claim.within else "contradicted" if least > claim.within else "open"
+    said = replace(said, better_mean=fitted, than_mean=claim.slope, difference=apart, half_width=half)
+    return replace(said, state=state)
+
+
+def fitted_slope(x: Sequence[float], y: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The least-squares slope of log y over log x, and its standard error; every seed has an intercept of its own.
+
+    Args:
+        x: shape (values,).
+        y: shape (values, seeds).
+    """
+    u, v = np.log(x)[:, None], np.log(y)
+    u, v = np.broadcast_to(u - u.mean(), v.shape), v - v.mean(axis=0)
+    fitted = float(np.sum(u * v) / np.sum(u * u))
+    free = max(v.size - v.shape[1] - 1, 1)
+    return fitted, float(np.sqrt(np.sum((v - fitted * u) ** 2) / free / np.sum(u * u)))

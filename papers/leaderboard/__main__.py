@@ -1,0 +1,206 @@
+"""`python -m papers.leaderboard`: rank methods in every task of board.toml at every budget.
+
+The step that a method's `ladder` names is chosen among the same multiples of its preset's value, by trials on held-out
+data; then every seed is run until all budgets are spent, and the metric is read in the last row that costs no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbilevel import experiments
+from fedbilevel.authoring import History
+from fedbilevel.data import DataError
+from fedbilevel.errors import FedbilevelError
+from papers import page
+from papers.claims import interval
+from papers.figure import merged
+from papers.numbers import UNITS, costs_of, rounded, text
+from papers.play import SEEDS, Run, Say, Tried, best, play_all, prepare, with_values, word, write
+
+HERE = Path(__file__).parent
+NO_SPEC = ("metric", "select", "budgets", "log", "apart", "methods", "tuning", "ladder")
+Ranks = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
+"""By task, cost and method."""
+
+
+def tables(board: Mapping[str, Any], task: str, method: str, *, tuning: bool = False) -> dict[str, Any]:
+    """The tables of the spec of a method in a task; with `tuning` that of its trials."""
+    panel = board["panels"][task]
+    layers = [board["spec"], panel, board["methods"][method]]
+    layers += [board["tuning"]["spec"], panel.get("tuning", {})] if tuning else []
+    whole: dict[str, Any] = reduce(merged, layers, {})
+    return {name: table for name, table in whole.items() if name not in NO_SPEC}
+
+
+def ladder(board: Mapping[str, Any], task: str, method: str) -> list[dict[str, float]]:
+    """The values that are tried: multiples of the preset's."""
+    name = board["methods"][method]["ladder"]
+    spec = experiments.resolve(tables(board, task, method)).tables()
+    preset = reduce(lambda table, part: table[part], name.split("."), spec["algorithm"])
+    return [{name: float(f"{factor * preset:.4g}")} for factor in board["tuning"]["factors"]]
+
+
+def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], workers: int, say: Say = print) -> dict[str, Any]:
+    """Bring all trials and runs to their end; what came out, as JSON can hold it.
+
+    In a task that is `apart` a seed says which samples are the test's: there the step of a run is chosen by trials with
+    its own seed, on samples held out of those that it trains on.
+    """
+    chosen, ranks = {}, {}
+    errors: dict[str, str] = {}
+    for task, panel in board["panels"].items():
+        methods, select = panel.get("methods", board["methods"]), panel.get("select", board["tuning"]["select"])
+        histories: dict[str, list[History | None]] = {name: [] for name in methods}
+        for seed in seeds:
+            of_trials = [seed] if panel.get("apart") else board["tuning"]["seeds"]
+            tried = {name: trials(board, task, name, out, of_trials) for name in methods}
+            played = play_all([run for of in tried.values() for _, runs in of for run in runs], workers, say)
+            choices = {name: best(of, played, select).values for name, of in tried.items()}
+            runs = {name: run_of(board, task, name, out, seed, values) for name, values in choices.items() if values}
+            played = play_all(list(runs.values()), workers, say)
+            for name in methods:
+                came = played[runs[name].folder] if name in runs else "every trial failed"
+                histories[name].append(None if isinstance(came, str) else came)
+                chosen[f"{task} · {name} · seed {seed}"] = choices[name]
+                errors |= {f"{task} · {name} · seed {seed}": came} if isinstance(came, str) else {}
+        ranks[task] = ranks_of(panel, panel.get("metric", board["metric"]), histories)
+    kept = {"date": time.strftime("%Y-%m-%d"), "seeds": list(seeds), "errors": errors, "chosen": chosen}
+    return {**kept, "ranks": rounded(ranks)}
+
+
+def trials(board: Mapping[str, Any], task: str, method: str, out: Path, seeds: Sequence[int]) -> Tried:
+    """The values that are tried, each with its trials."""
+    found, base = [], tables(board, task, method, tuning=True)
+    for values in ladder(board, task, method):
+        at = ", ".join(f"{name}={value}" for name, value in values.items())
+        name, folder = f"{task} · {method} · trial {at}", out / "trials" / word(task) / word(method) / word(at)
+        spec = with_values(base, values)
+        found.append((values, [Run(name, spec, seed, folder / f"seed-{seed}") for seed in seeds]))
+    return found
+
+
+def run_of(board: Mapping[str, Any], task: str, method: str, out: Path, seed: int, values: Mapping[str, Any]) -> Run:
+    """A run, which ends when all budgets are spent."""
+    spec, folder = with_values(tables(board, task, method), values), out / "runs" / word(task) / word(method)
+    name, budgets = f"{task} · {method} · seed {seed}", board["panels"][task]["budgets"]
+    return Run(name, spec, seed, folder / f"seed-{seed}", budgets)
+
+
+def ranks_of(
+    panel: Mapping[str, Any], metric: str, runs: Mapping[str, Sequence[History | None]]
+) -> dict[str, dict[str, Any]]:
+    """At each budget, of each method: its rank, its place by its mean alone, and the metric of each seed. A method that
+    fails with some seed has neither rank nor place."""
+    whole = {name: [one for one in side if one is not None] for name, side in runs.items()}
+    larger = next((one.larger_is_better(metric) for side in whole.values() for one in side), True)
+    found: dict[str, dict[str, Any]] = {}
+    for cost, amount in panel["budgets"].items():
+        read = {
+            name: [read_at(one, metric, cost, amount) for one in side]
+            for name, side in whole.items()
+            if len(side) == len(runs[name])
+        }
+        placed = ranked(read, larger, panel.get("log", False))
+        means = {name: float(np.mean(values)) * (1 if larger else -1) for name, values in read.items()}
+        found[cost] = {name: {"rank": None, "place": None, "values": [], "mean": None, "sd": None} for name in runs}
+        for name, values in read.items():
+            found[cost][name] = {
+                "rank": placed[name],
+                "place": 1 + sum(other > means[name] for other in means.values()),
+                "values": values,
+                "mean": float(np.mean(values)),
+                "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None,
+            }
+    return found
+
+
+def read_at(history: History, metric: str, cost: str, amount: float) -> float:
+    """The metric in the last row that cost no more."""
+    return float([row[metric] for row in history.rows if costs_of(row)[cost] <= amount][-1])
+
+
+def ranked(values: Mapping[str, Sequence[float]], larger: bool, log: bool) -> dict[str, int]:
+    """The rank of each method: one more than the number of methods that are better than it for sure.
+
+    That is said by the confidence interval of the difference, paired by seed; with `log` of the logarithms, where all
+    values are above 0.
+    """
+    log = log and all(value > 0 for side in values.values() for value in side)
+    sign = 1 if larger else -1
+    scaled = {k: np.array([sign * (math.log10(one) if log else one) for one in side]) for k, side in values.items()}
+
+    def surely(better: np.ndarray, than: np.ndarray) -> bool:
+        mean, half = interval((better - than).tolist())
+        return mean - half > 0
+
+    return {name: 1 + sum(surely(other, one) for other in scaled.values()) for name, one in scaled.items()}
+
+
+def overview(ranks: Ranks) -> list[list[str]]:
+    """Rows of a table: a method, its mean place, how often it is level with the best, and its ranks in each task.
+
+    They are in the order of the mean place, those that play fewer tasks below the others. place is by the mean of the
+    metric: a method that scatters is level with all others, and not well placed. One that fails has the last place.
+    """
+    at = [one for of in ranks.values() for one in of.values()]
+    own = {name: [one[name] for one in at if name in one] for name in dict.fromkeys(name for one in at for name in one)}
+    place = {name: float(np.mean([one[name]["place"] or len(one) for one in at if name in one])) for name in own}
+    return [
+        [
+            name,
+            f"{place[name]:.1f}",
+            f"{sum(one['rank'] == 1 for one in own[name])} of {len(own[name])}",
+            *(" ".join(str(one[name]["rank"] or "–") for one in of.values() if name in one) for of in ranks.values()),
+        ]
+        for name in sorted(own, key=lambda name: (-len(own[name]), place[name]))
+    ]
+
+
+def written(board: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """The page: its head by hand, the table below the mark."""
+    head = (HERE / "README.md").read_text("utf-8").partition(page.MARK)[0]
+    lines = [f"| method | mean place | level with the best | {' | '.join(found['ranks'])} |"]
+    lines += [f"|{'---|' * (3 + len(found['ranks']))}"]
+    lines += [f"| {' | '.join(row)} |" for row in overview(found["ranks"])]
+    lines += ["", "Budgets, in the order of the ranks in a cell:", ""]
+    for task in found["ranks"]:
+        budgets = board["panels"][task]["budgets"].items()
+        lines.append(f"- {task}: {', '.join(f'{text(c, n)} {UNITS.get(c, c)}' for c, n in budgets)}")
+    lines += ["", f"Seeds {', '.join(map(str, found['seeds']))}; {found['date']}; [numbers](board.json).", ""]
+    lines += [f"- {what}: {why}" for what, why in found["errors"].items()]
+    return f"{head}{page.MARK}\n" + "\n".join(lines).rstrip() + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; its exit code."""
+    parser = argparse.ArgumentParser("python -m papers.leaderboard", description=__doc__)
+    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=SEEDS)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/papers/leaderboard"))
+    given = parser.parse_args(arguments)
+    board = tomllib.loads((HERE / "board.toml").read_text("utf-8"))
+    prepare(1)
+    try:
+        found = play(board, given.out, given.seeds, given.workers)
+    except (FedbilevelError, DataError) as error:
+        print(f"leaderboard: {error}", file=sys.stderr)
+        return 2
+    write(HERE / "board.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write(HERE / "README.md", written(board, found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What a row of a history has cost, and how numbers are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+COSTS = {
+    "rounds": "rounds",
+    "exchanges": "exchanges",
+    "megabytes": "traffic (MB, down + up)",
+    "evaluations": "gradients + hvps",
+    "gflop": "GFLOP",
+    "seconds": "seconds in rounds",
+    "time": "virtual seconds",
+}
+"""What a metric may be drawn against, with the words of an axis."""
+UNITS = {"megabytes": "MB", "evaluations": "gradients and hvps", "gflop": "GFLOP", "time": "virtual seconds"}
+"""Of costs whose names are no unit."""
+POINTS = "percentage points"
+DIGITS = 5  # of a number that is kept
+
+
+def costs_of(row: Mapping[str, float]) -> dict[str, float]:
+    """What had been spent up to a row, by the names of COSTS; "gflop" where operations were counted."""
+    costs = {
+        "rounds": row["round"],
+        "exchanges": row["exchanges"],
+        "megabytes": (row["bytes_down"] + row["bytes_up"]) / 1e6,
+        "evaluations": row["gradients"] + row["hvps"],
+        "seconds": row["seconds"],
+        "time": row["time"],
+    }
+    return costs | ({"gflop": row["flops"] / 1e9} if "flops" in row else {})
+
+
+def value_in(row: Mapping[str, float], name: str) -> float | None:
+    """A cost by its name in COSTS, or else a column of the row; None where the row lacks it."""
+    return costs_of(row).get(name, row.get(name))
+
+
+def in_percent(name: str) -> bool:
+    """Whether values of a metric are shares, written in per cent."""
+    return "accuracy" in name
+
+
+def text(name: str, value: float | None) -> str:
+    """A value of a metric or a cost for people, in three digits; of shares in per cent, with one decimal."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    digits = f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    digits = f"{100 * value:.1f}" if in_percent(name) else digits
+    return digits.replace("-", "−")
+
+
+def axis(name: str) -> str:
+    """The words of an axis."""
+    return COSTS.get(name) or name.replace("_", " ") + (" (%)" if in_percent(name) else "")
+
+
+def rounded(found: Any) -> Any:
+    """A record of dicts and lists with every fraction in it in DIGITS digits; None where it is not finite."""
+    if isinstance(found, dict):
+        return {name: rounded(one) for name, one in found.items()}
+    if isinstance(found, list | tuple):
+        return [rounded(one) for one in found]
+    if not isinstance(found, float):
+        return found
+    return float(f"{found:.{DIGITS}g}") if math.isfinite(found) else None

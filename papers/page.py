@@ -1,0 +1,143 @@
+"""A page of a paper, README.md in its folder: a head that is written by hand, and below the mark what is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from papers.figure import PAPERS, Claim, Figure, files, load
+from papers.numbers import POINTS, text
+
+MARK = "<!-- what follows is generated -->\n"
+STALE, NOT_RUN = "stale: play it again", "not run"
+SIGNS = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", STALE: "!", NOT_RUN: "–"}
+STATES = {"holds": "✔", "contradicted": "✘", "open": "?"}
+IN_SHORT = "In short: "
+Outcome = Mapping[str, Any]
+
+
+def kept(figure: Figure) -> Outcome | None:
+    """The outcome beside a figure's file."""
+    file = figure.file.with_suffix(".json")
+    return json.loads(file.read_text("utf-8")) if file.is_file() else None
+
+
+def state_of(figure: Figure, found: Outcome | None) -> str:
+    """The verdict of an outcome; or, where it was played for other claims or another setting, that it is stale."""
+    if found is None:
+        return NOT_RUN
+    return str(found["verdict"]) if found["played_for"] == figure.fingerprint(found["scale"]) else STALE
+
+
+def holding(found: Outcome) -> tuple[int, int]:
+    """How many comparisons of an outcome hold, and how many there are."""
+    states = [one["state"] for one in found["findings"]]
+    return states.count("holds"), len(states)
+
+
+def written() -> Iterator[tuple[Path, str]]:
+    """(file, its text) of everything that is generated from figures and the outcomes beside them."""
+    figures = [load(file) for file in files()]
+    rows = ["| paper | played | claims that hold | in short |\n|---|---|---:|---|"]
+    for folder in dict.fromkeys(figure.file.parent for figure in figures):
+        own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
+        head = page.read_text("utf-8").partition(MARK)[0]
+        yield page, f"{head}{MARK}\n" + "\n".join(line for figure in own for line in section(figure, kept(figure)))
+        rows.append(row(folder.name, head, own))
+    for page, prefix in ((PAPERS / "README.md", ""), (PAPERS.parent / "README.md", "papers/")):
+        before, begin, rest = page.read_text("utf-8").partition("<!-- papers -->\n")
+        _, end, after = rest.partition("<!-- -->\n")
+        yield page, "".join([before, begin, "\n".join(rows).replace("](", f"]({prefix}"), "\n", end, after])
+
+
+def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
+    """A paper's row of the table of all papers; what came out in short is said in the head of its page."""
+    title = head.splitlines()[0].removeprefix("# ").partition(":")[0]
+    short = next((line.removeprefix(IN_SHORT) for line in head.splitlines() if line.startswith(IN_SHORT)), "")
+    counts = [holding(found) for one in figures if (found := kept(one)) and state_of(one, found) != STALE]
+    kinds = [kind for kind in ("Figure", "Table") if any(one.part.startswith(kind) for one in figures)]
+    number = {kind: sum(one.part.startswith(kind) for one in figures) for kind in kinds}
+    played = ", ".join(f"{count} {kind.lower()}{'s' * (count > 1)}" for kind, count in number.items())
+    held = f"{sum(one for one, _ in counts)} of {sum(of for _, of in counts)}"
+    return f"| [{title}]({paper}/README.md) | {played or f'{len(figures)} theorems'} | {held} | {short} |"
+
+
+def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
+    """What a figure claims, and what came out."""
+    state = state_of(figure, found)
+    yield f"## {figure.id}\n"
+    yield f"**{figure.part}: {figure.title.rstrip('.')}.** The paper: {figure.shows}\n"
+    if found is None:
+        yield f"{SIGNS[state]} {state}: `python -m papers {figure.id}` plays it.\n"
+        return
+    count, of = holding(found)
+    hold = f", {count} of {of} hold" if of > 1 else ""
+    yield f"Here: {SIGNS[state]} **{state}**{hold}. {figure.found}\n"
+    yield f"![{figure.title}]({figure.id}.png)\n"
+    yield from table(figure, found)
+    notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
+    if notes:
+        yield f"{'; '.join(notes)}.\n"
+    if left := [panel for panel in figure.panels if panel not in found["panels"]]:
+        yield f"Open, as not played at this scale: {'; '.join(left)}.\n"
+    if figure.revised:
+        yield f"Revised: {figure.revised}\n"
+    yield from origin(figure, found)
+
+
+def played(found: Outcome, one: Mapping[str, Any]) -> bool:
+    """Whether a finding is about panels that were played."""
+    return not one["panel"] or one["panel"] in found["panels"]
+
+
+def table(figure: Figure, found: Outcome) -> Iterator[str]:
+    """A row for each claim, a column for each panel, a state for each rival."""
+    shown = [one for one in found["findings"] if played(found, one)]
+    panels = list(dict.fromkeys(one["panel"] for one in shown))
+    yield f"| claim | {' | '.join(panel or 'slope' for panel in panels)} |\n|---|{'---|' * len(panels)}"
+    for claim in figure.claims:
+        of = [one for one in shown if one["says"] == claim.says and one["better"] == claim.better]
+        rivals = list(dict.fromkeys(one["than"] for one in of))
+        against = f": {claim.better} / {', '.join(rivals)}" if any(rivals) else ""
+        cells = [cell(figure, claim, [one for one in of if one["panel"] == panel]) for panel in panels]
+        if of:
+            yield f"| {claim.says}{against} | {' | '.join(cells)} |"
+    yield ""
+
+
+def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> str:
+    """The states of a claim in a panel, and what was read off the runs of both sides."""
+    if not found:
+        return ""
+    states, unit = "".join(STATES[one["state"]] for one in found), found[0]["unit"]
+    if claim.slope is not None:
+        one = found[0]
+        fitted = "not fitted" if one["difference"] is None else f"{one['better_mean']:.2f} ± {one['half_width']:.2g}"
+        return f"{states} {fitted}, predicted {claim.slope:g}".replace("-", "−")
+    name = figure.against if claim.by == "first" else claim.metric or figure.metric
+    mine = next((one["better_mean"] for one in found if one["better_mean"] is not None), None)
+    said = f"{states} {text(name, mine)} / {', '.join(text(name, one['than_mean']) for one in found)}"
+    return said + " %" * (unit == POINTS)
+
+
+def origin(figure: Figure, found: Outcome) -> Iterator[str]:
+    """Where the rest stands, and how it was played."""
+    seeds = ", ".join(map(str, found["seeds"]))
+    how = f"{found['trials']} trials a method, by {found['selected_on']}" if found["trials"] else "no trials"
+    ends = chosen_at_ends(figure, found)
+    rest = f"[setting, differences]({figure.id}.toml), [numbers]({figure.id}.json)"
+    yield f"{how}{ends}; seeds {seeds}; {found['minutes']:.0f} minutes, {found['date']}; {rest}.\n"
+
+
+def chosen_at_ends(figure: Figure, found: Outcome) -> str:
+    """How many of the chosen values are the first or the last of those that were tried: better ones may lie beyond."""
+    ends = []
+    for panel, methods in found["panels"].items():
+        for method, of in methods.items():
+            points = figure.points(panel, method)
+            for name, value in (of["chosen"] or {}).items():
+                tried = list(dict.fromkeys(point[name] for point in points))
+                ends += [value in (tried[0], tried[-1])] if len(tried) > 1 else []
+    return f" ({sum(ends)} of {len(ends)} chosen values at an end)" if ends else ""

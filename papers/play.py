@@ -1,0 +1,378 @@
+"""How a figure is played: for every panel and method values are chosen by trials on a holdout, then every seed is run.
+
+A run's folder is all that is kept of it, so that it does not matter who played it, and an interrupted figure goes on
+where it was. Below OUT/<id>/<scale>:
+
+    trials/<panel>/<method>/<values>/seed-N   the trials
+    runs/<panel>/<method>/seed-N              the runs
+    outcome.json, figure.png                  what came of them
+
+A run that fails leaves its reason in its folder, and is not played again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel import experiments
+from fedbilevel.authoring import History
+from fedbilevel.errors import ConfigurationError, NumericalError
+from papers.claims import findings, verdict
+from papers.figure import Figure, Scale, merged, require
+from papers.numbers import COSTS, costs_of, rounded, text, value_in
+
+SEEDS = (0, 1, 2)
+FAILED = "failed.txt"
+CURVE = 60  # points of a curve that are kept
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trial or a run: what it is called, the tables of its spec, its seed and its folder; with `budgets`, by the
+    names of COSTS, it ends at the first row by which all of them are spent."""
+
+    name: str
+    tables: Mapping[str, Any]
+    seed: int
+    folder: Path
+    budgets: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> experiments.Spec:
+        """The whole spec."""
+        return experiments.seeded(experiments.resolve(self.tables), self.seed)
+
+    def play(self, tasks: experiments.TaskCache) -> History | str:
+        """What it measured, read from its folder or played; or why it failed."""
+        try:
+            return experiments.run_of(self.spec, self.folder, tasks, callbacks=[self.spent] if self.budgets else [])
+        except (ConfigurationError, NumericalError) as error:  # such as a step too large for this seed's samples
+            return str(error)
+
+    def spent(self, result: fb.Result, row: Mapping[str, float] | None) -> str | None:
+        """The callback that ends a run with budgets."""
+        over = row is not None and all(costs_of(row)[name] >= amount for name, amount in self.budgets.items())
+        return "all budgets are spent" if over else None
+
+
+Played = Mapping[Path, History | str]
+"""By the folder of a run: what it measured, or why it failed."""
+
+
+def word(name: str) -> str:
+    """A name as a part of a path."""
+    return re.sub(r"[^\w.=,-]+", "-", name)
+
+
+def with_values(tables: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a spec with these values of the algorithm's fields: {"inner.lr": 0.1}."""
+    for path, value in values.items():
+        for name in reversed(["algorithm", *path.split(".")]):
+            value = {name: value}
+        tables = merged(tables, value)
+    return dict(tables)
+
+
+def place_of(figure: Figure, scale: Scale, out: Path) -> Path:
+    """The folder of a figure's trials and runs."""
+    return out / figure.runs / scale
+
+
+Tried = Sequence[tuple[dict[str, Any], list[Run]]]
+"""The values that are tried, each with its trials."""
+
+
+def trials(figure: Figure, panel: str, method: str, scale: Scale, out: Path) -> Tried:
+    """The trials of a method in a panel: of each point one for each of their seeds; none where nothing is chosen."""
+    if figure.tuning is None or figure.points(panel, method) == [{}]:
+        return []
+    tables, found = figure.tables(panel, method, scale, tuning=True), []
+    for values in figure.points(panel, method):
+        at = ", ".join(f"{name}={value}" for name, value in values.items())
+        folder = place_of(figure, scale, out) / "trials" / word(panel) / word(method) / word(at)
+        name, spec = f"{panel} · {method} · trial {at}", with_values(tables, values)
+        found.append((values, [Run(name, spec, seed, folder / f"seed-{seed}") for seed in figure.tuning.seeds]))
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the holdout chose: the values, None where every trial failed; and how many failed."""
+
+    values: dict[str, Any] | None
+    failed: int = 0
+
+
+def best(tried: Tried, played: Played, select: str) -> Choice:
+    """The values with the best metric in the last rows, the mean over the seeds; none of whose trials failed."""
+    found, failed = [], 0
+    for values, runs in tried:
+        histories = [one for run in runs if isinstance(one := played[run.folder], History)]
+        known = [one.rows[-1][select] for one in histories if math.isfinite(one.rows[-1][select])]
+        failed += len(runs) - len(known)
+        if len(known) == len(runs):
+            sign = 1 if histories[0].larger_is_better(select) else -1
+            found.append((sign * float(np.mean(known)), values))
+    return Choice(max(found, key=lambda one: one[0])[1] if found else None, failed)
+
+
+def runs_of(
+    figure: Figure, pair: tuple[str, str], scale: Scale, out: Path, values: Mapping[str, Any], seeds: Sequence[int]
+) -> list[Run]:
+    """The runs of a method in a panel, one for each seed."""
+    panel, method = pair
+    folder = place_of(figure, scale, out) / "runs" / word(panel) / word(method)
+    tables = with_values(figure.tables(panel, method, scale), values)
+    return [Run(f"{panel} · {method} · seed {seed}", tables, seed, folder / f"seed-{seed}") for seed in seeds]
+
+
+def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None:
+    """Refuse what is wrong in a figure or its seeds before anything is played.
+
+    All specs of trials and runs are resolved. Methods of which nothing has been played are also made for the samples of
+    their first trial, or of their first run where nothing is chosen.
+
+    Raises:
+        ConfigurationError: something is wrong; the message names the panel and the method.
+        DataError: the samples are not there.
+    """
+    both = sorted(set(seeds) & set(figure.tuning.seeds)) if figure.tuning else []
+    require(not both, f"seeds {both} chose the values of {figure.id}: its runs take others")
+    tasks = experiments.TaskCache()
+    for panel, method in figure.pairs(scale):
+        try:
+            tried = [run for _, runs in trials(figure, panel, method, scale, out) for run in runs]
+            points = figure.points(panel, method)
+            runs = [run for one in points for run in runs_of(figure, (panel, method), scale, out, one, seeds)]
+            specs = [run.spec for run in [*tried, *runs]]
+            if not (tried or runs)[0].folder.exists():
+                known = experiments.build(specs[0], tasks(specs[0])).task.metrics
+                if tried and figure.tuning and not figure.tuning.select.endswith("loss"):
+                    measured = figure.tuning.select in known
+                    require(measured, f"{figure.tuning.select} is not measured; there are: {', '.join(known)}")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{panel} · {method}: {error}") from error
+
+
+def play(
+    figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] = SEEDS, workers: int = 1, say: Say = print
+) -> dict[str, Any]:
+    """Bring all trials and runs of a figure to their end; its outcome.
+
+    Args:
+        out: the folder that holds all figures' folders.
+        seeds: of the runs; none of those of the trials.
+        workers: processes that play side by side, each with cores of its own where the system allows it.
+        say: called with a line about what has ended.
+
+    Raises:
+        ConfigurationError, DataError: the figure cannot be played here, e.g. for want of data.
+    """
+    require(workers >= 1, f"workers = {workers} is not allowed: it must be 1 or more")
+    check(figure, scale, out, seeds)
+    pairs = figure.pairs(scale)
+    every = {pair: trials(figure, *pair, scale, out) for pair in pairs}
+    tried, devices = [run for of in every.values() for _, runs in of for run in runs], devices_of(figure, scale)
+    played = play_all(tried, workers, say, devices)
+    select = figure.tuning.select if figure.tuning else ""
+    choices = {pair: best(of, played, select) if of else Choice({}) for pair, of in every.items()}
+    runs = {
+        pair: runs_of(figure, pair, scale, out, choice.values, seeds)
+        for pair, choice in choices.items()
+        if choice.values is not None
+    }
+    panels = dict.fromkeys(panel for panel, _ in pairs)
+    rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
+    played |= play_all([run for row in rows for of_a_seed in row for run in of_a_seed], workers, say, devices)
+    return outcome(figure, scale, seeds, choices, runs, played)
+
+
+def devices_of(figure: Figure, scale: Scale) -> int:
+    """The most devices that a run of the figure plays on."""
+    tables = [figure.tables(*pair, scale) for pair in figure.pairs(scale)]
+    return max(int(one.get("engine", {}).get("devices", 1)) for one in tables)
+
+
+def play_all(runs: Sequence[Run], workers: int, say: Say, devices: int = 1) -> dict[Path, History | str]:
+    """Bring runs to their end, here or in several processes; what came of each."""
+    if workers > 1:
+        play_beside(runs, workers, say, devices)
+    tasks, played = experiments.TaskCache(), {}
+    for run in runs:
+        played[run.folder] = run.play(tasks)
+        if workers == 1:
+            say(line(run, played[run.folder]))
+    return played
+
+
+def line(run: Run, came: History | str) -> str:
+    """What came of a run, in a line."""
+    if isinstance(came, str):
+        return f"{run.name}: {came}"
+    row = came.rows[-1]
+    return f"{run.name}: {', '.join(f'{name} {text(name, row[name])}' for name in came.measured if name in row)}"
+
+
+def play_beside(runs: Sequence[Run], workers: int, say: Say, devices: int) -> None:
+    """Bring runs to their end in several processes, each with cores of its own where the system allows it."""
+    context = multiprocessing.get_context("spawn")
+    cores = context.SimpleQueue()
+    every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    each = len(every) // workers
+    for k in range(workers):
+        cores.put(every[k * each : (k + 1) * each] or every)
+    try:
+        with ProcessPoolExecutor(workers, context, begin, (cores, devices)) as pool:
+            try:
+                for future in as_completed([pool.submit(play_here, run) for run in runs]):
+                    say(future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # nothing more is begun
+                raise
+    except BrokenProcessPool as error:
+        why = f"one of {workers} processes was ended from outside, perhaps for want of memory: try fewer --workers"
+        raise ConfigurationError(f"{why}; the same command goes on where it was") from error
+
+
+TASKS = experiments.TaskCache()  # of this process
+
+
+def begin(cores: Any, devices: int) -> None:
+    """Prepare a process that plays runs: its cores, JAX's settings, its end with the process that began it."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if mine := cores.get():
+        os.sched_setaffinity(0, mine)
+    prepare(devices)
+
+
+def prepare(devices: int) -> None:
+    """Set what JAX reads at its first computation."""
+    fb.tune_cpu(devices)
+    fb.Local.keep_on_disk()
+
+
+def end_with_parent() -> None:
+    """Nobody waits for what this process does, once the one that began it is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def play_here(run: Run) -> str:
+    """Play a run in this process, and say what came of it."""
+    return line(run, run.play(TASKS))
+
+
+def rehearse(figure: Figure, scale: Scale, out: Path, say: Say = print) -> None:
+    """Play one round of every method in every panel, to see that the figure can be played here.
+
+    Raises:
+        FedbilevelError: it cannot.
+    """
+    once = {"rounds": 1, "exchanges": None, "bytes": None, "time": None, "eval_every": 1}
+    for panel, method in figure.pairs(scale):
+        (run,) = runs_of(figure, (panel, method), scale, out, figure.points(panel, method)[0], [0])
+        folder = place_of(figure, scale, out) / "rehearsal" / word(panel) / word(method)
+        began = time.perf_counter()
+        try:
+            experiments.complete(run.spec.replace(run=once), folder, plot=False, progress=False)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{panel} · {method}: {error}") from error
+        say(f"{panel} · {method}: one round, {time.perf_counter() - began:.1f} s")
+
+
+def outcome(
+    figure: Figure,
+    scale: Scale,
+    seeds: Sequence[int],
+    choices: Mapping[tuple[str, str], Choice],
+    runs: Mapping[tuple[str, str], Sequence[Run]],
+    played: Played,
+) -> dict[str, Any]:
+    """What is kept of a figure that was played, as JSON can hold it."""
+    panels: dict[str, dict[str, Any]] = {}
+    histories: dict[str, dict[str, list[History | None]]] = {}
+    errors: dict[str, str] = {}
+    for (panel, method), choice in choices.items():
+        of = {run.name: played[run.folder] for run in runs.get((panel, method), [])}
+        errors |= {name: came for name, came in of.items() if isinstance(came, str)}
+        if not of:
+            errors[f"{panel} · {method}"] = "every trial failed"
+        read = [None if isinstance(came, str) else came for came in of.values()] or [None] * len(seeds)
+        whole = [one for one in read if one is not None]
+        histories.setdefault(panel, {})[method] = read
+        numbers = {"chosen": choice.values, "failed_trials": choice.failed, "failed_runs": len(read) - len(whole)}
+        panels.setdefault(panel, {})[method] = numbers | numbers_of(figure, whole)
+    found = findings(figure, histories)
+    ended = [experiments.load_run(folder) for folder, came in played.items() if isinstance(came, History)]
+    made = ended[0].folder.environment.read_text("utf-8") if ended else "{}"
+    return {
+        "id": figure.id,
+        "scale": scale,
+        "played_for": figure.fingerprint(scale),
+        "verdict": verdict([one.state for one in found]),
+        "findings": [rounded(asdict(one)) for one in found],
+        "date": time.strftime("%Y-%m-%d"),
+        "seeds": list(seeds),
+        "trials": len(figure.points(*figure.pairs(scale)[0])) if figure.tuning else 0,
+        "selected_on": figure.tuning.select if figure.tuning else "",
+        "minutes": round(sum(run.summary["seconds_this_time"] for run in ended) / 60, 2),
+        "environment": json.loads(made),
+        "metric": figure.metric,
+        "against": figure.against,
+        "errors": errors,
+        "panels": panels,
+    }
+
+
+def numbers_of(figure: Figure, histories: Sequence[History]) -> dict[str, Any]:
+    """The last values of the metric, their mean and sample standard deviation, costs as means, and a curve."""
+    if not histories:
+        return {"values": [], "mean": None, "sd": None, "costs": {}, "curve": None}
+    known = [[value for row in one.rows if (value := value_in(row, figure.metric)) is not None] for one in histories]
+    values, spent = [float(one[-1]) for one in known], [costs_of(one.rows[-1]) for one in histories]
+    numbers = {
+        "values": values,
+        "mean": float(np.mean(values)),
+        "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None,
+        "costs": {name: float(np.mean([one[name] for one in spent])) for name in spent[0]},
+        "curve": None if figure.metric in COSTS else curve(figure, histories),
+    }
+    return dict(rounded(numbers))
+
+
+def curve(figure: Figure, histories: Sequence[History]) -> dict[str, list[float]]:
+    """At most CURVE points of the rounds that all histories have: cost, mean and standard deviation over the seeds."""
+    tables = [{row["round"]: row for row in one.rows if figure.metric in row} for one in histories]
+    rounds = sorted(set.intersection(*(set(table) for table in tables)))
+    kept = np.unique(np.linspace(0, len(rounds) - 1, min(len(rounds), CURVE)).round().astype(int))
+    rows = [[table[rounds[place]] for table in tables] for place in kept]
+    values = np.array([[row[figure.metric] for row in of] for of in rows], float)
+    spread = values.std(axis=1, ddof=1) if len(tables) > 1 else np.zeros(len(rows))
+    cost = [float(np.mean([costs_of(row)[figure.against] for row in of])) for of in rows]
+    return {"cost": cost, "mean": values.mean(axis=1).tolist(), "sd": spread.tolist()}
+
+
+def write(file: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    part.replace(file)

@@ -1,0 +1,208 @@
+"""What is read off runs, and which claims hold, against values computed by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from papers.claims import Finding, findings, fitted_slope, interval, of_curve, verdict
+from papers.figure import Figure
+from small_figure import UNTUNED, made_up
+
+from fedbilevel.authoring import History
+
+COSTS = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0, "time": 0.0}
+
+
+def history(values: Sequence[float], metric: str = "test_accuracy") -> History:
+    """Rows at exchanges 0, 10, 20, …"""
+    rows = [{"round": i, "exchanges": 10 * i, **COSTS, metric: value} for i, value in enumerate(values)]
+    return History(rows)
+
+
+def figure(claims: list[dict[str, Any]], **more: Any) -> Figure:
+    methods = {"A": {}, "B": {}}
+    bare = {"spec": {}, "panels": {"iid": {}}, "methods": methods, "claims": claims, "quick": {}, "full": {}}
+    return made_up(**{**UNTUNED, **bare, "metric": "test_accuracy", **more})
+
+
+def only(claim: dict[str, Any], a: Sequence[History | None], b: Sequence[History | None]) -> Finding:
+    made = figure([{"says": "-", "better": "A", "than": ["B"], **claim}])
+    (found,) = findings(made, {"iid": {"A": a, "B": b}})
+    return found
+
+
+def test_an_interval_is_students() -> None:
+    # n = 3: t(0.975, 2) = 4.302653, s = 1: half width 4.302653/√3 = 2.484138.
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.484138), abs=1e-6)
+    assert interval([5.0]) == (5.0, math.inf)
+
+
+def test_a_difference_is_paired_by_seed() -> None:
+    """Seeds differ by far more than methods do: unpaired nothing could be told, paired the difference is 0.02."""
+    found = only(
+        {},
+        [history([0.1, value]) for value in (0.5, 0.7, 0.9)],
+        [history([0.1, value]) for value in (0.48, 0.68, 0.88)],
+    )
+    assert found.state == "holds"
+    assert found.difference == pytest.approx(0.02)
+    assert found.half_width == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "state"),
+    [
+        ((0.1, 0.11, 0.12), "holds"),
+        ((-0.1, -0.11, -0.12), "contradicted"),
+        ((0.1, -0.1, 0.02), "open"),
+        ((0.1,), "open"),
+    ],
+)
+def test_the_interval_decides(gaps: tuple[float, ...], state: str) -> None:
+    found = only({}, [history([0.5 + gap]) for gap in gaps], [history([0.5]) for _ in gaps])
+    assert found.state == state
+
+
+def test_an_error_is_better_the_smaller() -> None:
+    made = figure([{"says": "-", "better": "A", "than": ["B"]}], metric="relative_error")
+    runs = {"A": [history([0.1], "relative_error")] * 2, "B": [history([0.3], "relative_error")] * 2}
+    (found,) = findings(made, {"iid": runs})
+    assert (found.state, found.difference) == ("holds", pytest.approx(0.2))
+
+
+def test_level_is_an_interval_within_bounds() -> None:
+    near, far = [history([0.50]), history([0.51])], [history([0.60]), history([0.61])]
+    same = [history([0.50]), history([0.51])]
+    assert only({"level": 0.02}, near, same).state == "holds"
+    assert only({"level": 0.02}, far, same).state == "contradicted"
+
+
+def test_the_first_row_that_gets_there() -> None:
+    fast, slow = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85])] * 2
+    found = only({"by": "first", "reach": 0.8}, fast, slow)
+    assert (found.better_mean, found.than_mean, found.difference, found.state) == (10, 20, 10, "holds")
+
+
+def test_one_that_never_gets_there_counts_with_its_end() -> None:
+    fast, never = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.3])] * 2
+    found = only({"by": "first", "reach": 0.8}, fast, never)
+    assert (found.difference, found.state) == (10, "holds")
+    assert "B does not get there" in found.note
+    turned = only({"by": "first", "reach": 0.8}, never, fast)
+    assert turned.state == "contradicted"
+    assert only({"by": "first", "reach": 0.8}, never, never).state == "open"
+
+
+def test_the_mean_over_the_cost_is_trapezoidal() -> None:
+    # (0 + 1)/2 over the first tenth, 1 over the rest: 0.05 + 0.9 = 0.95.
+    assert of_curve("mean", [0, 10, 100], [0.0, 1.0, 1.0]) == pytest.approx(0.95)
+
+
+def test_the_late_half_is_a_mean_over_rows() -> None:
+    found = only({"by": "late"}, [history([9.0, 9.0, 0.2, 0.4])] * 2, [history([9.0, 0.1, 0.1])] * 2)
+    assert (found.better_mean, found.than_mean) == (pytest.approx(0.3), pytest.approx(0.1))
+
+
+def test_costs_are_compared_by_their_ratio() -> None:
+    made = figure([{"says": "-", "better": "A", "than": ["B"], "metric": "exchanges", "ratio": 0.3}])
+    runs = {"A": [history([0.1] * 3)] * 2, "B": [history([0.1] * 11)] * 2}
+    (found,) = findings(made, {"iid": runs})
+    assert (found.difference, found.state) == (pytest.approx(0.3 * 100 - 20), "holds")  # 20 against 100
+
+
+def test_errors_may_be_compared_by_powers_of_ten() -> None:
+    """1e-6 against 1e-4 and 1e-9 against 1e-7.1: two and 1.9 powers, though the first error is a thousand others."""
+    made = figure([{"says": "-", "better": "A", "than": ["B"], "log": True}], metric="relative_error")
+    ends = {"A": (1e-6, 1e-9, 1e-8), "B": (1e-4, 10**-7.1, 1e-6)}
+    runs = {name: [history([value], "relative_error") for value in values] for name, values in ends.items()}
+    (found,) = findings(made, {"iid": runs})
+    assert (found.state, found.difference) == ("holds", pytest.approx((2 + 1.9 + 2) / 3))
+
+
+@pytest.mark.parametrize(
+    ("claim", "unit"),
+    [
+        ({}, "percentage points"),
+        ({"metric": "outer_loss"}, "outer loss"),
+        ({"metric": "outer_loss", "log": True}, "powers of ten"),
+        ({"metric": "megabytes"}, "MB"),
+        ({"by": "first", "reach": 0.8}, "exchanges"),
+        ({"metric": "time"}, "virtual seconds"),
+        ({"by": "mean"}, "percentage points"),
+    ],
+)
+def test_a_difference_has_a_unit(claim: dict[str, Any], unit: str) -> None:
+    assert only(claim, [None], [None]).unit == unit
+
+
+def test_failed_runs() -> None:
+    good, bad = [history([0.5])] * 2, [None, None]
+    assert only({}, good, bad).state == "holds"
+    assert only({}, bad, good).state == "contradicted"
+    assert only({}, good, [None, history([0.1])]).state == "open"
+
+
+def test_what_never_gets_there_is_no_better_than_what_fails() -> None:
+    claim = {"by": "first", "reach": 0.8}
+    there, never = history([0.1, 0.9]), history([0.1, 0.7])
+    assert only(claim, [there, there], [None, None]).state == "holds"
+    assert only(claim, [there, never], [None, None]).state == "open"
+
+
+def test_an_error_of_0_has_no_logarithm() -> None:
+    errors = [history([1.0, value], "relative_error") for value in (1e-9, 0.0)]
+    found = only({"log": True, "metric": "relative_error"}, errors, [history([1.0, 0.1], "relative_error")] * 2)
+    assert (found.state, found.difference) == ("open", None)
+    assert "logarithm" in found.note
+
+
+def test_a_slope_and_its_error() -> None:
+    x = np.array([1.0, 10.0, 100.0, 1000.0])
+    seeds = np.array([3.0, 700.0])  # each with an intercept of its own, which the error does not count
+    assert fitted_slope(x, np.outer(x**-0.5, seeds)) == pytest.approx((-0.5, 0.0), abs=1e-12)
+    rng = np.random.default_rng(0)
+    noisy = [fitted_slope(x, np.outer(x**-0.5, seeds) * np.exp(0.1 * rng.normal(size=(4, 2)))) for _ in range(2000)]
+    slopes, errors = np.transpose(noisy)
+    # Var = σ²/Σ(u − ū)², with log x of spacing ln 10 and two seeds: Σ = 2·5 (ln 10)².
+    expected = 0.1 / math.sqrt(10) / math.log(10)
+    assert np.std(slopes) == pytest.approx(expected, rel=0.1)
+    assert np.sqrt(np.mean(errors**2)) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_claim_of_a_slope() -> None:
+    claims = [{"says": "-", "better": "A", "slope": -1.0, "within": 0.05}]
+    panels = {str(value): {"value": value} for value in (1.0, 2.0, 4.0)}
+    made = figure(claims, panels=panels, series="clients", metric="relative_error")
+
+    def runs(power: float, noise: float = 0.0) -> Any:
+        signs = {1.0: (1, -1), 2.0: (-1, 1), 4.0: (1, -1)}
+        return {
+            str(value): {"A": [history([value**power * (1 + sign * noise)], "relative_error") for sign in signs[value]]}
+            for value in (1.0, 2.0, 4.0)
+        }
+
+    assert findings(made, runs(-1.0))[0].state == "holds"
+    assert findings(made, runs(-0.5))[0].state == "contradicted"
+    assert findings(made, runs(-1.0, 0.5))[0].state == "open"  # an error of the fit that would let anything pass
+    (near,) = findings(made, runs(-0.97, 0.02))  # with its error it may be further away than the bound
+    assert near.difference == pytest.approx(0.03, abs=0.005)
+    assert near.half_width == pytest.approx(0.035, abs=0.015)
+    assert near.state == "open"
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (["holds", "holds"], "reproduced"),
+        (["holds", "open"], "partly reproduced"),
+        (["holds", "contradicted"], "partly reproduced"),
+        (["contradicted", "open"], "not reproduced"),
+        (["open"], "undecided"),
+    ],
+)
+def test_a_verdict(states: list[Any], expected: str) -> None:
+    assert verdict(states) == expected

@@ -1,0 +1,170 @@
+"""Figures: what their files may say, and that all of them give whole specs on public names."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from papers.claims import findings
+from papers.figure import PAPERS, SCALES, Figure, files, find, load, read
+from papers.play import runs_of, trials
+from small_figure import CONTENT, UNTUNED, made_up
+
+from fedbilevel import experiments
+from fedbilevel.errors import ConfigurationError
+
+FIGURES = [load(file) for file in files()]
+EVERY = pytest.mark.parametrize("figure", FIGURES, ids=lambda one: one.id)
+PUBLIC = {"fedbilevel", "fedbilevel.authoring", "fedbilevel.data", "fedbilevel.errors", "fedbilevel.experiments"}
+LONGER = {"simfbo-2", "fednest-3", "rabo-table-2"}
+"""Figures of which two cores take more than ten minutes: CIFAR-10 and few-shot learning."""
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of the library that a file imports, and those whose names it takes."""
+    nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    found += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name for name in found if name.partition(".")[0] == "fedbilevel"}
+
+
+def test_everything_here_uses_public_names_alone() -> None:
+    programs = sorted(PAPERS.rglob("*.py"))
+    assert len(programs) > 8
+    assert {str(file): imported(file) - PUBLIC for file in programs if imported(file) - PUBLIC} == {}
+
+
+@EVERY
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_figure_gives_whole_specs(figure: Figure, scale: Any) -> None:
+    for pair in figure.pairs(scale):
+        spec = experiments.resolve(figure.tables(*pair, scale))
+        assert spec.task.fields.get("holdout", 0) == 0  # the runs are measured on test data
+        for _, (trial, *_) in trials(figure, *pair, scale, Path()):
+            assert trial.spec.task.fields.get("holdout", 1) > 0
+        for values in figure.points(*pair):
+            (run,) = runs_of(figure, pair, scale, Path(), values, [7])
+            assert run.spec.run.seed == 7
+
+
+@EVERY
+def test_every_figure_says_what_was_found_and_how_long_it_takes(figure: Figure) -> None:
+    assert figure.found.endswith(".")
+    assert figure.quick.minutes is not None
+    assert figure.full.minutes is not None
+    assert (figure.quick.minutes > 10) == (figure.runs in LONGER)
+    if replace(figure.quick, minutes=None) == replace(figure.full, minutes=None):
+        assert figure.full.minutes == figure.quick.minutes
+
+
+def test_every_figure_and_table_is_there() -> None:
+    papers = {
+        "afbo": "1 2 3 4",
+        "fednest": "2a 2b 2c 3 4",
+        "fism": "2 3 table-1",
+        "rabo": "2 3 4 5 6 table-2 table-3",
+        "simfbo": "2 3 4 5",
+        "theory": "clients coverage delay drift local-steps mask-noise mask-step participation "
+        "unequal-work work-spread",
+    }
+    assert [figure.id for figure in FIGURES] == [
+        f"{paper}-{one}" for paper, all in papers.items() for one in all.split()
+    ]
+
+
+def test_figures_are_found_by_id_paper_or_path(tmp_path: Path) -> None:
+    own = tmp_path / "mine-1.toml"
+    own.write_bytes((PAPERS / "fednest" / "fednest-4.toml").read_bytes())
+    assert [one.id for one in find(["theory-drift", str(own), "afbo"])][-2:] == ["theory-drift", "mine-1"]
+    assert len(find(["all"])) == len(FIGURES)
+    with pytest.raises(ConfigurationError, match="unknown figure 'afob'; did you mean afbo"):
+        find(["afob"])
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
+        find(["nowhere.toml"])
+
+
+def test_a_panel_may_have_fewer_methods_and_a_scale_fewer_panels() -> None:
+    change: dict[str, Any] = {"panels": {"iid": {}, "other": {"methods": ["FedBiO"]}}}
+    claims = [{"says": "-", "better": "SimFBO", "than": ["FedBiO"], "panels": ["iid"]}]
+    figure = made_up(**change, claims=claims, quick={"only": ["other"]})
+    assert figure.pairs("quick") == [("other", "FedBiO")]
+    assert figure.pairs("full") == [("iid", "FedBiO"), ("iid", "SimFBO"), ("other", "FedBiO")]
+    (found,) = findings(figure, {"other": {"FedBiO": []}})
+    assert (found.state, found.note) == ("open", "iid is not played at this scale")
+    with pytest.raises(ConfigurationError, match="claim in panel other"):
+        made_up(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tuning": {"select": "test_accuracy"}}, "test_accuracy is measured on test data"),
+        ({"tuning": {"select": "accTest2"}}, "accTest2 is measured on test data"),
+        ({"tuning": None}, "untuned"),
+        ({"tuning": None, "untuned": "-"}, r"a grid needs \[tuning\]"),
+        ({"against": "exchange"}, "did you mean exchanges"),
+        ({"reported": [{"what": "-", "value": "1", "source": "read of the figure"}]}, "read off the figure"),
+        ({"claims": []}, "claims"),
+        ({"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBio"]}]}, "did you mean FedBiO"),
+        ({"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBiO"], "panels": ["al"]}]}, "did you mean all"),
+        ({"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBiO"], "by": "first"}]}, "reach"),
+        ({"claims": [{"says": "-", "better": "SimFBO", "than": ["FedBiO"], "by": "best"}]}, "unknown way"),
+        ({"claims": [{"says": "-", "better": "SimFBO"}]}, "either than or slope"),
+        ({"claims": [{"says": "-", "better": "SimFBO", "slope": 1.0}]}, "a slope needs panels with values"),
+        ({"claims": [{"says": "-", "beter": "SimFBO"}]}, "did you mean better"),
+        ({"panels": {"all": {"value": 1.0}}}, "series"),
+        ({"quick": {"panels": {"al": {}}}}, "unknown panel of a scale 'al'"),
+        ({"quick": {"methods": {"SimFB": {}}}}, "did you mean SimFBO"),
+        ({"quick": {"spec": {"run": {"exchanges": 100, "eval_every": 20}}}}, "eval_every"),
+        (
+            {"methods": {**CONTENT["methods"], "C": {"algorithm": {}, "grid": {"outer_lr": [1, 2, 3]}}}},
+            "as many points",
+        ),
+        ({"metrc": "-"}, "did you mean metric"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"made-up\.toml: .*{message}"):
+        made_up(**change)
+
+
+@pytest.mark.parametrize("name", ["shows", "panels", "quick"])
+def test_an_incomplete_file_is_named(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"made-up\.toml: .*'{name}'"):
+        read(Path("made-up.toml"), {key: one for key, one in CONTENT.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("change", "stale"),
+    [
+        ({"claims": [{**CONTENT["claims"][0], "by": "late"}]}, True),
+        ({"spec": {"task": {"name": "quadratic", "clients": 4}}}, True),
+        ({"tuning": {**CONTENT["tuning"], "seeds": [101]}}, True),
+        (UNTUNED, True),
+        ({"quick": {"spec": {"run": {"rounds": 5, "eval_every": 2}}}}, True),
+        ({"full": {"spec": {"run": {"rounds": 5, "eval_every": 2}}}}, False),
+        ({"quick": {**CONTENT["quick"], "minutes": 2}, "setting": "other", "found": "other"}, False),
+        ({"claims": [{**CONTENT["claims"][0], "says": "other words"}]}, False),
+    ],
+    ids=["claim", "setting", "trials' seeds", "no trials", "scale", "other scale", "prose", "words of a claim"],
+)
+def test_another_setting_or_claim_has_another_fingerprint(change: dict[str, Any], stale: bool) -> None:
+    assert (made_up(**change).fingerprint("quick") != made_up().fingerprint("quick")) == stale
+
+
+def test_later_tables_change_earlier_ones() -> None:
+    figure = made_up(
+        spec={"task": {"name": "quadratic", "clients": 3}, "run": {"rounds": 1}},
+        quick={"spec": {"run": {"rounds": 2}}, "panels": {"all": {"run": {"rounds": 3}}}},
+        panels={"all": {"run": {"rounds": 9, "eval_every": 1}}},
+    )
+    tables = figure.tables("all", "SimFBO", "quick")
+    assert tables == {
+        "task": {"name": "quadratic", "clients": 3},
+        "run": {"rounds": 3, "eval_every": 1},
+        "algorithm": {"name": "simfbo"},
+    }
+    assert figure.tables("all", "SimFBO", "quick", tuning=True)["run"] == {"rounds": 2, "eval_every": 1}

@@ -1,0 +1,253 @@
+"""A figure played to its end: trials on a holdout, runs with every seed, an outcome that is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from papers import play as playing
+from papers.__main__ import main
+from papers.figure import Figure
+from papers.picture import draw, points
+from papers.play import play, rehearse
+from small_figure import CONTENT, UNTUNED, made_up
+
+from fedbilevel import experiments
+from fedbilevel.errors import CheckpointError, ConfigurationError
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def ended(run: playing.Run) -> str:
+    os._exit(9)
+
+
+run = partial(play, say=silent)
+OPEN = {"algorithm": {"name": "fedbio"}, "grid": {"client_lr.x": [1e30, 1e31]}}
+
+
+@pytest.fixture(scope="module")
+def figure() -> Figure:
+    return made_up()
+
+
+@pytest.fixture(scope="module")
+def place(figure: Figure, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("papers")
+    (out / "outcome.json").write_text(json.dumps(run(figure, "quick", out, seeds=(0, 1))))
+    return out
+
+
+def outcome(place: Path) -> dict[str, Any]:
+    return json.loads((place / "outcome.json").read_text())
+
+
+def test_an_outcome_says_what_was_chosen_and_found(place: Path) -> None:
+    found = outcome(place)
+    methods = found["panels"]["all"]
+    assert methods["FedBiO"]["chosen"] == {"client_lr.x": 0.01}  # the other one diverges
+    assert methods["SimFBO"]["chosen"] == {"server_lr.x": 0.05}  # the other one stands still
+    assert (found["trials"], found["seeds"], found["selected_on"]) == (2, [0, 1], "outer_loss")
+    assert methods["SimFBO"]["curve"]["cost"] == [0, 2, 4]
+    assert methods["SimFBO"]["mean"] == pytest.approx(sum(methods["SimFBO"]["values"]) / 2, rel=1e-4)
+    assert methods["SimFBO"]["costs"]["exchanges"] == 4
+    (finding,) = found["findings"]
+    assert finding["better_mean"] == methods["SimFBO"]["mean"]
+    assert finding["state"] in ("holds", "contradicted", "open")
+
+
+def test_the_seeds_of_trials_are_not_those_of_runs(figure: Figure, place: Path, tmp_path: Path) -> None:
+    folders = {file.parent for file in place.rglob("summary.json")}
+    assert {one.name for one in folders if "trials" in one.parts} == {"seed-100"}
+    assert {one.name for one in folders if "runs" in one.parts} == {"seed-0", "seed-1"}
+    with pytest.raises(ConfigurationError, match=r"seeds \[100\] chose the values"):
+        run(figure, "quick", tmp_path, seeds=(0, 100))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_played_is_not_played_again(figure: Figure, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are samples read for it."""
+    monkeypatch.setattr(experiments.TaskCache, "__call__", lambda self, spec: pytest.fail("a task is made"))
+    before = {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")}
+    again = run(figure, "quick", place, seeds=(0, 1))
+    assert {file: file.stat().st_mtime_ns for file in place.rglob("summary.json")} == before
+    assert again["panels"] == outcome(place)["panels"]
+
+
+def test_runs_of_another_setting_are_not_taken_for_the_figures(place: Path) -> None:
+    changed = made_up(**UNTUNED, spec={"task": {"name": "quadratic", "clients": 3, "noise": 0.2}})
+    with pytest.raises(CheckpointError, match=r"seed-0 holds another run \(.*noise"):
+        run(changed, "quick", place, seeds=(0,))
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"), [([1e30, 1e31], "every trial failed"), ([1e9, 2e9], "round 3")], ids=["trials", "runs"]
+)
+def test_a_method_that_fails_is_a_finding_and_remembered(
+    tmp_path: Path, steps: list[float], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 1e30 the first two rounds, those of a trial, overflow; at 1e9 the third does."""
+    broken = {"algorithm": {"name": "fedbio"}, "grid": {"client_lr.x": steps}}
+    figure = made_up(methods={**CONTENT["methods"], "FedBiO": broken})
+    found = run(figure, "quick", tmp_path, seeds=(0, 1))
+    assert found["panels"]["all"]["FedBiO"]["failed_runs"] == 2
+    assert found["findings"][0]["state"] == "holds"
+    assert "FedBiO failed with 2 of 2 seeds" in found["findings"][0]["note"]
+    assert any(error in one for one in found["errors"].values())
+    monkeypatch.setattr(experiments.TaskCache, "__call__", lambda self, spec: pytest.fail("a task is made"))
+    assert run(figure, "quick", tmp_path, seeds=(0, 1))["errors"] == found["errors"]
+
+
+def test_two_processes_find_what_one_finds(figure: Figure, place: Path, tmp_path: Path) -> None:
+    """Also where a method has no run, as all its trials fail."""
+    broken = made_up(methods={**CONTENT["methods"], "too far": OPEN})
+    said: list[str] = []
+    found = play(broken, "quick", tmp_path, seeds=(0, 1), workers=2, say=said.append)
+    assert len(said) == 6 + 4
+
+    def timeless(of: dict[str, Any]) -> dict[str, Any]:
+        return {**of, "costs": {name: one for name, one in of["costs"].items() if name != "seconds"}}
+
+    for name, of in outcome(place)["panels"]["all"].items():
+        assert timeless(of) == timeless(found["panels"]["all"][name])
+    assert found["errors"] == {"all · too far": "every trial failed"}
+
+
+def test_a_process_that_is_ended_from_outside_is_explained(
+    figure: Figure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(playing, "play_here", ended)
+    with pytest.raises(ConfigurationError, match=r"2 processes was ended from outside.*try fewer --workers"):
+        run(figure, "quick", tmp_path, seeds=(0,), workers=2)
+    with pytest.raises(ConfigurationError, match="workers = 0 is not allowed"):
+        run(figure, "quick", tmp_path, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": {"name": "simfbo", "radius": -1.0}}, "radius = -1.0 is not allowed"),
+        ({"grid": {"server_lr.x": [0.05, -0.1]}}, "server_lr.x = -0.1 is not allowed"),
+        ({"algorithm": {"name": "fism"}, "grid": {"lr": [0.1, 0.2]}}, "FISM solves SimpleBilevel problems"),
+        ({"task": {"noise": -1.0}}, "noise = -1.0 is not allowed"),
+        ({"run": {"cohort": 7}}, "cohort = 7 is not allowed: it must be 1 to 3"),
+        ({"tsak": {"noise": 1.0}}, "tsak"),
+    ],
+    ids=["field", "value of a grid", "problem", "task", "cohort", "section"],
+)
+def test_a_mistake_ends_a_figure_before_anything_is_played(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    """It is the second method's: the first could be played."""
+    methods = {**CONTENT["methods"], "SimFBO": CONTENT["methods"]["SimFBO"] | change}
+    with pytest.raises(ConfigurationError, match=f"^all · SimFBO: .*{message}"):
+        run(made_up(methods=methods), "quick", tmp_path, seeds=(0,))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "seeds", "message"),
+    [
+        ({"quick": {"spec": {"run": {"rounds": 0}}}}, (0,), "rounds = 0 is not allowed"),
+        ({}, (0, -1), "seed = -1 is not allowed"),
+        ({"tuning": {"select": "validation_accuracy"}}, (0,), "validation_accuracy is not measured"),
+    ],
+    ids=["runs alone", "a later seed", "metric"],
+)
+def test_what_only_runs_or_choices_need_is_looked_at_first(
+    tmp_path: Path, change: dict[str, Any], seeds: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"^all · FedBiO: .*{message}"):
+        run(made_up(**change), "quick", tmp_path, seeds=seeds)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_is_one_round_and_names_what_is_refused(figure: Figure, tmp_path: Path) -> None:
+    said: list[str] = []
+    rehearse(figure, "full", tmp_path, say=said.append)
+    assert [line.partition(",")[0] for line in said] == ["all · FedBiO: one round", "all · SimFBO: one round"]
+    assert {json.loads(file.read_text())["rounds"] for file in tmp_path.rglob("summary.json")} == {1}
+    methods = {**CONTENT["methods"], "SimFBO": {**CONTENT["methods"]["SimFBO"], "run": {"cohort": 7}}}
+    with pytest.raises(ConfigurationError, match=r"^all · SimFBO: cohort = 7 is not allowed"):
+        rehearse(made_up(methods=methods), "quick", tmp_path, say=silent)
+
+
+def test_pictures_are_drawn(figure: Figure, place: Path) -> None:
+    assert draw(figure, outcome(place)).startswith(b"\x89PNG")
+    costs = made_up(metric="megabytes", against="rounds")
+    found = run(costs, "quick", place, seeds=(0, 1))
+    assert all(of["curve"] is None for of in found["panels"]["all"].values())
+    (axes,) = points(costs, found).axes
+    heights = [float(box.lines[0].get_ydata()[0]) for box in axes.containers]
+    assert heights == [found["panels"]["all"][name]["mean"] for name in costs.methods]
+    assert min(heights) > 0
+
+
+def test_a_series_has_a_line_of_the_predicted_slope() -> None:
+    """Readings of 8, 4, 2 at values of 1, 2, 4: slope −1, drawn beside a prediction of −1/2 through (2, 4)."""
+    panels = {str(value): {"value": value} for value in (1, 2, 4)}
+    claims = [{"says": "-", "better": "SimFBO", "by": "late", "slope": -0.5}]
+    figure = made_up(**UNTUNED, panels=panels, claims=claims, series="clients")
+    curve = {"cost": [0, 1, 2, 3], "sd": [0.0] * 4}
+    of = {name: {"values": [1.0], "mean": 1.0, "sd": 0.0, "curve": curve} for name in panels}
+    ends = dict(zip(panels, (8.0, 4.0, 2.0), strict=True))
+    found = {
+        "panels": {
+            name: {"SimFBO": {**of[name], "curve": {**curve, "mean": [99.0, 99.0, end, end]}}}
+            for name, end in ends.items()
+        },
+        "findings": [{"says": "-", "difference": -0.5, "better_mean": -1.0, "half_width": 0.0}],
+    }
+    (axes,) = points(figure, found).axes
+    predicted = next(line for line in axes.get_lines() if line.get_color() == "#666666")
+    assert list(predicted.get_ydata()) == pytest.approx([4 * 2**0.5, 4, 4 / 2**0.5])
+    assert axes.containers[0].get_label() == "SimFBO, mean over the second half: slope −1.00 ± 0, predicted −0.5 (grey)"
+
+
+def test_the_command_plays_a_figure_by_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine-1.toml"
+    file.write_text(OWN)
+    assert main([str(file), "--out", str(tmp_path), "--keep", "--seeds", "0,1"]) == 0
+    said = capsys.readouterr().out
+    assert "| FedBiO ends nearer: FedBiO / SimFBO |" in said
+    assert {one.name for one in tmp_path.iterdir()} == {"mine-1.toml", "mine-1.json", "mine-1.png", "mine-1"}
+    assert main(["--list", str(file), "--out", str(tmp_path)]) == 0
+    assert "undecided                  Two methods" in capsys.readouterr().out
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("(kept)") == 33
+    assert "stale" not in listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [([], "which figure"), (["simfbo-9"], "did you mean simfbo-"), (["no.toml"], "no.toml")]
+)
+def test_the_command_names_what_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+OWN = """
+part = "Figure 1"
+title = "Two methods"
+shows = "FedBiO is nearer."
+setting = "-"
+metric = "relative_error"
+against = "rounds"
+untuned = "-"
+spec.task = { name = "quadratic", clients = 3 }
+panels.all = {}
+methods.FedBiO = { algorithm = { name = "fedbio" } }
+methods.SimFBO = { algorithm = { name = "simfbo" } }
+claims = [{ says = "FedBiO ends nearer", better = "FedBiO", than = ["SimFBO"] }]
+quick = { spec = { run = { rounds = 2 } } }
+full = {}
+"""
