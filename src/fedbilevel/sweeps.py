@@ -28,8 +28,9 @@ from fedbilevel.core.errors import ConfigurationError, InUse, NumericalError, re
 from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
+from fedbilevel.display import Display
 from fedbilevel.engines.history import History
-from fedbilevel.engines.progress import Display, showing
+from fedbilevel.engines.progress import showing
 from fedbilevel.engines.solve import solve
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from command_line import outcome
 import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.curves import PANELS, curve
+from fedbilevel.display.curves import PANELS, curve
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import compare, configure, plots, read_spec, resolve
 from fedbilevel.experiments.compare import comparison_table, default_panels, load_groups

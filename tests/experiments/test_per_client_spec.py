@@ -9,7 +9,7 @@ from rich.console import Console
 import fedbilevel as fb
 import hospital_files
 from fedbilevel import authoring
-from fedbilevel.engines.curves import COLOURS
+from fedbilevel.display.curves import COLOURS
 from fedbilevel.experiments import compare, configure, federation, load_run, run, tables
 from fedbilevel.experiments.plots import run_figure
 from fedbilevel.experiments.runner import task_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.curves import PANELS, Curve
+from fedbilevel.display.curves import PANELS, Curve
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 

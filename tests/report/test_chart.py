@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from fedbilevel.engines.curves import Curve
+from fedbilevel.display.curves import Curve
 from fedbilevel.report.chart import POINTS, SVG, Chart, amount, chart
 
 AT = np.array([0.0, 10.0, 20.0, 40.0])

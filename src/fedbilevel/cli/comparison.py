@@ -103,7 +103,7 @@ def _size(text: str) -> tuple[float, float]:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from fedbilevel.engines.curves import require_matplotlib, require_size
+    from fedbilevel.display.curves import require_matplotlib, require_size
     from fedbilevel.experiments.compare import is_per_client
 
     of_picture = [options.panel, options.size, options.out if options.algorithms is None else None]

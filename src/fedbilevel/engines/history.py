@@ -13,9 +13,9 @@ import numpy as np
 from fedbilevel.core.card import Card, Shown, counted, listed, span
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
+from fedbilevel.display.curves import draw_history
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.curves import draw_history
 from fedbilevel.wording import require_object
 
 Row = dict[str, float | int]

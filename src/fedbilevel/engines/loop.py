@@ -29,6 +29,7 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.local_x import gather_x
 from fedbilevel.core.tree import join, nonfinite_leaves, split
+from fedbilevel.display import Display, Silent
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.costs import ExchangeKind, Ledger
 from fedbilevel.engines.engine import Carry, Run
@@ -37,7 +38,6 @@ from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.local.samples import local
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, current_group
-from fedbilevel.engines.progress import Display, Silent
 from fedbilevel.engines.result import Callback, Result
 from fedbilevel.wording import require_object
 

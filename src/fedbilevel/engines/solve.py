@@ -26,6 +26,7 @@ from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
@@ -42,7 +43,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.progress import TRACING, Display, require_progress, showing
+from fedbilevel.engines.progress import TRACING, require_progress, showing
 from fedbilevel.engines.result import Callback, Result
 
 Resume = bool | Literal["auto", "force"]

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.metrics import in_percent, larger_is_better, text
-from fedbilevel.engines.curves import PANELS, curve, time_of
+from fedbilevel.display.curves import PANELS, curve, time_of
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word

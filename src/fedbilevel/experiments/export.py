@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.metrics import in_percent
+from fedbilevel.display.curves import words
 from fedbilevel.engines.checkpoint import write_json, write_text
-from fedbilevel.engines.curves import words
 from fedbilevel.engines.history import Row
 from fedbilevel.experiments.compare import (
     RunGroup,

@@ -11,8 +11,7 @@ from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import in_percent
-from fedbilevel.engines.checkpoint import write_bytes
-from fedbilevel.engines.curves import (
+from fedbilevel.display.curves import (
     NARROW,
     OF_CLIENTS,
     Curve,
@@ -25,6 +24,7 @@ from fedbilevel.engines.curves import (
     time_of,
     typography,
 )
+from fedbilevel.engines.checkpoint import write_bytes
 from fedbilevel.engines.history import History
 from fedbilevel.experiments.tables import gflop
 from fedbilevel.wording import missing

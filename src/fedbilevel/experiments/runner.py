@@ -39,14 +39,15 @@ from fedbilevel.core.errors import (
 from fedbilevel.core.metrics import best
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.data import DataError
+from fedbilevel.display import Display
+from fedbilevel.display.curves import require_matplotlib
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import write_json, write_text, writing
-from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.engine import Engine, check_cohort, check_everyone
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.progress import MEASURING, WRITING, Display, report_stage, showing
+from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showing
 from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots

@@ -29,9 +29,10 @@ from fedbilevel.core.errors import (
     require,
 )
 from fedbilevel.core.metrics import directions
+from fedbilevel.display import Display
 from fedbilevel.engines import lock
 from fedbilevel.engines.history import History, Row
-from fedbilevel.engines.progress import Display, showing
+from fedbilevel.engines.progress import showing
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import own_code

@@ -14,8 +14,8 @@ import numpy as np
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.display.curves import require_matplotlib
 from fedbilevel.engines.checkpoint import write_json
-from fedbilevel.engines.curves import require_matplotlib
 from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments.compare import (
     ORDER,

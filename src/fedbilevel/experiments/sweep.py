@@ -21,9 +21,10 @@ from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.metrics import text
 from fedbilevel.data import DataError
+from fedbilevel.display import Display
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import History
-from fedbilevel.engines.progress import Display, showing
+from fedbilevel.engines.progress import showing
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, path_word

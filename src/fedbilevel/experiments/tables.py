@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fedbilevel.core.metrics import text
-from fedbilevel.engines.bar import Bar
-from fedbilevel.engines.curves import time_of
+from fedbilevel.display.bar import Bar
+from fedbilevel.display.curves import time_of
+from fedbilevel.display.speed import Speed
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result, cost
-from fedbilevel.engines.speed import Speed
 from fedbilevel.experiments.layout import fitted, folding, titled
 from fedbilevel.experiments.spec import Spec
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.curves import require_matplotlib
+from fedbilevel.display.curves import require_matplotlib
 from fedbilevel.report.page import FILE
 from fedbilevel.report.runs import write_runs
 

@@ -19,7 +19,7 @@ import numpy as np
 from markupsafe import Markup
 
 from fedbilevel.core.metrics import in_percent, text
-from fedbilevel.engines.curves import PANELS, Curve, axis_label, draw_panel, new_figure
+from fedbilevel.display.curves import PANELS, Curve, axis_label, draw_panel, new_figure
 
 SIZE = (4.8, 3.0)  # inches
 DPI = 72  # of Matplotlib's SVG: its unit is the point

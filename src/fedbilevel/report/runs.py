@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from fedbilevel.core.metrics import text
+from fedbilevel.display.curves import curve, words
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.engines.curves import curve, words
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments.compare import (
     RunGroup,

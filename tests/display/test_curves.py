@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.engines.curves import Curve, curve, draw_history, draw_panel, new_figure
+from fedbilevel.display.curves import Curve, curve, draw_history, draw_panel, new_figure
 from fedbilevel.engines.history import History
 
 COST = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "hvps": 4, "seconds": 0.5}

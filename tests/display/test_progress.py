@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.display import Lines, Notebook, Silent, chosen
+from fedbilevel.display.bar import Bar, terminal
+from fedbilevel.display.speed import Speed
 from fedbilevel.engines import progress
-from fedbilevel.engines.bar import Bar, terminal
-from fedbilevel.engines.progress import Guarded, Lines, Notebook, Silent, chosen, showing
-from fedbilevel.engines.speed import Speed
+from fedbilevel.engines.progress import Guarded, showing
 from fedbilevel.tasks.quadratic import quadratic
 
 

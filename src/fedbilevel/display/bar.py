@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from fedbilevel.engines.speed import Speed
+from fedbilevel.display.speed import Speed
 
 RUNNING = "running"
 
