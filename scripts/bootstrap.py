@@ -34,7 +34,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".bootstrapped"
 STARTED_OFTEN = (  # what runs and the processes of a federation import
     "fedbilevel.cli.progress",
-    "fedbilevel.experiments.listing",
+    "fedbilevel.experiments.names",
     "fedbilevel.experiments.series",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",

@@ -1,7 +1,6 @@
 """Write what is generated from methods, tasks and helpers: `make catalogue` runs this, and a test compares.
 
-That is the list of classes in algorithms/__init__.py, the facts that `fedbilevel algorithms` prints, and what stands
-between markers in pages of docs/.
+That is the list of classes in algorithms/__init__.py, and what stands between markers in pages of docs/.
 """
 
 import ast
@@ -33,9 +32,6 @@ PARTS_OF_METHODS = ("fedbilevel.core", "fedbilevel.oracles", "fedbilevel.algorit
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated; the list of classes first, since the rest imports it."""
     yield METHODS / "__init__.py", listed()
-    from fedbilevel.experiments import catalogue, facts
-
-    yield catalogue.FILE, facts.library()
     kinds, costs, index = tables()
     choosing = ROOT / "docs" / "how-to" / "choosing.md"
     yield choosing, between(between(choosing.read_text("utf-8"), "kinds", kinds), "costs", costs)
@@ -85,20 +81,19 @@ def _place(name: str) -> tuple[bool, str]:
 def tables() -> tuple[str, str, str]:
     """Which methods solve which kind of problem; what a round costs; the index of pages."""
     from fedbilevel.algorithms import ALGORITHMS
-    from fedbilevel.experiments import facts
 
     heads = {page: page.read_text("utf-8").partition("\n")[0] for page in sorted(PAGES.glob("[a-z]*.md"))}
     solvers: dict[str, list[str]] = {kind: [] for kind in KINDS}
     costs, index = [], []
     for cls in sorted((one for one in ALGORITHMS.values() if one.__module__.startswith("fedbilevel.")), key=_by_page):
-        one, kinds = facts.algorithm(cls.name), [kind.__name__ for kind in cls.solves]
+        facts, kinds = cls.facts, [kind.__name__ for kind in cls.solves]
         page, label = _page(cls.__name__, heads)
         for kind in kinds:
             solvers[kind].append(label)
-        costs.append((f"[{label}](../reference/algorithms/{page})", one.exchanges, one.up, one.hvps, one.bias))
+        costs.append((f"[{label}](../reference/algorithms/{page})", facts.exchanges, facts.up, facts.hvps, facts.bias))
         able = [cls().allows.late, cls().allows.submodels, cls.estimates_hypergradient()]
         marks = ("yes" if has else "–" for has in able)
-        index.append((f"[{label}]({page})", f"`{cls.name}`", ", ".join(kinds), *marks, one.title))
+        index.append((f"[{label}]({page})", f"`{cls.name}`", ", ".join(kinds), *marks, _sentence(cls).rstrip(".")))
     by_kind = [(text, f"`{call}`", ", ".join(solvers[kind])) for kind, (text, call) in KINDS.items()]
     wrappers = ("`Asynchronous`", "`Submodels`")
     return (

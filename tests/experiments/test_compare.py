@@ -239,7 +239,10 @@ def test_an_unfinished_run_and_a_folder_of_something_else_are_refused(runs, tmp_
 def test_a_loaded_run_has_what_the_result_had(runs) -> None:
     spec = experiments.configure(task="quadratic", settings=["rounds=60"])
     loaded = experiments.load_run(runs / "sim" / "seed-0")
-    assert loaded.spec == spec
+    assert loaded.spec.tables() == spec.tables()
+    assert experiments.resolve(loaded.spec.tables()) == spec
+    with pytest.raises(ConfigurationError, match=r"resolve\(spec\.tables"):
+        experiments.build(loaded.spec)
     assert loaded.metric == "relative_error"
     assert len(loaded.history) == 7
     assert loaded.ledger["exchanges"] == 60

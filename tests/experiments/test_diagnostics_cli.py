@@ -10,7 +10,7 @@ import pytest
 from fedbilevel import cli
 from fedbilevel.authoring import ALGORITHMS
 from fedbilevel.cli.run import _spec
-from fedbilevel.experiments.fields import of_class
+from fedbilevel.core.tables import changed, plain
 
 SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[3, 3]"]
 
@@ -41,10 +41,10 @@ def test_diagnose_prints_commands_that_ask_for_what_it_found(run, monkeypatch) -
         _, *words = shlex.split(command.replace("\\\n", " "))
         found = _spec(cli.parser().parse_args(words))
         assert (found.run.seed, found.task.fields["seed"], found.task.fields["clients"]) == (2, 2, 3)
-        known = of_class(ALGORITHMS[name])
-        for field, value in reports[0].fields(name).items():
-            wanted = known[field].accept("algorithm", value)
-            assert_near(found.algorithm.fields[field], wanted)
+        fields = reports[0].fields(name)
+        made = changed(ALGORITHMS[name], fields, "algorithm", [])
+        for field in fields:
+            assert_near(found.algorithm.fields[field], plain(getattr(made, field)))
 
 
 def assert_near(got: object, wanted: object) -> None:

@@ -141,7 +141,7 @@ def test_what_is_no_task_is_explained(task: str, words: str, run, here) -> None:
     [
         (["sub/mine.py:ready", "--data", "mnist"], "task.data cannot be set: this task has no fields"),
         (["sub/mine.py:make", "--set", "task.shfit=2"], "unknown field of task 'shfit'; did you mean 'shift'"),
-        (["sub/mine.py:make", "--set", "shift=far"], "task.shift = 'far' is not allowed: it must be a number"),
+        (["sub/mine.py:make", "--set", "shift=far"], "task.shift = 'far' is not allowed: it must be float"),
     ],
 )
 def test_wrong_fields_are_explained(arguments: list[str], words: str, run) -> None:

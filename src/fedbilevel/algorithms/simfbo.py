@@ -61,6 +61,7 @@ from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.facts import Facts
 from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
+from fedbilevel.core.tables import optimizer
 from fedbilevel.core.tree import XYV, PyTree
 
 
@@ -96,7 +97,7 @@ class SingleLoop(LocalDirections):
     server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     radius: float = positive(default=float("inf"))
     local_optimizer: Plain | Momentum | Proximal | LocalOptimizer = Plain()
-    server_optimizer: optax.GradientTransformation = static(default=optax.sgd(1.0))
+    server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
 
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:
         """The iterate before round 0, with v = 0, and the server optimizer's state."""

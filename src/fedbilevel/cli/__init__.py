@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedbilevel.cli import comparison, diagnostics, federation, run, sweep
-from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, OK, Add, check_names, console, exit_code, fail, sentence
+from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, OK, Add, check_names, exit_code, fail, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,24 +64,26 @@ def _version() -> str:
 def _add_lists(add: Add) -> None:
     """`fedbilevel algorithms` and `fedbilevel tasks`."""
     for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
-        command = add(f"{kind}s", function, f"list the {kind}s, their fields and defaults")
-        command.add_argument("name", nargs="?", metavar="NAME", help=f"of the one {kind} to show; default: all")
+        command = add(f"{kind}s", function, f"list the {kind}s, or the fields and defaults of one")
+        command.add_argument("name", nargs="?", metavar="NAME", help=f"of the {kind} to show; default: all names")
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    terminal = console()
-    from fedbilevel.experiments.listing import algorithm_fields_table, algorithms_table, parts_table
-
-    terminal.print(algorithms_table(terminal.width, options.name))
-    terminal.print(algorithm_fields_table(terminal.width, options.name))
-    if (parts := parts_table(terminal.width, options.name)) is not None:
-        terminal.print(parts)
-    return OK
+    return _list("algorithm", options.name)
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    terminal = console()
-    from fedbilevel.experiments.listing import tasks_table
+    return _list("task", options.name)
 
-    terminal.print(tasks_table(terminal.width, options.name))
+
+def _list(kind: str, name: str | None) -> int:
+    from fedbilevel.experiments import names
+
+    if name is None:
+        print(names.listed(kind))
+        return OK
+    names.require_known(**{kind: name})
+    from fedbilevel.experiments.listing import shown
+
+    print(shown(kind, name))
     return OK

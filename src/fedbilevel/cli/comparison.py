@@ -129,8 +129,8 @@ def _runs(options: argparse.Namespace) -> int:
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
     terminal = console()
     from fedbilevel.experiments import export, plots
-    from fedbilevel.experiments.catalogue import is_task
     from fedbilevel.experiments.compare import comparison_table, draw, find_runs, load_groups
+    from fedbilevel.experiments.names import is_task
 
     picture = Path(options.out or "comparison.png")
     plots.require_picture(picture)
@@ -173,7 +173,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     tune(next(iter(specs.values())))
     folder = Path(options.out) if options.out else comparison_folder(specs)
     if not options.quiet:
-        say(terminal, *said_of_several(list(specs.values())))
+        say(terminal, said_of_several(list(specs.values())))
     failed, drawn = [], plots.possible()
 
     def play(spec: Spec, place: Path, task: Task) -> None:

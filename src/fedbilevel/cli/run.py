@@ -22,7 +22,6 @@ from fedbilevel.cli.shared import (
     exit_code,
     fail,
     prepare_jax,
-    say,
     say_paths,
     seed,
     sentence,
@@ -115,12 +114,7 @@ def _play(options: argparse.Namespace) -> int:
         return _resume(options)
     spec, folder = _chosen(options)
     from fedbilevel.cli.progress import played
-    from fedbilevel.engines.multihost import current_group
     from fedbilevel.experiments import run
-    from fedbilevel.experiments.spec import said_of_one
-
-    if current_group().is_first and (sentence := said_of_one(spec)):
-        say(console(options.quiet), sentence)
 
     if not options.seeds:
         played(spec, folder, options.quiet, partial(run, spec, folder))

@@ -26,12 +26,12 @@ fields for --set:
   engine.chunk=4, clock.spread=0.3. Without its section, a name means the algorithm's field if there is one
   (local_steps is also a field of tasks: write task.local_steps), else the only field of that name. Values are TOML,
   bare words are text, none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
-    client_lr='{x = {schedule = "cosine", start = 0.1, steps = 500}, y = 0.1, v = 0.1}'
-    schedules: cosine, exponential, inverse_sqrt, linear, polynomial
+    client_lr='{x = {schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500}, y = 0.1, v = 0.1}'
+    schedules and server optimizers are Optax's, by their names and arguments there
     local_optimizer=momentum local_optimizer.decay=0.9    a part: its name takes that part's defaults, and its fields,
                                                           which may be parts again, follow after a dot
     hypergradient.solver=cg hypergradient.solver.max_steps=10
-    server_optimizer='{name = "adam", b1 = 0.9}'          sgd, momentum, adam, amsgrad, adagrad, yogi
+    server_optimizer='{name = "adam", b1 = 0.9}'
     task.local_steps='{low = 1, high = 10}'               drawn for each client and round
     capacities='[1, 0.5, 0.25]'                           the shares of the model that clients hold, dealt out in turn
     run.exchanges=500                                     a budget of messages, in place of run.rounds
@@ -184,7 +184,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def check_names(options: argparse.Namespace) -> None:
     """Refuse names that are neither the library's nor a user's own, before anything heavy is imported."""
-    from fedbilevel.experiments.catalogue import require_known
+    from fedbilevel.experiments.names import require_known
 
     one, several = getattr(options, "algorithm", None), getattr(options, "algorithms", None)
     for algorithm in several or (one if isinstance(one, list) else [one]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -140,7 +140,7 @@ class Clients(Shown):
         outer_sizes: (M,) true numbers of samples in `outer`, where its arrays are stacked and padded at the end.
         inner_sizes: (M,) true numbers of samples in `inner`, where its arrays are stacked and padded at the end.
         local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
-            client, or (low, high): drawn uniformly, both included, for each client and round.
+            client, or (low, high), or {"low": …, "high": …}: drawn uniformly, both included, for each client and round.
         capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
 
     Raises:
@@ -246,6 +246,9 @@ def checked_local_steps(field: str, steps: Any, count: int) -> np.ndarray | tupl
     if steps is None:
         return None
     allowed = f"None, a pair (low, high) with 1 ≤ low ≤ high, or {count} positive integers"
+    if isinstance(steps, Mapping):
+        require(set(steps) == {"low", "high"}, field, steps, "{low = …, high = …}, a list, or none")
+        steps = steps["low"], steps["high"]
     if isinstance(steps, tuple):
         whole = len(steps) == 2 and all(isinstance(step, int | np.integer) for step in steps)
         require(whole and 1 <= steps[0] <= steps[1], field, steps, allowed)

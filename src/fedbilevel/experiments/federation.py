@@ -30,7 +30,6 @@ from fedbilevel.engines.checkpoint import write_json, write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import plots
-from fedbilevel.experiments.fields import WORDS
 from fedbilevel.experiments.folder import (
     Folder,
     LoadedRun,
@@ -108,7 +107,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
     for name in node_config:
         if name not in NODE and name not in known:
-            raise unknown("name in the node configuration", name, {**NODE, **known})
+            raise unknown("name in the node configuration", name, [*NODE, *known])
     node = {name: _typed(name, NODE[name], value) for name, value in node_config.items() if name in NODE}
     require("partition-id" in node, "node configuration: partition-id", None, "the number of this client, from 0")
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
@@ -241,6 +240,9 @@ def _name_file(place: Folder) -> Path:
     return place.path / "federation.json"
 
 
+WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
 def _typed(name: str, kind: type, value: Any) -> Any:
     value = float(value) if kind is float and type(value) is int else value
     require(type(value) is kind, name, value, WORDS[kind])
@@ -364,11 +366,11 @@ def _with_files(spec: Spec, package: Path) -> Spec:
     task, algorithm = own_file(spec.task.name), own_file(spec.algorithm.name)
     if task is not None:
         name = _copied("task", task, package / "problem.py", spec.task.name, task_maker)
-        spec = replace(spec, task=Component(name, spec.task.fields))
+        spec = replace(spec, task=Component(name, spec.task.value))
     if algorithm is not None:
         copy = package / ("problem.py" if algorithm == task else "method.py")
         name = _copied("algorithm", algorithm, copy, spec.algorithm.name, algorithm_class)
-        spec = replace(spec, algorithm=Component(name, spec.algorithm.fields))
+        spec = replace(spec, algorithm=Component(name, spec.algorithm.value))
     return spec
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import time
+import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, requir
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, is_number
+from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import label, own_file
-from fedbilevel.experiments.spec import Spec, read_like, read_spec
+from fedbilevel.experiments.spec import Spec, read_finished, sections
 from fedbilevel.wording import in_a_line, require_object
 
 
@@ -107,12 +109,12 @@ class Folder:
         where they agree or no run is here."""
         if not self.spec.is_file():
             return ""
-        there, now = read_like(self.spec, spec).tables(), spec.tables()
+        there, now = sections(toml.read(self.spec)), sections(tomllib.loads(spec.to_toml()))
         if (code := self._code()) is not None:
             there["code"], now["code"] = code, own_code(spec)
         for section in there:
             for name in {**there[section], **now[section]}:
-                one, other = (_listed(tables[section].get(name)) for tables in (there, now))
+                one, other = (tables[section].get(name) for tables in (there, now))
                 if one != other:
                     return f"{section}.{name}: {one!r} there, {other!r} now"
         return ""
@@ -155,7 +157,7 @@ class Folder:
         """Make a free folder empty for a run, but for its lock, and say so; a spec that somebody may have written or
         changed by hand is not thrown away."""
         self._require_remains()
-        if self.spec.exists() and not self._written() and self.spec.read_text(encoding="utf-8") != spec.to_toml():
+        if self.spec.exists() and not self._written() and self.difference(spec):
             require_free(self.path)
         if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):
             text = f"{self.path}: cleared what a run left there that ended before its first checkpoint"
@@ -178,10 +180,6 @@ def own_code(spec: Spec) -> dict[str, str]:
     """A hash of each file of a user's own that a spec names, by the file's name; not of what these import."""
     files = {file for name in (spec.task.name, spec.algorithm.name) if (file := own_file(name))}
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,7 @@ def load_run(path: str | Path) -> LoadedRun:
     require(folder.spec.is_file(), "run folder", str(folder.path), "the folder of a run (it has no spec.toml)")
     if not folder.finished:
         raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
-    spec = read_spec(folder.spec, run_code=False)
+    spec = read_finished(folder.spec)
     with as_damage(folder.history):
         history = History.from_jsonl(folder.history.read_text(encoding="utf-8"))
     with as_damage(folder.ledger):

@@ -20,7 +20,7 @@ from typing import Any
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, unknown
-from fedbilevel.experiments.catalogue import is_file
+from fedbilevel.experiments.names import is_file
 from fedbilevel.tasks import TASKS, Task
 from fedbilevel.wording import in_a_line
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,8 +52,8 @@ from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, 
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, load_run, own_code
-from fedbilevel.experiments.loader import algorithm_class, label, task_maker
-from fedbilevel.experiments.spec import Component, RunPlan, Spec, fields_of, read_spec, resolve
+from fedbilevel.experiments.loader import label, task_maker
+from fedbilevel.experiments.spec import RunPlan, Spec, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
 
 
@@ -97,8 +97,9 @@ def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> No
 
 def algorithm_of(spec: Spec) -> Algorithm:
     """The algorithm alone, which needs no data."""
-    fields = fields_of(spec.task.name, spec.algorithm.name)["algorithm"]
-    algorithm: Algorithm = _made("algorithm", algorithm_class(spec.algorithm.name), spec.algorithm, fields)
+    algorithm = spec.algorithm.value
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigurationError("the spec of a finished run holds tables alone: experiments.resolve(spec.tables())")
     if spec.submodels != UnitPolicy():
         algorithm = Submodels(algorithm, **asdict(spec.submodels))
     waits = spec.asynchronous.wait_for is None
@@ -107,19 +108,14 @@ def algorithm_of(spec: Spec) -> Algorithm:
 
 def task_of(spec: Spec, **party: str | int) -> Task:
     """The task alone, all its samples with one client if they are to be pooled; `party` is for its function."""
-    fields = fields_of(spec.task.name, spec.algorithm.name)["task"]
-    task: Task = _made("task", partial(task_maker(spec.task.name), **party), spec.task, fields)
-    return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
-
-
-def _made(kind: str, make: Callable[..., Any], named: Component, fields: Any) -> Any:
-    values = {name: fields[name].build(value) for name, value in named.fields.items()}
+    name = spec.task.name
     try:
-        return make(**values)
+        task = task_maker(name)(**spec.task.value, **party)
     except (FedbilevelError, DataError):
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
-        raise ConfigurationError(f"{kind} {label(named.name)} cannot be made with these values: {error}") from error
+        raise ConfigurationError(f"task {label(name)} cannot be made with these values: {error}") from error
+    return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
 
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way

@@ -28,11 +28,10 @@ from fedbilevel.experiments.compare import (
     recorded_order,
 )
 from fedbilevel.experiments.export import names
-from fedbilevel.experiments.fields import unknown_setting
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.runner import build, complete, task_of
-from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of
+from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of, unknown_setting
 from fedbilevel.tasks import Task
 
 Series = Mapping[Path, Spec]

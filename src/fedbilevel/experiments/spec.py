@@ -2,15 +2,15 @@
 
 [task] and [algorithm] have a name and the fields of what it names; [asynchronous], [submodels], [run] and [engine] are
 below; [clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` takes the fields that are not
-given from the presets, and else from the defaults.
+given from the presets, and else from the defaults. These layers are merged as tables before anything is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +18,52 @@ import numpy as np
 
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.config import config, positive_integer
+from fedbilevel.core.errors import ConfigurationError, is_number, nearest, refuse_together, require, unknown
 from fedbilevel.core.submodel import UnitPolicy
-from fedbilevel.engines.virtual_time import Clock
-from fedbilevel.experiments import toml
-from fedbilevel.experiments.fields import (
-    Field,
-    complete,
-    of_class,
-    of_function,
+from fedbilevel.core.tables import (
+    Fields,
+    Wrong,
+    arguments,
+    changed,
+    hints_of,
+    merged,
+    names_of,
+    nested,
+    owners_of,
+    parameters_of,
+    parts_of,
+    plain,
     shared_by,
     unknown_field,
-    unknown_setting,
 )
+from fedbilevel.engines.virtual_time import Clock
+from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import algorithm_class, code_of, full_name, label, task_maker
-from fedbilevel.experiments.presets import METHODS, Preset, preset
-from fedbilevel.experiments.presets.table import merged
+from fedbilevel.experiments.presets import METHODS, preset
 
 
 @dataclass(frozen=True)
 class Component:
-    """A task or an algorithm: its name, and all its fields as TOML can hold them."""
+    """A task or an algorithm of a spec.
+
+    Attributes:
+        name: under which it is found.
+        value: of a task the arguments of its function, of an algorithm the algorithm itself; of a finished run that is
+            only read, a table as it was written.
+    """
 
     name: str
-    fields: Mapping[str, Any]
+    value: Any
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All its fields as TOML can hold them."""
+        value = self.value
+        return plain(value if isinstance(value, Mapping) else {name: getattr(value, name) for name in names_of(value)})
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class AsynchronousPlan:
     """Whether to go on with the first replies: these fields of `fedbilevel.Asynchronous`.
 
@@ -57,18 +76,28 @@ class AsynchronousPlan:
     max_staleness: int | None = None
     delay_penalty: float = 0.0
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
         if self.wait_for is None:
             allowed = "left out without asynchronous.wait_for, where everyone is waited for"
-            for field in ("max_staleness", "delay_penalty"):
-                got = getattr(self, field)
-                require(not got, f"asynchronous.{field}", got, allowed)
+            for name in ("max_staleness", "delay_penalty"):
+                got = getattr(self, name)
+                require(not got, f"asynchronous.{name}", got, allowed)
 
 
 BUDGETS = ("exchanges", "bytes", "time")
 
 
-@dataclass(frozen=True, kw_only=True)
+def _budget(unit: str) -> Any:
+    """A field for a positive finite number of some unit, or None, which is its default."""
+
+    def prepare(name: str, value: Any) -> Any:
+        require(value is None or (is_number(value) and value > 0), name, value, f"a positive number of {unit}")
+        return value
+
+    return field(default=None, metadata={"prepare": prepare})
+
+
+@config
 class RunPlan:
     """How long to run and what to write on the way.
 
@@ -86,24 +115,18 @@ class RunPlan:
         metrics_per_client: measure the task's per-client metrics, too, for each row.
     """
 
-    rounds: int | None = 300
-    exchanges: int | None = None
-    bytes: float | None = None
-    time: float | None = None
-    cohort: int | None = None
+    rounds: int | None = positive_integer(default=300, optional=True)
+    exchanges: int | None = positive_integer(default=None, optional=True)
+    bytes: float | None = _budget("bytes")
+    time: float | None = _budget("seconds")
+    cohort: int | None = positive_integer(default=None, optional=True)
     pooled: bool = False
     seed: int = 0
-    eval_every: int | None = 10
-    checkpoint_every: int | None = None
+    eval_every: int | None = positive_integer(default=10, optional=True)
+    checkpoint_every: int | None = positive_integer(default=None, optional=True)
     metrics_per_client: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("rounds", "exchanges", "cohort", "eval_every", "checkpoint_every"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"run.{name}", value, "a positive whole number")
-        for name, unit in {"bytes": "bytes", "time": "seconds"}.items():
-            value = getattr(self, name)
-            require(value is None or 0 < value < math.inf, f"run.{name}", value, f"a positive number of {unit}")
+    def validate(self) -> None:
         lengths = {name: getattr(self, name) for name in ("rounds", *BUDGETS)}
         given = [f"{name} = {value}" for name, value in lengths.items() if value is not None]
         if len(given) != 1:
@@ -111,13 +134,9 @@ class RunPlan:
             raise ConfigurationError(
                 f"a run ends after some rounds, exchanges, bytes or seconds of the clock: give one, not {got}"
             )
-        alone = self.budget is not None or self.eval_every is not None
-        require(
-            alone,
-            "run.eval_every",
-            None,
-            "a positive whole number, unless run.exchanges, run.bytes or run.time is given",
-        )
+        rows = self.budget is not None or self.eval_every is not None
+        allowed = "a positive integer, unless run.exchanges, run.bytes or run.time is given"
+        require(rows, "run.eval_every", None, allowed)
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
 
     @property
@@ -152,20 +171,16 @@ class Spec:
         return {
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
-            **{section: dataclasses.asdict(getattr(self, section)) for section in PLANS},
+            **{section: plain(getattr(self, section)) for section in PLANS},
         }
 
     def to_toml(self) -> str:
         comment = f"A run of fedbilevel {__version__}; repeat it with: fedbilevel run --spec THIS_FILE"
         return toml.dumps(self.tables(), comment)
 
-    def replace(self, **tables: Mapping[str, Any]) -> Spec:
+    def replace(self, **tables: Fields) -> Spec:
         """A copy with some fields changed, e.g. spec.replace(run={"rounds": 500})."""
-        changed = self.tables()
-        for section, fields in tables.items():
-            changed[_section(section)] |= fields
-        changed["run"] |= _implied(tables.get("run", {}))
-        return resolve(changed)
+        return resolve(overlaid(self.tables(), {name: _table(name, of) for name, of in tables.items()}))
 
     @property
     def title(self) -> str:
@@ -180,7 +195,8 @@ class Spec:
     @property
     def data(self) -> str | None:
         """The data set, for tasks that have one."""
-        return self.task.fields.get("data")
+        found = self.task.value.get("data")
+        return found if isinstance(found, str) else None
 
 
 PLANS: dict[str, Any] = {
@@ -193,149 +209,176 @@ PLANS: dict[str, Any] = {
 """The sections that have no name, in the order of a spec."""
 SECTIONS = [section.name for section in dataclasses.fields(Spec)]
 DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
+NOTHING = (None, "none", False)
 
 
-def resolve(tables: Mapping[str, Any], *, run_code: bool = True) -> Spec:
+def resolve(tables: Fields) -> Spec:
     """A complete spec from as much of one as is given: {"task": {"name": …, …}, "algorithm": …, …}.
 
-    Args:
-        run_code: execute the file, or import the module, that holds a user's own task or algorithm, and check the
-            fields against it; False does neither, and leaves these fields as they stand.
-
     Raises:
-        ConfigurationError: a section, a name or a field that does not exist, or a value that does not fit it.
+        ConfigurationError: all that is wrong: sections, names and fields that do not exist, values that do not fit.
     """
-    given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    given |= {_section(name): _table(name, fields) for name, fields in tables.items()}
-    task, task_fields = _named("task", given["task"], DEFAULT_TASK)
-    algorithm, algorithm_fields = _named("algorithm", given["algorithm"], METHODS.get(task, DEFAULT_ALGORITHM))
-    task, algorithm = full_name(task), full_name(algorithm)
-    task_fields, values = _completed(task, task_fields, run_code)
-    algorithm_fields = _completed_algorithm(algorithm, algorithm_fields, values, task, run_code)
-    presets = {
-        "run": {**values.of_run(algorithm), **_implied(given["run"])},
+    given = sections(tables)
+    task, algorithm = _names(given)
+    maker, cls = task_maker(task), algorithm_class(algorithm)
+    layers, wrong = _presets(given, task, algorithm), Wrong()
+    whole = {name: merged(layers.get(name, {}), _without_name(given[name])) for name in SECTIONS}
+    made = {
+        "task": Component(task, arguments(maker, whole["task"], "task", wrong)),
+        "algorithm": Component(algorithm, changed(cls, whole["algorithm"], "algorithm", wrong)),
+        **{name: changed(plan(), whole[name], name, wrong) for name, plan in PLANS.items()},
+    }
+    refuse_together(wrong)
+    spec = Spec(**made)
+    if spec.run.time is not None:
+        passes = np.min(spec.clock.network) > 0 or np.min(spec.clock.compute) > 0
+        allowed = "none where the clock's compute and network are 0: no time passes"
+        require(bool(passes), "run.time", spec.run.time, allowed)
+    return spec
+
+
+def sections(tables: Fields) -> dict[str, dict[str, Any]]:
+    """Every section of a spec, empty where nothing of it is given."""
+    wrong, given = Wrong(), {name: dict[str, Any]() for name in SECTIONS}
+    for name, content in tables.items():
+        try:
+            given[name] = _table(name, content)
+        except ConfigurationError as error:
+            wrong.append(error)
+    refuse_together(wrong)
+    return given
+
+
+def _table(name: str, content: Any) -> dict[str, Any]:
+    if name not in SECTIONS:
+        raise unknown("section of a spec", name, SECTIONS)
+    if isinstance(content, str) and name in ("task", "algorithm"):
+        return {"name": content}
+    require(isinstance(content, Mapping), name, content, f"a table: [{name}]")
+    return dict(content)
+
+
+def _names(given: Mapping[str, Fields]) -> tuple[str, str]:
+    """The names of task and algorithm."""
+    task = given.get("task", {}).get("name", DEFAULT_TASK)
+    require(isinstance(task, str), "task.name", task, "text")
+    algorithm = given.get("algorithm", {}).get("name", METHODS.get(task, DEFAULT_ALGORITHM))
+    require(isinstance(algorithm, str), "algorithm.name", algorithm, "text")
+    return full_name(task), full_name(algorithm)
+
+
+def _without_name(table: Fields) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != "name"}
+
+
+def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str, Fields]:
+    """What a spec takes where nothing is given. What a task has for all methods is for those of the library alone."""
+    known, run = parameters_of(task_maker(task)), given["run"]
+    data = given["task"].get("data", known.get("data"))
+    values = preset(task, data if isinstance(data, str) else None)
+    cls = algorithm_class(algorithm)
+    shared = {} if code_of(algorithm) else shared_by(cls, values.of(algorithm))
+    rounds = {} if all(run.get(name) in NOTHING for name in BUDGETS) else dict.fromkeys(("rounds", "eval_every"))
+    everyone = {"cohort": None} if run.get("pooled") is True else {}
+    return {
+        "task": values.of_task(given["task"].get("network")),
+        "algorithm": merged(shared, _own_presets(cls, label(algorithm), label(task))),
+        "run": {**values.of_run(algorithm), **rounds, **everyone},
         "asynchronous": values.of_asynchronous(algorithm),
     }
-    plans: dict[str, Any] = {
-        section: plan(**complete(section, of_class(plan), given[section], presets.get(section, {})))
-        for section, plan in PLANS.items()
-    }
-    _check_time_passes(plans["run"], plans["clock"])
-    return Spec(Component(task, task_fields), Component(algorithm, algorithm_fields), **plans)
 
 
-def fields_of(task: str, algorithm: str) -> dict[str, dict[str, Field]]:
-    """The fields of each section, for this task and this algorithm."""
-    own = {"task": of_function(task_maker(task)), "algorithm": of_class(algorithm_class(algorithm))}
-    return {**own, **{section: of_class(plan) for section, plan in PLANS.items()}}
-
-
-def _completed(task: str, given: Mapping[str, Any], run_code: bool) -> tuple[dict[str, Any], Preset]:
-    """All fields of the task, and its presets."""
-    if code_of(task) and not run_code:
-        return _as_they_stand(given), preset(task, None)
-    known = of_function(task_maker(task))
-    data = given.get("data", known["data"].default) if "data" in known else None
-    values = preset(task, data if isinstance(data, str) else None)
-    return complete("task", known, given, values.of_task(given.get("network"))), values
-
-
-def _completed_algorithm(
-    algorithm: str, given: Mapping[str, Any], values: Preset, task: str, run_code: bool
-) -> dict[str, Any]:
-    """All fields of the algorithm. The presets of its class for the task come before the task's presets `values`."""
-    if code_of(algorithm) and not run_code:
-        return _as_they_stand(given)
-    cls = algorithm_class(algorithm)
-    known = of_class(cls)
-    own = _own_presets(cls, label(algorithm)).get(label(task), {})
-    for name in own:
-        if name not in known:
-            raise unknown_field(f"field of {label(algorithm)} in its presets for {label(task)}", name, known)
-    return complete("algorithm", known, given, merged(shared_by(known, values.of(algorithm)), own))
-
-
-def _own_presets(cls: type[Algorithm], name: str) -> Mapping[str, Mapping[str, Any]]:
-    """The attribute `presets` of an algorithm's class: fields by the name of a task; nothing where it has none."""
+def _own_presets(cls: type[Algorithm], name: str, task: str) -> Fields:
+    """The fields that the class of an algorithm itself has for a task, in its attribute `presets`."""
     presets: Any = cls.presets
     fits = isinstance(presets, Mapping) and all(isinstance(fields, Mapping) for fields in presets.values())
     require(fits, f"{name}.presets", presets, "a table of fields for each task, {task: {field: value}}")
-    return dict(presets)
+    fields: Fields = presets.get(task, {})
+    known = names_of(cls)
+    refuse_together(
+        unknown_field(f"{name} in its presets for {task}", one, known) for one in fields if one not in known
+    )
+    return fields
 
 
-def _as_they_stand(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: None if value == "none" else value for name, value in given.items()}
-
-
-def read_spec(path: str | Path, *, run_code: bool = True) -> Spec:
-    """A spec from a TOML file; what the file leaves out is filled in. For `run_code` see `resolve`."""
-    tables = toml.read(Path(path))
-    try:
-        return resolve(tables, run_code=run_code)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{path}: {error}") from error
-
-
-def read_like(path: str | Path, spec: Spec) -> Spec:
-    """The spec in a run's folder, to be compared with `spec`: only code that `spec` names is run."""
-    found = read_spec(path, run_code=False)
-    same = (found.task.name, found.algorithm.name) == (spec.task.name, spec.algorithm.name)
-    return read_spec(path) if same else found
-
-
-def assign(spec: Spec, settings: Sequence[str]) -> Spec:
-    """A spec with settings like "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05" made in it.
-
-    Without a section, a field of the algorithm is meant if it has one of that name, else the only one of that name, the
-    clock's counting only where there is no other.
-    """
-    tables = spec.tables()
-    known = fields_of(spec.task.name, spec.algorithm.name)
-    run_settings: dict[str, Any] = {}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        require(bool(equals and name.strip()), "--set", setting, "of the form field=value")
-        section, field, *inside = _full_path(name.strip().split("."), known, label(spec.algorithm.name))
-        value, table = toml.parse_value(text.strip()), tables[section]
-        if field in known[section]:
-            table[field] = known[section][field].changed(section, table[field], inside, value)
-        else:
-            require(not inside, "--set", setting, f"a name for {section}.name")
-            table[field] = value
-        if section == "run":
-            run_settings[field] = value
-    tables["run"] |= _implied(run_settings)
-    return resolve(tables)
+def overlaid(tables: Fields, changes: Fields) -> dict[str, Any]:
+    """The tables of a spec with others over them. In [run] rounds and budgets take each other's place, rows are spread
+    over a budget, and a single client is the whole cohort."""
+    run = changes.get("run", {})
+    gone: set[str] = set()
+    if any(run.get(name) not in NOTHING for name in BUDGETS):
+        gone |= {"rounds", "eval_every", *BUDGETS}
+    elif run.get("rounds") not in NOTHING:
+        gone |= set(BUDGETS)
+    if run.get("pooled") not in NOTHING:
+        gone.add("cohort")
+    kept = {**tables, "run": {name: value for name, value in tables.get("run", {}).items() if name not in gone}}
+    return {name: merged(kept.get(name, {}), changes.get(name, {})) for name in {**kept, **changes}}
 
 
 def configure(
-    base: Mapping[str, Any] | None = None,
+    base: Fields | None = None,
     *,
     task: str | None = None,
     algorithm: str | None = None,
     data: str | None = None,
     settings: Sequence[str] = (),
+    values: Fields | None = None,
 ) -> Spec:
-    """A spec from the tables of `base`, then the names, then settings as `assign` takes them.
+    """A spec from the tables of `base`, then the names, then settings.
 
     Names come first, wherever they are given: they decide which presets fill in the rest.
+
+    Args:
+        base: see `resolve`.
+        task, algorithm, data: names.
+        settings: such as "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05". Without a section, a
+            field of the algorithm is meant if it has one of that name, else the only one of that name, the clock's
+            counting only where there is no other.
+        values: likewise, by their paths, as Python has them; they come after `settings`.
+
+    Raises:
+        ConfigurationError: see `resolve`; or a setting is of no field, or may be of several.
     """
-    tables = {name: _table(name, fields) for name, fields in (base or {}).items()}
-    names: dict[str, Any] = {"task.name": task, "algorithm.name": algorithm, "task.data": data, "task.network": None}
-    others = []
-    for setting in settings:
-        path, _, text = setting.partition("=")
-        path = path.strip()
-        path = f"task.{path}" if path in ("data", "network") else path
-        if path in names:
-            names[path] = toml.parse_value(text.strip())
-        else:
-            others.append(setting)
-    for path, name in names.items():
-        section, _, field = path.partition(".")
-        if name is not None:
-            tables.setdefault(section, {})[field] = name
-    return assign(resolve(tables), others)
+    tables = {name: _table(name, content) for name, content in (base or {}).items()}
+    named = {"task.name": task, "algorithm.name": algorithm, "task.data": data}
+    pairs = [(path, name) for path, name in named.items() if name is not None]
+    pairs += [*map(_parsed, settings), *(values or {}).items()]
+    names = [(path.split("."), name) for path, name in pairs if path in named]
+    tables = overlaid(tables, reduce(put, names, {}))
+    found, wrong = [], Wrong()
+    for path, value in pairs:
+        try:
+            found += [] if path in named else [(located(path, *_names(tables)), value)]
+        except ConfigurationError as error:
+            wrong.append(error)
+    refuse_together(wrong)
+    return resolve(overlaid(tables, reduce(put, found, {})))
+
+
+def assign(spec: Spec, settings: Sequence[str]) -> Spec:
+    """A spec with settings made in it, as `configure` takes them."""
+    return configure(spec.tables(), settings=settings)
+
+
+def put(tables: Fields, setting: tuple[Sequence[str], Any]) -> dict[str, Any]:
+    """The tables with a value at a path, whose first part is the section."""
+    (section, *path), value = setting
+    if path[1:] and path[-1] == "name":  # another part, with its own defaults
+        path, value = path[:-1], {"name": value}
+    return {**tables, section: merged(tables.get(section, {}), nested(path, value))}
+
+
+def _parsed(setting: str) -> tuple[str, Any]:
+    path, equals, text = setting.partition("=")
+    require(bool(equals and path.strip()), "--set", setting, "of the form field=value")
+    return path.strip(), toml.parse_value(text.strip())
+
+
+def fields_of(task: str, algorithm: str) -> dict[str, list[str]]:
+    """The names of the fields of each section, for this task and this algorithm."""
+    own = {"task": [*parameters_of(task_maker(task))], "algorithm": names_of(algorithm_class(algorithm))}
+    return {**own, **{section: names_of(plan) for section, plan in PLANS.items()}}
 
 
 def full_path(spec: Spec, name: str) -> str:
@@ -343,116 +386,90 @@ def full_path(spec: Spec, name: str) -> str:
 
     The name of a part is the part itself.
     """
-    path = f"task.{name}" if name in ("data", "network") else name
-    known = fields_of(spec.task.name, spec.algorithm.name)
-    section, field, *inside = _full_path(path.split("."), known, label(spec.algorithm.name))
+    section, field, *inside = located(name, spec.task.name, spec.algorithm.name)
     return ".".join((section, field, *inside)).removesuffix(".name" if inside else "")
 
 
-def _full_path(path: list[str], known: Mapping[str, Mapping[str, Field]], algorithm: str) -> list[str]:
-    """The path with its section in front; `algorithm` names the method in messages."""
+def located(name: str, task: str, algorithm: str) -> list[str]:
+    """The path of a setting with its section in front.
+
+    Raises:
+        ConfigurationError: no field has that name, or several have, none of which is the algorithm's own.
+    """
+    path, known = name.split("."), fields_of(task, algorithm)
+    if path[0] in ("data", "network"):
+        return ["task", *path]
     if path[0] in known and len(path) > 1:
-        section, field = path[:2]
-        if field not in known[section] and field != "name":
-            raise unknown_field(f"field of {section}", field, known[section])
         return path
     holders = [section for section in known if path[0] in known[section]]
-    if len(holders) > 1 and "clock" in holders:
-        holders.remove("clock")
     if not holders:
-        others = {section: fields for section, fields in known.items() if section != "algorithm"}
-        raise unknown_setting(path[0], {algorithm: known["algorithm"], **others})
+        of_sections = {section: names for section, names in known.items() if section != "algorithm"}
+        raise unknown_setting(path[0], {label(algorithm): known["algorithm"], **of_sections})
     if "algorithm" in holders:
         return ["algorithm", *path]
-    inside = [
-        name for name, field in known["algorithm"].items() if any(path[0] in of_class(c) for c in field.parts.values())
-    ]
-    if inside or len(holders) > 1:
-        holders = [*inside, *holders]
-        choices = " or ".join(f"{holder}.{path[0]}" for holder in holders)
-        raise ConfigurationError(f"{path[0]!r} is a field of {' and of '.join(holders)}: write {choices}")
+    hints = hints_of(algorithm_class(algorithm)).items()
+    inside = [one for one, hint in hints if any(path[0] in names_of(part) for part in parts_of(hint).values())]
+    if holders != ["run"] and len(several := [*inside, *holders]) > 1:
+        choices = " or ".join(f"{holder}.{path[0]}" for holder in several)
+        raise ConfigurationError(f"{path[0]!r} is a field of {' and of '.join(several)}: write {choices}")
     return [holders[0], *path]
 
 
-def _check_time_passes(plan: RunPlan, clock: Clock) -> None:
-    """Refuse a budget of time that would never be spent."""
-    if plan.time is not None:
-        passes = np.min(clock.network) > 0 or np.min(clock.compute) > 0
-        require(passes, "run.time", plan.time, "none where the clock's compute and network are 0: no time passes")
+def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
+    """The error for a setting that is a field of no section: their fields in the order of `sections`, the
+    algorithm's first."""
+    owners = owners_of(name)
+    near = "" if owners else nearest(name, sorted({field for fields in sections.values() for field in fields}))
+    said = [f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields]
+    return ConfigurationError(owners, path="field", got=name, allowed=["; ".join(said)], near=near)
 
 
-def _section(name: str) -> str:
-    if name not in SECTIONS:
-        raise unknown("section of a spec", name, SECTIONS)
-    return name
+def read_spec(path: str | Path) -> Spec:
+    """A spec from a TOML file; what the file leaves out is filled in."""
+    tables = toml.read(Path(path))
+    try:
+        return resolve(tables)
+    except ConfigurationError as error:
+        raise _of_file(path, error.wrong) from error
 
 
-def _table(name: str, fields: Any) -> dict[str, Any]:
-    if isinstance(fields, str) and name in ("task", "algorithm"):
-        return {"name": fields}
-    require(isinstance(fields, Mapping), name, fields, f"a table: [{name}]")
-    return dict(fields)
+def _of_file(path: str | Path, wrong: Iterable[ConfigurationError]) -> ConfigurationError:
+    """What is wrong in a file, in one line."""
+    return ConfigurationError(f"{path}: {'; '.join(map(str, wrong))}")
 
 
-def _named(section: str, table: dict[str, Any], default: str) -> tuple[str, dict[str, Any]]:
-    name = table.pop("name", default)
-    require(isinstance(name, str), f"{section}.name", name, "text")
-    return name, table
+def read_finished(path: Path) -> Spec:
+    """The spec of a finished run, which anyone may have written: nothing that it names is loaded or run.
+
+    The fields of its task and algorithm are tables as they were written.
+    """
+    wrong = Wrong()
+    try:
+        given = sections(toml.read(path))
+        task, algorithm = _names(given)
+    except ConfigurationError as error:
+        raise _of_file(path, error.wrong) from error
+    plans = {name: changed(plan(), given[name], name, wrong) for name, plan in PLANS.items()}
+    if wrong:
+        raise _of_file(path, wrong)
+    named = Component(task, _as_it_stands(given["task"])), Component(algorithm, _as_it_stands(given["algorithm"]))
+    return Spec(*named, **plans)
 
 
-def _implied(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of [run] that change with the given ones: rounds and budgets take each other's place, rows are spread
-    over a budget, and a single client is the whole cohort."""
-
-    def given(name: str) -> bool:
-        return settings.get(name) not in (None, "none", False)
-
-    changes: dict[str, Any] = {}
-    if any(map(given, BUDGETS)):
-        changes |= {"rounds": None, "eval_every": None, **dict.fromkeys(BUDGETS)}
-    elif given("rounds"):
-        changes |= dict.fromkeys(BUDGETS)
-    if given("pooled"):
-        changes["cohort"] = None
-    return {name: value for name, value in changes.items() if name not in settings}
+def _as_it_stands(table: Fields) -> dict[str, Any]:
+    return {name: None if value == "none" else value for name, value in _without_name(table).items()}
 
 
-def has_preset(spec: Spec) -> bool:
+def said_of_several(specs: Sequence[Spec]) -> str:
+    """A sentence on the rows of a comparison: which have presets for their task, and which run at their defaults."""
+    tuned = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if _has_preset(spec)))
+    others = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if not _has_preset(spec)))
+    found = [f"presets for {label(specs[0].task.name)}: {', '.join(tuned)}"] if tuned else []
+    found += [f"at the defaults of their classes: {', '.join(others)}"] if others else []
+    return "; ".join(found)
+
+
+def _has_preset(spec: Spec) -> bool:
     """Whether the task has presets for this very method, or its class has some for the task."""
     name, task = spec.algorithm.name, spec.task.name
     return name in preset(task, spec.data).algorithms or label(task) in algorithm_class(name).presets
-
-
-def replaced(spec: Spec) -> dict[str, Any]:
-    """The fields of a method of one's own that hold what the task has for all methods, and not their default."""
-    name, task = spec.algorithm.name, spec.task.name
-    if not code_of(name):
-        return {}
-    cls = algorithm_class(name)
-    fields, own = of_class(cls), cls.presets.get(label(task), {})
-    shared = {
-        field: value for field, value in shared_by(fields, preset(task, spec.data).of(name)).items() if field not in own
-    }
-    given = {field: fields[field] for field in shared}
-    of_task, of_class_ = complete("algorithm", given, {}, shared), complete("algorithm", given, {}, {})
-    now = spec.algorithm.fields
-    return {field: value for field, value in of_task.items() if now[field] == value != of_class_[field]}
-
-
-def said_of_one(spec: Spec) -> str:
-    """A sentence on the defaults of a method of one's own that the task replaces; empty where it replaces none."""
-    changed = ", ".join(f"{field} = {toml.value(value)}" for field, value in sorted(replaced(spec).items()))
-    method, task = label(spec.algorithm.name), label(spec.task.name)
-    return f"{task} sets for every method, in place of the defaults of {method}: {changed}" if changed else ""
-
-
-def said_of_several(specs: Sequence[Spec]) -> list[str]:
-    """Sentences on the rows of a comparison: which have presets for their task, and which run at their defaults."""
-    task = label(specs[0].task.name)
-    tuned = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if has_preset(spec)))
-    plain = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if not has_preset(spec)))
-    found = [
-        *([f"presets for {task}: {', '.join(tuned)}"] if tuned else []),
-        *([f"at the defaults of their classes: {', '.join(plain)}"] if plain else []),
-    ]
-    return ["; ".join(found), *dict.fromkeys(filter(None, map(said_of_one, specs)))]

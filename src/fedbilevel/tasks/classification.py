@@ -17,7 +17,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import Task, in_turn
+from fedbilevel.tasks.task import LocalSteps, Task, in_turn
 
 
 def classification(
@@ -32,7 +32,7 @@ def classification(
     holdout: float = 0.0,
     ridge: float = 0.0,
     capacities: Sequence[float] = (),
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients; x is the whole network, as (body, head).

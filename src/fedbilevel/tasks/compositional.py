@@ -8,7 +8,7 @@ scatter. With bars for weighted means, D̄t for that of D_i t_i, and y*(x) = R(x
     B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄)
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, Task, scattered
+from fedbilevel.tasks.task import Floats, LocalSteps, Task, scattered
 
 
 class MeanCoefficients(NamedTuple):
@@ -48,7 +48,7 @@ def compositional(
     noise: float = 0.1,
     samples: tuple[int, int] = (5, 10),
     weighted: bool = True,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw a problem.

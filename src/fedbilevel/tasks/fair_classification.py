@@ -19,7 +19,7 @@ from fedbilevel.core.problem import Minimax
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import LocalSteps, Task
 
 
 def fair_classification(
@@ -33,7 +33,7 @@ def fair_classification(
     partition_options: Mapping[str, Any] | None = None,
     holdout: float = 0.0,
     concavity: float = 0.1,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients; x is the whole network, as (body, head).

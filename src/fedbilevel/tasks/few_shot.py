@@ -35,7 +35,7 @@ from fedbilevel.data.characters import by_alphabet
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import NETWORKS
 from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy, in_passes
-from fedbilevel.tasks.task import Task, in_turn
+from fedbilevel.tasks.task import LocalSteps, Task, in_turn
 
 Objective = Literal["bilevel", "joint", "protonet", "maml", "fomaml"]
 
@@ -58,7 +58,7 @@ def few_shot(
     adaptation_lr: float = 0.4,
     capacities: Sequence[float] = (),
     test_episodes: int = 200,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Deal characters out to clients, who make tasks of them; a sample is a task. Measured on other alphabets.

@@ -16,7 +16,7 @@ the intercepts included: g is strongly convex in y.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import load_heart, pack_arrays
 from fedbilevel.data.heart import FLAMBY, HOSPITALS, TRAINING, stratified
-from fedbilevel.tasks.task import Floats, Task
+from fedbilevel.tasks.task import Floats, LocalSteps, Task
 
 Weighting = Literal["size", "equal"]
 Batch = Mapping[str, Array]
@@ -45,7 +45,7 @@ def hospitals(
     ridge: float = 0.01,
     weighting: Weighting = "size",
     holdout: float = 0.0,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
     party: int | str = "all",
 ) -> Task:

@@ -31,7 +31,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import WITH_LINEAR, load_images
-from fedbilevel.tasks.task import Task, in_turn
+from fedbilevel.tasks.task import LocalSteps, Task, in_turn
 
 
 def hyper_cleaning(
@@ -48,7 +48,7 @@ def hyper_cleaning(
     ridge: float = 1e-3,
     capacities: Sequence[float] = (),
     local: Literal["x"] | None = None,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients, their shares into training and validation, and spoil training labels.

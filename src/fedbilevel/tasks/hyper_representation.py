@@ -21,7 +21,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import Task, in_turn
+from fedbilevel.tasks.task import LocalSteps, Task, in_turn
 
 
 def hyper_representation(
@@ -37,7 +37,7 @@ def hyper_representation(
     ridge: float = 5e-4,
     train_samples: int | None = None,
     capacities: Sequence[float] = (),
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients, and each client's share into training and validation.

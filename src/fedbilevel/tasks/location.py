@@ -22,7 +22,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.data import iid
-from fedbilevel.tasks.task import Floats, Task
+from fedbilevel.tasks.task import Floats, LocalSteps, Task
 
 HALF_WIDTH = 10.0
 LAYOUTS = ("overlapping", "scattered")
@@ -35,7 +35,7 @@ def location(
     targets: int = 40,
     clients: int = 8,
     layout: str = "overlapping",
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw balls, an anchor and a start, and deal the balls out to clients; every ball counts alike.

@@ -30,7 +30,7 @@ from fedbilevel.data import split
 from fedbilevel.data.partitions import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import Task, in_turn
+from fedbilevel.tasks.task import LocalSteps, Task, in_turn
 
 ATTEMPTS = 100  # draws of the halves before a class counts as too small for them
 
@@ -49,7 +49,7 @@ def loss_tuning(
     ridge: float = 5e-4,
     class_weights: bool = False,
     capacities: Sequence[float] = (),
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Thin a labelled image set to a long tail, split it over clients, and their shares into training and validation.

@@ -14,7 +14,7 @@ from a factor model (generated data, no real market): loadings on three factors,
 and volatilities differing between markets, factors and residuals with Student's t of 5 degrees of freedom.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, Task
+from fedbilevel.tasks.task import Floats, LocalSteps, Task
 
 FACTORS = ((0.6, 4.0), (0.2, 2.0), (0.2, 1.5))  # mean and standard deviation of each, percent a month
 RESIDUAL = (2.0, 5.0)  # range of the standard deviation of an asset's own part, percent a month
@@ -55,7 +55,7 @@ def portfolio(
     risk_aversion: float = 0.1,
     months: tuple[int, int] = (60, 240),
     heterogeneity: float = 1.0,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw the markets' returns.

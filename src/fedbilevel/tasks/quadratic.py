@@ -17,7 +17,6 @@ so that a client that lacks units is wrong about the core by what κ times these
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
-from fedbilevel.tasks.task import Floats, Task, in_turn, scattered
+from fedbilevel.tasks.task import Floats, LocalSteps, Task, in_turn, scattered
 
 RIDGE = 1.0  # ρ
 NORMS = {
@@ -115,7 +114,7 @@ def quadratic(
     noise: float = 0.1,
     samples: tuple[int, int] = (5, 10),
     weighted: bool = True,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     units: int = 0,
     unit_scale: float = 1.0,
     tie: float = 0.0,

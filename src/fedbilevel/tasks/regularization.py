@@ -24,7 +24,7 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.data import LOADERS, TABLES, Dataset, load, load_table, pack_arrays, partition, split
 from fedbilevel.tasks.images import held_out
 from fedbilevel.tasks.networks import cross_entropy
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import LocalSteps, Task
 
 
 def regularization(
@@ -36,7 +36,7 @@ def regularization(
     validation: float = 0.5,
     holdout: float = 0.0,
     ridge: float = 0.01,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a table, or a set of images as a table of pixels, over clients, their shares into training and validation.

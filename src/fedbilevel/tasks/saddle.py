@@ -22,7 +22,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Minimax
-from fedbilevel.tasks.task import Floats, Task
+from fedbilevel.tasks.task import Floats, LocalSteps, Task
 
 COUPLING = 0.1  # the largest t_i
 
@@ -49,7 +49,7 @@ def saddle(
     centred: bool = True,
     weighted: bool = False,
     general: bool = False,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw a problem; every client has one sample, its coefficients.

@@ -23,7 +23,7 @@ from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.data import LOADERS, TABLES, load, load_table, pack_arrays, partition
 from fedbilevel.tasks.images import held_out
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import LocalSteps, Task
 
 SMALL = 1e-3  # of the largest entry: what is no larger counts as zero
 
@@ -39,7 +39,7 @@ def selection(
     holdout: float = 0.0,
     bound: float = 100.0,
     start: float = 0.0,
-    local_steps: Any = None,
+    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Take two classes of a data set, and split their rows over clients; every row counts alike.

@@ -16,6 +16,9 @@ from fedbilevel.core.tree import PyTree
 Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating arrays of NumPy, whose shapes the docstrings say."""
 
+LocalSteps = Mapping[str, int] | Sequence[int] | None
+"""How many local steps clients make: one number for each, {"low": …, "high": …} to draw from; see `Clients`."""
+
 
 @dataclass(frozen=True)
 class Task:

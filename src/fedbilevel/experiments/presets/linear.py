@@ -6,18 +6,17 @@ steps on x are large for them. In hyper_cleaning a weight's slope is a mean's sh
 of samples.
 """
 
+from fedbilevel.core.tables import Fields, merged
 from fedbilevel.experiments.presets.table import (
     FEDBIO,
     HESSIAN_INVERTING,
     OWN_HYPERGRADIENTS,
     SINGLE_LOOP,
     TERMS,
-    Fields,
     Preset,
     each,
     inner,
     local_steps,
-    merged,
     neumann,
     randomly,
     system_steps,

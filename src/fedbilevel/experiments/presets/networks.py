@@ -3,18 +3,17 @@
 Those other than hyper_representation's were found on images held out from training.
 """
 
+from fedbilevel.core.tables import Fields, merged
 from fedbilevel.experiments.presets.table import (
     FEDBIO,
     HESSIAN_INVERTING,
     OWN_HYPERGRADIENTS,
     SINGLE_LOOP,
     TERMS,
-    Fields,
     Preset,
     each,
     inner,
     local_steps,
-    merged,
     neumann,
     randomly,
     xyv,

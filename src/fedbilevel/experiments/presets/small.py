@@ -10,12 +10,12 @@ were chosen by F + λ_k H on the training rows in the last round. λ₁ of mnist
 training.
 """
 
+from fedbilevel.core.tables import Fields
 from fedbilevel.experiments.presets.table import (
     ALONE,
     FEDBIO,
     HESSIAN_INVERTING,
     SINGLE_LOOP,
-    Fields,
     Preset,
     each,
     inner,

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Fields = Mapping[str, Any]
+from fedbilevel.core.tables import Fields, merged
+
 HESSIAN_INVERTING = ("fednest", "fednest-sgd", "lfednest", "fedmbo", "rabo", "rafbo")
 OWN_HYPERGRADIENTS = ("lfednest", "rabo", "rafbo")
 SINGLE_LOOP = ("simfbo", "shrofbo")
@@ -39,16 +40,6 @@ class Preset:
 
     def of_run(self, algorithm: str) -> dict[str, Any]:
         return {**self.run, **self.runs.get(algorithm, {})}
-
-
-def merged(first: Fields, *others: Fields) -> dict[str, Any]:
-    """All tables' fields, a later one's before an earlier one's. Where both have a table, a later one that has no name
-    changes the earlier one and leaves the rest of it as it is."""
-    out = dict(first)
-    for name, value in (item for other in others for item in other.items()):
-        changes = isinstance(value, Mapping) and not {"name", "schedule"} & value.keys()
-        out[name] = merged(out[name], value) if changes and isinstance(out.get(name), Mapping) else value
-    return out
 
 
 def each(algorithms: Iterable[str], fields: Fields) -> dict[str, Fields]:

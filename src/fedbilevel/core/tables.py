@@ -1,0 +1,381 @@
+"""Objects from tables, and tables of objects: how a file, a preset, a setting or a sweep changes what is there.
+
+`changed` puts the values of a table into an object's fields, also into those of its parts, by the fields' own
+annotations and rules. It keeps every mistake with its path. Layers of tables are merged before.
+
+A table holds what TOML can hold. A part is a table with its kind under "name": {name = "momentum", decay = 0.9}. Its
+name alone stands for the part with its class's defaults. A table without a name changes the part that is there.
+Schedules and optimizers are Optax's, by their names there: {schedule = "linear_schedule", init_value = 0.1,
+end_value = 0.0, transition_steps = 100}, {name = "adam", b1 = 0.8}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+import jax
+import numpy as np
+import optax
+
+from fedbilevel.core.algorithm import ALGORITHMS, Algorithm
+from fedbilevel.core.config import Schedule
+from fedbilevel.core.errors import ConfigurationError, nearest, refuse_together, require, unknown
+from fedbilevel.core.tree import XYV
+
+Fields = Mapping[str, Any]
+Wrong = list[ConfigurationError]
+NUMBERS = int | float | np.number | jax.Array
+RATE = "learning_rate"
+
+
+def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
+    """Make an object with the fields of a table, and else those of another object or the defaults of a class.
+
+    Args:
+        base: the object, or the class.
+        table: values by the names of fields.
+        path: of the object, for errors.
+        wrong: gets all that is wrong in the table; the result is then `base`.
+    """
+    cls = base if isinstance(base, type) else type(base)
+    fields, hints = {field.name: field for field in dataclasses.fields(cls)}, hints_of(cls)
+    mine: Wrong = []
+    new = {}
+    for name, value in table.items():
+        if name in fields:
+            rule = fields[name].metadata.get("prepare")
+            new[name] = _accepted(hints[name], value, f"{path}.{name}", getattr(base, name, None), rule, mine)
+        else:
+            mine.append(unknown_field(path, name, fields))
+    if cls is base:
+        needed = [name for name, field in fields.items() if field.default is field.default_factory]
+        mine += [_missing(f"{path}.{name}") for name in needed if name not in table]
+    wrong += mine
+    if mine:
+        return base
+    try:
+        return cls(**new) if cls is base else dataclasses.replace(base, **new)
+    except ConfigurationError as error:  # what concerns several fields
+        wrong += error.wrong
+    except (TypeError, ValueError) as error:  # of a class of one's own
+        wrong.append(ConfigurationError(f"{path} cannot be made with these values: {error}"))
+    return base
+
+
+def arguments(function: Callable[..., Any], table: Fields, path: str, wrong: Wrong) -> dict[str, Any]:
+    """Give every argument of a function its value in a table, or else its default; `wrong` gets all mistakes."""
+    hints, known = hints_of(function), parameters_of(function)
+    wrong += [unknown_field(path, name, known) for name in table if name not in known]
+    given = {name: table.get(name, default) for name, default in known.items()}
+    wrong += [_missing(f"{path}.{name}") for name, value in given.items() if value is inspect.Parameter.empty]
+    return {
+        name: plain(_accepted(hints.get(name, Any), value, f"{path}.{name}", None, None, wrong))
+        for name, value in given.items()
+        if value is not inspect.Parameter.empty
+    }
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of a function of a task with their defaults, but for `party`, which says who is to see it."""
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    found = inspect.signature(function).parameters.items()
+    return {name: one.default for name, one in found if one.kind in by_name and name != "party"}
+
+
+def with_values(algorithm: Algorithm, values: Fields) -> Algorithm:
+    """The algorithm with the values of some dotted paths, such as {"hypergradient.solver.terms": 5}.
+
+    Raises:
+        ConfigurationError: all that is wrong.
+    """
+    wrong: Wrong = []
+    for path, value in values.items():
+        algorithm = changed(algorithm, nested(path.split("."), value), type(algorithm).__name__, wrong)
+    refuse_together(wrong)
+    return algorithm
+
+
+def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """The table with one value at a path."""
+    *outside, last = path
+    return functools.reduce(lambda table, name: {name: table}, reversed(outside), {last: value})
+
+
+def _missing(path: str) -> ConfigurationError:
+    return ConfigurationError(path=path, got=None, allowed="given: it has no default")
+
+
+def _accepted(of: Any, value: Any, path: str, base: Any, rule: Callable[..., Any] | None, wrong: Wrong) -> Any:
+    """The value of a field in the form of its class, by its annotation and its rule; `wrong` gets what is wrong."""
+    before = len(wrong)
+    try:
+        new = _read(of, value, path, base, wrong)
+        if len(wrong) == before:
+            new = rule(path, new) if rule else new
+            _check(of, new, path, value)
+        return new
+    except ConfigurationError as error:
+        wrong += error.wrong
+
+
+def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
+    """A value in the form of its class; what a table leaves out is as in `base`."""
+    if isinstance(value, str) and value == "none" and (of is Any or types.NoneType in _options(of)):
+        return None
+    if value is None or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return value
+    if parts := parts_of(of):
+        return _part(parts, value, path, base, wrong)
+    if isinstance(value, Mapping):
+        if dataclasses.is_dataclass(base) and not isinstance(base, type):  # of a class that no spec can name
+            return changed(base, value, path, wrong)
+        if "schedule" in value and of in (float, XYV, Any):
+            return _by_name(OptaxSchedule, "schedule", value, path)
+        if of is XYV:
+            return _step_sizes(value, path, base, wrong)
+    if inspect.isclass(of) and issubclass(of, optax.GradientTransformation):
+        return _optimizer(value, path, base)
+    return _tuples(value)
+
+
+def _part(options: Mapping[str, Any], value: Any, path: str, base: Any, wrong: Wrong) -> Any:
+    """A part. A table with a name starts from that class's defaults, one without changes the part that is there."""
+    table = {"name": value} if isinstance(value, str) else value
+    require(isinstance(table, Mapping), path, value, f'a table like {{name = "{next(iter(options))}", …}}')
+    if "name" in table:
+        name = table["name"]
+        if not isinstance(name, str) or name not in options:
+            raise unknown(f"part for {path}", name, options)
+        base = options[name]
+    require(base is not None, f"{path}.name", None, f"one of {', '.join(options)}")
+    return changed(base, {name: one for name, one in table.items() if name != "name"}, path, wrong)
+
+
+def _step_sizes(table: Fields, path: str, base: Any, wrong: Wrong) -> Any:
+    for name in table:
+        if name not in ("x", "y", "v"):
+            raise unknown(f"part of {path}", name, "xyv")
+    sizes = {name: _read(float, one, f"{path}.{name}", None, wrong) for name, one in table.items()}
+    return base._replace(**sizes) if isinstance(base, XYV) else sizes
+
+
+def _optimizer(value: Any, path: str, base: Any) -> Any:
+    if isinstance(value, optax.GradientTransformation):
+        return value
+    table = {"name": value} if isinstance(value, str) else value
+    require(isinstance(table, Mapping), path, value, 'a name of Optax, or a table like {name = "adam", b1 = 0.9}')
+    if table == {"name": UNNAMED} and base is not None:
+        return base
+    return _by_name(lambda name, given: optimizer(name, **dict(given)), "name", table, path)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _check(of: Any, value: Any, path: str, given: Any) -> None:
+    """Refuse a value that the annotation of its field does not allow; `given` is its form in the table."""
+    if path.endswith(".seed") and of is int:
+        fits = type(value) is int and 0 <= value < 2**32
+        require(fits, path, value, "a whole number from 0 to 2³² − 1")
+    if not _fits(of, value):
+        words = [word for one in _options(of) if typing.get_origin(one) is Literal for word in typing.get_args(one)]
+        allowed = inspect.formatannotation(of).replace("typing.", "").replace("collections.abc.", "")
+        near = nearest(value, words) if isinstance(value, str) else ""
+        raise ConfigurationError(path=path, got=given, allowed=allowed, near=near)
+
+
+def _fits(of: Any, value: Any) -> bool:
+    origin, inside = typing.get_origin(of), typing.get_args(of)
+    if of is Any or origin in (Union, types.UnionType):
+        return of is Any or any(_fits(one, value) for one in inside)
+    if origin is Literal:
+        return any(value == word and type(value) is type(word) for word in inside)
+    if inspect.isclass(origin) and issubclass(origin, Sequence):
+        whole = origin is not tuple or ... in inside or (isinstance(value, tuple) and len(value) == len(inside))
+        return isinstance(value, tuple) and whole and all(_fits(inside[0] if inside else Any, one) for one in value)
+    if of is float:
+        number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+        return isinstance(value, Schedule) or (number and not (isinstance(value, float) and value != value))
+    if of is int:
+        return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, of if inspect.isclass(of) else origin or object)
+
+
+def _options(of: Any) -> tuple[Any, ...]:
+    return typing.get_args(of) if typing.get_origin(of) in (Union, types.UnionType) else (of,)
+
+
+def parts_of(of: Any) -> dict[str, Any]:
+    """The classes of a field for parts by their kinds; nothing for another field.
+
+    An abstract class among them lets parts of one's own be given in Python.
+    """
+    found = [one for one in _options(of) if one is not types.NoneType and not inspect.isabstract(one)]
+    kinds = {_kind(one): one for one in found if dataclasses.is_dataclass(one) and isinstance(_kind(one), str)}
+    return kinds if found and len(kinds) == len(found) else {}
+
+
+def _kind(of: Any) -> Any:
+    return getattr(of, "kind", None)
+
+
+@functools.cache
+def hints_of(annotated: Any) -> dict[str, Any]:
+    """The annotations of a class's fields or of a function's arguments.
+
+    Raises:
+        ConfigurationError: its module imports a name for type checkers alone.
+    """
+    try:
+        return typing.get_type_hints(annotated)
+    except NameError as error:
+        name = getattr(annotated, "__name__", repr(annotated))
+        raise ConfigurationError(f"the annotations of {name} cannot be read: {error}") from error
+
+
+def names_of(cls: Any) -> list[str]:
+    """The names of a class's fields."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def owners_of(name: str) -> str:
+    """The algorithms that have a field of that name, in words; nothing where there is none."""
+    owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in names_of(cls))
+    return f"a field of {', '.join(owners)}" if owners else ""
+
+
+def unknown_field(path: str, name: str, known: Iterable[str]) -> ConfigurationError:
+    """The error for a field that is not there; where some algorithms have it, they are named."""
+    names = sorted(known)
+    if not names:
+        return ConfigurationError(f"{path}.{name} cannot be set: this {path} has no fields")
+    owners = owners_of(name)
+    near = "" if owners else nearest(name, names)
+    return ConfigurationError(owners, path=f"field of {path}", got=name, allowed=names, near=near)
+
+
+# ------------------------------------------------------------------------------------------------ functions of Optax
+
+UNNAMED = "default"
+"""The name of an optimizer that is a class's default and was not made by `optimizer`."""
+
+
+@dataclass(frozen=True)
+class OptaxSchedule:
+    """A schedule of Optax by its name and arguments; two are equal where these are."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        known = [name for name in dir(optax.schedules) if name.endswith(("_schedule", "_decay"))]
+        if self.name not in known:
+            raise unknown("schedule of Optax", self.name, known)
+        self(0)  # Optax's own error about arguments
+
+    def __call__(self, round: Any) -> Any:
+        return getattr(optax.schedules, self.name)(**dict(self.arguments))(round)
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The schedule as a spec has it."""
+        return {"schedule": self.name, **dict(self.arguments)}
+
+
+class Optimizer(optax.GradientTransformation):  # type: ignore[misc]
+    """An optimizer of Optax that knows its name and arguments."""
+
+    table: Fields
+
+
+@functools.lru_cache(64, typed=True)
+def optimizer(name: str, **arguments: Any) -> Optimizer:
+    """Make an optimizer of Optax of learning rate 1, since a method's own step size multiplies what it gives.
+
+    The same name and arguments give the same object.
+    """
+    if not callable(getattr(optax, name, None)) or RATE not in inspect.signature(getattr(optax, name)).parameters:
+        raise unknown("optimizer of Optax", name, ["adagrad", "adam", "amsgrad", "sgd", "yogi"])
+    made = Optimizer(*getattr(optax, name)(**{RATE: 1.0}, **arguments))
+    made.table = {"name": name, **arguments}
+    return made
+
+
+def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> Any:
+    """What a name and arguments make; errors have the path."""
+    given = tuple((name, _tuples(value)) for name, value in table.items() if name != key)
+    require(isinstance(table.get(key), str), f"{path}.{key}", table.get(key), "a name of Optax")
+    try:
+        return make(table[key], given)
+    except (TypeError, ValueError, AttributeError) as error:  # of Optax about arguments, or of an unknown name
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- objects to tables
+
+
+def plain(value: Any) -> Any:
+    """Write an object as a table, with every default; other values as TOML and JSON hold them."""
+    if isinstance(value, Schedule):
+        return plain(value.function)
+    if isinstance(value, OptaxSchedule | Optimizer):
+        return plain(dict(value.table))
+    if isinstance(value, optax.GradientTransformation):
+        return {"name": UNNAMED}
+    if isinstance(value, XYV):
+        return plain(value._asdict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        name = {"name": kind} if isinstance(kind := _kind(value), str) else {}
+        return name | {name: plain(getattr(value, name)) for name in names_of(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def merged(first: Fields, *others: Fields) -> dict[str, Any]:
+    """All tables' entries, a later one's before an earlier one's.
+
+    A table without a name changes what is there: a table, the name of a part, or one step size for x, y and v.
+    """
+    out = dict(first)
+    for name, value in (item for other in others for item in other.items()):
+        if isinstance(value, Mapping) and not {"name", "schedule"} & value.keys():
+            value = merged(_as_table(out.get(name), value), value)
+        out[name] = value
+    return out
+
+
+def _as_table(there: Any, change: Collection[str]) -> Fields:
+    """What is there as a table that can be changed; an empty one where it is replaced."""
+    if isinstance(there, XYV):
+        return there._asdict()
+    if isinstance(there, str) and there != "none":
+        return {"name": there}
+    one = isinstance(there, NUMBERS) or (isinstance(there, Mapping) and "schedule" in there)
+    if one and set(change) <= {"x", "y", "v"}:
+        return dict.fromkeys("xyv", there)
+    return there if isinstance(there, Mapping) and "schedule" not in there else {}
+
+
+def shared_by(cls: Any, shared: Fields) -> dict[str, Any]:
+    """The entries of a table for many methods for which a class has fields, inside its parts too."""
+    out: dict[str, Any] = {}
+    for name in names_of(cls):
+        if name not in shared:
+            continue
+        value, parts = shared[name], parts_of(hints_of(cls)[name])
+        if parts and isinstance(value, Mapping):
+            kind = value.get("name", _kind(getattr(cls, name, None)))
+            if kind not in parts:
+                continue
+            value = shared_by(parts[kind], value) | ({"name": kind} if "name" in value else {})
+        out[name] = value
+    return out

@@ -1,0 +1,116 @@
+"""`fedbilevel algorithms` and `fedbilevel tasks`: what stands in docstrings; names are found without JAX."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments import listing, names, resolve
+from fedbilevel.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_generated_files_say_what_the_code_says() -> None:
+    """After a new method, or a change of a docstring or a field: `make catalogue`."""
+    found = list(runpy.run_path(str(ROOT / "scripts" / "catalogue.py"))["written"]())
+    files = {file.name for file, _ in found}
+    assert {"__init__.py", "choosing.md", "README.md", "simfbo.md", "own-method.md", "tasks.md"} <= files
+    assert [str(file) for file, text in found if file.read_text("utf-8") != text] == []
+
+
+HEAVY = {"jax", "jaxlib", "optax", "numpy", "matplotlib", "sklearn", "flwr"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "unneeded"),
+    [
+        (["--help"], 0, HEAVY | {"rich"}),
+        (["run", "--help"], 0, HEAVY | {"rich"}),
+        (["run", "--roundz", "3"], 2, HEAVY | {"rich"}),
+        (["algorithms"], 0, HEAVY),
+        (["tasks"], 0, HEAVY),
+        (["tasks", "quadratik"], 2, HEAVY - {"numpy"}),
+        (["algorithms", "simfob"], 2, HEAVY - {"numpy"}),
+        (["run", "quadratik"], 2, HEAVY - {"numpy"}),
+        (["run", "--algorithm", "simfob"], 2, HEAVY - {"numpy"}),
+        (["compare", "quadratic", "--algorithms", "simfbo,simfob"], 2, HEAVY - {"numpy"}),
+        (["check", "quadratik"], 2, HEAVY - {"numpy"}),
+        (["diagnose", "--algorithm", "simfob"], 2, HEAVY - {"numpy"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_text_and_misspelt_names_do_not_wait_for_jax(arguments: list[str], code: int, unneeded: set[str]) -> None:
+    program = (
+        "import sys\nfrom fedbilevel.cli import main\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
+        "print('\\nloaded', code, *{name.partition('.')[0] for name in sys.modules})"
+    )
+    shown = subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True)
+    _, got, *loaded = shown.stdout.splitlines()[-1].split()
+    assert int(got) == code
+    assert unneeded & set(loaded) == set()
+    assert code == 0 or "simfbo" in shown.stderr or "quadratic" in shown.stderr or "--roundz" in shown.stderr
+
+
+@pytest.mark.parametrize(("kind", "known"), [("algorithm", ALGORITHMS), ("task", TASKS)])
+def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> None:
+    found = names.library(kind)
+    assert found.keys() == {name for name, one in known.items() if one.__module__.startswith("fedbilevel.")}
+    assert all(found.values())
+    lines = names.listed(kind).splitlines()
+    assert [line.split()[0] for line in lines[: len(found)]] == sorted(found)
+    if kind == "algorithm":
+        for name, text in found.items():
+            assert ALGORITHMS[name].__doc__.startswith(text)
+
+
+@pytest.mark.parametrize(("kind", "known"), [("algorithm", ALGORITHMS), ("task", TASKS)])
+def test_what_is_shown_of_one_can_be_copied_into_a_spec(kind: str, known: dict) -> None:
+    for name in names.library(kind):
+        text = listing.shown(kind, name)
+        assert known[name].__doc__.split("\n")[0] in text
+        section = f"[{kind}]" + text.partition(f"\n[{kind}]")[2].partition("\n\nparts:")[0]
+        table = tomllib.loads(section)[kind]
+        assert tomllib.loads(resolve({kind: table}).to_toml())[kind] == table
+
+
+@pytest.mark.parametrize("name", names.library("algorithm"))
+def test_help_ends_with_the_facts_and_the_paper_is_quoted(name: str) -> None:
+    cls = ALGORITHMS[name]
+    doc = inspect.getdoc(cls)
+    quoted = f"{inspect.getdoc(inspect.getmodule(cls))} {doc.partition(str(cls.facts))[0]}"
+    assert doc.endswith(f"\n\n{cls.facts}")
+    assert str(cls.facts).startswith(f"Paper: {cls.facts.paper}.\n")
+    authors, year, *number = re.split(r" et al\.,? | |, ", cls.facts.paper)
+    assert [words for words in (authors, year, *number) if words not in quoted] == []
+
+
+def test_the_kinds_of_parts_are_shown_by_their_paths() -> None:
+    lines = listing.shown("algorithm", "fednest").splitlines()
+    assert "hypergradient.solver: neumann, cg" in lines[lines.index("parts:") :]
+
+
+def test_ones_own_algorithm_is_shown_from_its_code(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from fedbilevel import FedAvg\nfrom fedbilevel.authoring import Facts\n\n\n"
+        'class Mine(FedAvg):\n    """A method of mine."""\n\n    local_steps: int = 17\n'
+        '    facts = Facts(paper="", good_for="me", exchanges="3", up="1", bias="", cost="2", needs="patience")\n'
+    )
+    text = listing.shown("algorithm", f"{tmp_path}/own.py:Mine")
+    assert text.startswith("A method of mine.\n\nArgs:\n")
+    assert "\nNeeds: patience.\n" in text
+    assert "\nProblems: SingleLevel.\n" in text
+    assert f'[algorithm]\nname = "{tmp_path}/own.py:Mine"' in text
+    assert "\nlocal_steps = 17\n" in text
+    with pytest.raises(ConfigurationError, match=r"own\.py 'Yours' \(allowed: Mine\)"):
+        listing.shown("algorithm", f"{tmp_path}/own.py:Yours")
