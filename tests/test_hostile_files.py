@@ -277,10 +277,9 @@ def federation_name(place: Path, count: int) -> Format:
     from fedbilevel.experiments import Folder
     from fedbilevel.experiments.federation import run_name
 
-    file = place / "federation.json"
-    file.write_text(json.dumps({"name": "0123456789abcdef"}))
-    values = of_json(json.loads(file.read_text()), count // 2)
-    contents = alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2))
+    file = place / "federation"
+    file.write_text("0123456789abcdef")
+    contents = of_bytes(file.read_bytes(), count)
     return Format(file, contents, lambda: run_name(Folder(place)))
 
 

@@ -113,11 +113,11 @@ def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
 
     with pytest.raises(fb.errors.ExchangeError, match="round 2"):
         federation.serve(spec, lost, config)
-    name = json.loads((tmp_path / "a" / "federation.json").read_text())["name"]
+    name = (tmp_path / "a" / "federation").read_text()
     federation.serve(spec, grid, config)
     run(spec, tmp_path / "b")
     assert_same_result(tmp_path / "a", tmp_path / "b", 1e-12)
-    assert json.loads((tmp_path / "a" / "federation.json").read_text())["name"] == name
+    assert (tmp_path / "a" / "federation").read_text() == name
     federation.serve(spec, lost, config)  # it is finished: nothing is asked
 
 

@@ -41,8 +41,12 @@ def runtime():
 @pytest.fixture
 def ran(monkeypatch):
     """The phases that clients ran."""
-    phases, run = [], sites.run_phase
-    monkeypatch.setattr(sites, "run_phase", lambda phase, *rest: phases.append(phase) or run(phase, *rest))
+    phases, program = [], sites.program
+
+    def noted(problem):
+        return lambda phase, *rest: phases.append(phase) or program(problem)(phase, *rest)
+
+    monkeypatch.setattr(sites, "program", noted)
     return phases
 
 
@@ -230,7 +234,7 @@ def wait_until(condition, seconds=5.0):
 def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     """Neither in the client's state nor in its account, also when it ends later."""
     go = threading.Event()
-    monkeypatch.setattr(sites, "run_phase", lambda *_: go.wait(30) and authoring.Reply(jnp.ones(3), state={
+    monkeypatch.setattr(ClientRuntime, "play", lambda *_: go.wait(30) and authoring.Reply(jnp.ones(3), state={
         "calls": jnp.ones((), jnp.int32), "control": jnp.ones(3)}))  # fmt: skip
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     site = federations.site(

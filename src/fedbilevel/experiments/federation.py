@@ -26,7 +26,7 @@ from fedbilevel import __version__
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.remote import RemoteClients
-from fedbilevel.engines.checkpoint import write_json, write_text
+from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
 from fedbilevel.experiments import plots
@@ -42,7 +42,6 @@ from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, ta
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.tasks import Task
-from fedbilevel.wording import in_a_line, require_object
 
 if TYPE_CHECKING:
     from fedbilevel.flower import Site
@@ -90,7 +89,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
     def note_name(result: Result, row: Row | None) -> None:
         if not _name_file(place).exists():
-            write_json(_name_file(place), {"name": name})
+            write_text(_name_file(place), name)
 
     watch = Watch(Console(width=160, force_terminal=False), next(iter(task.metrics)), spec)
     experiment = Experiment(task, algorithm_of(spec), engine)
@@ -202,15 +201,9 @@ def run_name(place: Folder) -> str:
         return secrets.token_hex(16)
     from fedbilevel.flower.wire import is_run
 
-    try:
-        found = json.loads(_name_file(place).read_text())
-        require_object(found, "the name of a run")
-        name = found.get("name")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigurationError(f"{_name_file(place)} is damaged: {in_a_line(error)}") from error
-    fits = isinstance(name, str) and is_run(name)
-    require(fits, f"the name in {_name_file(place)}", str(name)[:200], "8 to 64 hexadecimal digits")
-    return str(name)
+    name = _name_file(place).read_text(errors="replace").strip()
+    require(is_run(name), f"the name in {_name_file(place)}", name[:200], "8 to 64 hexadecimal digits")
+    return name
 
 
 def status(place: Folder) -> list[str]:
@@ -237,7 +230,7 @@ def status(place: Folder) -> list[str]:
 
 
 def _name_file(place: Folder) -> Path:
-    return place.path / "federation.json"
+    return place.path / "federation"
 
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

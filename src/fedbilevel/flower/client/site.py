@@ -264,10 +264,11 @@ class ClientRuntime:
         return reply
 
     def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
-        """Run the phase, compiled."""
+        """Run the phase, compiled: data, state and hyperparameters are arguments of the program."""
+        without: Any = None  # the program has it
         key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
         client = Client(
-            problem=self.problem,
+            problem=without,
             outer=self.outer,
             inner=self.inner,
             id=jnp.asarray(self.site.id, jnp.int32),
@@ -276,7 +277,8 @@ class ClientRuntime:
             work=jnp.asarray(request.work, jnp.int32) if self.site.works else None,
         )
         round = jnp.asarray(request.round, jnp.int32)
-        return jax.block_until_ready(run_phase(phase, self.site.algorithm, round, client, message, key))
+        reply: Reply = program(self.problem)(phase, self.site.algorithm, round, client, message, key)
+        return jax.block_until_ready(reply)
 
     def call(self, request: RequestMessage) -> CallSignature:
         self.check_contract(request)
@@ -317,13 +319,6 @@ class ClientRuntime:
     @cached_property
     def first(self) -> PyTree:
         return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
-
-
-def run_phase(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
-    """Run a phase of one client. Data, state and hyperparameters are arguments of the compiled program."""
-    without: Any = None
-    reply: Reply = program(client.problem)(phase, algorithm, round, replace(client, problem=without), message, key)
-    return reply
 
 
 PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
