@@ -246,9 +246,9 @@ class Submitted(threading.Thread):
         return {(client, *place) for place, (_, answered) in found for client in set(range(CLIENTS)) - answered}
 
     def refusals(self):
-        """Why answers did not count."""
+        """The codes of why answers did not count."""
         lines = exchanges_of(self.out / "exchanges.jsonl")
-        return [why["why"] for line in lines for why in line.get("refused", {}).values()]
+        return [why["code"] for line in lines for why in line.get("refused", {}).values()]
 
     def result(self):
         """The result in the run's folder."""
