@@ -201,6 +201,18 @@ def test_submodels_of_other_seeds_share_a_program():
     assert found.compiled == []
 
 
+def test_the_rounds_that_ask_for_hypergradients_are_not_those_of_the_method():
+    """They are played by a class of the same name and fields."""
+    task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2))
+    method = fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1), batch_size=None)
+    solved(method, task.problem, task.clients, (task.x0, task.y0))
+    options = {"estimators": {"own": method}, "draws": 2, "steps": 2, "directions": 1}
+    after = fb.check_hypergradient(task.problem, task.clients, task.x0, task.y0, **options)["own"]
+    fb.Local.forget()
+    alone = fb.check_hypergradient(task.problem, task.clients, task.x0, task.y0, **options)["own"]
+    assert after == alone
+
+
 def test_a_loss_that_differs_on_several_samples_alone_is_another_one():
     def squares(divide):
         return fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) + jnp.sum(batch @ y) / divide(len(batch)))

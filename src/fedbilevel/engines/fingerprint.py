@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
@@ -118,22 +118,21 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
     }
 
 
-def method_key(algorithm: Algorithm) -> str | None:
-    """A hash of all that a round of a method of this library depends on, but for its numbers; None of another method,
-    whose code may read what has changed."""
+def method_key(algorithm: Algorithm) -> Hashable | None:
+    """All that a round of a method of this library depends on, but for its numbers; None of another method, whose code
+    may read what has changed."""
     parts = list(_parts(algorithm))
     if not all(type(part).__module__.startswith("fedbilevel.") for part in parts):
         return None
     said: list[str] = []
     for part in parts:
-        said.append(type(part).__qualname__)
         for one in fields(part):
             value = getattr(part, one.name)
             if one.metadata.get("static"):
                 said += [one.name, *_made_of(value)]
             elif isinstance(value, Schedule | XYV):
                 said += map(_of_number, jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Schedule)))
-    return short(*said)
+    return short(*said), *map(type, parts)
 
 
 def _of_number(value: Any) -> str:
