@@ -143,7 +143,7 @@ class LinearizedADMM(Part):
     def step(
         self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array | int, key: Array
     ) -> tuple[Array, Point]:
-        """g_i where a step begins, and where it ends. ψ_i moves first, once z' is known, and not in the first step."""
+        """Take a step; return g_i where it begins, and its end. ψ_i moves first, but not in the first step."""
         apart = optax.tree.sub(start.y, z)
         psi = move(start.psi, jnp.where(k == 0, 0.0, self.penalty), apart)
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(x, start.y, client.inner_batch(key))
@@ -210,7 +210,7 @@ class CuttingPlanes(Algorithm):
         )
 
     def findings(self, state: State) -> Findings:
-        """How many planes there are, and Σ_l λ_l; a warning of clients without a part in some plane."""
+        """Count the planes, add up Σ_l λ_l; warn of clients without a part in some plane."""
         planes = state.planes
         columns = {"planes": int(jnp.sum(planes.active)), "multipliers": float(jnp.sum(planes.multiplier))}
         apart = (
@@ -221,7 +221,7 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
-        """Client: the k-th step towards φ_i, given x and z'; the reply is y'_i."""
+        """Take the k-th step towards φ_i, given x and z'; reply with y'_i."""
         x, z, k = at
         own: ClientState = client.state
         start = chosen(k == 0, Point(own.y, optax.tree.zeros_like(own.y)), own.end)
@@ -231,7 +231,7 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
-        """Client: back through the k-th step, of which `behind` is ∂h/∂z' after it; from k = K − 1, at φ_i, to 0.
+        """Go back through the k-th step, `behind` being ∂h/∂z' after it; from k = K − 1, at φ_i, to 0.
 
         The reply has this client's share of ∂h/∂x and of ∂h/∂z' before that step, ‖y_i − φ_i‖² and b_i·y_i, and 1 if
         the client was ever asked for a step, which is no secret to the server.
@@ -251,7 +251,7 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:
-        """Client: a step on θ_i, then on x_i and y_i at once. Planes that this client has no part in are left out.
+        """Take a step on θ_i, then on x_i and y_i at once. Planes that this client has no part in are left out.
 
         Whether there are such planes, and whether the client has replied before, follows from what it was asked, not
         from its data.
@@ -279,7 +279,7 @@ class CuttingPlanes(Algorithm):
         return Reply(update, new, {"outer_loss": loss}, gradients=1)
 
     def with_new_plane(self, fed: Fed, state: State, key: Array) -> State:
-        """Server: estimate φ, find h and its gradient, add the plane and drop those whose multiplier is 0."""
+        """Estimate φ, find h and its gradient, add the plane and drop those whose multiplier is 0."""
         x, z, planes, last = state.x, state.y, state.planes, self.estimate.steps - 1
         slot = planes.free_slot()
 
@@ -308,7 +308,7 @@ class CuttingPlanes(Algorithm):
         return state._replace(planes=planes, made=state.made + 1, totals=totals)
 
     def step(self, fed: Fed, state: State, key: Array) -> State:
-        """One step of all clients and of the server on the Lagrangian."""
+        """Take a step of all clients and of the server on the Lagrangian."""
         message = (state.x, state.planes.multiplier, state.planes.serial)
         totals, theta, planes = self.exchange(fed, state, message, key)
         lr, multiplier = self.server_lr, planes.multiplier
@@ -319,7 +319,7 @@ class CuttingPlanes(Algorithm):
 
     @abstractmethod
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
-        """Ask for a step: the totals after it, the mean of θ_i, and the planes with the means of b_il·y_i."""
+        """Ask for a step; return the totals after it, the mean of θ_i, and the planes with the means of b_il·y_i."""
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         plane_key, step_key = jax.random.split(key)
@@ -327,7 +327,7 @@ class CuttingPlanes(Algorithm):
 
 
 def chosen(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
-    """`yes` where the condition holds, else `no`."""
+    """Return `yes` where the condition holds, else `no`."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 

@@ -79,7 +79,7 @@ class MeanGradient(InnerRounds):
 
     @phase(takes=("x", "y"), gives="y")
     def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """G_i, the mean of the gradients along E_i local steps on y."""
+        """Reply with G_i, the mean of the gradients along E_i local steps on y."""
         x, y = at
         count = client.local_steps(self.local_steps)
         return Reply(mean_gradient(self.gradient_at(client, x, y), y, count, self.client_lr, key), gradients=count)
@@ -97,7 +97,7 @@ class SystemSteps(Hypergradient):
     lr: float = positive(default=0.1)
 
     def start(self, y: PyTree) -> PyTree:
-        """v before the first round."""
+        """Return v before the first round: 0."""
         return optax.tree.zeros_like(y)
 
 
@@ -147,7 +147,7 @@ class AFBO(Nested):
 
     @phase(takes=XYV("x", "y", "y"), gives=("x", "y"))
     def outer_directions(self, client: Client, at: XYV, key: Array) -> Reply:
-        """H_i and r_i of `SystemSteps`."""
+        """Reply with H_i and r_i of `SystemSteps`."""
         outer_key, inner_key = jax.random.split(key)
         found = directions(client.problem, at, client.outer_batch(outer_key), client.inner_batch(inner_key))
         metrics = {"outer_loss": found.outer_loss}

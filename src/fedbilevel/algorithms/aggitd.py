@@ -111,7 +111,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y"), gives=InnerIterate("y", "y"))
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """The steps on y, and ∇y f_i at y^n."""
+        """Take the steps on y; reply with their change and ∇y f_i at y^n."""
         descent_key, gradient_key = jax.random.split(key)
         reply = self.inner.descent(client, at, descent_key)
         gradient = outer_gradient(client, at, gradient_key).update
@@ -119,7 +119,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_product(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """The steps on y, and the change of r: −λ H_i(x, y^n) r."""
+        """Take the steps on y; reply with their change and the change of r, −λ H_i(x, y^n) r."""
         x, (y, r) = at
         descent_key, product_key = jax.random.split(key)
         reply = self.inner.descent(client, (x, y), descent_key)
@@ -128,7 +128,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """The steps on y, and the change of r in the series: ∇y f_i − λ H_i r, both at y^n."""
+        """Do the same for the series, whose r changes by ∇y f_i − λ H_i r, both at y^n."""
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)
         reply = self.descent_with_product(client, at, product_key)
@@ -138,7 +138,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """∇x f_i − ∇²xy g_i v."""
+        """Reply with ∇x f_i − ∇²xy g_i v."""
         return hypergradient_given(client, at, key, Exact())
 
     def round(self, fed: Fed, state: XY, key: Array) -> XY:

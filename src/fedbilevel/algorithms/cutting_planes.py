@@ -36,7 +36,7 @@ class Planes(NamedTuple):
 
     @classmethod
     def none(cls, x: PyTree, y: PyTree, capacity: int) -> Planes:
-        """No planes, and room for so many."""
+        """Begin without planes, with room for so many."""
         slots = capacity + 1
         zero = jnp.zeros(slots)
         return cls(
@@ -57,16 +57,16 @@ class Planes(NamedTuple):
         return self.serial != FREE
 
     def values(self, x: PyTree, z: PyTree) -> Array:
-        """(slots,) the left-hand sides; 0 in free slots."""
+        """Return the left-hand sides, (slots,); 0 in free slots."""
         total = products(self.outer, x) + self.inner + products(self.consensus, z) + self.offset
         return jnp.where(self.active, total, 0)
 
     def free_slot(self) -> Array:
-        """The index of the first free slot, which the next plane takes."""
+        """Find the index of the first free slot, which the next plane takes."""
         return jnp.argmax(~self.active)
 
     def ascended(self, x: PyTree, z: PyTree, size: Array | float, damping: Array | float) -> Planes:
-        """With a step on all multipliers: λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l])."""
+        """Take a step on all multipliers: λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l])."""
         direction = self.values(x, z) / self.length - damping * self.multiplier
         return self._replace(multiplier=jnp.maximum(self.multiplier + size * direction, 0))
 
@@ -81,7 +81,7 @@ class Cut(NamedTuple):
 
 
 def added(planes: Planes, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTree, serial: Array) -> Planes:
-    """The planes with the cut in a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
+    """Put the cut into a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
     slot = planes.free_slot()
     flat = optax.tree.vdot(cut.outer, x) + cut.inner + optax.tree.vdot(cut.consensus, z)
     return Planes(
@@ -98,7 +98,7 @@ def added(planes: Planes, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTr
 
 
 def without_idle(planes: Planes, newest: Array) -> Planes:
-    """Without planes whose multiplier is 0, but for the newest; and if no slot is free then, without the oldest."""
+    """Drop planes whose multiplier is 0, but for the newest; and if no slot is free then, the oldest."""
     kept = planes.active & ((planes.serial == planes.serial[newest]) | (planes.multiplier > 0))
     kept &= ~(jnp.all(kept) & (planes.serial == jnp.min(planes.serial)))
     return planes._replace(
@@ -109,26 +109,26 @@ def without_idle(planes: Planes, newest: Array) -> Planes:
 
 
 def empty(tree: PyTree, rows: int) -> PyTree:
-    """A table of zeros, whose rows are like `tree`."""
+    """Make a table of zeros, whose rows are like `tree`."""
     return jax.tree.map(lambda leaf: jnp.zeros((rows, *jnp.shape(leaf)), leaf.dtype), tree)
 
 
 def put(table: PyTree, row: Array, tree: PyTree) -> PyTree:
-    """The table with that row."""
+    """Return the table with that row replaced."""
     return jax.tree.map(lambda rows, leaf: rows.at[row].set(leaf.astype(rows.dtype)), table, tree)
 
 
 def row(table: PyTree, index: Array) -> PyTree:
-    """One row of a table."""
+    """Return a row of a table."""
     return jax.tree.map(lambda rows: rows[index], table)
 
 
 def products(table: PyTree, tree: PyTree) -> Array:
-    """(rows,) the inner product of each row with `tree`."""
+    """Return the inner product of each row with `tree`, (rows,)."""
     parts = jax.tree.map(lambda rows, leaf: jnp.tensordot(rows, leaf, leaf.ndim), table, tree)
     return jax.tree.reduce(jnp.add, parts)
 
 
 def combined(weights: Array, table: PyTree) -> PyTree:
-    """Σ_l weights_l · row l."""
+    """Return Σ_l weights_l · row l."""
     return jax.tree.map(lambda rows: jnp.tensordot(weights.astype(rows.dtype), rows, 1), table)

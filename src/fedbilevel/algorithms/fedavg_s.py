@@ -69,7 +69,7 @@ class FedAvgS(Algorithm):
 
     @phase(takes=XY("x", "y"), gives=XY("x", "y"))
     def descent_ascent(self, client: Client, start: XY, key: Array) -> Reply:
-        """τ_i simultaneous steps: down on x, up on y."""
+        """Take τ_i simultaneous steps, down on x and up on y; reply with the change of both."""
         tau = client.local_steps(self.local_steps)
         value_and_gradients = jax.value_and_grad(client.problem.outer, (0, 1))
 

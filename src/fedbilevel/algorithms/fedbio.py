@@ -73,7 +73,7 @@ class FedBiO(LocalDirections):
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV)
     def local_descent(self, client: Client, start: XYV, key: Array) -> Reply:
-        """τ_i simultaneous steps; the reply is the change of (x, y, v)."""
+        """Take τ_i simultaneous steps; reply with the change of (x, y, v)."""
         tau = client.local_steps(self.local_steps)
         reply = self.counted(self.local_sum(client, start, tau, key, Plain()), tau)
         return reply._replace(update=descend(optax.tree.zeros_like(start), self.client_lr, reply.update))
@@ -134,7 +134,7 @@ class FedBiOAcc(LocalDirections):
 
     @phase(takes=State(LIKE_XYV, LIKE_XYV, NUMBER), gives=(LIKE_XYV, LIKE_XYV))  # type: ignore[arg-type]  # a prefix
     def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
-        """τ_i steps along the momentum; the reply is the change of (x, y, v) and of the momentum."""
+        """Take τ_i steps along the momentum; reply with the change of (x, y, v) and of the momentum."""
         tau = client.local_steps(self.local_steps)
 
         def step(k: Array, carry: tuple[XYV, Directions]) -> tuple[XYV, Directions]:

@@ -77,13 +77,13 @@ class SVRG(InnerSteps):
 
     @phase(takes=("x", "y"), gives="y")
     def gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """∇y g_i, to be averaged into q."""
+        """Reply with ∇y g_i, whose mean is q."""
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, client.inner_batch(key))
         return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
 
     @phase(takes=("x", "y", "y"), gives="y")
     def corrected_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """The change of y by τ_i corrected steps, less −βq, which all clients have in common."""
+        """Reply with the change of y by τ_i corrected steps, less −βq, which all clients have in common."""
         x, y, q = at
         tau = client.local_steps(self.local_steps)
         drift = corrected_drift(self.gradient_at(client, x, y), y, q, tau, self.lr, key)
@@ -117,7 +117,7 @@ class Epochs(Nested):
 
     @phase(takes=("x", "y", "x"), gives="x")
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """FedOut: the change of x by τ corrected steps, less −αh, which all clients have in common."""
+        """Reply with the change of x by τ corrected steps (FedOut), less −αh, which all clients have in common."""
         x, y, h = at
 
         def gradient(x: PyTree, key: Array) -> PyTree:
@@ -206,7 +206,7 @@ class LFedNest(Nested):
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """The change of x by τ steps, each along the client's own hypergradient at its starting point."""
+        """Reply with the change of x by τ steps, each along the client's own hypergradient where the step begins."""
         x, y = at
 
         def step(k: Array, carry: tuple[PyTree, Array, Withheld, Array, Array]) -> tuple[Any, ...]:

@@ -88,7 +88,7 @@ class Incremental(DecreasingSteps):
 
     @phase(takes="whole", gives=("x", NUMBER))
     def walk(self, client: Client, message: PyTree, key: Array) -> Reply:
-        """((z − x)/(γn), 1/n) after steps on n of the client's own samples; with a tolerance also F_i."""
+        """Walk to z over n of the client's own samples; reply with (z − x)/(γn), 1/n and, with a tolerance, F_i."""
         x, h, gamma, penalty = message
         problem: Any = client.problem
         known = not self.anew or problem.known
@@ -121,7 +121,7 @@ class Incremental(DecreasingSteps):
 
 
 def unit(gamma: Array) -> Array:
-    """The unit of walks in replies: γ, or 1 where a schedule begins or ends at 0."""
+    """Return the unit of walks in replies: γ, or 1 where a schedule begins or ends at 0."""
     return jnp.where(gamma > 0, gamma, 1)
 
 

@@ -87,18 +87,18 @@ class CoordinateSlopes(Hypergradient):
 
     @abstractmethod
     def response(self, client: Client, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """The vector, of the shape of y, whose change with x is taken."""
+        """Return the vector, of the shape of y, whose change with x is taken."""
 
     @abstractmethod
     def scaling(self, dim: int, drawn: int) -> float:
-        """The factor that multiplies the sum of slopes along `drawn` of the `dim` coordinates of x."""
+        """Return the factor of the sum of slopes along `drawn` of the `dim` coordinates of x."""
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         return Estimate(fed.mean(self.slopes, (x, y), key, unbiased=True), SolveInfo.unknown())
 
     @phase(takes=("x", "y"), gives="x")
     def slopes(self, client: Client, point: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """h_i at (x, y)."""
+        """Reply with h_i at (x, y)."""
         x, y = point
         if client.problem.implicit_term != "inverse":  # no linear system: y needs no slopes
             alone = LocalImplicit(second_order=Differences(perturbation=self.perturbation))
@@ -142,7 +142,7 @@ class Coordinates(CoordinateSlopes):
         return self.terms
 
     def response(self, client: Client, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """y_N(x) − y: y itself cancels."""
+        """Return y_N(x) − y: y itself cancels."""
         gradient = inner_loss_at(client, x, y, client.batch_size, self.terms).gradient
         return local_descent(gradient, y, self.terms, self.terms * self.step, key)
 

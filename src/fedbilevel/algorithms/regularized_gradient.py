@@ -63,7 +63,7 @@ class WholeSubgradient(IterativeRegularization):
 
     @phase(takes=("x", "whole"), gives=("x",))
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """g_i at z; with a tolerance also F_i, at x where the message has an x, else at z."""
+        """Reply with g_i at z; with a tolerance also F_i, at x where the message has an x, else at z."""
         z, x = at
         problem: Any = client.problem
         loss, g = jax.value_and_grad(problem.inner, 0)(z, None, client.inner_batch(key))
@@ -71,7 +71,7 @@ class WholeSubgradient(IterativeRegularization):
         return Reply(update, metrics={"inner_loss": loss}, gradients=1)
 
     def step_from(self, fed: Fed, state: State, z: PyTree, own: Any, key: Array) -> State:
-        """One projected step from z."""
+        """Take a projected step from z."""
         problem: Any = fed.problem
         gamma, penalty = self.step_sizes(state)
         other = None if self.tolerance is None or z is state.x else state.x

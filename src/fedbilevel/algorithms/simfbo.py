@@ -100,17 +100,17 @@ class SingleLoop(LocalDirections):
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
 
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:
-        """The iterate before round 0, with v = 0, and the server optimizer's state."""
+        """Return the iterate before round 0, with v = 0, and the server optimizer's state."""
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return iterate, self.server_optimizer.init(iterate)
 
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """q_i, the sum of a client's directions over its τ_i local steps from `start`."""
+        """Reply with q_i, the sum of a client's directions over its τ_i local steps from `start`."""
         tau = client.local_steps(self.local_steps)
         return self.counted(self.local_sum(client, start, tau, key, self.local_optimizer), tau)
 
     def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
-        """Server, line 14: (5), with v brought back into its ball; the next iterate and server optimizer's state."""
+        """Take the server's step (5), line 14, bring v back into its ball; return iterate and optimizer's state."""
         updates, optimizer = self.server_optimizer.update(q, optimizer, iterate)
         direction = optax.tree.scale(-1, updates)  # optax's updates already point downhill, and `descend` subtracts
         moved = descend(iterate, self.server_lr, direction)
@@ -141,7 +141,7 @@ class SimFBO(SingleLoop):
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Client, lines 5-7: τ_i simultaneous steps; the reply is the sum q_i."""
+        """Take τ_i simultaneous steps (lines 5-7); reply with the sum q_i."""
         return self.own_updates(client, start, key)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
@@ -191,7 +191,7 @@ class ShroFBO(SingleLoop):
 
     @phase(takes=LIKE_XYV, gives=(LIKE_XYV, Public(NUMBER), Public(NUMBER)))
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Client, line 8: h_i = q_i/‖a_i‖₁, ‖a_i‖₁ itself, and 1, whose mean is the cohort's share of the weights.
+        """Reply with h_i = q_i/‖a_i‖₁ (line 8), ‖a_i‖₁, and 1, whose mean is the cohort's share of the weights.
 
         τ_i is the algorithm's or the population's, which the server knows, and no matter of the client's data.
         """
@@ -209,7 +209,7 @@ class ShroFBO(SingleLoop):
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:
-    """The nearest point of the Euclidean ball of that radius about 0: min{1, r/‖v‖} v."""
+    """Return the nearest point of the Euclidean ball of that radius about 0: min{1, r/‖v‖} v."""
     norm = optax.tree.norm(v)
     shrink = jnp.where(norm > radius, radius / jnp.where(norm > radius, norm, 1), 1)
     return jax.tree.map(lambda leaf: (shrink * leaf).astype(leaf.dtype), v)

@@ -57,7 +57,7 @@ class LocalDescent(Algorithm):
         return XY(x, y)
 
     def gradient_of(self, client: Client) -> Gradient:
-        """(x, key) -> ∇f_i(x) on drawn samples."""
+        """Make the function (x, key) -> ∇f_i(x) on drawn samples."""
 
         def gradient(x: PyTree, key: Array) -> PyTree:
             return jax.grad(client.problem.outer)(x, None, client.outer_batch(key))
@@ -86,14 +86,14 @@ class FedLin(LocalDescent):
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
-        """∇f_i, to be averaged into q."""
+        """Reply with ∇f_i, whose mean is q."""
         batch = client.outer_batch(key)
         loss, gradient = jax.value_and_grad(client.problem.outer)(x, None, batch)
         return Reply(gradient, metrics={"outer_loss": loss}, gradients=1)
 
     @phase(takes=("x", "x"), gives="x")
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """The change of x by τ_i corrected steps, less −αq, which all clients have in common."""
+        """Reply with the change of x by τ_i corrected steps, less −αq, which all clients have in common."""
         x, q = at
         tau = client.local_steps(self.local_steps)
         drift = corrected_drift(self.gradient_of(client), x, q, tau, self.outer_lr, key)
@@ -126,7 +126,7 @@ class FedAvg(LocalDescent):
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
-        """The change of x by τ_i plain steps."""
+        """Reply with the change of x by τ_i plain steps."""
         tau = client.local_steps(self.local_steps)
         return Reply(local_descent(self.gradient_of(client), x, tau, self.outer_lr, key), gradients=tau)
 

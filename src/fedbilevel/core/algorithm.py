@@ -66,12 +66,12 @@ def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None) -
 
 
 def is_phase(value: object) -> bool:
-    """Whether a function or method is marked with `@phase`."""
+    """Say whether a function or method is marked with `@phase`."""
     return callable(value) and hasattr(value, "__phase__")
 
 
 def takes_and_gives(function: Any) -> tuple[PyTree, PyTree]:
-    """`takes` and `gives` of a phase: what of its message and its update is shaped like x, like y, or otherwise."""
+    """Return `takes` and `gives` of a phase: what of its message and update is shaped like x, like y, or otherwise."""
     said = getattr(function, "__takes_and_gives__", None)
     name = getattr(function, "__name__", repr(function))
     require(said is not None, f"phase {name}: takes, gives", said, "said, for clients who hold submodels")
@@ -125,13 +125,13 @@ class Part(ABC):
 
 @cache
 def _hints(cls: type[Part]) -> dict[str, Any]:
-    """The annotations of a class, resolved once."""
+    """Resolve the annotations of a class, once."""
     return get_type_hints(cls)
 
 
 @cache
 def _own_phases(cls: type[Part]) -> tuple[str, ...]:
-    """The names of the methods marked with `@phase`."""
+    """Find the names of the methods marked with `@phase`."""
     return tuple(name for name in sorted(dir(cls)) if is_phase(inspect.getattr_static(cls, name)))
 
 
@@ -165,14 +165,14 @@ class Algorithm(Part):
 
     @abstractmethod
     def init(self, x: PyTree, y: PyTree) -> Any:
-        """The server's state before round 0. It has the attributes `x` and `y`, like x0 and y0."""
+        """Make the server's state before round 0. It has the attributes `x` and `y`, like x0 and y0."""
 
     @abstractmethod
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
-        """The server's state after one round, whose exchanges go through `fed`: like `state` in all leaves."""
+        """Make the server's state after a round, whose exchanges go through `fed`: like `state` in all leaves."""
 
     def init_client(self, x: PyTree, y: PyTree) -> PyTree:
-        """The state of each client before round 0, kept between rounds and never sent; None: clients keep nothing."""
+        """Make each client's state before round 0, kept between rounds and never sent; None: clients keep nothing."""
         return None
 
     @property
@@ -208,13 +208,13 @@ class Algorithm(Part):
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """The state of each client before round 0: `init_client`, and its block of x where clients keep x."""
+        """Make each client's state before round 0: `init_client`, and its block of x where clients keep x."""
         if problem.local is None:
             return self.init_client(x, y)
         return local_x.LocalX(local_x.local_block(x), self.init_client(None, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """One estimate of the hypergradient at (x, y), in the shape of x, by the exchanges of a round.
+        """Estimate the hypergradient at (x, y), in the shape of x, by the exchanges of a round.
 
         A method that defines it can be checked against the exact hypergradient (`check_hypergradient`).
         """
@@ -223,15 +223,15 @@ class Algorithm(Part):
         )
 
     def finished(self, state: Any) -> Any:
-        """True if the run may end at this state because nothing is left to do."""
+        """Say whether the run may end at this state because nothing is left to do."""
         return False
 
     def findings(self, state: Any) -> Findings:
-        """An error, a warning, and columns of the history, from the server's state after some rounds."""
+        """Find an error, a warning, and columns of the history in the server's state after some rounds."""
         return Findings()
 
     def phase_name(self, function: object) -> str:
-        """The name of a phase, given as the bound method that an exchange gets.
+        """Find the name of a phase, given as the bound method that an exchange gets.
 
         Raises:
             ConfigurationError: it is none of this algorithm's phases.
@@ -246,7 +246,7 @@ class Algorithm(Part):
         raise ConfigurationError(f"{self.label}: an exchange takes one of its phases {sorted(phases)}, got {got}{mark}")
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
-        """The reply of a client that runs the phase of this name.
+        """Run the phase of this name on a client; return its reply.
 
         Raises:
             ConfigurationError: the method has no such phase, or its reply is not what engines need.
@@ -261,7 +261,7 @@ class Algorithm(Part):
 
     @classmethod
     def estimates_hypergradient(cls) -> bool:
-        """Whether the class defines `hypergradient_at`."""
+        """Say whether the class defines `hypergradient_at`."""
         return cls.hypergradient_at is not Algorithm.hypergradient_at
 
 
@@ -274,7 +274,7 @@ def _register(cls: type[Algorithm]) -> None:
 
 
 def methods_that(can: Callable[[Algorithm], bool]) -> str:
-    """The names of the classes of `ALGORITHMS` that can, with the defaults of their fields, in a single string."""
+    """Name the classes of `ALGORITHMS` that can, with the defaults of their fields, in a single string."""
     classes = (cls for cls in ALGORITHMS.values() if not any(field.default is MISSING for field in fields(cls)))
     return ", ".join(sorted(cls.__name__ for cls in classes if can(cls())))
 

@@ -46,7 +46,7 @@ def check_arguments(function: Callable[..., Any]) -> None:
 
 
 def first_state(algorithm: Server, x: PyTree, y: PyTree) -> Any:
-    """The server's state before round 0, as the `Algorithm` makes it.
+    """Make the server's state before round 0 by the algorithm's `init`, and check it.
 
     Raises:
         ConfigurationError: it has no x or y, or they are not like `x` and `y`. Where `y` is None, so may be the
@@ -66,7 +66,7 @@ def first_state(algorithm: Server, x: PyTree, y: PyTree) -> Any:
 
 
 def next_state(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
-    """The server's state after a round.
+    """Make the server's state after a round by the algorithm's `round`, and check it.
 
     Raises:
         ConfigurationError: it is not like the one before: another type, other leaves, shapes or dtypes.
@@ -80,7 +80,7 @@ def next_state(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
 
 
 def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Array) -> Reply:
-    """What a phase replies; `where` names it in messages.
+    """Run a phase and check its reply; `where` names it in messages.
 
     Raises:
         ConfigurationError: it is no Reply, or a part of it has another form than the engines need.
@@ -127,7 +127,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 def difference(got: PyTree, like: PyTree) -> str:
-    """The first way in which a tree is not like another, in structure, shapes or dtypes; empty if there is none."""
+    """Say how a tree is not like another, in structure, shapes or dtypes; "" if it is."""
     form: Callable[[PyTree], Any] = jax.tree.structure
     if form(got) != form(like):
         return f"got {described(got)}, not {described(like)}"
@@ -138,7 +138,7 @@ def difference(got: PyTree, like: PyTree) -> str:
 
 
 def described(value: Any) -> str:
-    """A value in a few words for messages: its type, and the shapes in it."""
+    """Describe a value in a few words for messages: its type, and the shapes in it."""
     if value is None:
         return "None"
     if jax.tree_util.all_leaves([value]):

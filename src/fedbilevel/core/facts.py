@@ -48,7 +48,7 @@ class Facts:
     client_state: str = "none"
 
     def __str__(self) -> str:
-        """A line for each fact that is said, under its heading, as `help()` shows them."""
+        """Write a line for each fact that is said, under its heading, as `help()` shows them."""
         said = {heading: getattr(self, name) for name, heading in HEADINGS.items()}
         lines = (f"{heading}: {text}." for heading, text in said.items() if text)
         return "\n".join(textwrap.fill(line, 116, subsequent_indent="    ") for line in lines)

@@ -56,7 +56,7 @@ class Fed(Protocol):
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
-        """One exchange: send `message` to the cohort, run `phase` there, return the weighted mean of the updates.
+        """Send `message` to the cohort, run `phase` there, return the weighted mean of the updates: an exchange.
 
         Σ p_i u_i / Σ p_i over those who responded; with `unbiased`, Σ (M/P) p_i u_i, whose expectation over uniform
         cohorts of P out of M clients is the mean over the whole population.
@@ -69,7 +69,7 @@ class Fed(Protocol):
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
-        """Σ p_i u_i over the first n replies, which end the exchange; each is to the last message that its client got.
+        """Return Σ p_i u_i over the first n replies, which end the exchange; each is to its client's last message.
 
         Idle clients get this message. Busy clients finish their earlier one; that reply counts. A client works on one
         message at a time, and has at most one reply in an exchange. A client that has replied gets its next message
@@ -88,7 +88,7 @@ class Fed(Protocol):
     def repeat(
         self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
-        """carry ← body(fed, carry, key_i) for i < n, with key_i = fold_in(key, i): a loop of exchanges.
+        """Repeat exchanges: carry ← body(fed, carry, key_i) for i < n, with key_i = fold_in(key, i).
 
         It ends before the n-th where `until`(carry) has become true.
         """
@@ -128,7 +128,7 @@ class LastReply(NamedTuple):
 
     @classmethod
     def none(cls, like: PyTree) -> "LastReply":
-        """Before the first, of an update with the shapes of `like`."""
+        """Begin before the first reply, for updates with the shapes of `like`."""
         return cls(jax.tree.map(jnp.zeros_like, like), jnp.asarray(-1, jnp.int32))
 
 
@@ -144,7 +144,7 @@ class ReplyDelta(NamedTuple):
 
     @classmethod
     def since(cls, last: LastReply, update: PyTree, exchange: Array) -> tuple["ReplyDelta", LastReply]:
-        """From the last reply to this reply, asked for in that exchange; and what the client keeps now."""
+        """Take the difference from the last reply to this, asked for in that exchange; also return what to keep now."""
         joins, exchanges = (last.exchange < 0).astype(float), (exchange - last.exchange).astype(float)
         change = optax.tree.sub(update, last.update)
         return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)

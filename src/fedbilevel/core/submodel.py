@@ -102,7 +102,7 @@ class UnitLayout:
         return cls({group: sizes[group][0] for group in sorted(touched) if touched[group] in allowed}, axes, shapes)
 
     def kept(self, capacity: float) -> dict[str, int]:
-        """How many units of each group a client of that capacity holds: that share of them, rounded to the nearest."""
+        """Count the units of each group that a client of that capacity holds: that share, rounded to the nearest."""
         kept = {group: math.floor(capacity * size + 0.5) for group, size in self.sizes.items()}
         for group, count in kept.items():
             size = self.sizes[group]
@@ -114,15 +114,15 @@ class UnitLayout:
         return kept
 
     def cut(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
-        """The submodel's part of `tree`; `kinds` is a prefix of it that says what is like x, like y, or whole."""
+        """Cut the submodel's part out of `tree`; `kinds`, a prefix of it, says what is like x, like y, or whole."""
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._cut), kinds, tree)
 
     def put(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
-        """The inverse of `cut`, with zeros where the submodel has nothing."""
+        """Undo `cut`, with zeros where the submodel has nothing."""
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._put), kinds, tree)
 
     def held(self, kinds: PyTree, tree: PyTree, units: Units, amount: Array) -> PyTree:
-        """Shaped like the full `tree` (leaves of which the shapes matter): `amount` where the submodel has an entry."""
+        """Put `amount` where the submodel has an entry, 0 elsewhere; of the full `tree` the shapes matter alone."""
 
         def fill(leaf: Any, axes: tuple[Axis, ...], shape: tuple[int, ...], units: Units) -> Array:
             full = jnp.asarray(amount, leaf.dtype)
@@ -135,7 +135,7 @@ class UnitLayout:
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, fill, amount), kinds, tree)
 
     def importance(self, x: PyTree, y: PyTree) -> dict[str, Array]:
-        """By group, (units,) the sum of squares of all that would leave with a unit."""
+        """Return by group, (units,), the sum of squares of all that would leave with a unit."""
         total = {group: jnp.zeros(size) for group, size in self.sizes.items()}
         for part, tree in (("x", x), ("y", y)):
             for leaf, axes in zip(jax.tree.leaves(tree), self.axes[part], strict=True):
@@ -147,7 +147,7 @@ class UnitLayout:
         return total
 
     def _each(self, kind: str, part: PyTree, units: Units, change: Any, whole: Any = None) -> PyTree:
-        """`change` of each leaf of a part of that kind; what is whole stays, or is filled with `whole`."""
+        """Apply `change` to each leaf of a part of that kind; what is whole stays, or is filled with `whole`."""
         if kind in (WHOLE, NUMBER):
             return part if whole is None else jax.tree.map(lambda leaf: jnp.full(leaf.shape, whole, leaf.dtype), part)
         leaves, tree = jax.tree.flatten(part)
@@ -175,14 +175,14 @@ class UnitLayout:
 
 
 def _entries(units: Array, size: int, times: int) -> Array:
-    """The entries of these units along an axis of `times` runs of all `size` units."""
+    """List the entries of these units along an axis of `times` runs of all `size` units."""
     if times == 1:
         return units
     return (jnp.arange(times, dtype=units.dtype)[:, None] * size + units).reshape(-1)
 
 
 def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
-    """The structure's string for each leaf of `tree`."""
+    """List the structure's string for each leaf of `tree`."""
     leaves, shape = jax.tree.flatten(tree)
     if words is None:
         return [" ".join("_" * np.ndim(leaf)) for leaf in leaves]
@@ -198,7 +198,7 @@ def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
 
 
 def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> Iterator[Axis]:
-    """The axes that a string names; `sizes` gets to know the units of its groups, and who said so."""
+    """List the axes that a string names; note in `sizes` the units of its groups, and which array said so."""
     require(isinstance(word, str), name, word, 'a string with a word for each axis, e.g. "_ hidden"')
     words = str(word).split()
     require(len(words) == len(shape), name, word, f"of {len(shape)} words, one for each axis of {shape}")
@@ -261,7 +261,7 @@ class UnitPolicy:
     def units(
         self, unit_layout: UnitLayout, kept: Mapping[str, int], importance: Mapping[str, Array], holder: ClientSlot
     ) -> Units:
-        """The units that a client holds, `kept` of them in each group."""
+        """Choose the units that a client holds, `kept` of them in each group."""
         key = holder.key if self.fixed else jax.random.fold_in(holder.key, holder.round)
         chosen = {}
         for number, (group, count) in enumerate(sorted(kept.items())):
@@ -280,7 +280,7 @@ class UnitPolicy:
         return chosen
 
     def segment(self, size: int, count: int, key: Array, holder: ClientSlot) -> Array:
-        """A window of `count` units, of ⌈size/count⌉ such windows; the last may overlap the window before it."""
+        """Deal out a window of `count` units, of ⌈size/count⌉ such windows; the last may overlap another."""
         segments = -(-size // count)
         dealt = holder.rank % segments
         if self.min_coverage is not None and segments > 1:

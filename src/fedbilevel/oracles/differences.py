@@ -30,17 +30,17 @@ class CentralDifferences:
     perturbation: float | Array = 1.0
 
     def hess_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-        """∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ, of the shape of y."""
+        """Return ∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ, of the shape of y."""
         return self.hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
     def hess_of(self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
-        """∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ for a function of y alone, of the shape of y."""
+        """Return ∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ of a function of y alone, of the shape of y."""
         mu, gradient = self.step(y, v), jax.grad(loss)
         ahead, behind = gradient(move(y, mu, v)), gradient(move(y, -mu, v))
         return jax.tree.map(lambda a, b: ((a - b) / (2 * mu)).astype(a.dtype), ahead, behind)
 
     def cross_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-        """∇²xy g·v ≈ ∇x [g(x, y + μv) − g(x, y − μv)]/2μ, of the shape of x.
+        """Return ∇²xy g·v ≈ ∇x [g(x, y + μv) − g(x, y − μv)]/2μ, of the shape of x.
 
         What does not depend on y, as features do, is computed once for both and differentiated once.
         """
@@ -48,19 +48,19 @@ class CentralDifferences:
         return given.pull(self.cross_of(given.of_y, given.features, y, v))
 
     def cross_of(self, loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-        """∇²xy loss(x, y)·v, of the shape of x, by differences of the loss's gradient in x at y ± μv."""
+        """Return ∇²xy loss(x, y)·v, of the shape of x, by differences of the loss's gradient in x at y ± μv."""
         mu = self.step(y, v)
         return jax.grad(lambda x: (loss(x, move(y, mu, v)) - loss(x, move(y, -mu, v))) / (2 * mu))(x)
 
     def hypergradient(
         self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
     ) -> tuple[Array, PyTree]:
-        """f(x, y) and ∇x f − ∇²xy g·v; v = None leaves the product out."""
+        """Return f(x, y) and ∇x f − ∇²xy g·v; v = None leaves the product out."""
         loss, f_x = jax.value_and_grad(problem.outer)(x, y, outer_batch)
         return loss, f_x if v is None else optax.tree.sub(f_x, self.cross_v(problem, x, y, v, inner_batch))
 
     def step(self, y: PyTree, v: PyTree) -> Array:
-        """μ; along v = 0 the difference is 0 by itself. Only y differs, whose precision is what is rounded to."""
+        """Return μ; along v = 0 the difference is 0 by itself. Only y differs: its precision is what is rounded to."""
         size = optax.tree.norm(v)
         length = self.perturbation * jnp.cbrt(epsilon(y) * (1 + optax.tree.norm(y)))
         return length / jnp.where(size > 0, size, 1)
@@ -69,7 +69,7 @@ class CentralDifferences:
 def coordinate_slopes(
     function: Callable[[PyTree], PyTree], x: PyTree, weight: PyTree, places: Array, perturbation: float | Array = 1.0
 ) -> PyTree:
-    """Σ over places p of ⟨δ_p, weight⟩ e_p, δ_p = [function(x + μ e_p) − function(x)]/μ: like x, 0 at other places.
+    """Return Σ_p ⟨δ_p, weight⟩ e_p over places p, δ_p = [function(x + μ e_p) − function(x)]/μ: like x, 0 elsewhere.
 
     One place after the other, each an evaluation of `function`, so that memory does not grow with their number.
 

@@ -34,7 +34,7 @@ class ExactHypergradient(NamedTuple):
 
 @jax.jit
 def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergradient:
-    """By the Hessian's matrix (use float64): O(dim y³) time, O(dim y²) memory and dim y Hessian-vector products."""
+    """Solve with the Hessian's matrix, in float64: O(dim y³) time, O(dim y²) memory, dim y Hessian-vector products."""
     flat, unravel = ravel_pytree(y)
     row = lambda e: ravel_pytree(population.inner.hess_v(x, y, unravel(e)))[0]  # noqa: E731
     hessian = jax.lax.map(row, jnp.eye(flat.size, dtype=flat.dtype), batch_size=32)
@@ -46,7 +46,7 @@ def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergr
 def implicit_by_cg(
     population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10
 ) -> tuple[ExactHypergradient, Solution]:
-    """By conjugate gradient, for any dimension; the second part says how far v may be trusted."""
+    """Solve by conjugate gradient, for any dimension; the second part says how far v may be trusted."""
     system = conjugate_gradient(
         lambda v: population.inner.hess_v(x, y, v),
         population.outer.gradients(x, y)[1],
@@ -57,7 +57,7 @@ def implicit_by_cg(
 
 
 def implicit_with(population: Population, x: PyTree, y: PyTree, v: PyTree) -> ExactHypergradient:
-    """The hypergradient that v gives, whatever v is."""
+    """Return the hypergradient that v gives, whatever v is."""
     return ExactHypergradient(population.hypergradient(x, y, v)[0], v, population.inner.gradients(x, y)[1])
 
 
@@ -80,7 +80,7 @@ class _Newton(NamedTuple):
 def solve_inner(
     population: Population, x: PyTree, y: PyTree, *, pull: float | Array = 0.0, tolerance: float = 1e-3
 ) -> Inner:
-    """argmin over z of G(x, z) + ½ pull ‖z − y‖², from z = y: y*(x) without pull.
+    """Minimise G(x, z) + ½ pull ‖z − y‖² over z, from z = y: y*(x) without pull.
 
     Newton's method; each system by conjugate gradients to a relative residual of `tolerance`. A step is halved until it
     makes ‖∇y G‖ smaller, which some step does where the Hessian is positive definite (the derivative of ½‖∇y G‖² along
@@ -129,7 +129,7 @@ class Slopes(NamedTuple):
 
 
 def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, directions: int, width: float) -> Slopes:
-    """⟨∇Φ(x), d⟩ along random unit d, by central differences of F(x ± h d, y*(x ± h d)) for h = width and width/2.
+    """Find ⟨∇Φ(x), d⟩ along random unit d, by differences of F(x ± h d, y*(x ± h d)) for h = width and width/2.
 
     The two are combined (Richardson), which leaves an error of order h⁴; `y` is where the inner solver starts.
     """
@@ -158,7 +158,7 @@ class Unrolled(NamedTuple):
 
 @partial(jax.jit, static_argnames="steps")
 def unrolled_gradient(population: Population, x: PyTree, y: PyTree, *, steps: int, lr: float | Array) -> Unrolled:
-    """d/dx F(x, y_N(x)) with y_0 = y fixed and y_{n+1} = y_n − lr·∇y G(x, y_n), by reverse mode.
+    """Return d/dx F(x, y_N(x)) with y_0 = y fixed and y_{n+1} = y_n − lr·∇y G(x, y_n), by reverse mode.
 
     Tends to ∇Φ(x) like (1 − lr·μ)^N for lr < 2/L. At y = y*(x) it equals the truncated Neumann series of N terms.
     Memory: N copies of y; the rest is computed anew on the way back.

@@ -30,12 +30,12 @@ class InnerLoss(NamedTuple):
     loss: Callable[[PyTree, PyTree], Array]
 
     def gradient(self, y: PyTree, key: Array) -> PyTree:
-        """∇y g_i(x, y) on those samples."""
+        """Return ∇y g_i(x, y) on those samples."""
         return jax.grad(self.loss)(y, self.draw(key))
 
 
 def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
-    """g_i(x, ·) for about `steps` draws; the values of `y` do not matter, its shapes do."""
+    """Prepare g_i(x, ·) for about `steps` draws; the values of `y` do not matter, its shapes do."""
     problem, samples = client.problem, client.inner
     if steps * (batch_size or samples.longest) <= samples.longest:  # fewer draws than samples: nothing to save
         return InnerLoss(partial(samples.batch, batch_size=batch_size), lambda y, batch: problem.inner(x, y, batch))
@@ -73,12 +73,12 @@ class OnBatch(NamedTuple):
     pull: Callable[[PyTree], PyTree]  # a gradient in the features -> that in x
 
     def loss(self, y: PyTree) -> Array:
-        """g(x, y) on the batch."""
+        """Return g(x, y) on the batch."""
         return self.of_y(self.features, y)
 
 
 def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBatch:
-    """g on a batch, for many y and for its gradients in x; the values of `y` do not matter, its shapes do."""
+    """Prepare g on a batch, for many y and for its gradients in x; the values of `y` do not matter, its shapes do."""
     parts = partition_by_dependence(problem.inner, x, y, batch)
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
@@ -152,7 +152,7 @@ def partition_by_dependence(function: Callable[..., Array], x: PyTree, y: PyTree
 
 
 def _in_blocks(function: Callable[[PyTree], PyTree], rows: PyTree, size: int) -> PyTree:
-    """`function` of each row, computed for `size` of them at a time."""
+    """Apply `function` to each row, to `size` of them at a time."""
     if size >= len(jax.tree.leaves(rows)[0]):
         return jax.vmap(function)(rows)
     return lax.map(function, rows, batch_size=size)
@@ -163,7 +163,7 @@ def _variables(atoms: Any) -> list[Var]:
 
 
 def _inlined(function: Callable[..., Array], *like: PyTree) -> Callable[..., Array]:
-    """`function` without inner `jit`s, each of which would count as a single operation."""
+    """Rewrite `function` without inner `jit`s, each of which would count as a single operation."""
     closed = jax.make_jaxpr(function)(*like)
 
     def evaluate(jaxpr: Jaxpr, consts: Any, *arguments: Any) -> list[Any]:

@@ -32,7 +32,7 @@ class Solution(NamedTuple):
 
 
 def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -> Solution:
-    """v = step · Σ_{n < terms} (I − step·H)ⁿ b, the truncated Neumann series.
+    """Return v = step · Σ_{n < terms} (I − step·H)ⁿ b, the truncated Neumann series.
 
     Converges to H⁻¹b for 0 < step < 2/λ_max(H), with error (1 − step·λ_min)^terms. Curvature is not looked at.
     """
@@ -61,17 +61,17 @@ class Iteration(NamedTuple):
 
     @classmethod
     def start(cls, b: PyTree, tolerance: float | Array) -> "Iteration":
-        """From v = 0, to end at ‖b − H v‖ ≤ tolerance·‖b‖."""
+        """Begin from v = 0, to end at ‖b − H v‖ ≤ tolerance·‖b‖."""
         size = optax.tree.vdot(b, b)
         zero = optax.tree.scale(0, b)  # a NaN in b stays
         return cls(zero, b, b, size, tolerance**2 * size, jnp.asarray(0), jnp.asarray(-1))
 
     def ended(self) -> Array:
-        """Whether the residual is small enough, or no further direction may be taken."""
+        """Say whether the residual is small enough, or no further direction may be taken."""
         return ~(self.rr > self.target) | (self.negative >= 0)  # a NaN ends it too
 
     def advanced(self, hp: PyTree) -> "Iteration":
-        """One step along p, `hp` being H p; none along a direction of non-positive curvature."""
+        """Take a step along p, `hp` being H p; none along a direction of non-positive curvature."""
         curvature = optax.tree.vdot(self.p, hp)
         bad = curvature <= 0  # False for NaN, which must reach v
         length = jnp.where(bad, 0, self.rr / jnp.where(bad, 1, curvature))
@@ -88,7 +88,7 @@ class Iteration(NamedTuple):
 
 
 def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6, iterations: int = 100) -> Solution:
-    """Conjugate gradient from v = 0, until ‖b − H v‖ ≤ tolerance·‖b‖ by its recurrence or `iterations` products.
+    """Solve H v = b by conjugate gradient from v = 0, until ‖b − H v‖ ≤ tolerance·‖b‖, or `iterations` products.
 
     At a direction of non-positive curvature it stops and says so in `negative_curvature`, keeping the iterate so far:
     H is then not positive definite, and no claim is made for v.
@@ -125,7 +125,7 @@ class Extremes(NamedTuple):
 
 
 def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iterations: int = 60) -> Extremes:
-    """Lanczos with k = min(iterations, dim) products from a random start, on the host: compile the operator.
+    """Find them by Lanczos with k = min(iterations, dim) products from a random start, on the host, operator compiled.
 
     An invariant subspace that is met on the way is left by a new random direction, so that k = dim gives the whole
     spectrum whatever its multiplicities. Memory: 2k vectors of the size of `like`, in float64.
@@ -155,12 +155,12 @@ def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iteratio
 
 
 def _flat(tree: PyTree) -> np.ndarray:
-    """All entries of a tree, (dim,)."""
+    """Collect all entries of a tree, (dim,)."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def _shaped(entries: np.ndarray, like: PyTree) -> PyTree:
-    """Entries (dim,) as a tree of NumPy arrays of the shapes and types of `like`."""
+    """Shape entries (dim,) into a tree of NumPy arrays of the shapes and types of `like`."""
     leaves, structure = jax.tree.flatten(like)
     parts = np.split(entries, np.cumsum([leaf.size for leaf in leaves])[:-1])
     shaped = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
@@ -168,7 +168,7 @@ def _shaped(entries: np.ndarray, like: PyTree) -> PyTree:
 
 
 def _orthogonal(basis: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """w less its part in the span of the rows of `basis`; twice is enough (Parlett and Kahan)."""
+    """Take from w its part in the span of the rows of `basis`; twice is enough (Parlett and Kahan)."""
     for _ in range(2):
         w = w - basis.T @ (basis @ w)
     return w

@@ -26,7 +26,7 @@ CHUNK = 256  # samples that are vectorised together
 
 
 def hess_v(total: Total, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """∇²yy F·v, like y. Not compiled: of a compiled method JAX keeps the loss, and with it all that it closes over."""
+    """Return ∇²yy F·v, like y. Not compiled: JAX would keep the loss, and with it all that it closes over."""
     return total.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, 1)(x, y), (y,), (v,))[1])
 
 
@@ -45,26 +45,26 @@ class Total:
 
     @jax.jit
     def value(self, x: PyTree, y: PyTree) -> Array:
-        """F(x, y), a scalar."""
+        """Return F(x, y), a scalar."""
         return self.stream(lambda loss: loss(x, y))
 
     @jax.jit
     def gradients(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-        """∇x F and ∇y F."""
+        """Return ∇x F and ∇y F."""
         return self.stream(lambda loss: jax.grad(loss, (0, 1))(x, y))
 
     @jax.jit
     def products(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """∇²xy F·v, like x, and ∇²yy F·v, like y: one forward-over-reverse pass."""
+        """Return ∇²xy F·v, like x, and ∇²yy F·v, like y: a single forward-over-reverse pass."""
         return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, (0, 1))(x, y), (y,), (v,))[1])
 
     @jax.jit
     def hess_v(self, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-        """∇²yy F·v, like y."""
+        """Return ∇²yy F·v, like y."""
         return hess_v(self, x, y, v)
 
     def stream(self, of_chunk: Callable[[Callable[[PyTree, PyTree], Array]], PyTree]) -> PyTree:
-        """Σ over chunks of `of_chunk`(that chunk's share of the loss), which must be linear in the loss."""
+        """Add up `of_chunk`(that chunk's share of the loss) over chunks, which must be linear in the loss."""
 
         def share(part: tuple[PyTree, Array]) -> PyTree:
             samples, weights = part
@@ -96,7 +96,7 @@ class Population:
 
     @classmethod
     def of(cls, problem: Problem, clients: Clients, max_samples: int | None = None) -> Population:
-        """Everyone's samples, or at most `max_samples` of each loss, spread evenly over the clients' samples.
+        """Take everyone's samples, or at most `max_samples` of each loss, spread evenly over the clients' samples.
 
         A subsample keeps each client's weight where it takes any of that client's samples. Leaves that are memory maps
         are read only where a sample is taken.
@@ -113,7 +113,7 @@ class Population:
 
     @classmethod
     def each(cls, problem: Problem, clients: Clients, ids: Sequence[int], max_samples: int | None = None) -> Population:
-        """The losses of single clients, stacked: every leaf has a leading axis of len(ids), for vmap or lax.map.
+        """Stack the losses of single clients: every leaf has a leading axis of len(ids), for vmap or lax.map.
 
         At most `max_samples` of each loss, for all those clients together.
         """
@@ -128,7 +128,7 @@ class Population:
 
     @classmethod
     def batches(cls, problem: Problem, clients: Clients, ids: Sequence[int], size: int, seed: int) -> Population:
-        """The losses of single clients on a batch of each, drawn as clients draw theirs; stacked as in `each`."""
+        """Stack the losses of single clients as `each` does, on a batch of each, drawn as clients draw theirs."""
 
         def total(loss: Loss, rows: Ragged) -> Total:
             rng = np.random.default_rng(seed)
@@ -144,13 +144,13 @@ class Population:
 
     @jax.jit
     def hypergradient(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """∇x F − ∇²xy G·v, like x, and what v leaves of its system, ∇²yy G·v − ∇y F, like y."""
+        """Return ∇x F − ∇²xy G·v, like x, and what v leaves of its system, ∇²yy G·v − ∇y F, like y."""
         (f_x, f_y), (cross, hess) = self.outer.gradients(x, y), self.inner.products(x, y, v)
         return jax.tree.map(jnp.subtract, f_x, cross), jax.tree.map(jnp.subtract, hess, f_y)
 
 
 def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Places in the flat arrays, and weights summing to 1, of all samples of the rows `ids` or of `limit` of them.
+    """Choose all samples of the rows `ids`, or `limit` of them: places in the flat arrays, and weights summing to 1.
 
     Of a row that keeps k of its n samples each has weight p_i/k; what a row that keeps none had goes to the others.
     """
@@ -165,7 +165,7 @@ def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> t
 
 
 def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> Total:
-    """A loss for each of `parts`, (places, weights of these), padded to `length` samples."""
+    """Stack a loss for each of `parts`, (places, weights of these), padded to `length` samples."""
     chunks = [_chunked(rows, index, weights, length) for index, weights in parts]
     samples, weight = on_device(jax.tree.map(lambda *leaves: np.stack(leaves), *chunks))
     return Total(samples, weight, loss)
@@ -174,7 +174,7 @@ def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndar
 def _chunked(
     rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None
 ) -> tuple[PyTree, np.ndarray]:
-    """The samples at `index`, as (chunks, size, ...), padded with copies of the first; and weights, there 0."""
+    """Read the samples at `index`, as (chunks, size, ...), padded with copies of the first; and weights, there 0."""
     length = length or len(index)
     chunks = -(-length // CHUNK)
     size = -(-length // chunks)  # even chunks: less padding

@@ -20,29 +20,29 @@ class Directions(NamedTuple):
 
 
 def hess_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-    """∇²yy g(x, y)·v, of the shape of y: one forward-over-reverse pass."""
+    """Return ∇²yy g(x, y)·v, of the shape of y: a single forward-over-reverse pass."""
     return hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
 
 def hess_of(loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
-    """∇² loss(y)·v, of the shape of y: one forward-over-reverse pass."""
+    """Return ∇² loss(y)·v, of the shape of y: a single forward-over-reverse pass."""
     return jax.jvp(jax.grad(loss), (y,), (v,))[1]
 
 
 def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-    """∇²xy g(x, y)·v, of the shape of x: the gradient in x of ⟨∇y g(x, y), v⟩."""
+    """Return ∇²xy g(x, y)·v, of the shape of x: the gradient in x of ⟨∇y g(x, y), v⟩."""
     return cross_of(lambda x, y: problem.inner(x, y, batch), x, y, v)
 
 
 def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """∇²xy loss(x, y)·v, of the shape of x: the gradient in x of ⟨∇y loss(x, y), v⟩."""
+    """Return ∇²xy loss(x, y)·v, of the shape of x: the gradient in x of ⟨∇y loss(x, y), v⟩."""
     return jax.grad(lambda x: optax.tree.vdot(jax.grad(loss, 1)(x, y), v))(x)
 
 
 def hypergradient(
     problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
 ) -> tuple[Array, PyTree]:
-    """f(x, y) and ∇x f − ∇²xy g·v, by one reverse pass; v = None leaves the product out."""
+    """Return f(x, y) and ∇x f − ∇²xy g·v, by a single reverse pass; v = None leaves the product out."""
 
     def surrogate(x: PyTree) -> tuple[Array, Array]:
         loss = problem.outer(x, y, outer_batch)
@@ -55,7 +55,7 @@ def hypergradient(
 
 
 def directions(problem: Problem, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
-    """The three directions at (x, y, v), each batch used for all of them.
+    """Return the three directions at (x, y, v), each batch used for all of them.
 
         x: ∇x f − ∇²xy g·v        y: ∇y g        v: ∇²yy g·v − ∇y f
 
@@ -79,7 +79,7 @@ def independent_directions(
     system_batches: tuple[PyTree, PyTree],
     outer_batches: tuple[PyTree, PyTree],
 ) -> Directions:
-    """The three descent directions at (x, y, v), with a draw of its own for each: ζ for y, ψ for v, ξ for x.
+    """Return the three descent directions at (x, y, v), with a draw of its own for each: ζ for y, ψ for v, ξ for x.
 
     `system_batches` and `outer_batches` are pairs (outer samples, inner samples), since both directions need ∇f
     and a product with ∇²g.

@@ -39,7 +39,7 @@ class Exact(Part):
         return products
 
     def counted(self, reply: Reply) -> Reply:
-        """The reply with what its products cost."""
+        """Count what the reply's products cost: hvps, as they are."""
         return reply
 
 
@@ -63,7 +63,7 @@ class Differences(Part):
         return differences.CentralDifferences(self.perturbation)
 
     def counted(self, reply: Reply) -> Reply:
-        """The reply with what its products cost: two gradients each."""
+        """Count what the reply's products cost: two gradients each."""
         return reply._replace(gradients=reply.gradients + 2 * reply.hvps, hvps=0)
 
 
@@ -75,14 +75,14 @@ class Estimate(NamedTuple):
 
 
 def outer_gradient(client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-    """∇y f_i, to be averaged into b."""
+    """Reply with ∇y f_i, whose mean is b."""
     return Reply(jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key)), gradients=1)
 
 
 def hypergradient_given(
     client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array, second_order: Exact | Differences
 ) -> Reply:
-    """∇x f_i − ∇²xy g_i v; ∇x f_i where v is None."""
+    """Reply with ∇x f_i − ∇²xy g_i v, or ∇x f_i where v is None."""
     outer_key, inner_key = jax.random.split(key)
     outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
     loss, h = second_order.oracle.hypergradient(client.problem, *at, outer_batch, inner_batch)
@@ -94,14 +94,14 @@ class Hypergradient(Part):
     """How a method finds ∇Φ(x). Every method here has a default."""
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
-        """An estimate of ∇Φ(x) at y, in the shape of x.
+        """Estimate ∇Φ(x) at y, in the shape of x.
 
         Without it the part is for methods whose rounds need no estimate at a given point, such as AFBO.
         """
         raise ConfigurationError(f"{type(self).__name__} estimates no hypergradient at a given point")
 
     def start(self, y: PyTree) -> PyTree:
-        """The state of this part on the server before round 0; None: it keeps nothing between rounds."""
+        """Return what this part keeps on the server, before round 0; None for nothing."""
         return None
 
     @property
@@ -126,7 +126,7 @@ class Hypergradient(Part):
         return
 
     def findings(self, info: SolveInfo) -> Findings:
-        """An error or a warning, from the last outcome of the linear system."""
+        """Say what is wrong with the last outcome of the linear system."""
         return Findings()
 
 
@@ -189,12 +189,12 @@ class Implicit(SolvedSystem):
 
     @phase(takes=("x", "y"), gives="y")
     def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """∇y f_i, to be averaged into b."""
+        """Reply with ∇y f_i, whose mean is b."""
         return outer_gradient(client, at, key)
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """N s ∇y f_i in the place of this client's N'_i, zeros in all others: leaves (N, …)."""
+        """Reply with N s ∇y f_i in the place of this client's N'_i, zeros in all others: leaves (N, …)."""
         assert isinstance(self.solver, Neumann)
         draw_key, batch_key = jax.random.split(key)
         terms = self.solver.most_terms
@@ -205,13 +205,13 @@ class Implicit(SolvedSystem):
 
     @phase(takes=("x", "y", "y"), gives="y")
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """∇²yy g_i v."""
+        """Reply with ∇²yy g_i v."""
         product = self.second_order.oracle.hess_v(client.problem, *at, client.inner_batch(key))
         return self.second_order.counted(Reply(product, hvps=1))
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """∇x f_i − ∇²xy g_i v."""
+        """Reply with ∇x f_i − ∇²xy g_i v."""
         return hypergradient_given(client, at, key, self.second_order)
 
     @property
@@ -221,11 +221,11 @@ class Implicit(SolvedSystem):
         return self.solver.most_terms + 1 if apart else 0
 
     def cohort(self, number: Any) -> Any:
-        """`number`, the fresh cohort of an exchange; None where all exchanges of a round ask the same cohort."""
+        """Return the number of an exchange's fresh cohort; None where all exchanges of a round ask the same cohort."""
         return number if self.fresh else None
 
     def by_length(self, problem: Problem) -> bool:
-        """Whether each client draws a length of its own."""
+        """Say whether each client draws a length of its own."""
         sampling = self.solver.sampling if isinstance(self.solver, Neumann) else None
         return problem.implicit_term == "inverse" and sampling == "random_per_client"
 

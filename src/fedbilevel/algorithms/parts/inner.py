@@ -30,15 +30,15 @@ class InnerRounds(Part):
 
     @abstractmethod
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """y after one round of steps from y at a fixed x."""
+        """Return y after a round of steps from y at a fixed x."""
 
     def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array, rounds: int | Array | None = None) -> PyTree:
-        """y after so many rounds of steps from y at a fixed x; None: as many as the field `rounds` says."""
+        """Return y after so many rounds of steps from y at a fixed x; None: as many as the field `rounds` says."""
         number = self.rounds if rounds is None else rounds
         return fed.repeat(number, lambda fed, y, key: self.once(fed, x, y, key), y, key)
 
     def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
-        """(y, key) -> ∇y g_i(x, y) on drawn samples."""
+        """Make the function (y, key) -> ∇y g_i(x, y) on drawn samples."""
         return inner_loss_at(client, x, y, client.batch_size, self.local_steps).gradient
 
 
@@ -68,7 +68,7 @@ class LocalSGD(InnerSteps):
 
     @phase(takes=("x", "y"), gives="y")
     def descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """The change of y by τ_i plain steps."""
+        """Reply with the change of y by τ_i plain steps."""
         x, y = at
         tau = client.local_steps(self.local_steps)
         return Reply(local_descent(self.gradient_at(client, x, y), y, tau, self.lr, key), gradients=tau)

@@ -41,11 +41,11 @@ class Standstill(NamedTuple):
 
     @classmethod
     def before(cls, x: PyTree) -> "Standstill":
-        """Before the first round, which begins at x."""
+        """Begin before the first round, which starts at x."""
         return cls(x, jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
     def then(self, first: Array, x: PyTree, inner: Array, outer: Array) -> "Standstill":
-        """After the next round, which began at x; `first`, whether it was the first of all."""
+        """Go on by a round that began at x; `first`: whether it was the first of all."""
         moved = optax.tree.norm(optax.tree.sub(x, self.x)) / (optax.tree.norm(self.x) + 1)
         inner, outer = inner.astype(float), outer.astype(float)
         pairs = ((inner, self.inner), (outer, self.outer))
@@ -93,11 +93,11 @@ class IterativeRegularization(Algorithm):
 
     @abstractmethod
     def step_size(self, k: Array) -> Array:
-        """γ_k of round k = 1, 2, …"""
+        """Return γ_k of round k = 1, 2, …"""
 
     @abstractmethod
     def init_own(self, x: PyTree) -> Any:
-        """The further part of the server's state before round 0, beside x and its average."""
+        """Return what the server keeps beside x and its average, before round 0."""
 
     @property
     def asks(self) -> Asks:
@@ -105,7 +105,7 @@ class IterativeRegularization(Algorithm):
         return Asks(everyone=self.tolerance is not None)
 
     def allows_with(self, phase: str) -> Allows:
-        """Late replies to the phase, but where the stopping rule compares F; no submodels."""
+        """Allow late replies to the phase, but where the stopping rule compares F; and no submodels."""
         several = No("its tolerance compares F at one x, and late replies have it at several")
         return Allows(
             late=(phase,) if self.tolerance is None else several,
@@ -135,12 +135,12 @@ class IterativeRegularization(Algorithm):
         return State(x, x, jnp.zeros(()), jnp.zeros((), jnp.int32), standstill, self.init_own(x))
 
     def step_sizes(self, state: State) -> tuple[Array, Array]:
-        """γ_k and λ_k of the round that begins."""
+        """Return γ_k and λ_k of the round that begins."""
         k = (state.k + 1).astype(float)
         return self.step_size(k), self.regularization / k**self.regularization_decay
 
     def inner_sum(self, client: Client, x: PyTree, key: Array) -> tuple[Array, ...]:
-        """Client: F_i(x) for the stopping rule, whose mean is the sum over all samples; nothing without that rule."""
+        """Return F_i(x) for the stopping rule, such that the mean is the sum over all samples; nothing without it."""
         if self.tolerance is None:
             return ()
         mean: Array = client.problem.inner(x, None, client.inner_batch(key, None))
@@ -149,7 +149,7 @@ class IterativeRegularization(Algorithm):
     def next_state(
         self, state: State, x: PyTree, gamma: Array, inner: Sequence[Array], outer: Array, own: Any
     ) -> State:
-        """The state after a round with step γ, whose own x enters the average; `outer` is H, `inner` F at that x."""
+        """Return the state after a round with step γ, whose x enters the average; `outer` is H, `inner` F at that x."""
         standstill = state.standstill and state.standstill.then(state.k == 0, state.x, inner[0], outer)
         steps = state.steps + gamma
         share = jnp.where(steps > 0, gamma / jnp.where(steps > 0, steps, 1), 0)  # a schedule may begin at 0
@@ -157,7 +157,7 @@ class IterativeRegularization(Algorithm):
         return State(x, average, steps, state.k + 1, standstill, own)
 
     def finished(self, state: State) -> Any:
-        """Whether nothing changed by more than the tolerance in the last round."""
+        """Say whether nothing changed by more than the tolerance in the last round."""
         if state.standstill is None or self.tolerance is None:
             return False
         return state.standstill.change <= self.tolerance
@@ -215,7 +215,7 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
 
 
 def points_around(x: PyTree, count: int) -> PyTree:
-    """x and `count` random points, at distances from a tenth to 1,000 from it in every entry; always the same ones."""
+    """Draw `count` points at distances from a tenth to 1,000 from x in every entry, always the same; x is the first."""
     leaves, structure = jax.tree.flatten(x)
     rng, away = np.random.default_rng(0), 10.0 ** (np.arange(count) % 5 - 1)
 
@@ -227,18 +227,18 @@ def points_around(x: PyTree, count: int) -> PyTree:
 
 
 def of_each(function: Callable[[PyTree], PyTree], points: PyTree) -> PyTree:
-    """function(point) of each, leaves (count, ...)."""
+    """Apply the function to each point, leaves (count, ...)."""
     return jax.tree.map(np.asarray, compiled(partial(lax.map, function), points)(points))
 
 
 def as_rows(points: PyTree) -> np.ndarray:
-    """Points with leaves (count, ...) as rows, float64."""
+    """Write points with leaves (count, ...) as rows, float64."""
     leaves = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(points)]
     return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
 
 def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
-    """The claimed μ after a look at H between points, leaves (count, ...), or the least curvature that these show.
+    """Check the claimed μ of H between points, leaves (count, ...); without a claim return the least curvature seen.
 
     Between u and v that is 2 (H(v) − H(u) − ⟨𝓗(u), v − u⟩)/‖v − u‖², known up to rounding.
     """
@@ -263,7 +263,7 @@ def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
 
 
 def _curvatures(h: np.ndarray, v: np.ndarray, slopes: np.ndarray, u: int, precision: float) -> np.ndarray:
-    """Curvature from point u to those apart from it, and how much of that rounding may be: (2, others)."""
+    """Return the curvatures from point u to others apart from it, and how much of each rounding may be: (2, others)."""
     away = v - v[u]
     square, rise = np.sum(away**2, axis=1) / 2, away @ slopes[u]
     size = np.abs(h) + np.abs(h[u]) + np.linalg.norm(slopes[u]) * np.sqrt(2 * square)

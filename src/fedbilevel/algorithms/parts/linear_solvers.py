@@ -54,12 +54,12 @@ class SolveInfo(NamedTuple):
 
     @classmethod
     def of_clients(cls, means: Withheld) -> SolveInfo:
-        """From the share of clients that met negative curvature, and their mean residual."""
+        """Make it from the share of clients that met negative curvature, and their mean residual."""
         met, residual = means.withheld
         return cls(jnp.where(met > 0, 0, -1), residual)
 
     def to_average(self) -> Withheld:
-        """What a client sends of its own: zeros under privacy, where the least noise would be negative curvature."""
+        """Make what a client sends of its own: zeros under privacy, whose noise would look like negative curvature."""
         return Withheld(((self.negative_curvature >= 0).astype(float), self.residual))
 
 
@@ -99,11 +99,11 @@ class Neumann(Part):
         return self.terms if isinstance(self.terms, int) else max(self.terms)
 
     def terms_of(self, client: Client) -> int | Array:
-        """N, or the client's N_i."""
+        """Return N, or the client's N_i."""
         return self.terms if isinstance(self.terms, int) else jnp.array(self.terms)[client.id]
 
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
-        """v; `loop.repeat` and `product` make the exchanges, or a client's own loops.
+        """Find v; `loop.repeat` and `product` make the exchanges, or a client's own loops.
 
         v ← (I − sH) v + what enters before the n-th product, n = 1, 2, …: in the series s b each time, with a random
         length nothing more, and with a length for each client what those bring who have as many products ahead. Then
@@ -132,7 +132,7 @@ class Neumann(Part):
         return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
 
     def findings(self, info: SolveInfo, where: str) -> Findings:
-        """A warning of negative curvature: a Neumann series can be summed where it meets any."""
+        """Warn of negative curvature: a Neumann series can be summed where it meets any."""
         return Findings(warning=negative_curvature(info, "product", where))
 
 
@@ -152,7 +152,7 @@ class CG(Part):
     tolerance: float = positive(default=1e-3)
 
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
-        """v; all products on the same samples."""
+        """Find v, with all products on the same samples."""
         _, loop_key = jax.random.split(key)
 
         def once(loop: Any, it: Iteration, _: Array) -> Iteration:
@@ -164,7 +164,7 @@ class CG(Part):
         return Solved(end.v, end.spent, SolveInfo(end.negative, residual.astype(float)))
 
     def findings(self, info: SolveInfo, where: str) -> Findings:
-        """An error at negative curvature, where there is no solution; a warning of a residual above `tolerance`."""
+        """End at negative curvature, where there is no solution; warn of a residual above `tolerance`."""
         error, residual = negative_curvature(info, "iteration", where), float(info.residual)
         if residual <= 1.01 * float(np.max(self.tolerance)):
             return Findings(error)
@@ -175,7 +175,7 @@ class CG(Part):
 
 
 def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
-    """A sentence on the curvature that was met, or ""; `where`: "" for a system of the whole federation."""
+    """Say in a sentence that negative curvature was met; `where`: "" for a system of the whole federation."""
     met = int(info.negative_curvature)
     if met < 0:
         return ""
@@ -205,7 +205,7 @@ class InClient:
 
 
 def curves_down(v: PyTree, hv: PyTree) -> Array:
-    """Whether vᵀHv < 0 beyond rounding."""
+    """Say whether vᵀHv < 0 beyond rounding."""
     curvature = optax.tree.vdot(v, hv)
     return curvature < -jnp.sqrt(jnp.finfo(curvature.dtype).eps) * optax.tree.norm(v) * optax.tree.norm(hv)
 
@@ -261,5 +261,5 @@ def check_neumann_step(
 
 
 def _hess_v(several: Total, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """The product with the Hessian in y of the k-th of several losses, whose leaves are stacked."""
+    """Multiply by the Hessian in y of the k-th of several losses, whose leaves are stacked."""
     return hess_v(jax.tree.map(lambda leaf: leaf[k], several), x, y, v)

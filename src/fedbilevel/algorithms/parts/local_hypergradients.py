@@ -56,19 +56,19 @@ class LocalImplicit(SolvedSystem):
         require(sampling != "random_per_client", "LocalImplicit.solver.sampling", sampling, allowed)
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
-        """The mean of the clients' own hypergradients, h in the shape of x."""
+        """Estimate ∇Φ(x) by the mean of the clients' own hypergradients, in the shape of x."""
         h, means = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
         return Estimate(h, SolveInfo.of_clients(means))
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """The hypergradient of the client's own f_i and g_i."""
+        """Reply with the hypergradient of the client's own f_i and g_i."""
         own = self.own(client, *at, key)
         update = own.h, own.info.to_average()
         return self.second_order.counted(Reply(update, None, {"outer_loss": own.loss}, own.gradients, own.hvps))
 
     def own(self, client: Client, x: PyTree, y: PyTree, key: Array) -> LocalEstimate:
-        """∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x, y); a product by differences counts as one of `hvps`."""
+        """Find ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x, y); a product by differences counts among `hvps`."""
         problem = client.problem
         outer_key, system_key, last_key = jax.random.split(key, 3)
         last_key = outer_key if self.paired else last_key
@@ -88,7 +88,7 @@ class LocalImplicit(SolvedSystem):
     def products(
         self, client: Client, x: PyTree, y: PyTree, loss: Callable[[PyTree], Array] | None, key: Array
     ) -> Product:
-        """∇²yy v of `loss`; None: of g_i on what each product draws, the same for all of conjugate gradient's.
+        """Make the product ∇²yy v of `loss`; None: of g_i on samples drawn for each product, for `CG` all the same.
 
         What depends on x alone, as features do, is computed once for all of them.
         """

@@ -34,7 +34,7 @@ LIKE_XYV = XYV("x", "y", "y")
 
 
 def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
-    """FedAvg's local steps: the change of `start` after τ gradient steps of size lr/τ."""
+    """Return the change of `start` after τ gradient steps of size lr/τ, FedAvg's local steps."""
 
     def step(k: Array, change: PyTree) -> PyTree:
         return move(change, -lr / tau, gradient(optax.tree.add(start, change), jax.random.fold_in(key, k)))
@@ -45,7 +45,7 @@ def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, 
 def corrected_drift(
     gradient: Gradient, start: PyTree, mean_gradient: PyTree, tau: int | Array, lr: Any, key: Array
 ) -> PyTree:
-    """Federated SVRG's local steps, of size lr/τ along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, with q the mean gradient.
+    """Take federated SVRG's local steps, of size lr/τ along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, q the mean gradient.
 
     Returns what they change beyond −lr·q, the part that all clients have in common: nothing for τ = 1.
 
@@ -61,7 +61,7 @@ def corrected_drift(
 
 
 def mean_gradient(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
-    """(1/τ) Σ_k ∇(z_k), along τ local steps z_{k+1} = z_k − lr ∇(z_k) from `start`."""
+    """Return (1/τ) Σ_k ∇(z_k), along τ local steps z_{k+1} = z_k − lr ∇(z_k) from `start`."""
 
     def step(k: Array, total: PyTree) -> PyTree:
         return optax.tree.add(total, gradient(move(start, -lr, total), jax.random.fold_in(key, k)))
@@ -74,15 +74,15 @@ class LocalOptimizer(Part):
     """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0; write your own as a subclass."""
 
     def begin(self, like: PyTree) -> PyTree:
-        """The optimizer's memory before the first step, here none; q and d have the shapes of `like`."""
+        """Return the optimizer's memory before the first step, here none; q and d have the shapes of `like`."""
         return None
 
     @abstractmethod
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """The next q and the next memory, d being the gradient at z_0 − ηq."""
+        """Return the next q and the next memory, d being the gradient at z_0 − ηq."""
 
     def total(self, tau: Count) -> Array:
-        """‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
+        """Return ‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
         return added_up(self, tau)
 
 
@@ -92,11 +92,11 @@ class Plain(LocalOptimizer):
     kind: ClassVar[str] = "plain"
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """q + d, and no memory: the next sum of directions after the gradient d."""
+        """Return q + d, and no memory: the next sum of directions after the gradient d."""
         return optax.tree.add(q, d), None
 
     def total(self, tau: Count) -> Array:
-        """‖a‖₁ = τ, the sum of the coefficients of τ steps."""
+        """Return ‖a‖₁ = τ, the sum of the coefficients of τ steps."""
         return jnp.asarray(tau, float)
 
 
@@ -112,11 +112,11 @@ class Momentum(LocalOptimizer):
     decay: float = fraction(default=0.9)
 
     def begin(self, like: PyTree) -> PyTree:
-        """The momentum m before the first step: zeros in the shapes of `like`."""
+        """Return the momentum m before the first step: zeros in the shapes of `like`."""
         return optax.tree.zeros_like(like)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """(q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after the gradient d."""
+        """Return (q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after the gradient d."""
         m = move(d, self.decay, memory)
         return optax.tree.add(q, m), m
 
@@ -133,12 +133,12 @@ class Proximal(LocalOptimizer):
     pull: float = fraction(default=0.1)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """((1 − α) q + d, no memory): the next sum of steps after the gradient d."""
+        """Return ((1 − α) q + d, no memory): the next sum of steps after the gradient d."""
         return optax.tree.add(scaled(1 - self.pull, q), d), None
 
 
 def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
-    """Σ_{k<τ} a_k, as the q of τ gradients that are all 1: sums of positive numbers, exact to rounding.
+    """Return Σ_{k<τ} a_k, as the q of τ gradients that are all 1: sums of positive numbers, exact to rounding.
 
     Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in float32 where α or 1 − μ is small.
     """
@@ -172,7 +172,7 @@ class LocalDirections(Algorithm):
     def local_sum(
         self, client: Client, start: XYV, tau: int | Array, key: Array, local_optimizer: LocalOptimizer
     ) -> Directions:
-        """Σ_k a_k d_k along the local steps, and the sums of the two losses.
+        """Return Σ_k a_k d_k along the local steps, and the sums of the two losses.
 
         The local iterate is start − η·q throughout, q being the sum if these were all the steps.
         """
@@ -189,7 +189,7 @@ class LocalDirections(Algorithm):
         return total
 
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
-        """The three directions at `local`, on the samples that the key draws."""
+        """Return the three directions at `local`, on the samples that the key draws."""
         if not self.independent_batches:
             outer_key, inner_key = jax.random.split(key)
             return directions(client.problem, local, client.outer_batch(outer_key), client.inner_batch(inner_key))
@@ -200,12 +200,12 @@ class LocalDirections(Algorithm):
         return independent_directions(client.problem, local, inner_draw[2], system, hyper)
 
     def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
-        """Zeros, where sums of directions begin."""
+        """Return zeros, where sums of directions begin."""
         shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def counted(self, total: Directions, tau: int | Array, evaluations: int = 1) -> Reply:
-        """The reply to `total.step`: mean losses, and the costs of `evaluations` times τ directions."""
+        """Make the reply with `total.step`, mean losses, and the costs of `evaluations` times τ directions."""
         metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
         gradients = 3 if self.independent_batches else 2
         work = evaluations * tau
@@ -213,7 +213,7 @@ class LocalDirections(Algorithm):
 
 
 def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
-    """point − lr·direction, each variable with its own step size, in the point's own dtypes."""
+    """Return point − lr·direction, each variable with its own step size, in the point's own dtypes."""
 
     def moved(size: Any, tree: PyTree, d: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf, down: leaf - (size * down).astype(leaf.dtype), tree, d)

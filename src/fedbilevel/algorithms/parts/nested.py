@@ -59,7 +59,7 @@ class Nested(Algorithm):
         return found
 
     def next_state(self, state: State, change: PyTree, y: PyTree, info: SolveInfo) -> State:
-        """The next state. Where negative curvature ends the run, x stays from then on."""
+        """Make the next state. Where negative curvature ends the run, x stays from then on."""
         before = state.info.negative_curvature
         first = jnp.where(before >= 0, before, info.negative_curvature)
         stays = (first >= 0) & self.hypergradient.stops
@@ -68,6 +68,6 @@ class Nested(Algorithm):
 
 
 def allowed_by(method: Nested) -> Allows:
-    """What the hypergradient of a method allows; if replies to it may be late, those of all phases may."""
+    """Return what the hypergradient of a method allows; if replies to it may be late, those to all phases may."""
     allows: Allows = method.hypergradient.allows
     return allows._replace(late=allows.late and tuple(sorted(method.phases)))

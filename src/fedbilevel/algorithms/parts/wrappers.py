@@ -132,12 +132,12 @@ class LastReplies(NamedTuple):
 
     @classmethod
     def none(cls, like: PyTree) -> LastReplies:
-        """Before the first exchange, of updates with the shapes of `like`."""
+        """Begin before the first exchange, for updates with the shapes of `like`."""
         total = jax.tree.map(jnp.zeros_like, like)
         return cls(total, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
 
     def after(self, delta: ReplyDelta) -> LastReplies:
-        """One exchange later, whose replies are summed, Σ p_i, in `delta`.
+        """Go on by an exchange, whose replies are summed, Σ p_i, in `delta`.
 
         All earlier replies become one exchange older, those replaced by t_i − (their last t_i) younger; a first
         reply brings t − t_i = (t + 1) − (t_i − (−1)).
@@ -228,11 +228,11 @@ class Asynchronous(Wrapper):
         return ClientState(self.algorithm.client_state(problem, x, y), last)
 
     def of_phases(self, none: Callable[[PyTree], Any], x: PyTree, y: PyTree) -> dict[str, Any]:
-        """For each asynchronous phase, `none` applied to zeros in the shape of its update."""
+        """Apply `none` to zeros in the shape of each asynchronous phase's update."""
         return {name: none(template(self.gives(name), x, y)) for name in self.algorithm.allows.late or ()}
 
     def gives(self, name: str) -> PyTree:
-        """The declared shape of a phase's update."""
+        """Return the declared shape of a phase's update."""
         return takes_and_gives(self.algorithm.phases[name])[1]
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
@@ -252,7 +252,7 @@ class Asynchronous(Wrapper):
         return self.algorithm.finished(state.inside)
 
     def findings(self, state: State) -> Findings:
-        """Those of the method inside, and the mean delay of replies: `delay`, or `delay.PHASE` for each phase."""
+        """Add the mean delay of replies to those of the method inside: `delay`, or `delay.PHASE` for each phase."""
         found, single = self.algorithm.findings(state.inside), len(state.replies) == 1
         delays = {"delay" if single else f"delay.{name}": kept.delay for name, kept in state.replies.items()}
         return found._replace(columns=found.columns | delays)
@@ -288,7 +288,7 @@ class LastRepliesFed:
     def repeat(
         self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
-        """A loop of exchanges, which carries the replies with it."""
+        """Repeat exchanges in a loop that carries the replies with it."""
 
         def threaded(fed: Fed, both: tuple[Any, dict[str, LastReplies]], key: Array) -> tuple[Any, Any]:
             inside = LastRepliesFed(fed, self.wrapper, both[1])
@@ -300,6 +300,6 @@ class LastRepliesFed:
 
 
 def template(gives: PyTree, x: PyTree, y: PyTree) -> PyTree:
-    """Zeros in the shape of an update, from what its phase declares to give."""
+    """Make zeros in the shape of an update, from what its phase declares to give."""
     shapes = {"x": x, "y": y, NUMBER: jnp.zeros(())}
     return jax.tree.map(lambda kind: shapes[kind], gives)
