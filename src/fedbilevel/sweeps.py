@@ -58,11 +58,11 @@ def sweep(
     progress: bool | Display | None = None,
     **given: Any,
 ) -> Sweep:
-    """Run an algorithm with every combination of some values of its fields, and find the best one.
+    """Run an algorithm with every combination of some values of its fields, and find the best.
 
     Args:
         algorithm: an algorithm, whose fields are replaced by their dotted paths, parts' fields too; or a function that
-            makes one from the values of a point, given as keyword arguments.
+            makes the algorithm from the values of a point, given as keyword arguments.
         problem, clients, x0, y0, progress: see `fedbilevel.solve`.
         grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}; every combination is a
             point.
@@ -112,11 +112,11 @@ def sweep(
 def _maker(
     algorithm: Algorithm | Callable[..., Algorithm], fields: Sequence[str]
 ) -> Callable[[PointValues], Algorithm]:
-    """What makes the algorithm of a point."""
+    """Return what makes the algorithm of a point."""
     if isinstance(algorithm, Algorithm):
         return partial(with_values, algorithm)
     build: Callable[..., Algorithm] = algorithm
-    require(callable(build), "algorithm", build, "an algorithm, or a function that makes one from a point")
+    require(callable(build), "algorithm", build, "an algorithm, or a function that makes it from a point")
     parameters = inspect.signature(build).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         for name in fields:
@@ -132,7 +132,7 @@ def _maker(
 
 
 def with_values(algorithm: Algorithm, values: PointValues) -> Algorithm:
-    """The algorithm with some fields replaced: {"server_lr.x": 0.1, "hypergradient.solver.max_steps": 5}.
+    """Replace some fields of an algorithm: {"server_lr.x": 0.1, "hypergradient.solver.max_steps": 5}.
 
     Fields are replaced in the order in which they are given: a part comes before fields of it.
 
@@ -157,7 +157,7 @@ def _with_value(holder: Any, path: str, names: list[str], value: Any) -> Any:
 
 
 def _fields(holder: Any) -> dict[str, Any]:
-    """The members of an algorithm, a part or a triple of step sizes, by name; nothing of anything else."""
+    """Return the members of an algorithm, a part or a triple of step sizes, by name; nothing of anything else."""
     if isinstance(holder, XYV):
         return holder._asdict()
     whole = dataclasses.is_dataclass(holder) and not isinstance(holder, type | Schedule)
@@ -165,10 +165,10 @@ def _fields(holder: Any) -> dict[str, Any]:
 
 
 def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination of the values of some fields; the last field changes first.
+    """Combine every value of a field with every value of the others; the last field changes first.
 
     Raises:
-        ConfigurationError: there are no fields; a field has no values, or one twice, or replaces a part of itself.
+        ConfigurationError: there are no fields; a field has no values, a value twice, or comes after a part of itself.
     """
     require(isinstance(grid, Mapping) and bool(grid), "grid", grid, "lists of values by the dotted paths of fields")
     for name, values in grid.items():
@@ -187,7 +187,7 @@ def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> list[T | ConfigurationError]:
-    """What `make` gives for each point, or the error with which it refuses the point.
+    """Make something of each point, or keep the error with which `make` refuses the point.
 
     Raises:
         ConfigurationError: a value is refused in every point that has it: a slip, rather than an unlucky combination.
@@ -205,15 +205,15 @@ def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> lis
     return found
 
 
-def allowed(one: T | ConfigurationError) -> T:
-    """What `made` has made of a point; the error with which it was refused is raised."""
-    if isinstance(one, ConfigurationError):
-        raise one
-    return one
+def allowed(choice: T | ConfigurationError) -> T:
+    """Return what `made` has made of a point, or raise the error with which the point was refused."""
+    if isinstance(choice, ConfigurationError):
+        raise choice
+    return choice
 
 
 def require_seeds(seeds: Sequence[int]) -> None:
-    """Refuse no seeds, one that is given twice, and what is no seed."""
+    """Refuse an empty list of seeds, a seed that is given twice, and what is no seed."""
     fits = isinstance(seeds, Collection) and not isinstance(seeds, str) and len(seeds) > 0
     fits = fits and all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds) and len(set(seeds)) == len(seeds)
     require(fits, "seeds", seeds, "one or more whole numbers, all different")
@@ -226,7 +226,7 @@ def require_known(select: str, metrics: Collection[str]) -> None:
 
 
 def measured_on_test(metric: str) -> bool:
-    """Whether a metric's name says that it is measured on test data: a word in it begins with "test", as in
+    """Tell whether a metric's name says that it is measured on test data: a word in it begins with "test", as in
     test_accuracy, acc_on_tests or accuracyTest, and not within a word, as in "fastest"."""
     return re.search(r"(?<![a-z])test|Test|TEST", metric) is not None
 
@@ -291,7 +291,7 @@ class Sweep(Shown):
     """What came of a sweep.
 
     Attributes:
-        fields: the swept ones.
+        fields: the names of the swept fields.
         select: the metric that decides, as a mean over the seeds.
         larger_is_better: whether a larger value of it is.
         trials: a row for each run, by point and seed: the values, "seed", "error", and the last row of its history but
@@ -319,7 +319,7 @@ class Sweep(Shown):
         select: str,
         larger: bool,
     ) -> Sweep:
-        """The table of some points, with what was made of each and the rows of its runs."""
+        """Make the table of some points, from what was made of each and the rows of its runs."""
         rows = [standing(point, of, select) for point, of in zip(points, runs, strict=True)]
         sign = -1 if larger else 1
         order = sorted(range(len(rows)), key=lambda i: (rows[i][select] is None, sign * (rows[i][select] or 0.0)))
@@ -365,7 +365,7 @@ COSTS = {"rounds": "round", "exchanges": "exchanges"}
 
 
 def standing(point: PointValues, runs: Sequence[Mapping[str, Any]], select: str) -> dict[str, Any]:
-    """How a point did, from the rows of its runs: means over the seeds; or why it failed, and with which seeds."""
+    """Sum up how a point did, from the rows of its runs: means over the seeds; or why it failed, and with which."""
     errors = {run["seed"]: run["error"] for run in runs if run["error"]}
     if errors:
         several = f"seed{'s' * (len(errors) > 1)} {', '.join(map(str, errors))}: " if len(runs) > 1 else ""
@@ -378,7 +378,7 @@ def standing(point: PointValues, runs: Sequence[Mapping[str, Any]], select: str)
 
 
 def mean_and_sd(select: str, row: Mapping[str, Any]) -> str:
-    """A point's metric for people: "0.0123 ± 0.001", or "–" where the point failed."""
+    """Write a point's metric for people: "0.0123 ± 0.001", or "–" where the point failed."""
     mean, spread = row[select], row["sd"]
     if mean is None or spread is None:
         return "–" if mean is None else text(select, mean)

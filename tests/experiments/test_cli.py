@@ -89,7 +89,7 @@ def test_seeds_are_finished_where_they_were_left(run, here) -> None:
         "seed-0/spec.toml differs in run.cohort: 'none' there, 3 now"
         in run(*command, "--seeds", "0,1,2,3", "--cohort", 3)[2]
     )
-    assert "all/seed-2 is there and not one of them" in run(*command, "--seeds", "0,1")[2]
+    assert "all/seed-2 is there and none of them" in run(*command, "--seeds", "0,1")[2]
 
 
 def test_quiet_prints_the_folder_alone(run, here) -> None:

@@ -70,7 +70,7 @@ def test_what_is_finished_is_read(compared, run) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--seeds", "0"], "seed-1 is there and not one of them"),
+        (["--seeds", "0"], "seed-1 is there and none of them"),
         (["--seeds", "0,1", "--set", "local_steps=2"], "differs in algorithm.local_steps: 5 there, 2 now"),
         ([], "runs/simfbo: that folder is not empty"),
     ],

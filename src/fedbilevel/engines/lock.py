@@ -1,8 +1,8 @@
 """One writer at a time: a file that the system has locked for a process as long as it lives, and that names it.
 
 A child of the process shares what it has locked. One that Python forks (os.fork, multiprocessing) closes it at once, so
-that the lock goes with the parent and the child can neither hold it nor give it up; one that is started as a program
-never has it. Only a library that forks without Python would leave its child with a part in the lock.
+that the lock goes with the parent and the child can neither hold it nor give it up; a child that is started as a
+program never has it. Only a library that forks without Python would leave its child with a part in the lock.
 """
 
 from __future__ import annotations

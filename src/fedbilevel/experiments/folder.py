@@ -25,7 +25,7 @@ from fedbilevel.wording import in_a_line, require_object
 
 
 def default_path(*names: str | None) -> Path:
-    """runs/<names>-<time>, with a counter if that one exists."""
+    """runs/<names>-<time>, with a counter if that exists."""
     base = Path("runs") / "-".join([*map(path_word, filter(None, names)), time.strftime("%Y%m%d-%H%M%S")])
     path, count = base, 1
     while path.exists():
@@ -144,7 +144,7 @@ class Folder:
         return found
 
     def require_free(self) -> None:
-        """Refuse a folder in which a run is in progress, which is named, or with anything but the remains of one that
+        """Refuse a folder in which a run is in progress, which is named, or with anything but the remains of a run that
         ended before its first checkpoint."""
         lock.require_unheld(self.lock, self.path)
         self._require_remains()

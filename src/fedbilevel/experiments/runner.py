@@ -164,7 +164,7 @@ def resume(
     force: bool = False,
     progress: bool | Display | None = None,
 ) -> Result:
-    """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger one.
+    """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger number.
 
     A run that ended before its first checkpoint is started again, with a warning.
     `force` goes on though samples, losses or start are not what they were, with a warning that names them.
@@ -369,7 +369,7 @@ class Scribe:
         self.opened, self.written = False, 0.0
 
     def open(self) -> None:
-        """Take away what marks a finished run, write what describes this one."""
+        """Take away what marks a finished run, write what describes this run."""
         with writing(self.place.path):
             self.place.path.mkdir(parents=True, exist_ok=True)
             for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):

@@ -64,7 +64,7 @@ class Range:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Range:
-        """From "0.001:1:log", "0:0.5" or, of whole numbers alone, "1:8".
+        """Read "0.001:1:log", "0:0.5" or, of whole numbers alone, "1:8".
 
         Raises:
             ConfigurationError: it is none of these.
@@ -106,10 +106,10 @@ def search_specs(
     Args:
         spec_of, folder, seeds, select, select_on_test, say, progress: see `sweep_specs`.
         space: what each field is drawn from.
-        trials: how many, those of other processes included; two that end at once may make one more.
+        trials: how many, those of other processes included; two processes that end at once may make another.
         storage: a database URL of SQLAlchemy (sqlite:///…, postgresql://…), or the path of a file; None keeps a file in
             the folder.
-        pruner: one of PRUNERS, which ends trials early; None plays all to their ends.
+        pruner: a name of PRUNERS, which ends trials early; None plays all to their ends.
 
     Raises:
         ConfigurationError: wrong input, another sweep in the storage or the folder, or Optuna is not installed.
@@ -150,7 +150,7 @@ def search_specs(
         return statistics.fmean(row[select] for row in rows)
 
     def played(trial: optuna.Trial, point: PointValues) -> tuple[list[dict[str, Any]], str]:
-        """The row of each seed's run, and why the trial came to no end."""
+        """Return the row of each seed's run, and why the trial came to no end."""
 
         def report(result: Result, row: Row | None) -> None:
             if row and select in row and row["round"]:
@@ -183,12 +183,12 @@ def search_specs(
 
 
 def trial_name(trial: optuna.Trial) -> str:
-    """The name of a trial's folder."""
+    """Name a trial's folder."""
     return f"trial-{trial.number:03d}"
 
 
 def drawn(trial: optuna.Trial, name: str, of: Range | Sequence[Any]) -> Any:
-    """A value for a trial."""
+    """Draw a value for a trial."""
     if isinstance(of, Range):
         return of.drawn(trial, name)
     choices = {toml.value(value): value for value in of}
@@ -208,14 +208,17 @@ def require_optuna() -> None:
 def open_study(
     folder: Path, place: str, definition: Mapping[str, Any], larger: bool, pruner: str | None
 ) -> optuna.Study:
-    """The study in a storage, new or of the same search.
+    """Open the study in a storage, new or of the same search.
 
     Raises:
         ConfigurationError: the storage cannot be used, or holds another search.
     """
     import optuna
 
-    with lock.wait_for_lock(folder / LOCK), storing(place, ConfigurationError, *UNREADABLE):  # one of several makes it
+    with (
+        lock.wait_for_lock(folder / LOCK),
+        storing(place, ConfigurationError, *UNREADABLE),
+    ):  # a single process makes it
         study = optuna.create_study(
             storage=storage_at(place),
             study_name=STUDY,
@@ -232,7 +235,7 @@ def open_study(
 
 
 def storage_at(place: str) -> Any:
-    """Optuna's storage at the URL of a database, where a trial whose worker is lost is tried again; or in a file."""
+    """Return Optuna's storage: in a file; or in the database at a URL, where a lost worker's trial is tried again."""
     from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.storages.journal import JournalFileBackend
 
@@ -261,7 +264,7 @@ def mend(file: Path) -> None:
 
 @contextmanager
 def storing(place: str, kind: type[FedbilevelError], *others: type[Exception]) -> Iterator[None]:
-    """Say which storage cannot be used, and why: the errors of its database, and `others`, become one of a `kind`."""
+    """Say which storage cannot be used, and why: errors of its database, and `others`, become an error of `kind`."""
     from sqlalchemy.exc import SQLAlchemyError
 
     wrong: tuple[type[Exception], ...] = (SQLAlchemyError, *others)
@@ -274,5 +277,5 @@ def storing(place: str, kind: type[FedbilevelError], *others: type[Exception]) -
 
 
 def without_password(text: str) -> str:
-    """A text in which the password of a database's URL does not show."""
+    """Hide the password of a database's URL in a text."""
     return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)

@@ -1,7 +1,7 @@
 """Several runs under one folder, started by one command: of several seeds, or of several algorithms on one task.
 
 What is finished is read, what is not is continued, the rest is started. A series maps the places of its runs to their
-specs; every place is in the series' folder, or one level below.
+specs; every place is in the series' folder, or directly below it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Series = Mapping[Path, Spec]
 
 
 def seeded(spec: Spec, seed: int) -> Spec:
-    """The spec with that seed, for the run, the clock and, where it has one, the task."""
+    """Give a spec that seed, for the run, the clock and, where it has a seed, the task."""
     task = {"seed": seed} if "seed" in spec.task.fields else {}
     return spec.replace(run={"seed": seed}, task=task, clock={"seed": seed})
 
@@ -51,7 +51,7 @@ def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ())
     for parent in [folder, *sorted(above)]:
         for path in sorted(parent.iterdir()) if parent.is_dir() else []:
             if path not in series and path not in above and not (parent == folder and path.name in besides):
-                raise ConfigurationError(f"cannot write these runs to {folder}: {path} is there and not one of them")
+                raise ConfigurationError(f"cannot write these runs to {folder}: {path} is there and none of them")
     for place, spec in series.items():
         _require_run(folder, place, spec)
 
@@ -86,21 +86,21 @@ def compare_algorithms(
     """Run several algorithms on the same task and seeds, and draw their curves in one picture.
 
     Each run has a folder of its own, OUT/<algorithm> or, with seeds, OUT/<algorithm>/seed-N; finished runs found there
-    are read, unfinished ones continued.
+    are read, unfinished runs continued.
 
     Args:
-        task: see `fedbilevel tasks`; None takes the default one; or a user's own (module:name, file.py:name).
+        task: see `fedbilevel tasks`; None takes the default; or a user's own (module:name, file.py:name).
         algorithms: their names, all different; or a user's own (module:NAME, file.py:NAME).
         settings: for all of them, as `assign` takes them. "algorithm.field=…" is for those that have such a field,
             "fednest.field=…" for that algorithm alone (a user's own by the name of its class); run.exchanges=N gives
             all of them the same budget.
         data: the task's data set.
-        seeds: of run and task; None makes one run of each algorithm.
+        seeds: of run and task; None makes a single run of each algorithm.
         centralised: also run the first algorithm with a single client that holds every sample.
-        out: a new folder, or that of the same comparison (or of a part of it); None chooses one in ./runs.
+        out: a new folder, or that of the same comparison (or of a part of it); None chooses a folder in ./runs.
 
     Returns:
-        What was run: one group of runs, which differ in their seeds, for each algorithm. `comparison_table` makes a
+        What was run: for each algorithm a group of runs, which differ in their seeds. `comparison_table` makes a
         table of them.
 
     Raises:
@@ -127,7 +127,7 @@ def play_all(
     """Bring all runs of a comparison to their ends, and draw those that got there, unless no `picture` is wanted;
     panels and size as `draw` has them.
 
-    `play` does so for one run, the default silently; a run that it leaves unfinished is left out.
+    `play` does so for a run, the default silently; a run that it leaves unfinished is left out.
     """
     if picture:
         require_matplotlib()
@@ -179,12 +179,12 @@ def comparison_specs(
             raise ConfigurationError(f"{label(name)}: {error}") from error
     if centralised:
         first = specs[keys[0]]
-        one = {"wait_for": 1}  # of all, who are one
+        single = {"wait_for": 1}  # of all clients
         specs[CENTRALISED] = first.replace(
             run={"pooled": True},
             clock=_of_a_single_client(first.clock),
-            algorithm=one if "wait_for" in first.algorithm.fields else {},
-            asynchronous={} if first.asynchronous.wait_for is None else one,
+            algorithm=single if "wait_for" in first.algorithm.fields else {},
+            asynchronous={} if first.asynchronous.wait_for is None else single,
         )
     return specs
 
@@ -228,15 +228,15 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
 
 
 def _series(folder: Path, specs: Mapping[str, Spec], seeds: Sequence[int] | None) -> dict[Path, Spec]:
-    """All runs, those of one seed together: they share a task."""
+    """Return all runs, those with the same seed together: they share a task."""
     if seeds is None:
         return {folder / name: spec for name, spec in specs.items()}
     return {folder / name / f"seed-{seed}": seeded(spec, seed) for seed in seeds for name, spec in specs.items()}
 
 
 class TaskCache:
-    """Makes tasks, and keeps the last `keep` of them, federated and pooled: of several runs in a row, those of one seed
-    share it."""
+    """Makes tasks, and keeps the last `keep` of them, federated and pooled: runs in a row with the same seed share
+    theirs."""
 
     def __init__(self, keep: int = 1) -> None:
         self.keep = keep

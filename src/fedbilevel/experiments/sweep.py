@@ -113,7 +113,7 @@ def sweep_specs(
 
 
 class PointRuns:
-    """The runs of points: one for each seed, or with the spec's own."""
+    """The runs of each point: a run for each seed, or a single run with the spec's own."""
 
     def __init__(self, given: Sequence[int] | None, seeds: Sequence[int]) -> None:
         require_seeds(seeds)
@@ -123,7 +123,7 @@ class PointRuns:
         return spec if self.given is None else seeded(spec, seed)
 
     def play(self, spec: Spec, seed: int, place: Path, task: Callable[[Spec], Task], **given: Any) -> History:
-        """What the run of a point with a seed has measured, see `run_of`; `place` is the folder of the point."""
+        """Return what a point's run with a seed has measured, see `run_of`; `place` is the folder of the point."""
         try:
             return run_of(self.spec(spec, seed), place / f"seed-{seed}", task, **given)
         except DataError as error:
@@ -144,7 +144,7 @@ def require_sweepable(fields: Mapping[str, Any]) -> None:
 
 
 def point_name(point: PointValues) -> str:
-    """The name of a point's folder: its values, and a hash where they are too long for it or hold other characters than
+    """Name a point's folder: its values, and a hash where they are too long for it or hold other characters than
     such names do."""
     exact = "-".join(f"{name}-{in_words(value)}" for name, value in point.items())
     if re.fullmatch(r"[\w.-]+", exact) and len(exact) <= LONGEST:
@@ -157,14 +157,14 @@ def in_words(value: Any) -> str:
 
 
 def in_a_line(name: str, row: Mapping[str, Any], select: str) -> str:
-    """What came of a run, in a line."""
+    """Say what came of a run, in a line."""
     if row["error"]:
         return f"{name}  failed: {row['error']}"
     return f"{name}  {select} {text(select, row[select])}  ({row['round']:,.0f} rounds)"
 
 
 def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable[[Spec], Task]) -> str:
-    """The metric that decides: the one that is named, or the first of the task.
+    """Return the metric that decides: `select`, or the first of the task.
 
     Raises:
         ConfigurationError: it is not measured, or measured on test data.
@@ -187,17 +187,17 @@ def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable
 
 
 def parse_field(option: str, text: str) -> tuple[str, str]:
-    """The field and the rest of a text FIELD=REST, as `--grid` takes it."""
+    """Split a text FIELD=REST, as `--grid` takes it."""
     name, equals, rest = text.partition("=")
     require(bool(equals and name.strip() and rest.strip()), option, text, "of the form FIELD=VALUE,VALUE,…")
     return name.strip(), rest.strip()
 
 
 def parse_values(text: str) -> list[Any]:
-    """The TOML values between commas; commas within lists, tables and quotes do not end a value.
+    """Read the TOML values between commas; commas within lists, tables and quotes do not end a value.
 
     Raises:
-        ConfigurationError: one of them is none.
+        ConfigurationError: a text is no value.
     """
     found: list[Any] = []
     rest = ""
@@ -216,7 +216,7 @@ def parse_values(text: str) -> list[Any]:
 
 
 def sweep_table(found: Sweep, width: int | None = None) -> Table:
-    """A line for each point, best first; costs are means over the seeds."""
+    """Make a table with a line for each point, best first; costs are means over the seeds."""
     columns = {name: [in_words(row[name]) for row in found.rows] for name in found.fields}
     texts = [name for name in found.fields if any(isinstance(row[name], str) for row in found.rows)]
     columns[found.select] = [mean_and_sd(found.select, row) for row in found.rows]
@@ -232,7 +232,7 @@ def sweep_table(found: Sweep, width: int | None = None) -> Table:
 
 
 def write_files(found: Sweep, folder: Path) -> dict[str, Path]:
-    """Write a line for each run, and the spec of the best point where there is one; the paths. Numbers that depend on
+    """Write a line for each run, and the spec of the best point if any; return the paths. Numbers that depend on
     this machine's speed are left out: a sweep that was interrupted leaves the same files."""
     written = {"table": folder / TABLE, "chosen": folder / CHOSEN}
     rows = [row | {name: in_words(row[name]) for name in found.fields} for row in found.trials]
@@ -245,7 +245,7 @@ def write_files(found: Sweep, folder: Path) -> dict[str, Path]:
 
 
 def chosen_toml(found: Sweep) -> str:
-    """The spec of the best point, with the number of runs it was chosen among."""
+    """Write the spec of the best point, with the number of runs it was chosen among."""
     row, seeds = found.rows[0], list(dict.fromkeys(str(row["seed"]) for row in found.trials))
     values = ", ".join(f"{name} = {in_words(row[name])}" for name in found.fields)
     spread = f" ± {row['sd']!r} (sample standard deviation over {len(seeds)} seeds)" if len(seeds) > 1 else ""
