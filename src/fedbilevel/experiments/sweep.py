@@ -68,7 +68,6 @@ def sweep_specs(
     select_on_test: bool = False,
     say: PrintLine = lambda line: None,
     progress: bool | Display | None = False,
-    tasks: TaskCache | None = None,
 ) -> Sweep:
     """Play every combination of the values of some fields, or what of it is not finished, each run in its folder.
 
@@ -81,7 +80,6 @@ def sweep_specs(
         select_on_test: it may be measured on test data.
         say: called with a line about each run that has ended.
         progress: see `fedbilevel.solve`.
-        tasks: where other runs of the same tasks take them from.
 
     Returns:
         The sweep; its `algorithm` is the spec of the best point.
@@ -91,7 +89,7 @@ def sweep_specs(
         CheckpointError: something cannot be written.
     """
     require_sweepable(grid)
-    points, tasks = product(grid), tasks or TaskCache()
+    points, tasks = product(grid), TaskCache()
     specs = made(points, spec_of)
     first = next(one for one in specs if isinstance(one, Spec))
     plan = PointRuns(seeds, [first.run.seed] if seeds is None else seeds)
