@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.card import Card, Shown, counted
 from fedbilevel.core.client import Clients
-from fedbilevel.core.config import Schedule, field_values
 from fedbilevel.core.errors import ConfigurationError, InUse, NumericalError, require, require_count, unknown
 from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import XYV, PyTree
+from fedbilevel.core.tables import with_values
+from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
 from fedbilevel.engines.history import History
 from fedbilevel.engines.progress import showing
@@ -129,39 +129,6 @@ def _maker(
         return found
 
     return make
-
-
-def with_values(algorithm: Algorithm, values: PointValues) -> Algorithm:
-    """Replace some fields of an algorithm: {"server_lr.x": 0.1, "hypergradient.solver.max_steps": 5}.
-
-    Fields are replaced in the order in which they are given: a part comes before fields of it.
-
-    Raises:
-        ConfigurationError: there is no such field, or the algorithm refuses the value.
-    """
-    for path, value in values.items():
-        algorithm = _with_value(algorithm, path, path.split("."), value)
-    return algorithm
-
-
-def _with_value(holder: Any, path: str, names: list[str], value: Any) -> Any:
-    fields, kind = _fields(holder), type(holder).__name__
-    if not fields:
-        within = path.removesuffix(".".join(names)).rstrip(".")
-        raise ConfigurationError(f"{path} is no field: {within} is {holder!r}, which has none")
-    name, *rest = names
-    if name not in fields:
-        raise unknown(f"field of {kind}", name, fields)
-    new = _with_value(fields[name], path, rest, value) if rest else value
-    return holder._replace(**{name: new}) if isinstance(holder, XYV) else dataclasses.replace(holder, **{name: new})
-
-
-def _fields(holder: Any) -> dict[str, Any]:
-    """Return the members of an algorithm, a part or a triple of step sizes, by name; nothing of anything else."""
-    if isinstance(holder, XYV):
-        return holder._asdict()
-    whole = dataclasses.is_dataclass(holder) and not isinstance(holder, type | Schedule)
-    return field_values(holder) if whole else {}
 
 
 def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

@@ -128,7 +128,6 @@ def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
     from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.runner import algorithm_of
-    from fedbilevel.experiments.toml import value
 
     file = options.base if (options.base or "").endswith(".toml") else None
     base = spec_tables(Path(file), None, options.algorithm) if file else None
@@ -139,8 +138,7 @@ def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
             raise ConfigurationError(f"{setting} is set for all points, and swept: leave one of them out")
 
     def spec_of(point: PointValues) -> Spec:
-        values = [f"{name}={value(one)}" for name, one in point.items()]
-        spec = configure(base, **named, settings=[*given, *values])
+        spec = configure(base, **named, settings=given, values=point)
         algorithm_of(spec)  # is allowed
         tune(spec)
         return spec
