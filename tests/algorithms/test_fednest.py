@@ -247,14 +247,14 @@ def test_what_hypergradients_cost_a_client_where_no_system_is_solved(problem, co
 
 
 def test_exchanges_are_those_of_the_paper():
+    """2T + N' + 3, with every N' from 0 to N − 1: in 40 rounds one of them is missing with a chance of 0.4 %."""
     rounds, inner, terms = 40, 3, 6
     hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, sampling="random"))
     algorithm = fb.FedNest(inner=fb.parts.SVRG(rounds=inner), hypergradient=hypergradient)
-    ledger = run(algorithm, quadratic(clients=4), rounds).ledger
-    products = ledger.exchanges_by_phase["hypergradient.hessian_product"]
-    assert ledger.exchanges == (2 * inner + 3) * rounds + products  # 2T + N' + 3
-    spread = (terms**2 - 1) / 12  # the variance of N', uniform on 0..N−1
-    assert abs(products / rounds - (terms - 1) / 2) < 5 * np.sqrt(spread / rounds)
+    result = run(algorithm, quadratic(clients=4), rounds, eval_every=1)
+    lengths = np.diff(result.history["exchanges"]) - (2 * inner + 3)
+    assert set(lengths.tolist()) == set(range(terms))
+    assert result.ledger.exchanges_by_phase["hypergradient.hessian_product"] == lengths.sum()
 
 
 def saddle_in_y():
