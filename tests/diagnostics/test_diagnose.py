@@ -143,8 +143,7 @@ def test_it_says_it_in_words(drawn):
     _, found, _ = drawn
     text = str(found)
     assert f"κ = {found.condition:.3g}" in text
-    assert "one local step, since full batches have no noise" in text
-    assert "conjugate gradient" in text
+    assert "  simfbo: local_steps = 1" in text or "shrofbo, simfbo: local_steps = 1" in text
     assert "INDEFINITE" not in text
 
 

@@ -144,7 +144,7 @@ class Diagnosis(Shown):
         if self.measurements.response.negative_curvature:
             return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *found])
         fields = [*self._fields(algorithms), ""] if algorithms else []
-        return "\n".join([*fields, *found, *self._objective(), *self._choice(algorithms)])
+        return "\n".join([*fields, *found, *self._objective()])
 
     def _fields(self, algorithms: Sequence[str]) -> list[str]:
         """Full batches and all clients; methods that are given the same fields share a line."""
@@ -177,7 +177,7 @@ class Diagnosis(Shown):
         if m.delta:
             lines.append(
                 f"  directions with curvature below L/rounds = {self.smoothness / self.rounds:.2g} cannot be learnt in "
-                f"{self.rounds} rounds; the choice below leaves them out (δ = {m.delta:.2g}) and is for no more rounds"
+                f"{self.rounds} rounds; the fields above leave them out (δ = {m.delta:.2g}) and are for no more rounds"
             )
         lines.append(
             f"outer loss in y: curvature up to {self.outer_smoothness:.3g}, ‖∇y F‖ = {m.here.outer_gradient:.3g}"
@@ -203,34 +203,6 @@ class Diagnosis(Shown):
         safe = self.safe_steps()
         steps = ", ".join(f"{name} below {size:.3g}" for name, size in safe.items())
         return [*lines, f"safe steps of a round, full batches: {steps}; ‖v‖ within r = {self.radius:.3g}"]
-
-    def _choice(self, algorithms: Sequence[str]) -> list[str]:
-        how = {"simfbo": self._simfbo, "fednest": self._fednest}
-        lines = [line for name, sentence in how.items() if name in algorithms for line in sentence()]
-        return ["with full batches it would choose", *lines] if lines else []
-
-    def _simfbo(self) -> list[str]:
-        chosen = self.fields("simfbo")
-        lr = chosen["server_lr"]
-        tau = chosen["local_steps"]
-        why = (
-            f"the {tau} local steps that the population asks for, very short"
-            if self.work
-            else "one local step, since full batches have no noise that more would average, and clients drift"
-        )
-        return [
-            f"  SimFBO with {why}; y and v by 1/L = {lr.y * tau:.3g} a round,",
-            f"    x by {lr.x * tau:.3g}, slow enough for y and v to follow{self._needs('simfbo')}",
-        ]
-
-    def _fednest(self) -> list[str]:
-        nest = self.fields("fednest")
-        rounds, products = nest["inner"].rounds, nest["hypergradient"].solver.max_steps
-        exchanges = 2 * rounds + 3 + products
-        return [
-            f"  FedNest with {rounds} inner rounds of 1/L, conjugate gradient up to {products} products,",
-            f"    x by {nest['outer_lr']:.3g}, up to {exchanges} exchanges a round{self._needs('fednest')}",
-        ]
 
     def _needs(self, algorithm: str) -> str:
         needed = self.rounds_needed(algorithm)
