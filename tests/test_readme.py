@@ -31,46 +31,40 @@ WRITTEN = sorted(
 
 
 LIMITS = {
-    "docs/README.md": 550,
     "docs/architecture.md": 1300,
-    "docs/decisions.md": 1600,
+    "docs/decisions.md": 1650,
     "docs/explanation/engines.md": 1150,
     "docs/explanation/exchanges.md": 1100,
-    "docs/explanation/privacy.md": 1150,
+    "docs/explanation/privacy.md": 1200,
     "docs/explanation/security.md": 1400,
     "docs/glossary.md": 1050,
     "docs/how-to/asynchronous.md": 1350,
     "docs/how-to/choosing.md": 1500,
     "docs/how-to/comparing.md": 950,
     "docs/how-to/diagnostics.md": 1050,
-    "docs/how-to/federation.md": 2100,
+    "docs/how-to/federation.md": 2150,
     "docs/how-to/own-method.md": 2450,
     "docs/how-to/several-hosts.md": 850,
     "docs/how-to/simple-bilevel.md": 1400,
     "docs/how-to/submodels.md": 1700,
     "docs/how-to/sweep.md": 800,
     "docs/reference/algorithms/README.md": 1250,
-    "docs/reference/algorithms/adbo.md": 1350,
+    "docs/reference/algorithms/adbo.md": 1400,
     "docs/reference/algorithms/afbo.md": 900,
     "docs/reference/algorithms/aggitd.md": 650,
-    "docs/reference/algorithms/fedavg-s.md": 400,
     "docs/reference/algorithms/fedbio.md": 750,
-    "docs/reference/algorithms/fedmbo.md": 550,
     "docs/reference/algorithms/fednest.md": 1100,
     "docs/reference/algorithms/fism.md": 900,
-    "docs/reference/algorithms/irg.md": 600,
     "docs/reference/algorithms/rabo.md": 1000,
     "docs/reference/algorithms/simfbo.md": 1400,
-    "docs/reference/algorithms/single-level.md": 400,
     "docs/reference/benchmarks.md": 900,
     "docs/reference/command-line.md": 650,
-    "docs/reference/data.md": 1000,
+    "docs/reference/data.md": 1050,
     "docs/reference/tasks.md": 2500,
-    "docs/tutorials/first-program.md": 550,
     "docs/tutorials/hospitals.md": 1000,
     "docs/tutorials/your-own-problem.md": 1800,
 }
-"""The pages of docs/, and how many words each may have."""
+"""How many words the long pages of docs/ may have; the others have at most 600."""
 
 
 def prose(page: Path) -> str:
@@ -166,7 +160,7 @@ def test_no_page_is_longer_than_its_limit():
     """In words, with code and tables."""
     names = {page.relative_to(ROOT).as_posix(): page for page in (ROOT / "docs").rglob("*.md")}
     pages = {name: len(page.read_text("utf-8").split()) for name, page in names.items() if "/papers/" not in name}
-    assert {name: count for name, count in pages.items() if count > LIMITS.get(name, 0)} == {}
+    assert {name: count for name, count in pages.items() if count > LIMITS.get(name, 600)} == {}
 
 
 def test_every_page_is_in_an_index():
