@@ -13,7 +13,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm, Reply, phase, positive, static
-from fedbilevel.core.kept import LIMIT, kept
+from fedbilevel.machinery.kept import LIMIT, kept
 from fedbilevel.tasks import location, quadratic
 
 SAMPLES = np.random.default_rng(0).normal(size=(4, 5, 3))

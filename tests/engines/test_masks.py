@@ -7,8 +7,8 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel import authoring
-from fedbilevel.core.kept import _KEPT
 from fedbilevel.core.tree import XY
+from fedbilevel.machinery.kept import _KEPT
 
 
 class Descent(authoring.Algorithm):

@@ -10,9 +10,9 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm
-from fedbilevel.core.kept import _KEPT
 from fedbilevel.engines import machine
 from fedbilevel.engines.local.rounds import Program
+from fedbilevel.machinery.kept import _KEPT
 
 
 class Still(Algorithm):

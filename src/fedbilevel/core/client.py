@@ -17,8 +17,8 @@ from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.errors import ConfigurationError, FloorError, require
 from fedbilevel.core.inputs import arrays_of, require_alike
 from fedbilevel.core.problem import Minimax, Padded, Problem
-from fedbilevel.core.threefry import computed_once
 from fedbilevel.core.tree import PyTree, rows_at, shapes
+from fedbilevel.machinery.threefry import computed_once
 
 
 @dataclass(frozen=True, repr=False)

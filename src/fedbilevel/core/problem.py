@@ -16,9 +16,9 @@ from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.inputs import explained, require_function
-from fedbilevel.core.kept import has_rules, hash_of, shapes_of
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
+from fedbilevel.machinery.kept import has_rules, hash_of, shapes_of
 
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
 """(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""

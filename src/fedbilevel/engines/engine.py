@@ -20,7 +20,6 @@ from fedbilevel.core.authored import first_state
 from fedbilevel.core.client import Clients, uniform_below
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed, LoopBody
-from fedbilevel.core.kept import compiled
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
@@ -30,6 +29,7 @@ from fedbilevel.engines.evaluation import PerClient, PerClientRow
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
 from fedbilevel.engines.recorder import key_of_round
 from fedbilevel.engines.virtual_time import Clock, ClockState
+from fedbilevel.machinery.kept import compiled
 
 FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; beyond this a permutation of all M is quicker
 

@@ -19,11 +19,11 @@ from jax.extend.core import ClosedJaxpr
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.inputs import explained, require_function
-from fedbilevel.core.kept import compiled
 from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import ProcessGroup, current_group
+from fedbilevel.machinery.kept import compiled
 
 BLOCK = 256  # samples that are vectorised together
 DECILES = tuple(range(10, 100, 10))

@@ -18,13 +18,13 @@ from jax.extend.core import ClosedJaxpr
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, Ragged
 from fedbilevel.core.config import Schedule, field_values, hyperparameters
-from fedbilevel.core.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup
+from fedbilevel.machinery.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 
 VERSIONS = f"jax {jax.__version__}, optax {optax.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"
 Hashes = dict[str, str]

@@ -21,12 +21,12 @@ from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.kept import kept
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import exchanges_of, key_of_round
+from fedbilevel.machinery.kept import kept
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]
 """A capacity: where models can be cut, and how many units of each group are kept."""

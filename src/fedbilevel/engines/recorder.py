@@ -15,13 +15,13 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import LoopBody, Phase, Reply
-from fedbilevel.core.hashes import of_array
-from fedbilevel.core.kept import kept, shapes_of
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating
 from fedbilevel.engines.costs import Sums, normalise, weigh
 from fedbilevel.engines.fingerprint import method_key
+from fedbilevel.machinery.hashes import of_array
+from fedbilevel.machinery.kept import kept, shapes_of
 
 
 class RecordedExchange(NamedTuple):

@@ -21,7 +21,6 @@ from fedbilevel.core.client import Clients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
 from fedbilevel.core.influence import why_it_vanishes
 from fedbilevel.core.inputs import require_function
-from fedbilevel.core.kept import kept
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.remote import RemoteClients
@@ -45,6 +44,7 @@ from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import TRACING, require_progress, showing
 from fedbilevel.engines.result import Callback, Result
+from fedbilevel.machinery.kept import kept
 
 Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")

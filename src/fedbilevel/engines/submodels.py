@@ -17,12 +17,12 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.allows import No
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
-from fedbilevel.core.kept import kept
 from fedbilevel.core.problem import Problem, check_losses
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts, Sums
+from fedbilevel.machinery.kept import kept
 
 STREAM = 2**32 - 1  # of the run's key: no round has this number
 

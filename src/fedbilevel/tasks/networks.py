@@ -22,8 +22,8 @@ from jax import Array, lax
 
 from fedbilevel.core.errors import is_count, require
 from fedbilevel.core.submodel import Structure
-from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree
+from fedbilevel.machinery.threefry import written_out
 
 EVALUATION_BATCH = 500  # images per pass when measuring accuracy: bounds the memory of activations
 IN_CACHE = 20  # the same on a CPU, where images are convolved: its cache holds their patches, which is twice as fast

@@ -22,9 +22,9 @@ from fedbilevel.core.allows import Allows, Asks, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import Schedule, positive, static
 from fedbilevel.core.errors import ConfigurationError, is_number, require
-from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Problem, Project, SimpleBilevel
 from fedbilevel.core.tree import PyTree, epsilon, move
+from fedbilevel.machinery.kept import compiled
 
 POINTS = 20  # random ones around each of x0 and 0, on which X and H are looked at
 ENTRIES = 10_000_000  # of all these points together, where x is large: then they are fewer

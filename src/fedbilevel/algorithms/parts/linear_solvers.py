@@ -29,10 +29,10 @@ from fedbilevel.core.client import Client, Clients, uniform_below
 from fedbilevel.core.config import counts, positive, positive_integer, static
 from fedbilevel.core.errors import NumericalWarning, require, unknown
 from fedbilevel.core.fed import Withheld
-from fedbilevel.core.kept import compiled
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, move, scaled
+from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.operators import Iteration, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total, hess_v
 

@@ -16,9 +16,7 @@ from jax.sharding import Mesh
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError, diverged, require, require_count
-from fedbilevel.core.kept import forget, kept, shapes_of
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.threefry import about_keys
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.costs import unpacked
 from fedbilevel.engines.engine import (
@@ -44,6 +42,8 @@ from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.engines.virtual_time import Clock
+from fedbilevel.machinery.kept import forget, kept, shapes_of
+from fedbilevel.machinery.threefry import about_keys
 
 FEW = 64  # samples
 SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves

@@ -16,9 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import next_state
 from fedbilevel.core.config import at
-from fedbilevel.core.kept import kept, program_key
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.threefry import written_out
 from fedbilevel.core.tree import PyTree, is_floating, rows_at
 from fedbilevel.engines.costs import RoundCosts, packed
 from fedbilevel.engines.engine import Carry, RoundKeys, draw_cohort, round_keys, work_of
@@ -36,6 +34,8 @@ from fedbilevel.engines.local.fed import (
 from fedbilevel.engines.progress import COMPILING, TRACING, report_stage
 from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import Pace
+from fedbilevel.machinery.kept import kept, program_key
+from fedbilevel.machinery.threefry import written_out
 
 
 class ProgramInputs(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.client import Samples
-from fedbilevel.core.threefry import computed_once, threefry, written_out
+from fedbilevel.machinery.threefry import computed_once, threefry, written_out
 
 USES = {
     "bits": lambda key: jax.random.bits(key, (7, 3)),

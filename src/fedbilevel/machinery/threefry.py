@@ -19,8 +19,6 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.random import define_prng_impl
 
-from fedbilevel.core.errors import require
-
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 NAME = "threefry2x32"
@@ -70,7 +68,8 @@ def threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
 
 
 def _counters(shape: tuple[int, ...]) -> tuple[Array, Array]:
-    require(math.prod(shape) < 2**32, "random numbers at once", math.prod(shape), "below 2³²")
+    if math.prod(shape) >= 2**32:
+        raise ValueError(f"{math.prod(shape):,} random numbers at once are not allowed: at most 2³² − 1")
     return jnp.zeros(shape, jnp.uint32), lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
 
 

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from fedbilevel.core.hashes import of_program
-from fedbilevel.core.tree import PyTree
+from fedbilevel.machinery.hashes import of_program
 
 T = TypeVar("T")
 LIMIT = 64  # things kept
@@ -56,7 +55,7 @@ def forget() -> None:
         _KEPT.clear()
 
 
-def compiled(function: Callable[..., PyTree], *like: PyTree, key: Hashable | None = None) -> Callable[..., PyTree]:
+def compiled(function: Callable[..., Any], *like: Any, key: Hashable | None = None) -> Callable[..., Any]:
     """Compile a function for arguments like these. Arguments that lie on other devices later are compiled for when they
     come.
 
@@ -82,7 +81,7 @@ def compiled(function: Callable[..., PyTree], *like: PyTree, key: Hashable | Non
 
     programs = {_placement(leaves): program_for(leaves)}
 
-    def call(*arguments: PyTree) -> PyTree:
+    def call(*arguments: Any) -> Any:
         leaves = jax.tree.leaves(arguments)
         place = _placement(leaves)
         if place not in programs:
@@ -116,7 +115,7 @@ def has_rules(traced: ClosedJaxpr) -> bool:
     return any(step.primitive.name.startswith("custom_") for program in _every(traced) for step in program.eqns)
 
 
-def shapes_of(given: PyTree) -> Hashable:
+def shapes_of(given: Any) -> Hashable:
     """What a program traced for such arguments depends on: their structure, shapes and types, and JAX's settings.
 
     Of static fields 1, 1.0 and True are equal, and traced differently: what is printed of them tells them apart. The
