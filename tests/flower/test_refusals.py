@@ -53,12 +53,29 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
     server = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.server"]
     for client, (text, code) in why.items():
         line = f"client {client} does not count: {text} ({code.who} can mend it: {code.how})"
-        assert any(line in said for said in server)
+        assert sum(line in said for said in server) == 1  # though it is so in every exchange
     assert not any("online" in said for said in server)
     said = status(Folder(tmp_path))
     assert said[1:] == [
         f"client {POOR}, round 2: {why[POOR][0]}", f"    the site: {floor.how}",
         f"client {WRONG}, round 2: {why[WRONG][0]}", f"    the site: {settings.how}",
+    ]  # fmt: skip
+
+
+def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_path):
+    """Client 1 has replied since it was refused; client 3 has not, and nobody reads its advice from the file."""
+    with pytest.raises(federations.fb.errors.ConfigurationError, match=r"exchanges\.jsonl is not there"):
+        status(Folder(tmp_path))
+    late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
+    lines = [
+        {"round": 0, "exchange": 0, "answered": [0], "refused": {"1": late, "3": late}},
+        {"round": 0, "undone": "why", "without": [0]},
+        {"round": 1, "exchange": 0, "answered": [0, 1], "refused": {"3": odd}},
+    ]
+    (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"round": 2, "exch']))
+    assert status(Folder(tmp_path)) == [
+        "not finished; last: round 1, exchange 0, 2 replied",
+        "client 3, round 1: x y", f"    the site: {Code.OTHER.how}",
     ]  # fmt: skip
 
 

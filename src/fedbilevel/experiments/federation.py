@@ -207,12 +207,18 @@ def run_name(place: Folder) -> str:
 
 
 def status(place: Folder) -> list[str]:
-    """Say how far a run's server has come, and why each client that did not count when last asked did not, in lines."""
+    """Say, in lines, how far a run's server has come, and of each client that did not count when it was last asked why.
+
+    Raises:
+        ConfigurationError: the folder has no exchanges.
+    """
     from fedbilevel.flower.refusal import Refusal
 
     absent: dict[int, tuple[int, Refusal]] = {}  # client -> round, why
     last: dict[str, Any] = {}
-    for text in place.exchanges.read_text(errors="replace").splitlines() if place.exchanges.exists() else []:
+    if not place.exchanges.is_file():
+        raise ConfigurationError(f"{place.exchanges} is not there: no exchange of a federated run is over")
+    for text in place.exchanges.read_text(errors="replace").splitlines():
         with suppress(ValueError, TypeError, AttributeError, KeyError):  # a line that a kill has cut
             line = json.loads(text)
             last = line if "exchange" in line else last
@@ -221,7 +227,7 @@ def status(place: Folder) -> list[str]:
             for client, told in line.get("refused", {}).items():
                 absent[int(client)] = line["round"], Refusal.read(told, int(client))
     if not last:
-        return [f"no exchange is over in {place.path}"]
+        return ["no exchange is over"]
     state = "finished" if place.finished else "not finished"
     said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {len(last['answered'])} replied"]
     for client, (round, why) in sorted(absent.items()):
