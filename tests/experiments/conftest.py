@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fedbilevel import cli
-from fedbilevel.experiments.loader import apart
+from own_files import apart
 
 
 @pytest.fixture(autouse=True)

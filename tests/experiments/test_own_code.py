@@ -15,8 +15,8 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.loader import apart, task_maker
 from fedbilevel.experiments.runner import task_of
+from own_files import apart
 from run_folders import write_run
 
 SOURCE = """
@@ -79,7 +79,8 @@ def test_it_runs_and_is_resumed_from_elsewhere(run, here) -> None:
 
 def test_a_task_that_was_changed_is_not_resumed_unasked(run, here) -> None:
     folder = here / "run"
-    assert run("run", "sub/mine.py:make", "--rounds", 3, "--quiet", "--out", folder)[0] == 0
+    with apart():
+        assert run("run", "sub/mine.py:make", "--rounds", 3, "--quiet", "--out", folder)[0] == 0
     (here / "sub" / "mine.py").write_text(SOURCE.replace("jnp.sum(x**2)", "2 * jnp.sum(x**2)"))
     code, _, error = run("run", "--resume", folder, "--rounds", 5, "--quiet")
     assert code == 4
@@ -105,20 +106,15 @@ def test_a_module_is_found_from_here(here, monkeypatch) -> None:
     assert len(task_of(spec).clients) == 2
 
 
-def test_a_changed_file_is_read_again(here) -> None:
-    file = here / "sub" / "mine.py"
-    assert len(task_maker(f"{file}:make")(plain=[1, 2]).clients) == 4
-    file.write_text(SOURCE.replace("clients: int = 4", "clients: int = 7"))
-    os.utime(file, ns=(1, 1))
-    assert len(task_maker(f"{file}:make")(plain=[1, 2]).clients) == 7
-
-
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("sub/mine.py:mkae", "unknown task in sub/mine.py 'mkae'; did you mean 'make'? (allowed: make, ready, wrong)"),
-        ("sub/neighbour.py:make", "there is no 'make' in sub/neighbour.py, nor any Task or function that returns one"),
-        ("sub/mine.py", "needs the name of a Task, or of a function making one: sub/mine.py:NAME"),
+        (
+            "sub/mine.py:mkae",
+            "unknown task in sub/mine.py 'mkae'; did you mean 'make'? (allowed: loss, make, ready, ",
+        ),
+        ("sub/neighbour.py:make", "unknown task in sub/neighbour.py 'make'"),
+        ("sub/mine.py", "task 'sub/mine.py' needs a name in that file: sub/mine.py:NAME"),
         ("sub/mine.py:number", "mine.py:number is of type int; it must be a Task, or a function that returns one"),
         ("sub/mine.py:wrong", "mine.py:wrong returned int; it must return a Task"),
         ("sub/nine.py:make", "there is no file "),
@@ -158,64 +154,23 @@ from mine import make
 """
 
 
-@pytest.fixture
-def other(here) -> Path:
-    """Another folder, whose file of that name has a neighbour of the same name."""
+def test_a_second_folder_is_refused(here) -> None:
     (here / "other").mkdir()
-    (here / "other" / "mine.py").write_text(SOURCE)
-    (here / "other" / "neighbour.py").write_text("SHIFT = 9.0\n")
-    return here / "other"
-
-
-def test_a_file_is_refused_a_neighbour_of_another_folder(other, here) -> None:
+    (here / "other" / "theirs.py").write_text(SOURCE)
+    (here / "sub" / "second.py").write_text("from mine import make\n")
     assert experiments.configure(task="sub/mine.py:make").task.fields["shift"] == 1.5
-    before = sys.modules["neighbour"]
-    with pytest.raises(ConfigurationError) as error:
-        experiments.configure(task="other/mine.py:make")
-    assert str(error.value).replace(f"{here}/", "") == (
-        "other/mine.py imports neighbour of its folder, and this process has another neighbour already, "
-        "sub/neighbour.py: rename one of them, or use other/mine.py in another process"
-    )
-    assert sys.modules["neighbour"] is before
+    assert experiments.configure(task="sub/second.py:make").task.fields["shift"] == 1.5
+    for name in ("other/theirs.py:make", "unheard:make"):
+        with pytest.raises(ConfigurationError) as error:
+            experiments.configure(task=name)
+        assert f"and this process has code of {here}/sub: put both into one folder, or use another" in str(error.value)
+    assert not {"theirs", "unheard"} & set(sys.modules)
 
 
-def test_a_module_is_refused_a_neighbour_of_another_folder(other, here, monkeypatch) -> None:
-    experiments.configure(task="sub/mine.py:make")
-    (other / "theirs.py").write_text("from mine import make\n")
-    (other / "mine.py").write_text(SOURCE + "# changed")
-    monkeypatch.chdir(other)
-    with pytest.raises(ConfigurationError, match=r"^module 'theirs' imports mine of its folder, "):
-        experiments.configure(task="theirs:make")
-
-
-def test_a_package_is_no_copy_of_a_neighbour(other, here) -> None:
-    experiments.configure(task="sub/mine.py:make")
-    (other / "neighbour.py").unlink()
-    (other / "neighbour").mkdir()
-    (other / "neighbour" / "__init__.py").write_text("SHIFT = 1.5\n")
-    with pytest.raises(ConfigurationError, match="imports neighbour of its folder"):
-        experiments.configure(task="other/mine.py:make")
-
-
-def test_a_neighbour_that_was_not_imported_before_is_the_files_own(other, here) -> None:
-    (here / "sub" / "alone.py").write_text("from fedbilevel.tasks import quadratic as make\n")
-    experiments.configure(task="sub/alone.py:make")
-    assert experiments.configure(task="other/mine.py:make").task.fields["shift"] == 9.0
-
-
-def test_copies_of_a_neighbour_are_one(other, here) -> None:
-    (other / "neighbour.py").write_text("SHIFT = 1.5\n")
-    experiments.configure(task="sub/mine.py:make")
-    assert experiments.configure(task="other/mine.py:make").task.fields["shift"] == 1.5
-
-
-def test_apart_from_the_rest_a_file_has_its_own_neighbours(other, here) -> None:
-    first = task_maker("sub/mine.py:make")
-    with apart():
-        assert experiments.configure(task="other/mine.py:make").task.fields["shift"] == 9.0
-    assert task_maker("sub/mine.py:make").__wrapped__ is first.__wrapped__
-    assert sys.modules["neighbour"].SHIFT == 1.5
-    assert str(other) not in sys.path
+def test_a_file_with_the_name_of_another_module_is_refused(here) -> None:
+    (here / "json.py").write_text("from fedbilevel.tasks import quadratic as make\n")
+    with pytest.raises(ConfigurationError, match=r"json\.py: Python has another module json: give the file another"):
+        experiments.configure(task="json.py:make")
 
 
 @pytest.fixture
@@ -341,15 +296,9 @@ def test_a_comparison_has_a_row_for_an_algorithm_of_ones_own(run, here, method) 
     ("algorithm", "words"),
     [
         ("sub/method.py:Dampd", "unknown algorithm in sub/method.py 'Dampd'; did you mean 'Damped'?"),
-        (
-            "sub/mine.py:Damped",
-            "there is no 'Damped' in sub/mine.py, nor any subclass of fedbilevel.authoring.Algorithm",
-        ),
-        ("sub/method.py", "algorithm 'sub/method.py' needs the name of a subclass of fedbilevel.authoring.Algorithm"),
-        (
-            "sub/method.py:number",
-            "method.py:number is of type int; it must be a subclass of fedbilevel.authoring.Algorithm",
-        ),
+        ("sub/mine.py:Damped", "unknown algorithm in sub/mine.py 'Damped'"),
+        ("sub/method.py", "algorithm 'sub/method.py' needs a name in that file: sub/method.py:NAME"),
+        ("sub/method.py:number", "method.py:number is not a subclass of fedbilevel.authoring.Algorithm"),
         ("sub/method.py:State", "method.py:State is not a subclass of fedbilevel.authoring.Algorithm"),
         ("sub/method.py:Half", "method.py:Half does not define round, which every algorithm has to"),
         ("sub/nine.py:Damped", "there is no file "),

@@ -13,7 +13,9 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -37,7 +39,7 @@ from fedbilevel.experiments.folder import (
     load_run,
     require_free,
 )
-from fedbilevel.experiments.loader import algorithm_class, apart, own_file, task_maker
+from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
 from fedbilevel.experiments.spec import Component, Spec, assign, fields_of
 from fedbilevel.flower.client.limits import Limits
@@ -364,27 +366,28 @@ def _with_files(spec: Spec, package: Path) -> Spec:
     """
     task, algorithm = own_file(spec.task.name), own_file(spec.algorithm.name)
     if task is not None:
-        name = _copied("task", task, package / "problem.py", spec.task.name, task_maker)
+        name = _copied("task", task, package / "problem.py", spec.task.name)
         spec = replace(spec, task=Component(name, spec.task.value))
     if algorithm is not None:
         copy = package / ("problem.py" if algorithm == task else "method.py")
-        name = _copied("algorithm", algorithm, copy, spec.algorithm.name, algorithm_class)
+        name = _copied("algorithm", algorithm, copy, spec.algorithm.name)
         spec = replace(spec, algorithm=Component(name, spec.algorithm.value))
     return spec
 
 
-def _copied(kind: str, file: Path, copy: Path, name: str, load: Callable[[str], Any]) -> str:
-    """Copy a file into the app, and return the name there of the task or algorithm `name` in it."""
+def _copied(kind: str, file: Path, copy: Path, name: str) -> str:
+    """Copy a file into the app, and see in another process that it can do without its neighbours; the name there of
+    the task or algorithm `name` in it."""
     attribute = name.rpartition(":")[2]
     shutil.copy(file, copy)
-    try:
-        with apart():
-            load(f"{copy}:{attribute}")
-    except ConfigurationError as error:
+    shown = [sys.executable, "-P", "-m", "fedbilevel.cli", f"{kind}s", f"{copy}:{attribute}"]
+    done = subprocess.run(shown, capture_output=True, text=True, check=False)
+    if done.returncode:
         shutil.rmtree(copy.parent.parent)
+        error = (done.stderr.strip().splitlines() or ["it cannot be loaded"])[-1].removeprefix("fedbilevel: ")
         what = "an algorithm" if kind == "algorithm" else "a task"
         advice = f"{what} of several files has to be an installed package: --{kind} package.module:NAME"
-        raise ConfigurationError(f"{error}; {advice}") from error
+        raise ConfigurationError(f"{error}; {advice}")
     return f"{copy.parent.name}.{copy.stem}:{attribute}"
 
 
