@@ -117,8 +117,8 @@ def test_a_compressed_checkpoint(played: Path, run: Run, tmp_path: Path) -> None
 
 def test_a_host_that_no_certificate_can_name(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
-    outcome = run("flower", "keys", tmp_path / "keys", "--clients", 1, "--host", "é")
-    one_sentence(outcome, 2, "'é' is not allowed: it must be an address, or a host name")
+    outcome = run("flower", "keys", tmp_path / "keys", "--clients", 1, "--host", "ä" * 64)
+    one_sentence(outcome, 2, "a server cannot have one of the names ää")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, federation, run, sweep
 from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, OK, Add, check_names, exit_code, fail, sentence
 
@@ -43,36 +44,26 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     whole = argparse.ArgumentParser(prog="fedbilevel", description="Federated bilevel optimization.")
-    whole.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = whole.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add = Add(commands)
     run.add_to(add)
     comparison.add_to(add)
     sweep.add_to(add)
     diagnostics.add_to(add)
-    _add_lists(add)
+    for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
+        add(f"{kind}s", function).add_argument("name", nargs="?", metavar="NAME", help=f"of the {kind} to show")
     federation.add_to(add)
     return whole
 
 
-def _version() -> str:
-    from fedbilevel import __version__
-
-    return __version__
-
-
-def _add_lists(add: Add) -> None:
-    """`fedbilevel algorithms` and `fedbilevel tasks`."""
-    for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
-        command = add(f"{kind}s", function, f"list the {kind}s, or the fields and defaults of one")
-        command.add_argument("name", nargs="?", metavar="NAME", help=f"of the {kind} to show; default: all names")
-
-
 def _algorithms(options: argparse.Namespace) -> int:
+    """List the algorithms, or the fields and defaults of a single algorithm."""
     return _list("algorithm", options.name)
 
 
 def _tasks(options: argparse.Namespace) -> int:
+    """List the tasks, or the fields and defaults of a single task."""
     return _list("task", options.name)
 
 

@@ -27,48 +27,9 @@ if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
     from fedbilevel.tasks import Task
 
-EPILOG = """\
-two ways:
-  fedbilevel compare RUN RUN …                    finished runs: a table and a picture
-  fedbilevel compare TASK --algorithms A,B,C      run A, B and C on the same task and seeds, then the same
-
-A RUN is the folder of a run or one with runs in it, however deep: of --seeds, or what the second way has written.
-Runs that differ in more than the method, such as in the task's objective, are for the first way: make each with
-`fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER`. GFLOP are shown where all runs know theirs.
-
-for a paper, with either way:
-  fedbilevel compare FOLDER --out fig.pdf --panel exchanges --size 3.3x2.6 --latex
-  --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + hvps), gflop,
-                      seconds (of this machine), time (of the clock); per_client, or per_client:NAME: metrics of
-                      single clients, where they were measured (run.metrics_per_client=true)
-  --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title
-  --csv, --json, --latex write beside the picture, with its name (fig.csv, …):
-    .csv              a line for each run;  -curves.csv: one for each run and row of its history
-    .json             both, with mean and standard deviation of each method
-    .tex              a booktabs tabular: mean ± standard deviation, the best in bold
-
-settings of the second:
-  --set algorithm.local_steps=10    every algorithm that has such a field
-  --set fednest.inner.lr=0.1        that algorithm alone
-  --set task.clients=50             and run.…, engine.…, clock.…: all of them (see `fedbilevel run --help`)
-
-Methods make different numbers of exchanges a round: --exchanges gives all the same number, --rounds does not. Where
-some do not wait for slow clients: --time, with a clock (--set clock.stragglers=5).
-Repeated with the same --out, what is missing is run: after Ctrl-C, with more seeds or with more algorithms.
-"""
-EPILOG_OF_REPORT = """\
-A page is one HTML file: it needs no network, its curves can be pointed at and switched off, and it can be printed.
-
-  fedbilevel report runs/RUN                         a run: runs/RUN/report.html
-  fedbilevel report runs/A runs/B                    runs side by side: report.html
-  fedbilevel report runs/FOLDER                      a folder of runs, likewise: runs/FOLDER/report.html
-
-What lies in the folders is read and shown as text; nothing of it is executed.
-"""
-
 
 def add_to(add: Add) -> None:
-    compare = add("compare", _compare, "compare finished runs, or run several algorithms and compare them", EPILOG)
+    compare = add("compare", _compare)
     compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="run folders, folders of them, or one task")
     compare.add_argument("--algorithms", type=_names, metavar="NAME,NAME,…", help=f"what to run on the task; {OWN}")
     add_options(compare, "data", "set", "cohort", seeds="one run of each algorithm for each seed")
@@ -85,7 +46,7 @@ def add_to(add: Add) -> None:
     compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
     for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX"}.items():
         compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
-    report = add("report", _report, "write a page for people about runs", EPILOG_OF_REPORT)
+    report = add("report", _report)
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of runs")
     report.add_argument("--out", type=Path, metavar="FILE", help="the page, .html (report.html)")
 
@@ -103,6 +64,36 @@ def _size(text: str) -> tuple[float, float]:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    """Compare finished runs, or run several algorithms and compare them.
+
+    two ways:
+      fedbilevel compare RUN RUN …                    finished runs: a table and a picture
+      fedbilevel compare TASK --algorithms A,B,C      run A, B and C on the same task and seeds, then the same
+
+    A RUN is the folder of a run or one with runs in it, however deep: of --seeds, or what the second way has written.
+    Runs that differ in more than the method, such as in the task's objective, are for the first way: make each with
+    `fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER`. GFLOP are shown where all runs know theirs.
+
+    for a paper, with either way:
+      fedbilevel compare FOLDER --out fig.pdf --panel exchanges --size 3.3x2.6 --latex
+      --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + hvps), gflop,
+                          seconds (of this machine), time (of the clock); per_client, or per_client:NAME: metrics of
+                          single clients, where they were measured (run.metrics_per_client=true)
+      --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title
+      --csv, --json, --latex write beside the picture, with its name (fig.csv, …):
+        .csv              a line for each run;  -curves.csv: one for each run and row of its history
+        .json             both, with mean and standard deviation of each method
+        .tex              a booktabs tabular: mean ± standard deviation, the best in bold
+
+    settings of the second:
+      --set algorithm.local_steps=10    every algorithm that has such a field
+      --set fednest.inner.lr=0.1        that algorithm alone
+      --set task.clients=50             and run.…, engine.…, clock.…: all of them (see `fedbilevel run --help`)
+
+    Methods make different numbers of exchanges a round: --exchanges gives all the same number, --rounds does not. Where
+    some do not wait for slow clients: --time, with a clock (--set clock.stragglers=5).
+    Repeated with the same --out, what is missing is run: after Ctrl-C, with more seeds or with more algorithms.
+    """
     from fedbilevel.display.curves import require_matplotlib, require_size
     from fedbilevel.experiments.compare import is_per_client
 
@@ -191,6 +182,16 @@ def _algorithms(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    """Write a page for people about runs.
+
+    A page is one HTML file: it needs no network, its curves can be pointed at and switched off, and it can be printed.
+
+      fedbilevel report runs/RUN                         a run: runs/RUN/report.html
+      fedbilevel report runs/A runs/B                    runs side by side: report.html
+      fedbilevel report runs/FOLDER                      a folder of runs, likewise: runs/FOLDER/report.html
+
+    What lies in the folders is read and shown as text; nothing of it is executed.
+    """
     from fedbilevel.report import write
 
     terminal = console()

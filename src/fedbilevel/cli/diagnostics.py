@@ -13,36 +13,16 @@ if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
 
 SUGGESTED = ("simfbo", "fednest")
-CHECK = """\
-The hypergradient at the task's starting point, by implicit differentiation over all samples in float64, beside
-unrolling, finite differences, truncated series and conjugate gradient, and what --algorithm names: their estimates in
-rounds with fresh samples and cohorts, with the settings that `fedbilevel run` would have.
-
-settings:
-  --set task.clients=50             of the task
-  --set fednest.inner.rounds=3      of an algorithm;  algorithm.… is for all of them
-"""
-
-
-DIAGNOSE = """\
-Near the task's starting point: curvature of both losses and of the outer objective, how much clients differ, and from
-these the step sizes that --algorithm would be given, as a command to run. Batch and cohort sizes are those that
-`fedbilevel run` would have.
-
-settings:
-  --set task.clients=50             of the task
-  --set batch_size=64               of the algorithms that have such a field
-"""
 
 
 def add_to(add: Add) -> None:
-    check = add("check", _check, "compare a task's hypergradient, computed in several ways", CHECK)
+    check = add("check", _check)
     _add_task(check)
     check.add_argument(
         "--algorithm", action="append", metavar="NAME", help=f"whose estimate to check; {OWN}; repeatable"
     )
     check.add_argument("--draws", type=count, default=100, metavar="N", help="rounds with each (%(default)s)")
-    look = add("diagnose", _diagnose, "measure what a task's step sizes depend on, and suggest some", DIAGNOSE)
+    look = add("diagnose", _diagnose)
     _add_task(look)
     suggested = ", ".join(SUGGESTED)
     look.add_argument(
@@ -57,6 +37,16 @@ def _add_task(command: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    """Compare a task's hypergradient, computed in several ways.
+
+    The hypergradient at the task's starting point, by implicit differentiation over all samples in float64, beside
+    unrolling, finite differences, truncated series and conjugate gradient, and what --algorithm names: their estimates
+    in rounds with fresh samples and cohorts, with the settings that `fedbilevel run` would have.
+
+    settings:
+      --set task.clients=50             of the task
+      --set fednest.inner.rounds=3      of an algorithm;  algorithm.… is for all of them
+    """
     terminal = console()
     prepare_jax()
     from fedbilevel.algorithms import ALGORITHMS
@@ -101,6 +91,16 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
+    """Measure what a task's step sizes depend on, and suggest some.
+
+    Near the task's starting point: curvature of both losses and of the outer objective, how much clients differ, and
+    from these the step sizes that --algorithm would be given, as a command to run. Batch and cohort sizes are those
+    that `fedbilevel run` would have.
+
+    settings:
+      --set task.clients=50             of the task
+      --set batch_size=64               of the algorithms that have such a field
+    """
     terminal = console()
     prepare_jax()
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested

@@ -6,34 +6,24 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.cli.shared import ALGORITHM_HELP, OK, TASK_HELP, Add, count, prepare_jax, settings, spec_tables
-
-DEMO_TEXT = """\
-Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
-plays a task (a network on handwritten digits that are divided over the clients), and stops everything it started.
-"""
+from fedbilevel.cli.shared import OK, TASK_HELP, Add, add_options, count, prepare_jax, settings, spec_tables
 
 
 def add_to(add: Add) -> None:
-    flower = add("flower", _help, "run in a real federation, over Flower")
+    flower = add("flower", _help)
     commands = flower.add_subparsers(title="commands", metavar="COMMAND")
     inside = Add(commands)
-    new = inside("new", _new, "write a Flower app for a task")
+    new = inside("new", _new)
     new.add_argument("folder", type=Path, metavar="DIR", help="where to: new or empty")
-    for command in (new, demo := inside("demo", _demo, "run a federation of processes on this machine", DEMO_TEXT)):
+    for command in (new, demo := inside("demo", _demo)):
         command.add_argument("--task", metavar="TASK", help=TASK_HELP)
-        command.add_argument("--spec", metavar="FILE", help="a spec in TOML; the other options change it")
-        command.add_argument("--algorithm", metavar="NAME", help=ALGORITHM_HELP)
-        command.add_argument(
-            "--set", action="append", default=[], metavar="FIELD=VALUE", help="see `fedbilevel run -h`"
-        )
-        command.add_argument("--rounds", type=count, metavar="N", help="rounds in total")
+        add_options(command, "spec", "algorithm", "rounds", set="see `fedbilevel run -h`; repeatable")
         command.add_argument("--clients", type=count, metavar="N", help="how many clients (demo: 4)")
-    keys = inside("keys", _keys, "make certificates and keys for a trial")
+    keys = inside("keys", _keys)
     keys.add_argument("folder", type=Path, metavar="DIR", help="where to: nothing is overwritten")
     keys.add_argument("--clients", type=count, metavar="N", required=True, help="how many clients")
     keys.add_argument("--host", action="append", metavar="NAME", help="how the server is reached: name or address")
-    asked = inside("status", _status, "say how far a federated run is, and who is absent and why")
+    asked = inside("status", _status)
     asked.add_argument("folder", type=Path, metavar="RUN", help="the server's run folder")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
@@ -41,6 +31,7 @@ def add_to(add: Add) -> None:
 
 
 def _help(options: argparse.Namespace) -> int:
+    """Run in a real federation, over Flower."""
     from fedbilevel.core.errors import ConfigurationError
 
     text = "fedbilevel flower needs a command: new, keys, status or demo (see fedbilevel flower --help)"
@@ -48,6 +39,7 @@ def _help(options: argparse.Namespace) -> int:
 
 
 def _new(options: argparse.Namespace) -> int:
+    """Write a Flower app for a task."""
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.federation import write_app
 
@@ -61,6 +53,7 @@ def _new(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
+    """Make certificates and keys for a trial."""
     from fedbilevel.flower.launch import credentials
 
     names = options.host or ["localhost", "127.0.0.1"]
@@ -70,6 +63,7 @@ def _keys(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
+    """Say how far a federated run is, and who is absent and why."""
     from fedbilevel.experiments.federation import status
     from fedbilevel.experiments.folder import Folder
 
@@ -78,6 +72,11 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    """Run a federation of processes on this machine.
+
+    Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
+    plays a task (a network on handwritten digits that are divided over the clients), and stops everything it started.
+    """
     prepare_jax()
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.federation import play_demo, seen_by

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli.shared import (
-    EPILOG,
     INTERRUPTED,
     OK,
     TASK_HELP,
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def add_to(add: Add) -> None:
-    run = add("run", _run, "run an algorithm on a task", EPILOG)
+    run = add("run", _run)
     run.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
     add_options(run, "algorithm", "data", "set", "spec", "cohort")
     add_length(run)
@@ -58,6 +57,42 @@ def add_to(add: Add) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Run an algorithm on a task.
+
+    fields for --set:
+      Dotted names: algorithm.local_steps=10, task.clients=50, algorithm.server_lr.x=0.05, run.rounds=300,
+      engine.chunk=4, clock.spread=0.3. Without its section, a name means the algorithm's field if there is one
+      (local_steps is also a field of tasks: write task.local_steps), else the only field of that name. Values are TOML,
+      bare words are text, none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
+        client_lr='{x = {schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500}, y = 0.1, v = 0.1}'
+        schedules and server optimizers are Optax's, by their names and arguments there
+        local_optimizer=momentum local_optimizer.decay=0.9    a part: its name takes that part's defaults, and its
+                                                              fields, which may be parts again, follow after a dot
+        hypergradient.solver=cg hypergradient.solver.max_steps=10
+        server_optimizer='{name = "adam", b1 = 0.9}'
+        task.local_steps='{low = 1, high = 10}'               drawn for each client and round
+        capacities='[1, 0.5, 0.25]'                           shares of the model that clients hold, dealt out in turn
+        run.exchanges=500                                     a budget of messages, in place of run.rounds
+        run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds, likewise
+        clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
+        clock.stragglers=5 clock.slowdown=5.0                 so many clients take so many times as long
+        run.pooled=true                                       one client that holds every sample
+
+    several processes, on one or more hosts:
+      The same command in each, but for --process 0, 1, …, N-1. Process 0 listens at HOST:PORT, has the run folder and
+      prints; which spec is played, and which run is resumed, is its word. A run may be resumed with any number of
+      processes. --coordinator auto takes all three from a launcher's environment (Slurm, Open MPI, Kubernetes).
+
+    your own task or algorithm:
+      TASK may be module:NAME or path/to/file.py:NAME, NAME being a fedbilevel.tasks.Task or a function that returns
+      a task; the function's keyword arguments are then the fields of [task]. --algorithm may be so, too, NAME being a
+      subclass of fedbilevel.authoring.Algorithm. A spec that names them names code: --spec and --resume run it, and
+      first say whose. So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes
+      nothing of them.
+
+    exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
+      5 too few clients replied or another process was lost, 130 interrupted
+    """
     together = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
     return _run_together(options) if any(together) else _play(options)
 

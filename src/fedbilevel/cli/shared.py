@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 import sys
@@ -20,54 +21,21 @@ OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, INTERRUPTED = 0, 2, 3, 4
 OWN = "or your own: module:NAME or path/to/file.py:NAME"
 ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
 TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"
-EPILOG = """\
-fields for --set:
-  Dotted names: algorithm.local_steps=10, task.clients=50, algorithm.server_lr.x=0.05, run.rounds=300,
-  engine.chunk=4, clock.spread=0.3. Without its section, a name means the algorithm's field if there is one
-  (local_steps is also a field of tasks: write task.local_steps), else the only field of that name. Values are TOML,
-  bare words are text, none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
-    client_lr='{x = {schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500}, y = 0.1, v = 0.1}'
-    schedules and server optimizers are Optax's, by their names and arguments there
-    local_optimizer=momentum local_optimizer.decay=0.9    a part: its name takes that part's defaults, and its fields,
-                                                          which may be parts again, follow after a dot
-    hypergradient.solver=cg hypergradient.solver.max_steps=10
-    server_optimizer='{name = "adam", b1 = 0.9}'
-    task.local_steps='{low = 1, high = 10}'               drawn for each client and round
-    capacities='[1, 0.5, 0.25]'                           the shares of the model that clients hold, dealt out in turn
-    run.exchanges=500                                     a budget of messages, in place of run.rounds
-    run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds, likewise
-    clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
-    clock.stragglers=5 clock.slowdown=5.0                 so many clients take so many times as long
-    run.pooled=true                                       one client that holds every sample
-
-several processes, on one or more hosts:
-  The same command in each, but for --process 0, 1, …, N-1. Process 0 listens at HOST:PORT, has the run folder and
-  prints; which spec is played, and which run is resumed, is its word. A run may be resumed with any number of
-  processes. --coordinator auto takes all three from a launcher's environment (Slurm, Open MPI, Kubernetes).
-
-your own task or algorithm:
-  TASK may be module:NAME or path/to/file.py:NAME, NAME being a fedbilevel.tasks.Task or a function that returns one;
-  the function's keyword arguments are then the fields of [task]. --algorithm may be so, too, NAME being a subclass of
-  fedbilevel.authoring.Algorithm. A spec that names them names code: --spec and --resume run it, and first say whose.
-  So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes nothing of them.
-
-exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
-  5 too few clients replied or another process was lost, 130 interrupted
-"""
 
 
 @dataclass(frozen=True)
 class Add:
+    """Adds commands; the help of a command is its function's docstring."""
+
     commands: Any
 
-    def __call__(
-        self, name: str, function: Callable[[Any], int], text: str, epilog: str | None = None
-    ) -> argparse.ArgumentParser:
+    def __call__(self, name: str, function: Callable[[Any], int]) -> argparse.ArgumentParser:
+        first, _, rest = (inspect.getdoc(function) or name).partition("\n\n")
         made: argparse.ArgumentParser = self.commands.add_parser(
             name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=epilog,
+            help=f"{first[0].lower()}{first[1:].rstrip('.')}",
+            description=first,
+            epilog=rest,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         made.set_defaults(command=function)

@@ -32,28 +32,9 @@ if TYPE_CHECKING:
     from fedbilevel.experiments.sweep import SpecOf
     from fedbilevel.sweeps import PointValues, Sweep
 
-EPILOG = """\
-A grid is every combination of the values of some fields, which are those of --set, in the same notation. Each point is
-run with every seed, each run in a folder of its own; the best point has the best mean of --select at the end.
-
-  fedbilevel sweep quadratic --grid server_lr.x=0.01,0.03,0.1 --grid local_steps=1,5 --seeds 0,1,2 --out runs/steps
-  fedbilevel sweep --set task.holdout=0.2 --select validation_accuracy --grid client_lr.x=0.01,0.1 --exchanges 300
-
---search draws --trials points from ranges by Optuna (extra [sweep]), numbers in four digits, whole ones where both ends
-are; the values of --grid are then choices.
-
-  fedbilevel sweep quadratic --search server_lr.x=0.001:1:log --search local_steps=1:8 --trials 40 --out runs/search
-
-The same command with the same --out goes on where it was, and several at once share the work. Hosts without a common
-disk share a search by --storage, the URL of a database (postgresql://…).
-
-In the folder: the runs, sweep.csv, a line for each, and chosen.toml, which `fedbilevel run --spec` takes.
-`fedbilevel compare DIR` draws them.
-"""
-
 
 def add_to(add: Add) -> None:
-    sweep = add("sweep", _sweep, "run with other values of some fields, and choose the best", EPILOG)
+    sweep = add("sweep", _sweep)
     sweep.add_argument("base", nargs="?", metavar="TASK|SPEC.toml", help=f"{TASK_HELP}; or a spec in TOML")
     add_options(sweep, "algorithm", "data", set="of every run; repeatable")
     sweep.add_argument("--grid", action="append", default=[], metavar="FIELD=VALUE,VALUE,…", help="repeatable")
@@ -71,6 +52,25 @@ def add_to(add: Add) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    """Run with other values of some fields, and choose the best.
+
+    A grid is every combination of the values of some fields, which are those of --set, in the same notation. Each point
+    is run with every seed, each run in a folder of its own; the best point has the best mean of --select at the end.
+
+      fedbilevel sweep quadratic --grid server_lr.x=0.01,0.03,0.1 --grid local_steps=1,5 --seeds 0,1,2 --out runs/steps
+      fedbilevel sweep --set task.holdout=0.2 --select validation_accuracy --grid client_lr.x=0.01,0.1 --exchanges 300
+
+    --search draws --trials points from ranges by Optuna (extra [sweep]), numbers in four digits, whole numbers where
+    both ends are whole; the values of --grid are then choices.
+
+      fedbilevel sweep quadratic --search server_lr.x=0.001:1:log --search local_steps=1:8 --trials 40 --out runs/search
+
+    The same command with the same --out goes on where it was, and several at once share the work. Hosts without a
+    common disk share a search by --storage, the URL of a database (postgresql://…).
+
+    In the folder: the runs, sweep.csv, a line for each, and chosen.toml, which `fedbilevel run --spec` takes.
+    `fedbilevel compare DIR` draws them.
+    """
     terminal = console()
     prepare_jax()
     from fedbilevel.experiments.folder import default_path
