@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.algorithms.cutting_planes import FREE, Cut, Planes, added, combined, products, without_idle
+from fedbilevel.algorithms.cutting_planes import FREE, Cut, Planes, combined, products
 
 CAPACITY = 3
 X, Z = {"u": jnp.array([1.0, -2.0]), "w": jnp.array([[0.5]])}, jnp.array([3.0, 0.0, -1.0])
@@ -19,7 +19,7 @@ def with_multipliers(numbers: list[float]) -> Planes:
     planes = Planes.none(X, Z, CAPACITY)
     for serial, number in enumerate(numbers):
         slot = planes.free_slot()
-        planes = added(planes, cut(1.0 + serial), 0.1, X, Z, jnp.asarray(serial))
+        planes = planes.with_cut(cut(1.0 + serial), 0.1, X, Z, jnp.asarray(serial))
         planes = planes._replace(multiplier=planes.multiplier.at[slot].set(number))
     return planes
 
@@ -30,7 +30,7 @@ def kept(planes: Planes) -> list[int]:
 
 def test_a_plane_is_the_linearisation_less_the_tolerance():
     """h + a·(x' − x) + Σ p_i b_i·(y_i' − y_i) + c·(z' − z) − ε, written out for h = 2, ε = 0.1."""
-    planes = added(Planes.none(X, Z, CAPACITY), cut(2.0), 0.1, X, Z, jnp.asarray(0))
+    planes = Planes.none(X, Z, CAPACITY).with_cut(cut(2.0), 0.1, X, Z, jnp.asarray(0))
     assert float(planes.values(X, Z)[0]) == pytest.approx(1.9, abs=1e-14)
     moved = {"u": X["u"] + jnp.array([0.25, 1.0]), "w": X["w"] - 3}
     inner = planes.inner.at[0].add(0.4)
@@ -64,7 +64,7 @@ def test_multipliers_ascend_in_units_of_a_planes_length_and_stay_positive():
 def test_which_planes_stay(multipliers, stay):
     planes = with_multipliers(multipliers)
     newest = jnp.argmax(planes.serial)
-    left = without_idle(planes, newest)
+    left = planes.without_idle(newest)
     assert kept(left) == stay
     assert not bool(left.active[left.free_slot()])
     assert bool(jnp.all((left.multiplier == 0) | left.active))

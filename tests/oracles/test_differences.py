@@ -10,12 +10,12 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.oracles import products
-from fedbilevel.oracles.differences import CentralDifferences, coordinate_slopes
+from fedbilevel.oracles.differences import Differences, coordinate_slopes
 
 
 @partial(jax.jit, static_argnums=0)
 def by_differences(problem, x, y, v, outer_batch, batch, perturbation):
-    made = CentralDifferences(perturbation)
+    made = Differences(perturbation=perturbation)
     return (
         made.hess_v(problem, x, y, v, batch),
         made.cross_v(problem, x, y, v, batch),
@@ -72,7 +72,7 @@ def test_along_nothing_there_is_nothing(instance):
     zero = optax.tree.zeros_like(v)
     found = by_differences(instance.problem, x, y, zero, *instance.batches[:2], 1.0)
     assert all(not np.any(flat(product)) for product in found[:2])
-    left_out = CentralDifferences().hypergradient(instance.problem, x, y, None, *instance.batches[:2])
+    left_out = Differences().hypergradient(instance.problem, x, y, None, *instance.batches[:2])
     np.testing.assert_allclose(flat(left_out[1]), flat(found[3]), rtol=1e-12)
 
 

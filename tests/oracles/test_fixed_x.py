@@ -10,7 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.oracles import fixed_x, products
-from fedbilevel.oracles.differences import CentralDifferences
+from fedbilevel.oracles.differences import Differences
 from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
 
 SIZE, LONGEST, PIXELS, HIDDEN = 7, 9, 23, 4
@@ -127,4 +127,4 @@ def test_derivatives_go_through_complex_features():
     assert np.max(np.abs(exact)) > 1
     found = on_batch.pull(products.cross_of(on_batch.of_y, on_batch.features, y, v))
     np.testing.assert_allclose(found, exact, rtol=1e-10)
-    np.testing.assert_allclose(CentralDifferences().cross_v(problem, x, y, v, batch), exact, rtol=1e-6)
+    np.testing.assert_allclose(Differences().cross_v(problem, x, y, v, batch), exact, rtol=1e-6)

@@ -58,18 +58,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.cutting_planes import (
-    FREE,
-    Cut,
-    Planes,
-    added,
-    combined,
-    empty,
-    products,
-    put,
-    row,
-    without_idle,
-)
+from fedbilevel.algorithms.cutting_planes import FREE, Cut, Planes, combined, empty, products, put, row
 from fedbilevel.algorithms.parts.wrappers import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, Part, phase
 from fedbilevel.core.allows import Allows, Asks, Findings, No
@@ -303,7 +292,7 @@ class CuttingPlanes(Algorithm):
         flat = Cut(jnp.zeros(()), optax.tree.zeros_like(x), optax.tree.scale(2, apart), jnp.zeros(()))
         start = (flat, optax.tree.scale(-2, apart), jnp.asarray(last, jnp.int32), jnp.zeros(()))
         cut, _, _, asked = fed.repeat(last + 1, backward, start, key)
-        planes = without_idle(added(planes, cut, self.lagrangian.tolerance, x, z, state.made), slot)
+        planes = planes.with_cut(cut, self.lagrangian.tolerance, x, z, state.made).without_idle(slot)
         totals = state.totals._replace(complete=asked > 1 - ROUNDING)
         return state._replace(planes=planes, made=state.made + 1, totals=totals)
 

@@ -21,6 +21,15 @@ from fedbilevel.core.tree import PyTree
 FREE = -1
 
 
+class Cut(NamedTuple):
+    """What a plane is made of: h ≤ ε linearised at (x, {y_i}, z)."""
+
+    height: Array  # h at that point
+    outer: PyTree  # a = ∂h/∂x
+    consensus: PyTree  # c = ∂h/∂z
+    inner: Array  # Σ p_i b_i·y_i
+
+
 class Planes(NamedTuple):
     """The server's side. Tables have a leading axis of slots; what stands in a free slot counts for nothing."""
 
@@ -70,42 +79,31 @@ class Planes(NamedTuple):
         direction = self.values(x, z) / self.length - damping * self.multiplier
         return self._replace(multiplier=jnp.maximum(self.multiplier + size * direction, 0))
 
+    def with_cut(self, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTree, serial: Array) -> Planes:
+        """Put the cut into a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
+        slot = self.free_slot()
+        flat = optax.tree.vdot(cut.outer, x) + cut.inner + optax.tree.vdot(cut.consensus, z)
+        return Planes(
+            serial=self.serial.at[slot].set(serial),
+            outer=put(self.outer, slot, cut.outer),
+            consensus=put(self.consensus, slot, cut.consensus),
+            start=self.start.at[slot].set(cut.inner),
+            changes=self.changes.at[slot].set(0),
+            inner=self.inner.at[slot].set(cut.inner),
+            offset=self.offset.at[slot].set(cut.height - tolerance - flat),
+            length=self.length.at[slot].set(4 * jnp.maximum(cut.height, tolerance)),
+            multiplier=self.multiplier.at[slot].set(0),
+        )
 
-class Cut(NamedTuple):
-    """What a plane is made of: h ≤ ε linearised at (x, {y_i}, z)."""
-
-    height: Array  # h at that point
-    outer: PyTree  # a = ∂h/∂x
-    consensus: PyTree  # c = ∂h/∂z
-    inner: Array  # Σ p_i b_i·y_i
-
-
-def added(planes: Planes, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTree, serial: Array) -> Planes:
-    """Put the cut into a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
-    slot = planes.free_slot()
-    flat = optax.tree.vdot(cut.outer, x) + cut.inner + optax.tree.vdot(cut.consensus, z)
-    return Planes(
-        serial=planes.serial.at[slot].set(serial),
-        outer=put(planes.outer, slot, cut.outer),
-        consensus=put(planes.consensus, slot, cut.consensus),
-        start=planes.start.at[slot].set(cut.inner),
-        changes=planes.changes.at[slot].set(0),
-        inner=planes.inner.at[slot].set(cut.inner),
-        offset=planes.offset.at[slot].set(cut.height - tolerance - flat),
-        length=planes.length.at[slot].set(4 * jnp.maximum(cut.height, tolerance)),
-        multiplier=planes.multiplier.at[slot].set(0),
-    )
-
-
-def without_idle(planes: Planes, newest: Array) -> Planes:
-    """Drop planes whose multiplier is 0, but for the newest; and if no slot is free then, the oldest."""
-    kept = planes.active & ((planes.serial == planes.serial[newest]) | (planes.multiplier > 0))
-    kept &= ~(jnp.all(kept) & (planes.serial == jnp.min(planes.serial)))
-    return planes._replace(
-        serial=jnp.where(kept, planes.serial, FREE),
-        inner=jnp.where(kept, planes.inner, 0),
-        multiplier=jnp.where(kept, planes.multiplier, 0),
-    )
+    def without_idle(self, newest: Array) -> Planes:
+        """Drop planes whose multiplier is 0, but for the newest; and if no slot is free then, the oldest."""
+        kept = self.active & ((self.serial == self.serial[newest]) | (self.multiplier > 0))
+        kept &= ~(jnp.all(kept) & (self.serial == jnp.min(self.serial)))
+        return self._replace(
+            serial=jnp.where(kept, self.serial, FREE),
+            inner=jnp.where(kept, self.inner, 0),
+            multiplier=jnp.where(kept, self.multiplier, 0),
+        )
 
 
 def empty(tree: PyTree, rows: int) -> PyTree:

@@ -48,7 +48,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.hypergradients import Differences, Estimate, Exact, Hypergradient, Implicit
+from fedbilevel.algorithms.parts.hypergradients import Estimate, Exact, Hypergradient, Implicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_step
 from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
@@ -64,7 +64,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, scaled
-from fedbilevel.oracles.differences import coordinate_slopes
+from fedbilevel.oracles.differences import Differences, coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
 

@@ -6,7 +6,7 @@ for what it leaves out and by ε(1 + ‖y‖)/η for rounding, ε being the prec
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +14,32 @@ import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
+from fedbilevel.core.algorithm import Part
+from fedbilevel.core.config import positive
+from fedbilevel.core.fed import Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, epsilon, move
 from fedbilevel.oracles.fixed_x import inner_loss_on
 
 
-@dataclass(frozen=True)
-class CentralDifferences:
-    """Products with ∇²g by central differences along v: what oracles/products.py has, with no second derivative.
+class Differences(Part):
+    """Products with second derivatives by central differences of gradients along v: each costs two gradients.
+
+    For losses that JAX cannot differentiate twice. The error grows as the square of the length of the differences; very
+    short ones are off by rounding.
 
     Args:
-        perturbation: the length ‖μv‖ of the step to either side, in units of (ε(1 + ‖y‖))^⅓.
+        perturbation: the length of differences, ‖μv‖ to either side, in units of the length that balances truncation
+            and rounding, (ε(1 + ‖y‖))^⅓.
     """
 
-    perturbation: float | Array = 1.0
+    kind: ClassVar[str] = "differences"
+
+    perturbation: float = positive(default=1.0)
+
+    def counted(self, reply: Reply) -> Reply:
+        """Count what the reply's products cost: two gradients each."""
+        return reply._replace(gradients=reply.gradients + 2 * reply.hvps, hvps=0)
 
     def hess_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
         """Return ∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ, of the shape of y."""

@@ -18,14 +18,15 @@ from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann, SolveInfo, c
 from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.allows import Allows, Findings, No
 from fedbilevel.core.client import Client, Clients, uniform_below
-from fedbilevel.core.config import at, positive, static
+from fedbilevel.core.config import at, static
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import PyTree
-from fedbilevel.oracles import differences, products
+from fedbilevel.oracles import products
+from fedbilevel.oracles.differences import Differences
 
 
 class Exact(Part):
@@ -33,38 +34,14 @@ class Exact(Part):
 
     kind: ClassVar[str] = "exact"
 
-    @property
-    def oracle(self) -> Any:
-        """The module or object with the functions `hess_v`, `hess_of`, `cross_of` and `hypergradient`."""
-        return products
+    hess_v = staticmethod(products.hess_v)
+    hess_of = staticmethod(products.hess_of)
+    cross_of = staticmethod(products.cross_of)
+    hypergradient = staticmethod(products.hypergradient)
 
     def counted(self, reply: Reply) -> Reply:
         """Count what the reply's products cost: hvps, as they are."""
         return reply
-
-
-class Differences(Part):
-    """Products with second derivatives by central differences of gradients: each costs two gradients.
-
-    For losses that JAX cannot differentiate twice. The error grows as the square of the length of the differences; very
-    short ones are off by rounding.
-
-    Args:
-        perturbation: the length of differences, in units of the length that balances truncation and rounding.
-    """
-
-    kind: ClassVar[str] = "differences"
-
-    perturbation: float = positive(default=1.0)
-
-    @property
-    def oracle(self) -> Any:
-        """An object with the functions `hess_v`, `hess_of`, `cross_of` and `hypergradient`."""
-        return differences.CentralDifferences(self.perturbation)
-
-    def counted(self, reply: Reply) -> Reply:
-        """Count what the reply's products cost: two gradients each."""
-        return reply._replace(gradients=reply.gradients + 2 * reply.hvps, hvps=0)
 
 
 class Estimate(NamedTuple):
@@ -85,7 +62,7 @@ def hypergradient_given(
     """Reply with ∇x f_i − ∇²xy g_i v, or ∇x f_i where v is None."""
     outer_key, inner_key = jax.random.split(key)
     outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
-    loss, h = second_order.oracle.hypergradient(client.problem, *at, outer_batch, inner_batch)
+    loss, h = second_order.hypergradient(client.problem, *at, outer_batch, inner_batch)
     hvps = 0 if at[2] is None else 1
     return second_order.counted(Reply(h, metrics={"outer_loss": loss}, gradients=1, hvps=hvps))
 
@@ -206,7 +183,7 @@ class Implicit(SolvedSystem):
     @phase(takes=("x", "y", "y"), gives="y")
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """Reply with ∇²yy g_i v."""
-        product = self.second_order.oracle.hess_v(client.problem, *at, client.inner_batch(key))
+        product = self.second_order.hess_v(client.problem, *at, client.inner_batch(key))
         return self.second_order.counted(Reply(product, hvps=1))
 
     @phase(takes=("x", "y", "y"), gives="x")

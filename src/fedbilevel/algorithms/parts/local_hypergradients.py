@@ -82,7 +82,7 @@ class LocalImplicit(SolvedSystem):
             product = self.products(client, x, y, inner.loss if self.paired else None, system_key)
             terms = self.solver.terms_of(client) if isinstance(self.solver, Neumann) else 1
             v, spent, info = self.solver.solve(InClient, product, v, system_key, terms)
-        cross = inner.pull(self.second_order.oracle.cross_of(inner.of_y, inner.features, y, v))
+        cross = inner.pull(self.second_order.cross_of(inner.of_y, inner.features, y, v))
         return LocalEstimate(optax.tree.sub(h, cross), info, loss, 1, spent + 1)
 
     def products(
@@ -92,17 +92,17 @@ class LocalImplicit(SolvedSystem):
 
         What depends on x alone, as features do, is computed once for all of them.
         """
-        oracle = self.second_order.oracle
+        hess_of = self.second_order.hess_of
         if loss is None and isinstance(self.solver, CG):
             loss = inner_loss_on(client.problem, x, y, client.inner_batch(key)).loss
         if loss is not None:
-            return lambda loop, v, key, number: oracle.hess_of(loss, y, v)
+            return lambda loop, v, key, number: hess_of(loss, y, v)
         assert isinstance(self.solver, Neumann)
         inner = inner_loss_at(client, x, y, client.batch_size, self.solver.most_terms - 1)
 
         def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
             samples = inner.draw(key)
-            return oracle.hess_of(lambda y: inner.loss(y, samples), y, v)
+            return hess_of(lambda y: inner.loss(y, samples), y, v)
 
         return product
 
