@@ -166,15 +166,10 @@ def _default(cls: type, name: str) -> str:
 
 
 def parts() -> str:
-    """The parts that fields may hold: their fields with defaults, and the first sentence of each docstring."""
+    """The parts that fields may hold, with the first sentence of each docstring."""
     from fedbilevel import parts
 
-    rows = []
-    for name in parts.__all__:
-        cls = getattr(parts, name)
-        fields = [f"`{field.name}` {_default(cls, field.name)}".strip() for field in dataclasses.fields(cls)]
-        rows.append((f"`{name}`", ", ".join(fields) or "–", _sentence(cls)))
-    return table(("part", "fields and defaults", "what it is"), rows)
+    return table(("part", "what it is"), [(f"`{name}`", _sentence(getattr(parts, name))) for name in parts.__all__])
 
 
 def _sentence(value: object) -> str:
