@@ -162,6 +162,11 @@ def test_no_page_is_longer_than_its_limit():
     assert {name: count for name, count in pages.items() if count > LIMITS.get(name, 600)} == {}
 
 
+def test_all_pages_together_are_no_more_than_a_small_book():
+    pages = [ROOT / "CHANGELOG.md", *(page for room in ("docs", "papers") for page in (ROOT / room).rglob("*.md"))]
+    assert 20_000 < sum(len(page.read_text("utf-8").split()) for page in pages) <= 51_000
+
+
 def test_every_page_is_in_an_index():
     """docs/README.md lists every page, or the index of the folder in which the page is."""
     listed = set()
