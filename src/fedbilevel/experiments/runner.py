@@ -64,6 +64,11 @@ class Experiment(NamedTuple):
     algorithm: Algorithm
     engine: Engine
 
+    def solve(self, plan: RunPlan, **given: Any) -> Result:
+        """Solve the task's problem with the plan's cohort and seed; `given` are further arguments of `solve`."""
+        problem = self.task.problem, self.task.clients, self.task.x0, self.task.y0
+        return solve(self.algorithm, *problem, cohort=plan.cohort, key=plan.seed, engine=self.engine, **given)
+
 
 def build(spec: Spec, task: Task | None = None) -> Experiment:
     """Load the data and make task, algorithm and engine.
@@ -302,16 +307,9 @@ def _play(
     rounds, eval_every, ends = _length(spec, place, experiment, resume)
     scribe = Scribe(spec, place)
     with _opened(scribe) if not resume else contextlib.nullcontext():
-        result = solve(
-            experiment.algorithm,
-            task.problem,
-            task.clients,
-            task.x0,
-            task.y0,
+        result = experiment.solve(
+            spec.run,
             rounds=rounds,
-            cohort=spec.run.cohort,
-            key=spec.run.seed,
-            engine=experiment.engine,
             eval_every=eval_every,
             metrics=task.metrics,
             metrics_per_client=own,
@@ -435,21 +433,10 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
     if plan.eval_every is not None:
         return plan.eval_every
     assert plan.budget is not None
-    task, (name, amount) = experiment.task, plan.budget
+    name, amount = plan.budget
     report_stage(MEASURING)
     with warnings.catch_warnings(action="ignore"):  # the run itself says it again
-        first = solve(
-            experiment.algorithm,
-            task.problem,
-            task.clients,
-            task.x0,
-            task.y0,
-            rounds=PROBE,
-            cohort=plan.cohort,
-            key=plan.seed,
-            engine=experiment.engine,
-            progress=False,
-        )
+        first = experiment.solve(plan, rounds=PROBE, progress=False)
     probed = cost(first.history.rows[-1], name)
     return max(1, int(amount * PROBE / (ROWS * probed))) if probed > 0 else 1
 

@@ -210,10 +210,7 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
             require(head in named and bool(rest), "--set", setting, allowed)
             each[named[head]].append(f"algorithm.{rest}{equals}{text}")
             continue
-        if head == "algorithm":
-            field, mine = rest.partition(".")[0], f"{rest}{equals}{text}"
-        else:
-            field, mine = head, f"{path.strip()}{equals}{text}"
+        field = rest.partition(".")[0] if head == "algorithm" else head
         holders = [name for name in algorithms if field in known[name]["algorithm"]]
         if head == "algorithm" and not holders:
             raise unknown("field of the algorithms", field, {f for one in known.values() for f in one["algorithm"]})
@@ -223,7 +220,7 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
             raise unknown_setting(field, {**methods, **others})
         own = bool(holders) and (head == "algorithm" or head not in SECTIONS)
         for name in holders if own else algorithms:
-            each[name].append(f"algorithm.{mine}" if own else setting)
+            each[name].append(setting)
     return each
 
 

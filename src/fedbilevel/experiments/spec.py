@@ -381,15 +381,6 @@ def fields_of(task: str, algorithm: str) -> dict[str, list[str]]:
     return {**own, **{section: names_of(plan) for section, plan in PLANS.items()}}
 
 
-def full_path(spec: Spec, name: str) -> str:
-    """The one path of a field, whichever of its names is given: "algorithm.server_lr.x" of "server_lr.x".
-
-    The name of a part is the part itself.
-    """
-    section, field, *inside = located(name, spec.task.name, spec.algorithm.name)
-    return ".".join((section, field, *inside)).removesuffix(".name" if inside else "")
-
-
 def located(name: str, task: str, algorithm: str) -> list[str]:
     """The path of a setting with its section in front.
 
