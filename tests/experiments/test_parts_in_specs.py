@@ -14,7 +14,7 @@ from fedbilevel.core.config import at, config, counts, positive, static, step_si
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tables import merged
 from fedbilevel.experiments import assign, configure, presets, read_spec, resolve
-from fedbilevel.experiments.presets.table import Preset
+from fedbilevel.experiments.presets import Preset
 from fedbilevel.experiments.runner import algorithm_of
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.experiments.presets.table import OWN_HYPERGRADIENTS
+from fedbilevel.experiments.presets import OWN_HYPERGRADIENTS
 from fedbilevel.experiments.runner import build, task_of
 from fedbilevel.experiments.spec import Spec, configure
 from fedbilevel.tasks import Task
