@@ -73,6 +73,16 @@ def test_slopes_of_the_quadratic_have_rounding_errors_alone(case):
     assert np.linalg.matrix_rank(got.directions) == 4  # six directions in four dimensions: they differ
 
 
+def test_slopes_of_a_cubic_have_no_error_of_the_second_order():
+    """x³'s central difference is off by h² wherever it is taken, which two widths together take out: h⁴ has no part."""
+    problem = Bilevel(lambda x, y, b: jnp.mean(b) * (jnp.sum(x**3) + 0 * y), lambda x, y, b: jnp.mean(b) * y**2)
+    population = Population.of(problem, Clients(outer=[np.ones(1)], inner=[np.ones(1)]))
+    x = jnp.array([0.5, -1.0])
+    got = slopes(population, x, jnp.zeros(()), 0, directions=2, width=0.1)
+    np.testing.assert_allclose(got.values, got.directions @ np.array([0.75, 3.0]), rtol=1e-12)
+    assert np.all(got.errors > 1e-4)  # ¾ h² Σ d³
+
+
 def test_newton_survives_where_full_steps_diverge():
     """g = log cosh: from |y| > 1.09 undamped Newton runs off to infinity; halved steps arrive. y*(x) = x."""
     problem = Bilevel(lambda x, y, b: jnp.mean(b) * y, lambda x, y, b: jnp.mean(b) * jnp.sum(jnp.log(jnp.cosh(y - x))))
@@ -82,8 +92,18 @@ def test_newton_survives_where_full_steps_diverge():
     assert got.gradient_norm <= 4 * EPS
 
 
-def test_newton_says_where_the_hessian_is_indefinite():
-    problem = Bilevel(lambda x, y, b: jnp.mean(b) * y, lambda x, y, b: jnp.mean(b) * jnp.sum(jnp.cos(y - x)))
+@pytest.mark.parametrize(
+    ("inner", "start"),
+    [
+        (lambda y: jnp.cos(y[0]), [0.1]),
+        # Curvature 1 and, from |y| < 0.58, below 0: conjugate gradient's second direction meets it. The step that its
+        # first makes ends at 0.88, where a second step of Newton's would see nothing of it.
+        (lambda y: y[0] ** 2 / 2 + y[1] ** 4 / 4 - y[1] ** 2 / 2, [3.0, 0.5]),
+    ],
+)
+def test_newton_says_where_the_hessian_is_indefinite(inner, start):
+    problem = Bilevel(lambda x, y, b: jnp.mean(b) * y[0], lambda x, y, b: jnp.mean(b) * inner(y - x))
     population = Population.of(problem, Clients(outer=[np.ones(1)], inner=[np.ones(1)]))
-    got = solve_inner(population, jnp.array([0.0]), jnp.array([0.1]))
+    got = solve_inner(population, jnp.zeros(1), jnp.array(start))
     assert got.negative_curvature
+    assert got.iterations == 1
