@@ -127,6 +127,15 @@ def test_the_two_means():
     assert float(normalise(sums, population=10, unbiased=False)) == 3.0 / 0.2
 
 
+def test_the_two_means_over_those_who_hold_an_entry():
+    """Entries that both of two clients hold, the one of weight ¼ alone, and nobody; the unbiased mean of a cohort of
+    weight 0.4 among ten clients is 10/2·0.4 = 2 times the other."""
+    held = jnp.array([0.4, 0.25, 0.0])
+    sums = Sums(jnp.array([0.8, 0.75, 0.0]), jnp.asarray(0.4), {}, *[jnp.asarray(2)] * 3, held)
+    np.testing.assert_allclose(normalise(sums, population=10, unbiased=False), [2.0, 3.0, 0.0], rtol=1e-15)
+    np.testing.assert_allclose(normalise(sums, population=10, unbiased=True), [4.0, 6.0, 0.0], rtol=1e-15)
+
+
 def test_books_merge_by_kind_of_exchange_and_metric():
     sums = Sums(jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)])
     ask = exchange_costs("ask", {"m": jnp.zeros(3)}, sums, asked=3)

@@ -101,6 +101,10 @@ def test_clients_are_there_for_their_share_of_each_period():
     np.testing.assert_allclose((waits == 0).mean(0)[[0, 2, 3]], [0.25, 1.0, 0.5], atol=0.01)
     assert clock.never_available(4).tolist() == [1]
     assert waits[:, 0].max() <= 0.75 * 8 / TICK
+    begins, lasts, period = int(pace.begins[3]), 40_000, 80_000
+    edges = [0, lasts - 1, lasts, period - 1]
+    at = [int(pace.waits(ClockState.start(), jnp.array([3]), np.array([begins + edge]))[0]) for edge in edges]
+    assert at == [0, 0, period - lasts, 1]  # to the tick
 
 
 def test_an_exchange_waits_for_clients_to_come_back():
