@@ -43,8 +43,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "sweeps": {"core", "display", "engines", "wording"},
     "tasks": {"machinery", "core", "data"},
     "experiments": {"root", "wording", *BELOW_EXPERIMENTS},
-    "report": {"core", "data", "display", "engines", "experiments", "wording"},
-    "cli": {"root", "wording", "experiments", "report", *BELOW_EXPERIMENTS},
+    "cli": {"root", "wording", "experiments", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
 }
 FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them

@@ -13,10 +13,14 @@ import pytest
 from made_up import made_up_groups, made_up_run
 
 from fedbilevel.experiments import export
-from fedbilevel.experiments.compare import RunGroup
-from fedbilevel.experiments.export import escape, latex_table, number
+from fedbilevel.experiments.compare import RunGroup, comparison
+from fedbilevel.experiments.view import escaped, latex, markdown, number
 
 STRANGE = ["50% of_a & b", 'a, "b"', "$x^2$ {#1} ~\\end", "[a] 1 < 2", "*star\nline"]
+
+
+def latex_of(groups: list[RunGroup]) -> str:
+    return latex(comparison(groups))
 
 
 def read(text: str) -> list[dict[str, str]]:
@@ -27,6 +31,15 @@ def cells(table: str) -> list[list[str]]:
     """The cells of a tabular's rows, split as LaTeX splits them."""
     lines = [line for line in table.splitlines() if line.endswith(r"\\")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)&", line[:-2])] for line in lines]
+
+
+def test_a_table_for_a_readme_has_the_best_in_bold_and_no_markup() -> None:
+    head, rule, first, *_, last = markdown(comparison(made_up_groups(STRANGE, 1))).splitlines()
+    assert head.startswith("| run | algorithm | rounds | exchanges |")
+    assert rule.startswith("| --- | --- | ---: |")
+    assert first.startswith("| 50% of_a &#38; b | simfbo | 1,000 | 123,450 | 61,700.0 |")
+    assert "| **6.789e-06** |" in last
+    assert len({line.count("|") for line in (head, rule, first, last)}) == 1
 
 
 def test_a_line_for_each_run_and_one_for_each_row_of_its_history() -> None:
@@ -72,13 +85,13 @@ def test_the_numbers_of_the_json_file_are_finite() -> None:
 
 def test_a_tabular_says_when_its_letters_are_beyond_pdflatex() -> None:
     """pdfLaTeX sets é and · as they are; of ε it says that it is not set up for it."""
-    first = [latex_table(made_up_groups([name, "b"], 1)).splitlines()[0] for name in ("é · b_1", "ε日")]
+    first = [latex_of(made_up_groups([name, "b"], 1)).splitlines()[0] for name in ("é · b_1", "ε日")]
     assert ["LuaLaTeX" in line for line in first] == [False, True]
     assert "for ε 日 LuaLaTeX" in first[1]
 
 
 def test_a_tabular_has_as_many_cells_in_each_row_and_the_best_in_bold() -> None:
-    table = latex_table(made_up_groups(STRANGE, 2))
+    table = latex_of(made_up_groups(STRANGE, 2))
     head, *rows = cells(table)
     assert table.splitlines()[1] == rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}"
     assert {len(row) for row in rows} == {len(head)}
@@ -105,7 +118,7 @@ def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
         run.spec.run = dataclasses.replace(run.spec.run, pooled=pooled)
         return RunGroup(name, [run])
 
-    head, *rows = cells(latex_table([group("a", 0.9123), group("b", 0.91231), group("all", 0.99, pooled=True)]))
+    head, *rows = cells(latex_of([group("a", 0.9123), group("b", 0.91231), group("all", 0.99, pooled=True)]))
     column = head.index(r"final test accuracy (\%)")
     assert [row[column] for row in rows] == [r"$\mathbf{91.23}$", r"$\mathbf{91.23}$", "$99.00$"]
 
@@ -125,7 +138,7 @@ def test_a_number_in_a_paper(mean, spread, shown) -> None:
 
 
 def test_a_text_is_set_as_it_is() -> None:
-    assert escape("50%_&$#{}") == r"50\%\_\&\$\#\{\}"
-    assert escape("~^\\") == r"\textasciitilde{}\textasciicircum{}\textbackslash{}"
-    assert escape("[a]") == "{[}a]"  # as an argument of the \\ before it LaTeX would look for a length
-    assert escape("a\n b") == "a b"
+    assert escaped("50%_&$#{}") == r"50\%\_\&\$\#\{\}"
+    assert escaped("~^\\") == r"\textasciitilde{}\textasciicircum{}\textbackslash{}"
+    assert escaped("[a]") == "{[}a]"  # as an argument of the \\ before it LaTeX would look for a length
+    assert escaped("a\n b") == "a b"

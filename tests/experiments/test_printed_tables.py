@@ -11,7 +11,15 @@ from rich.console import Console
 
 from fedbilevel.experiments import tables
 from fedbilevel.experiments.compare import comparison_table
-from fedbilevel.experiments.layout import fitted
+from fedbilevel.experiments.view import Cell, Column, Table, terminal
+
+
+def fitted(columns: dict[str, list[str]], width: int, texts: tuple[str, ...] = (), goes: tuple[str, ...] = ()):
+    """A table of words on a terminal; the columns named in `goes` go first."""
+    order = {name: place for place, name in enumerate(goes)}
+    made = [Column(name, [*map(Cell, of)], order.get(name), is_text=name in texts) for name, of in columns.items()]
+    return terminal(Table("t", made), width)
+
 
 WIDTHS = [*range(40, 90), *range(90, 201, 5)]
 NAMES = ["sim", "a name that has several words", "[bold]no markup[/bold]", "a-name-of-more-than-twenty-letters"]
@@ -64,7 +72,7 @@ def test_the_least_important_columns_go_first_and_texts_fold_last() -> None:
     columns = {"name": ["of two words"], "a": ["123,456"], "b": ["0.001 ± 0.002"], "c": ["7"]}
     seen = {}
     for width in range(60, 5, -1):
-        table = fitted("t", columns, width, texts=["name"], droppable=["b", "a"])
+        table = fitted(columns, width, texts=("name",), goes=("b", "a"))
         seen[tuple(columns_of(table))] = width
         assert max(map(len, shown(table, width))) <= width
     # the characters of the cells, 3 more for each column (a space at each side and one between), 1 more at the edges
@@ -76,7 +84,7 @@ def test_the_least_important_columns_go_first_and_texts_fold_last() -> None:
 
 
 def test_where_a_number_is_wider_than_the_terminal_it_is_folded() -> None:
-    lines = shown(fitted("t", {"a": ["1234567890"], "b": ["9"]}, 12), 12)
+    lines = shown(fitted({"a": ["1234567890"], "b": ["9"]}, 12), 12)
     assert max(map(len, lines)) <= 12
     assert sorted(re.sub(r"\D", "", "".join(lines))) == sorted("12345678909")
 

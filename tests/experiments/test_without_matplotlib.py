@@ -10,8 +10,8 @@ import pytest
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import federation, load_run
+from fedbilevel.experiments.report import write
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.report import write
 from run_folders import write_run
 
 INSTALL = 'matplotlib, which is not installed: in a clone of the repository, pip install ".[cli]"\n'

@@ -1,5 +1,5 @@
-"""Finished runs: `fedbilevel compare`, side by side, or several algorithms on one task; `fedbilevel report`, a page of
-runs, of comparisons and of the papers' figures, for people."""
+"""Finished runs: `fedbilevel compare`, side by side, or several algorithms on one task; `fedbilevel report`, a page
+about runs, for people."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_to(add: Add) -> None:
     compare.add_argument("--out", metavar="PATH", help=out)
     compare.add_argument("--panel", type=_names, metavar="NAME,NAME,…", help="what the picture's panels run over")
     compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
-    for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX"}.items():
+    for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX", "markdown": "Markdown"}.items():
         compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
     report = add("report", _report)
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of runs")
@@ -80,10 +80,11 @@ def _compare(options: argparse.Namespace) -> int:
                           seconds (of this machine), time (of the clock); per_client, or per_client:NAME: metrics of
                           single clients, where they were measured (run.metrics_per_client=true)
       --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title
-      --csv, --json, --latex write beside the picture, with its name (fig.csv, …):
+      --csv, --json, --latex, --markdown write beside the picture, with its name (fig.csv, …):
         .csv              a line for each run;  -curves.csv: one for each run and row of its history
         .json             both, with mean and standard deviation of each method
         .tex              a booktabs tabular: mean ± standard deviation, the best in bold
+        .md               the table that is printed, the best in bold
 
     settings of the second:
       --set algorithm.local_steps=10    every algorithm that has such a field
@@ -108,7 +109,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _formats(options: argparse.Namespace) -> list[str]:
-    return [name for name in ("csv", "json", "latex") if getattr(options, name)]
+    return [name for name in ("csv", "json", "latex", "markdown") if getattr(options, name)]
 
 
 def _runs(options: argparse.Namespace) -> int:
@@ -184,7 +185,7 @@ def _algorithms(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     """Write a page for people about runs.
 
-    A page is one HTML file: it needs no network, its curves can be pointed at and switched off, and it can be printed.
+    A page is one HTML file: picture, table, specs and versions. It needs no network and runs no script.
 
       fedbilevel report runs/RUN                         a run: runs/RUN/report.html
       fedbilevel report runs/A runs/B                    runs side by side: report.html
@@ -192,7 +193,7 @@ def _report(options: argparse.Namespace) -> int:
 
     What lies in the folders is read and shown as text; nothing of it is executed.
     """
-    from fedbilevel.report import write
+    from fedbilevel.experiments.report import write
 
     terminal = console()
     say_paths(terminal, {"report": [write(options.folders, options.out)]})

@@ -34,7 +34,7 @@ OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
 
 
-class Table(Protocol):
+class NumberTable(Protocol):
     """Rows of numbers by column, one row per evaluation: a `History`."""
 
     @property
@@ -79,7 +79,7 @@ def costs_of(row: Mapping[str, float]) -> dict[str, float]:
     return costs | ({"gflop": row["flops"] / 1e9} if "flops" in row else {})
 
 
-def curve(label: str, histories: Sequence[Table], metric: str, level: bool = False) -> Curve:
+def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool = False) -> Curve:
     """The mean of some histories of one metric, at the rounds that all of them have; of a per-client metric with the
     means of its first and last decile and of the worst client's value."""
     metric = column_of(metric, histories)
@@ -102,7 +102,7 @@ def curve(label: str, histories: Sequence[Table], metric: str, level: bool = Fal
     return Curve(label, costs, values.mean(axis=0), None if clients else spread, level, clients)
 
 
-def column_of(metric: str, histories: Sequence[Table]) -> str:
+def column_of(metric: str, histories: Sequence[NumberTable]) -> str:
     """The column that a curve of a metric runs along: of one that was measured per client, NAME.mean."""
     for name in (metric, f"{metric}.mean"):
         if all(name in history.columns for history in histories):
@@ -111,7 +111,7 @@ def column_of(metric: str, histories: Sequence[Table]) -> str:
 
 
 def draw_history(
-    history: Table,
+    history: NumberTable,
     metrics: str | Sequence[str],
     *,
     panel: str = "exchanges",
@@ -192,9 +192,9 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
     clients, and a dotted line is the worst one's."""
     y = scale * line.value
     if line.level:
-        return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=line.label)]
+        return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=literal(line.label))]
     x = line.costs[panel]
-    drawn = axes.plot(x, y, color=colour, linestyle=dashes, label=line.label)
+    drawn = axes.plot(x, y, color=colour, linestyle=dashes, label=literal(line.label))
     if line.spread is not None:
         high = y + scale * line.spread
         low = y * (y / high) if log else y - scale * line.spread
@@ -258,14 +258,19 @@ def typography(size: tuple[float, float] | None) -> Any:
 def axis_label(names: Sequence[str]) -> str:
     """The words that the names of some columns end with alike, whichever deciles and ends of a per-client metric."""
     if len(names) == 1:
-        return words(names[0]) + (" (%)" if in_percent(names[0]) else "")
+        return literal(words(names[0])) + (" (%)" if in_percent(names[0]) else "")
     last = [name.partition(".")[0].split("_")[::-1] for name in names]
     common: list[str] = []
     for parts in zip(*last, strict=False):
         if len(set(parts)) > 1:
             break
         common.insert(0, parts[0])
-    return " ".join(common) + (" (%)" if all(map(in_percent, names)) else "")
+    return literal(" ".join(common)) + (" (%)" if all(map(in_percent, names)) else "")
+
+
+def literal(text: str) -> str:
+    """A text in which Matplotlib finds no formula."""
+    return text.replace("$", r"\$")
 
 
 def words(name: str) -> str:

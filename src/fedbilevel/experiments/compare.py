@@ -8,30 +8,26 @@ import os
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+import rich.table
 
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.metrics import in_percent, larger_is_better, text
-from fedbilevel.display.curves import PANELS, curve, time_of
+from fedbilevel.display.curves import PANELS, curve, time_of, words
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
-from fedbilevel.experiments.layout import fitted
 from fedbilevel.experiments.loader import label
-from fedbilevel.experiments.tables import gflop, mean_and_spread
+from fedbilevel.experiments.view import Cell, Column, Table, best_of, escaped, terminal
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 TARGETS = 3
 PER_CLIENT = "per_client"  # the name of a panel
 UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
-WRITTEN = (*plots.SUFFIXES, ".csv", ".json", ".tex")  # by a comparison, among its runs
-TEXTS = ("run", "algorithm", "task")
-# Where the terminal is narrow:
-DROPPED_FIRST = ("hvps", "gradients", "seconds", "GFLOP", "exchanges", "time", "best")
+WRITTEN = (*plots.SUFFIXES, ".csv", ".json", ".tex", ".md")  # by a comparison, among its runs
 
 
 @dataclass(frozen=True)
@@ -172,7 +168,14 @@ def draw(
     panels: Sequence[str] | None = None,
     size: tuple[float, float] | None = None,
 ) -> None:
-    """Draw the groups' curves to a PNG, PDF or SVG; a run without a federation is a line at its final value.
+    """Draw the groups' curves to a PNG, PDF or SVG; see `comparison_figure`."""
+    plots.save(comparison_figure(groups, panels, size), Path(picture))
+
+
+def comparison_figure(
+    groups: Sequence[RunGroup], panels: Sequence[str] | None = None, size: tuple[float, float] | None = None
+) -> Any:
+    """The Matplotlib figure of the groups' curves; a run without a federation is a line at its final value.
 
     Args:
         panels: names of `curves.PANELS`, one panel for each, and "per_client" or "per_client:NAME", a panel for each
@@ -189,7 +192,7 @@ def draw(
     ]
     seeds = common_seeds(groups)
     title = f"{tasks_of(groups)}, mean ± sd of {seeds} seeds" if seeds > 1 else tasks_of(groups)
-    plots.save(plots.comparison_figure(curves, metric, title, costs, size, each_client), Path(picture))
+    return plots.comparison_figure(curves, metric, title, costs, size, each_client)
 
 
 def is_per_client(panel: str) -> bool:
@@ -239,67 +242,91 @@ def default_panels(groups: Sequence[RunGroup]) -> list[str]:
     return ["exchanges", "megabytes", work, "seconds", *(["time"] if any(group.timed for group in groups) else [])]
 
 
-def comparison_table(groups: Sequence[RunGroup], width: int | None = None) -> Table:
+def comparison_table(groups: Sequence[RunGroup], width: int | None = None) -> rich.table.Table:
     """One row per group; costs are means over its seeds. Where it would be wider than `width` the least important
     columns go, and the caption names them; it also says which rows went wrong."""
-    metric = groups[0].metric
+    return terminal(comparison(groups), width)
+
+
+def comparison(groups: Sequence[RunGroup]) -> Table:
+    """The table of runs side by side, for a terminal, a page, a paper and a README. A run with a single client is a
+    level to compare with, and never the best."""
+    metric, larger = groups[0].metric, groups[0].larger_is_better
     ends = {group.label: (group.first(metric), statistics.fmean(group.values("final"))) for group in groups}
-    columns = _columns(groups, metric)
-    to_targets = [name for name in columns if "\n" in name]
-    droppable = [*DROPPED_FIRST, *to_targets[:-1], "rounds", "MB", *_over_clients(groups), *to_targets[-1:]]
-    droppable += ["task", "algorithm"]
-    notes = doubts(metric, ends, groups[0].larger_is_better)
-    return fitted(f"{tasks_of(groups)}: {metric}", columns, width, texts=TEXTS, droppable=droppable, notes=notes)
+    says_all, tasks = all(group.says_algorithm for group in groups), {_what(group.runs[0]) for group in groups}
+    names = [
+        Column("", _words(legend(groups)), paper="method", is_text=True),
+        Column("run", _words([group.label for group in groups]), is_text=True),
+        *([] if says_all else [Column("algorithm", _words([group.algorithm for group in groups]), 15, is_text=True)]),
+        *(
+            [Column("task", _words([_what(group.runs[0]) for group in groups]), 14, is_text=True)]
+            if len(tasks) > 1
+            else []
+        ),
+    ]
+    rivals, paper = [not group.pooled for group in groups], escaped(words(metric)) + r" (\%)" * in_percent(metric)
+    outcomes = {kind: [Cell(values=group.values(kind), kind=metric) for group in groups] for kind in ("final", "best")}
+    columns = [
+        *names,
+        Column("rounds", [Cell(values=group.values("rounds"), kind="count") for group in groups], 10),
+        *_costs(groups),
+        *(
+            Column(kind, best_of(cells, rivals, larger), {"final": None, "best": 6}[kind], f"{kind} {paper}")
+            for kind, cells in outcomes.items()
+        ),
+        *_over_clients(groups),
+        Column("seconds", [Cell(values=group.values("seconds_in_rounds"), kind="seconds") for group in groups], 2),
+        *_to_targets(groups, metric, rivals),
+    ]
+    notes = doubts(metric, ends, larger)
+    return Table(f"{tasks_of(groups)}: {metric}", columns, notes, seeds=common_seeds(groups))
 
 
-def _columns(groups: Sequence[RunGroup], metric: str) -> dict[str, list[str]]:
-    """Every column: its heading and a text for each group."""
-    columns: dict[str, list[str]] = {"run": [group.label for group in groups]}
-    if not all(group.says_algorithm for group in groups):
-        columns["algorithm"] = [group.algorithm for group in groups]
-    if len({_what(group.runs[0]) for group in groups}) > 1:
-        columns["task"] = [_what(group.runs[0]) for group in groups]
-    columns |= {
-        "rounds": [f"{statistics.fmean(group.values('rounds')):,.0f}" for group in groups],
-        **cost_columns(groups),
-        "final": [mean_and_spread(metric, group.values("final")) for group in groups],
-        "best": [mean_and_spread(metric, group.values("best")) for group in groups],
-        **_over_clients(groups),
-        "seconds": [f"{statistics.fmean(group.values('seconds_in_rounds')):.1f}" for group in groups],
-    }
-    timed = any(group.timed for group in groups)
-    if timed:
-        columns["time"] = [f"{statistics.fmean(map(_time, group.runs)):,.1f}" for group in groups]
-    for target in common_targets(groups, metric):
-        for cost in ("exchanges", "time") if timed else ("exchanges",):
-            heading = f"{cost}\nto {text(metric, target)}"
-            columns[heading] = [_cost_to(group, metric, target, cost) for group in groups]
-    return columns
+def _words(texts: Sequence[str]) -> list[Cell]:
+    return [Cell(one) for one in texts]
 
 
-def cost_columns(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
+def _costs(groups: Sequence[RunGroup]) -> list[Column]:
     """What the groups cost, as means over their seeds; operations where all runs know them."""
-    columns = {
-        "exchanges": [f"{group.costs('exchanges'):,.0f}" for group in groups],
-        "MB": [f"{group.costs('bytes_down', 'bytes_up') / 1e6:,.1f}" for group in groups],
-        "gradients": [f"{group.costs('gradients'):,.0f}" for group in groups],
-        "hvps": [f"{group.costs('hvps'):,.0f}" for group in groups],
-    }
-    if all(group.counted for group in groups):  # a gap in the column would look like no cost
-        columns["GFLOP"] = [gflop(group.costs("flops")) for group in groups]
-    return columns
+
+    def cells(kind: str, *names: str, of: float = 1.0) -> list[Cell]:
+        return [Cell(values=[group.costs(*names) / of], kind=kind) for group in groups]
+
+    counted = all(group.counted for group in groups)  # else a gap in the column would look like no cost
+    return [
+        Column("exchanges", cells("count", "exchanges"), 4, "exchanges"),
+        Column("MB", cells("tenths", "bytes_down", "bytes_up", of=1e6), 11, "MB"),
+        Column("gradients", cells("count", "gradients"), 1, "" if counted else "gradients"),
+        Column("hvps", cells("count", "hvps"), 0, "" if counted else "hvps"),
+        *([Column("GFLOP", cells("gflop", "flops"), 3, "GFLOP")] if counted else []),
+    ]
 
 
-def _over_clients(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
+def _over_clients(groups: Sequence[RunGroup]) -> list[Column]:
     """Columns with mean, first decile and worst client at the end, of each metric that all runs measured per client."""
     rows = [[run.summary["last_row"] for run in group.runs] for group in groups]
     names = [column.removesuffix(".worst") for column in rows[0][0] if column.endswith(".worst")]
-    columns = [f"{name}.{end}" for name in names for end in ("mean", "p10", "worst")]
-    return {
-        column: [mean_and_spread(column, [row[column] for row in group]) for group in rows]
-        for column in columns
+    return [
+        Column(column, [Cell(values=[row[column] for row in group], kind=column) for group in rows], 12)
+        for column in (f"{name}.{end}" for name in names for end in ("mean", "p10", "worst"))
         if all(column in row for group in rows for row in group)
-    }
+    ]
+
+
+def _to_targets(groups: Sequence[RunGroup], metric: str, rivals: Sequence[bool]) -> list[Column]:
+    """The time, where it is more than a count, and the costs up to common targets."""
+    timed = any(group.timed for group in groups)
+    times = [Cell(values=[statistics.fmean(map(_time, group.runs))], kind="tenths") for group in groups]
+    columns = [Column("time", times, 5)] if timed else []
+    for target in common_targets(groups, metric):
+        for cost in ("exchanges", "time") if timed else ("exchanges",):
+            found = [costs_to(group, metric, target, cost) for group in groups]
+            kind = "tenths" if cost == "time" else "count"
+            cells = [Cell(share if reached else "–", reached, kind) for reached, share in found]
+            level = rf"{100 * target:g}\,\%" if in_percent(metric) else f"$10^{{{round(math.log10(target))}}}$"
+            paper = f"exchanges to {level}" if cost == "exchanges" else ""
+            columns.append(Column(f"{cost}\nto {text(metric, target)}", best_of(cells, rivals, larger=False), 7, paper))
+    return [*columns[:-1], replace(columns[-1], goes=13)] if common_targets(groups, metric) else columns
 
 
 def _time(run: LoadedRun) -> float:
@@ -320,13 +347,6 @@ def costs_to(group: RunGroup, metric: str, target: float, cost: str = "exchanges
     costs = [cost_to(run.history, metric, target, cost) for run in group.runs]
     reached = [one for one in costs if one is not None]
     return reached, "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
-
-
-def _cost_to(group: RunGroup, metric: str, target: float, cost: str) -> str:
-    reached, share = costs_to(group, metric, target, cost)
-    if not reached:
-        return "–"
-    return f"{statistics.fmean(reached):,.{1 if cost == 'time' else 0}f}{share}"
 
 
 def _measured(run: LoadedRun) -> str:

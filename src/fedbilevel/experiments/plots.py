@@ -19,6 +19,7 @@ from fedbilevel.display.curves import (
     can_draw,
     draw_history,
     draw_panel,
+    literal,
     new_figure,
     require_panel,
     time_of,
@@ -26,7 +27,7 @@ from fedbilevel.display.curves import (
 )
 from fedbilevel.engines.checkpoint import write_bytes
 from fedbilevel.engines.history import History
-from fedbilevel.experiments.tables import gflop
+from fedbilevel.experiments.view import gflop
 from fedbilevel.wording import missing
 
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -64,7 +65,7 @@ def run_figure(history: History, metric: str, title: str, timed: bool = False) -
         (row,) = figure.subplots(1, len(panels), squeeze=False)
         for axes, (names, panel) in zip(row, panels, strict=True):
             draw_history(history, names, panel=panel, axes=axes)
-        figure.suptitle(title, fontsize=12)
+        figure.suptitle(literal(title), fontsize=12)
         figure.supxlabel(f"in all: {_costs(history, timed)}", fontsize=9)
     return figure
 
@@ -100,7 +101,7 @@ def comparison_figure(
             _draw_clients(axes, one)
         _place_legend(figure, cells, number)
         if size is None:
-            figure.suptitle(title, fontsize=12)
+            figure.suptitle(literal(title), fontsize=12)
     return figure
 
 
@@ -110,7 +111,7 @@ def _draw_clients(axes: Any, panel: ClientPanel) -> None:
     draw_panel(axes, panel.curves, panel.cost, percent=in_percent(panel.metric), places=panel.places)
     axes.set_ylabel(axis_label([panel.metric]))
     without = f"\nnot measured: {', '.join(panel.without)}" if panel.without else ""
-    axes.set_title(OF_CLIENTS + without, fontsize="small")
+    axes.set_title(OF_CLIENTS + literal(without), fontsize="small")
 
 
 def possible() -> bool:
@@ -128,14 +129,19 @@ def require_picture(path: Path) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure, whole or not at all, in the format of the file's suffix; the same figure gives the same bytes."""
+    """Write a figure, whole or not at all, in the format of the file's suffix."""
+    require_picture(path)
+    write_bytes(path, encoded(figure, path.suffix.lower()))
+
+
+def encoded(figure: Any, suffix: str) -> bytes:
+    """A figure in the format of one of SUFFIXES; the same figure gives the same bytes."""
     from matplotlib import rc_context
 
-    require_picture(path)
-    suffix, drawn = path.suffix.lower(), io.BytesIO()
+    drawn = io.BytesIO()
     with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedbilevel"}):  # type that journals take, ids that stay
         figure.savefig(drawn, format=suffix[1:], dpi=130, metadata=_UNDATED[suffix])
-    write_bytes(path, drawn.getvalue())
+    return drawn.getvalue()
 
 
 def _place_legend(figure: Any, cells: Sequence[Any], used: int) -> None:

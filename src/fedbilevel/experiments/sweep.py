@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+import rich.table
 
 from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, require
@@ -28,11 +28,11 @@ from fedbilevel.engines.progress import showing
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, path_word
-from fedbilevel.experiments.layout import fitted
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.runner import run_of
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec
+from fedbilevel.experiments.view import Cell, Column, Table, terminal
 from fedbilevel.sweeps import (
     ENDS,
     LOSSES,
@@ -213,20 +213,24 @@ def parse_values(text: str) -> list[Any]:
     return found
 
 
-def sweep_table(found: Sweep, width: int | None = None) -> Table:
+def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
     """Make a table with a line for each point, best first; costs are means over the seeds."""
-    columns = {name: [in_words(row[name]) for row in found.rows] for name in found.fields}
-    texts = [name for name in found.fields if any(isinstance(row[name], str) for row in found.rows)]
-    columns[found.select] = [mean_and_sd(found.select, row) for row in found.rows]
-    for name in ("rounds", "exchanges"):
-        columns.setdefault(name, ["–" if row[name] is None else f"{row[name]:,.0f}" for row in found.rows])
+    columns = [
+        Column(
+            name,
+            [Cell(in_words(row[name])) for row in found.rows],
+            is_text=any(isinstance(row[name], str) for row in found.rows),
+        )
+        for name in found.fields
+    ]
+    columns.append(Column(found.select, [Cell(mean_and_sd(found.select, row)) for row in found.rows]))
+    for name, goes in (("rounds", 1), ("exchanges", 0)):
+        if name not in found.fields:
+            cells = [Cell("–") if row[name] is None else Cell(values=[row[name]], kind="count") for row in found.rows]
+            columns.append(Column(name, cells, goes))
     if any(row["error"] for row in found.rows):
-        columns["failed"] = [row["error"] for row in found.rows]
-    droppable = [name for name in ("exchanges", "rounds") if name not in found.fields]
-    notes = [f"{found.effort}."]
-    return fitted(
-        f"Chosen by {found.chosen_on}", columns, width, texts=[*texts, "failed"], droppable=droppable, notes=notes
-    )
+        columns.append(Column("failed", [Cell(row["error"]) for row in found.rows], is_text=True))
+    return terminal(Table(f"Chosen by {found.chosen_on}", columns, [f"{found.effort}."]), width)
 
 
 def write_files(found: Sweep, folder: Path) -> dict[str, Path]:

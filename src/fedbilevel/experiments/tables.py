@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import rich.table
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fedbilevel.core.metrics import text
 from fedbilevel.display.bar import Bar
@@ -17,8 +16,8 @@ from fedbilevel.display.curves import time_of
 from fedbilevel.display.speed import Speed
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result, cost
-from fedbilevel.experiments.layout import fitted, folding, titled
 from fedbilevel.experiments.spec import Spec
+from fedbilevel.experiments.view import Cell, Column, Table, folding, gflop, terminal, titled
 
 UNITS = {"rounds": "rounds", "exchanges": "exchanges", "bytes": "bytes", "time": "s of the clock"}
 
@@ -79,7 +78,7 @@ class Watch:
         return "  ".join(texts)
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
+def summary_table(summary: dict[str, Any]) -> rich.table.Table:
     metric, row, compiling = summary["metric"], summary["last_row"], summary["seconds_compiling_this_time"]
     table = titled(_title(summary), frame=box.HEAVY_HEAD, header=False)
     table.add_column(style="dim")
@@ -136,33 +135,18 @@ def summary_line(name: Path, summary: dict[str, Any]) -> str:
     return f"{name}  {metric} {value}  ({length})"
 
 
-def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -> Table:
+def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -> rich.table.Table:
     """The outcome of runs that differ in their seed only, not wider than `width`."""
     metric = summaries[0]["metric"]
-    columns = {"seed": [*(str(one["seed"]) for one in summaries), "mean ± sd"]}
-    for kind in ("final", "best"):
+    columns = [Column("seed", [*(Cell(str(one["seed"])) for one in summaries), Cell("mean ± sd")])]
+    for kind, goes in (("final", None), ("best", 1)):
         values = [one[kind] for one in summaries]
-        texts = [text(metric, value) for value in values]
-        columns[f"{kind}\n{metric}"] = [*texts, mean_and_spread(metric, values)]
-    columns["seconds"] = [*(f"{one['seconds_in_rounds']:.1f}" for one in summaries), ""]
+        cells = [Cell(values=of, kind=metric) for of in (*([value] for value in values), values)]
+        columns.append(Column(f"{kind}\n{metric}", cells, goes))
+    seconds = [Cell(values=[one["seconds_in_rounds"]], kind="seconds") for one in summaries]
     title = f"{_title(summaries[0])}, {len(summaries)} seeds"
-    return fitted(title, columns, width, droppable=("seconds", f"best\n{metric}"), last_apart=True)
+    return terminal(Table(title, [*columns, Column("seconds", [*seconds, Cell()], 0)], last_apart=True), width)
 
 
 def _title(summary: dict[str, Any]) -> str:
     return " · ".join(part for part in (summary["task"], summary["algorithm"], summary["data"]) if part)
-
-
-def gflop(flops: float) -> str:
-    """Floating-point operations in thousand millions, for people, in three digits or more."""
-    return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:.3g}"
-
-
-def mean_and_spread(metric: str, values: Sequence[float]) -> str:
-    """Mean ± sample standard deviation, for people."""
-    mean = sum(value / len(values) for value in values)
-    if len(values) == 1:
-        return text(metric, mean)
-    deviation = math.hypot(*(value - mean for value in values))  # without squares, which may be too large for a float
-    spread = deviation / math.sqrt(len(values) - 1)
-    return f"{text(metric, mean).removesuffix(' %')} ± {text(metric, spread)}"
