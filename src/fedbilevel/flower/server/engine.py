@@ -114,7 +114,7 @@ class FlowerRun:
                 self.before = take
                 if take is this:
                     break
-                this, again = Take(carry, without=this.without), None
+                this, again = Take(carry), None
             undone = add_costs(undone, fed.round_costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
         ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
