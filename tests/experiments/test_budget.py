@@ -73,7 +73,7 @@ def test_rounds_and_a_budget_take_each_others_place() -> None:
     spec = experiments.configure(settings=["exchanges=50"])
     assert (spec.run.rounds, spec.run.exchanges, spec.run.eval_every) == (None, 50, None)
     assert experiments.resolve(spec.tables()) == spec
-    back = experiments.assign(spec, ["rounds=7", "eval_every=1"])
+    back = experiments.configure(spec.tables(), settings=["rounds=7", "eval_every=1"])
     assert (back.run.rounds, back.run.exchanges) == (7, None)
     assert experiments.configure(settings=["exchanges=50", "eval_every=2"]).run.eval_every == 2
     assert experiments.configure({"run": {"exchanges": 50}}).run == spec.run

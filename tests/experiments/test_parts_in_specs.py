@@ -13,7 +13,7 @@ from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.config import at, config, counts, positive, static, step_sizes
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tables import merged
-from fedbilevel.experiments import assign, configure, presets, read_spec, resolve
+from fedbilevel.experiments import configure, presets, read_spec, resolve
 from fedbilevel.experiments.presets import Preset
 from fedbilevel.experiments.runner import algorithm_of
 
@@ -88,7 +88,7 @@ def nested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(*settings: str, **fields: Any) -> Any:
-    return assign(resolve({"task": "quadratic", "algorithm": {"name": "nested", **fields}}), settings)
+    return configure({"task": "quadratic", "algorithm": {"name": "nested", **fields}}, settings=settings)
 
 
 def solver_of(*settings: str, **fields: Any) -> Any:
@@ -150,7 +150,9 @@ def test_a_table_without_a_name_changes_the_default_and_an_instance_is_a_table()
 def test_settings_leave_the_spec_as_it_was() -> None:
     spec = spec_of()
     before = spec.to_toml()
-    assert assign(spec, ["hypergradient.solver.max_steps=30", "outer_lr.x=0.9"]).to_toml() != before
+    assert (
+        configure(spec.tables(), settings=["hypergradient.solver.max_steps=30", "outer_lr.x=0.9"]).to_toml() != before
+    )
     assert spec.to_toml() == before
 
 

@@ -16,7 +16,7 @@ from fedbilevel.core.config import at, static
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tables import optimizer
 from fedbilevel.core.tree import XYV
-from fedbilevel.experiments import Spec, assign, configure, read_spec, resolve, toml
+from fedbilevel.experiments import Spec, configure, read_spec, resolve, toml
 from fedbilevel.experiments.presets import PRESETS
 from fedbilevel.experiments.runner import algorithm_of
 from fedbilevel.tasks import TASKS
@@ -114,7 +114,7 @@ def test_server_optimizers_are_optaxs_with_learning_rate_one() -> None:
     ],
 )
 def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wanted: dict) -> None:
-    assert assign(resolve({}), settings).algorithm.fields["server_lr"] == wanted
+    assert configure(resolve({}).tables(), settings=settings).algorithm.fields["server_lr"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
 )
 def test_a_wrong_setting_is_explained(settings: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as error:
-        assign(resolve({}), settings)
+        configure(resolve({}).tables(), settings=settings)
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message

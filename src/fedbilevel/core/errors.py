@@ -104,20 +104,20 @@ class InUse(CheckpointError):
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
-    """The error for a misspelt name: offers the nearest valid one and lists them all."""
+    """Return the error for a misspelt name: it offers the nearest valid name and lists them all."""
     names = sorted(allowed)
     return ConfigurationError(path=kind, got=name, allowed=names, near=nearest(str(name), names))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The nearest of the names; empty where none is near."""
+    """Return the nearest of the names; "" where none is near."""
     lower = {one.lower(): one for one in names}
     near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return lower[near[0]] if near else ""
 
 
 def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
-    """Raise one error that says all that is wrong, one thing on each line; nothing where nothing is wrong."""
+    """Raise an error with all that is wrong, a line for each mistake; nothing where nothing is wrong."""
     each = [mistake for error in wrong for mistake in error.wrong]
     if each:
         raise each[0] if len(each) == 1 else ConfigurationError(wrong=each)

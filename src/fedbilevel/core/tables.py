@@ -64,7 +64,7 @@ def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
         return cls(**new) if cls is base else dataclasses.replace(base, **new)
     except ConfigurationError as error:  # what concerns several fields
         wrong += error.wrong
-    except (TypeError, ValueError) as error:  # of a class of one's own
+    except (TypeError, ValueError) as error:  # of a user's own class
         wrong.append(ConfigurationError(f"{path} cannot be made with these values: {error}"))
     return base
 
@@ -83,14 +83,14 @@ def arguments(function: Callable[..., Any], table: Fields, path: str, wrong: Wro
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of a function of a task with their defaults, but for `party`, which says who is to see it."""
+    """Return the arguments of a task's function with their defaults, but for `party`, which says who is to see it."""
     by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     found = inspect.signature(function).parameters.items()
     return {name: one.default for name, one in found if one.kind in by_name and name != "party"}
 
 
 def with_values(algorithm: Algorithm, values: Fields) -> Algorithm:
-    """The algorithm with the values of some dotted paths, such as {"hypergradient.solver.terms": 5}.
+    """Change an algorithm at some dotted paths, such as {"hypergradient.solver.terms": 5}.
 
     Raises:
         ConfigurationError: all that is wrong.
@@ -103,7 +103,7 @@ def with_values(algorithm: Algorithm, values: Fields) -> Algorithm:
 
 
 def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
-    """The table with one value at a path."""
+    """Make the table that holds a value at a path, and nothing else."""
     *outside, last = path
     return functools.reduce(lambda table, name: {name: table}, reversed(outside), {last: value})
 
@@ -113,7 +113,7 @@ def _missing(path: str) -> ConfigurationError:
 
 
 def _accepted(of: Any, value: Any, path: str, base: Any, rule: Callable[..., Any] | None, wrong: Wrong) -> Any:
-    """The value of a field in the form of its class, by its annotation and its rule; `wrong` gets what is wrong."""
+    """Bring a value into the form of its class, by its field's annotation and rule; `wrong` gets what is wrong."""
     before = len(wrong)
     try:
         new = _read(of, value, path, base, wrong)
@@ -126,7 +126,7 @@ def _accepted(of: Any, value: Any, path: str, base: Any, rule: Callable[..., Any
 
 
 def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
-    """A value in the form of its class; what a table leaves out is as in `base`."""
+    """Bring a value into the form of its class; what a table leaves out is as in `base`."""
     if isinstance(value, str) and value == "none" and (of is Any or types.NoneType in _options(of)):
         return None
     if value is None or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
@@ -146,7 +146,7 @@ def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
 
 
 def _part(options: Mapping[str, Any], value: Any, path: str, base: Any, wrong: Wrong) -> Any:
-    """A part. A table with a name starts from that class's defaults, one without changes the part that is there."""
+    """Make a part. A table with a name starts from that class's defaults, another changes the part that is there."""
     table = {"name": value} if isinstance(value, str) else value
     require(isinstance(table, Mapping), path, value, f'a table like {{name = "{next(iter(options))}", …}}')
     if "name" in table:
@@ -214,9 +214,9 @@ def _options(of: Any) -> tuple[Any, ...]:
 
 
 def parts_of(of: Any) -> dict[str, Any]:
-    """The classes of a field for parts by their kinds; nothing for another field.
+    """Return the classes of a field for parts by their kinds; nothing for another field.
 
-    An abstract class among them lets parts of one's own be given in Python.
+    An abstract class among them lets a user's own parts be given in Python.
     """
     found = [one for one in _options(of) if one is not types.NoneType and not inspect.isabstract(one)]
     kinds = {_kind(one): one for one in found if dataclasses.is_dataclass(one) and isinstance(_kind(one), str)}
@@ -229,7 +229,7 @@ def _kind(of: Any) -> Any:
 
 @functools.cache
 def hints_of(annotated: Any) -> dict[str, Any]:
-    """The annotations of a class's fields or of a function's arguments.
+    """Return the annotations of a class's fields or of a function's arguments.
 
     Raises:
         ConfigurationError: its module imports a name for type checkers alone.
@@ -242,18 +242,18 @@ def hints_of(annotated: Any) -> dict[str, Any]:
 
 
 def names_of(cls: Any) -> list[str]:
-    """The names of a class's fields."""
+    """Return the names of a class's fields."""
     return [field.name for field in dataclasses.fields(cls)]
 
 
 def owners_of(name: str) -> str:
-    """The algorithms that have a field of that name, in words; nothing where there is none."""
+    """Name the algorithms that have a field of that name; nothing where there is none."""
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in names_of(cls))
     return f"a field of {', '.join(owners)}" if owners else ""
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> ConfigurationError:
-    """The error for a field that is not there; where some algorithms have it, they are named."""
+    """Return the error for a field that is not there; where some algorithms have it, they are named."""
     names = sorted(known)
     if not names:
         return ConfigurationError(f"{path}.{name} cannot be set: this {path} has no fields")
@@ -310,7 +310,7 @@ def optimizer(name: str, **arguments: Any) -> Optimizer:
 
 
 def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> Any:
-    """What a name and arguments make; errors have the path."""
+    """Make what a name and arguments say; errors have the path."""
     given = tuple((name, _tuples(value)) for name, value in table.items() if name != key)
     require(isinstance(table.get(key), str), f"{path}.{key}", table.get(key), "a name of Optax")
     try:
@@ -341,9 +341,9 @@ def plain(value: Any) -> Any:
 
 
 def merged(first: Fields, *others: Fields) -> dict[str, Any]:
-    """All tables' entries, a later one's before an earlier one's.
+    """Merge tables; of two entries with the same name the later counts.
 
-    A table without a name changes what is there: a table, the name of a part, or one step size for x, y and v.
+    A table without a name changes what is there: a table, the name of a part, or the step size of x, y and v.
     """
     out = dict(first)
     for name, value in (item for other in others for item in other.items()):
@@ -354,7 +354,7 @@ def merged(first: Fields, *others: Fields) -> dict[str, Any]:
 
 
 def _as_table(there: Any, change: Collection[str]) -> Fields:
-    """What is there as a table that can be changed; an empty one where it is replaced."""
+    """Return what is there as a table that can be changed, or an empty table where it is replaced."""
     if isinstance(there, XYV):
         return there._asdict()
     if isinstance(there, str) and there != "none":
@@ -366,7 +366,7 @@ def _as_table(there: Any, change: Collection[str]) -> Fields:
 
 
 def shared_by(cls: Any, shared: Fields) -> dict[str, Any]:
-    """The entries of a table for many methods for which a class has fields, inside its parts too."""
+    """Return the entries of a table for many methods for which a class has fields, inside its parts too."""
     out: dict[str, Any] = {}
     for name in names_of(cls):
         if name not in shared:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
     from fedbilevel.experiments.runner import Experiment, build, complete, resume, run, run_of
     from fedbilevel.experiments.series import TaskCache, compare_algorithms, seeded
-    from fedbilevel.experiments.spec import Component, EnginePlan, RunPlan, Spec, assign, configure, read_spec, resolve
+    from fedbilevel.experiments.spec import Component, EnginePlan, RunPlan, Spec, configure, read_spec, resolve
 
 __all__ = [
     "Component",
@@ -29,7 +29,6 @@ __all__ = [
     "RunPlan",
     "Spec",
     "TaskCache",
-    "assign",
     "build",
     "compare_algorithms",
     "comparison_table",

@@ -41,7 +41,7 @@ from fedbilevel.experiments.folder import (
 )
 from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
-from fedbilevel.experiments.spec import Component, Spec, assign, fields_of
+from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.tasks import Task
 
@@ -144,7 +144,7 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
         if name not in known:
             raise unknown("name in the run configuration", name, known)
     before = spec.task.name, spec.algorithm.name
-    spec = assign(spec, shlex.split(str(config.get("settings", ""))))
+    spec = configure(spec.tables(), settings=shlex.split(str(config.get("settings", ""))))
     after = spec.task.name, spec.algorithm.name
     require(after == before, "settings", after, f"of the app's own task and algorithm, {before}: a name is code to run")
     require_real(spec)

@@ -14,7 +14,7 @@ from fedbilevel.experiments.names import is_own
 
 
 def shown(kind: str, name: str) -> str:
-    """The docstring of an algorithm or task, and its section of a spec with all defaults, to be copied.
+    """Return the docstring of an algorithm or task, and its section of a spec with all defaults, to be copied.
 
     Raises:
         ConfigurationError: there is none of that name.

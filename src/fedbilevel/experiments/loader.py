@@ -25,30 +25,30 @@ from fedbilevel.wording import in_a_line
 
 
 def full_name(name: str) -> str:
-    """The name as a spec records it: files by their absolute path, so that a run can be resumed from anywhere."""
+    """Return the name as a spec records it: files by their absolute path, to resume a run from anywhere."""
     place, _, attribute = name.rpartition(":")
     return f"{absolute(place)}:{attribute}" if is_file(place) else name
 
 
 def label(name: str) -> str:
-    """The name for people: files without their folders."""
+    """Return the name for people: files without their folders."""
     place, _, attribute = name.rpartition(":")
     return f"{Path(place).name}:{attribute}" if is_file(place) else name
 
 
 def own_file(name: str) -> Path | None:
-    """The file that a user's own task or algorithm is in, if its name says one."""
+    """Return the file of a user's own task or algorithm, if its name says a file."""
     place = code_of(name)
     return Path(place) if is_file(place) else None
 
 
 def code_of(name: str) -> str:
-    """The file or module with the code of a user's own task or algorithm; "" for those of the library."""
+    """Return the file or module with the code of a user's own task or algorithm; "" for those of the library."""
     return name.rpartition(":")[0]
 
 
 def absolute(place: str) -> Path:
-    """The absolute path of a file.
+    """Return the absolute path of a file.
 
     Raises:
         ConfigurationError: no file can have that name.
@@ -60,7 +60,7 @@ def absolute(place: str) -> Path:
 
 
 def task_maker(name: str) -> Callable[..., Task]:
-    """The function that makes a task.
+    """Return the function that makes a task.
 
     Raises:
         ConfigurationError: there is no task of that name; no such file or module, or it cannot be imported; nothing
@@ -76,7 +76,7 @@ def task_maker(name: str) -> Callable[..., Task]:
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class of an algorithm.
+    """Return the class of an algorithm.
 
     Raises:
         ConfigurationError: there is no algorithm of that name; no such file or module, or it cannot be imported;
@@ -102,7 +102,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Task]:
 
 
 def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What has that name, in the library or in a user's file or module."""
+    """Return what has that name, in the library or in a user's file or module."""
     if name in known:
         return known[name]
     place, colon, attribute = name.rpartition(":")
@@ -119,7 +119,7 @@ def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def _own(value: Any, module: ModuleType) -> bool:
-    """Whether a module defines that itself, and did not import it."""
+    """Tell whether a module defines that itself, and did not import it."""
     return isinstance(value, Task) or getattr(value, "__module__", "") == module.__name__
 
 
@@ -128,8 +128,8 @@ FOLDER: list[Path] = []
 
 
 def _module(place: str) -> ModuleType:
-    """A user's file or module, executed once. It may import its neighbours: all of a process come from one folder, or
-    the neighbours of one file would be taken for those of another."""
+    """Import a user's file or module. It may import its neighbours, so all of a process come from the same folder: a
+    neighbour would else be taken for another's of the same name."""
     file = absolute(place) if is_file(place) else None
     if file and not file.is_file():
         raise ConfigurationError(f"there is no file {file}")

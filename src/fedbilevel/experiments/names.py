@@ -12,17 +12,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def is_file(place: str) -> bool:
-    """Whether that is a path rather than a module's name."""
+    """Tell whether that is a path rather than a module's name."""
     return place.endswith(".py") or "/" in place
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is that of a user's own task or algorithm: module:NAME, or in a file."""
+    """Tell whether a name is that of a user's own task or algorithm: module:NAME, or in a file."""
     return ":" in name or is_file(name)
 
 
 def is_task(name: str) -> bool:
-    """Whether a name is that of a task of the library, or may be that of a user's own."""
+    """Tell whether a name is that of a task of the library, or may be that of a user's own."""
     return ":" in name or name in library("task")
 
 
@@ -37,14 +37,14 @@ def require_known(*, task: str | None = None, algorithm: str | None = None) -> N
 
 @functools.cache
 def library(kind: str) -> dict[str, str]:
-    """The names of all algorithms, or of all tasks, each with the first line of its docstring."""
+    """Return the names of all algorithms, or of all tasks, each with the first line of its docstring."""
     files = sorted((ROOT / f"{kind}s").glob("[!_]*.py"))
     read = _algorithms if kind == "algorithm" else _task
     return dict(sorted(item for file in files for item in read(file.stem, ast.parse(file.read_text("utf-8")))))
 
 
 def _algorithms(file: str, module: ast.Module) -> Iterator[tuple[str, str]]:
-    """The classes of a file that have a name."""
+    """Find the classes of a file that have a name."""
     for cls in module.body:
         for node in cls.body if isinstance(cls, ast.ClassDef) else []:
             match node:
@@ -53,7 +53,7 @@ def _algorithms(file: str, module: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _task(file: str, module: ast.Module) -> Iterator[tuple[str, str]]:
-    """The function of a file that has the file's name; its module says what the task is."""
+    """Find the function that has the file's name; its module says what the task is."""
     if any(isinstance(node, ast.FunctionDef) and node.name == file for node in module.body):
         yield file, _first_line(module)
 
@@ -63,6 +63,6 @@ def _first_line(node: Any) -> str:
 
 
 def listed(kind: str) -> str:
-    """A line for each algorithm or task."""
+    """Return a line for each algorithm or task."""
     lines = [f"{name:<20} {text}" for name, text in library(kind).items()]
-    return "\n".join([*lines, "", f"more about one of them: fedbilevel {kind}s NAME"])
+    return "\n".join([*lines, "", f"more about each: fedbilevel {kind}s NAME"])

@@ -91,7 +91,7 @@ def compare_algorithms(
     Args:
         task: see `fedbilevel tasks`; None takes the default; or a user's own (module:name, file.py:name).
         algorithms: their names, all different; or a user's own (module:NAME, file.py:NAME).
-        settings: for all of them, as `assign` takes them. "algorithm.field=…" is for those that have such a field,
+        settings: for all of them, as `configure` takes them. "algorithm.field=…" is for those that have such a field,
             "fednest.field=…" for that algorithm alone (a user's own by the name of its class); run.exchanges=N gives
             all of them the same budget.
         data: the task's data set.
@@ -197,7 +197,7 @@ def _of_a_single_client(clock: Clock) -> dict[str, Any]:
 
 
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
-    """The settings for each algorithm, in the form of `assign`."""
+    """The settings for each algorithm, in the form of `configure`."""
     known = {name: fields_of(full_name(task or DEFAULT_TASK), full_name(name)) for name in algorithms}
     every = {field for sections in known.values() for fields in sections.values() for field in fields}
     each: dict[str, list[str]] = {name: [] for name in algorithms}

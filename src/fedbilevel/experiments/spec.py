@@ -58,7 +58,7 @@ class Component:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All its fields as TOML can hold them."""
+        """Its fields as TOML can hold them."""
         value = self.value
         return plain(value if isinstance(value, Mapping) else {name: getattr(value, name) for name in names_of(value)})
 
@@ -167,7 +167,7 @@ class Spec:
     clock: Clock = field(default_factory=Clock)
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The fields of each section, in the form that TOML can hold."""
+        """Return the fields of each section, in the form that TOML can hold."""
         return {
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
@@ -179,7 +179,7 @@ class Spec:
         return toml.dumps(self.tables(), comment)
 
     def replace(self, **tables: Fields) -> Spec:
-        """A copy with some fields changed, e.g. spec.replace(run={"rounds": 500})."""
+        """Copy the spec with some fields changed, e.g. spec.replace(run={"rounds": 500})."""
         return resolve(overlaid(self.tables(), {name: _table(name, of) for name, of in tables.items()}))
 
     @property
@@ -213,7 +213,7 @@ NOTHING = (None, "none", False)
 
 
 def resolve(tables: Fields) -> Spec:
-    """A complete spec from as much of one as is given: {"task": {"name": …, …}, "algorithm": …, …}.
+    """Complete a spec from as much of it as is given: {"task": {"name": …, …}, "algorithm": …, …}.
 
     Raises:
         ConfigurationError: all that is wrong: sections, names and fields that do not exist, values that do not fit.
@@ -238,7 +238,7 @@ def resolve(tables: Fields) -> Spec:
 
 
 def sections(tables: Fields) -> dict[str, dict[str, Any]]:
-    """Every section of a spec, empty where nothing of it is given."""
+    """Return every section of a spec, empty where nothing of it is given."""
     wrong, given = Wrong(), {name: dict[str, Any]() for name in SECTIONS}
     for name, content in tables.items():
         try:
@@ -259,7 +259,7 @@ def _table(name: str, content: Any) -> dict[str, Any]:
 
 
 def _names(given: Mapping[str, Fields]) -> tuple[str, str]:
-    """The names of task and algorithm."""
+    """Return the names of task and algorithm, or their defaults."""
     task = given.get("task", {}).get("name", DEFAULT_TASK)
     require(isinstance(task, str), "task.name", task, "text")
     algorithm = given.get("algorithm", {}).get("name", METHODS.get(task, DEFAULT_ALGORITHM))
@@ -272,7 +272,8 @@ def _without_name(table: Fields) -> dict[str, Any]:
 
 
 def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str, Fields]:
-    """What a spec takes where nothing is given. What a task has for all methods is for those of the library alone."""
+    """Return what a spec takes where nothing is given, by section. What a task has for all methods is for those of the
+    library alone."""
     known, run = parameters_of(task_maker(task)), given["run"]
     data = given["task"].get("data", known.get("data"))
     values = preset(task, data if isinstance(data, str) else None)
@@ -289,7 +290,7 @@ def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str
 
 
 def _own_presets(cls: type[Algorithm], name: str, task: str) -> Fields:
-    """The fields that the class of an algorithm itself has for a task, in its attribute `presets`."""
+    """Return the fields that the class of an algorithm has for a task, in its attribute `presets`."""
     presets: Any = cls.presets
     fits = isinstance(presets, Mapping) and all(isinstance(fields, Mapping) for fields in presets.values())
     require(fits, f"{name}.presets", presets, "a table of fields for each task, {task: {field: value}}")
@@ -302,8 +303,8 @@ def _own_presets(cls: type[Algorithm], name: str, task: str) -> Fields:
 
 
 def overlaid(tables: Fields, changes: Fields) -> dict[str, Any]:
-    """The tables of a spec with others over them. In [run] rounds and budgets take each other's place, rows are spread
-    over a budget, and a single client is the whole cohort."""
+    """Lay tables over those of a spec. In [run] rounds and budgets take each other's place, rows are spread over a
+    budget, and a single client is the whole cohort."""
     run = changes.get("run", {})
     gone: set[str] = set()
     if any(run.get(name) not in NOTHING for name in BUDGETS):
@@ -325,16 +326,15 @@ def configure(
     settings: Sequence[str] = (),
     values: Fields | None = None,
 ) -> Spec:
-    """A spec from the tables of `base`, then the names, then settings.
+    """Make a spec from the tables of `base`, then the names, then settings.
 
     Names come first, wherever they are given: they decide which presets fill in the rest.
 
     Args:
         base: see `resolve`.
         task, algorithm, data: names.
-        settings: such as "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05". Without a section, a
-            field of the algorithm is meant if it has one of that name, else the only one of that name, the clock's
-            counting only where there is no other.
+        settings: such as "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05". Without a section, the
+            algorithm's field of that name is meant, if there is any, else the only field of that name.
         values: likewise, by their paths, as Python has them; they come after `settings`.
 
     Raises:
@@ -356,13 +356,8 @@ def configure(
     return resolve(overlaid(tables, reduce(put, found, {})))
 
 
-def assign(spec: Spec, settings: Sequence[str]) -> Spec:
-    """A spec with settings made in it, as `configure` takes them."""
-    return configure(spec.tables(), settings=settings)
-
-
 def put(tables: Fields, setting: tuple[Sequence[str], Any]) -> dict[str, Any]:
-    """The tables with a value at a path, whose first part is the section."""
+    """Put a value into tables, at a path that begins with the section."""
     (section, *path), value = setting
     if path[1:] and path[-1] == "name":  # another part, with its own defaults
         path, value = path[:-1], {"name": value}
@@ -376,13 +371,13 @@ def _parsed(setting: str) -> tuple[str, Any]:
 
 
 def fields_of(task: str, algorithm: str) -> dict[str, list[str]]:
-    """The names of the fields of each section, for this task and this algorithm."""
+    """Return the names of the fields of each section, for this task and this algorithm."""
     own = {"task": [*parameters_of(task_maker(task))], "algorithm": names_of(algorithm_class(algorithm))}
     return {**own, **{section: names_of(plan) for section, plan in PLANS.items()}}
 
 
 def located(name: str, task: str, algorithm: str) -> list[str]:
-    """The path of a setting with its section in front.
+    """Return the path of a setting with its section in front.
 
     Raises:
         ConfigurationError: no field has that name, or several have, none of which is the algorithm's own.
@@ -407,8 +402,8 @@ def located(name: str, task: str, algorithm: str) -> list[str]:
 
 
 def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
-    """The error for a setting that is a field of no section: their fields in the order of `sections`, the
-    algorithm's first."""
+    """Return the error for a setting that is a field of no section. It lists their fields in the order of `sections`,
+    the algorithm's first."""
     owners = owners_of(name)
     near = "" if owners else nearest(name, sorted({field for fields in sections.values() for field in fields}))
     said = [f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields]
@@ -416,7 +411,7 @@ def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> Configu
 
 
 def read_spec(path: str | Path) -> Spec:
-    """A spec from a TOML file; what the file leaves out is filled in."""
+    """Read a spec from a TOML file; what the file leaves out is filled in."""
     tables = toml.read(Path(path))
     try:
         return resolve(tables)
@@ -425,12 +420,12 @@ def read_spec(path: str | Path) -> Spec:
 
 
 def _of_file(path: str | Path, wrong: Iterable[ConfigurationError]) -> ConfigurationError:
-    """What is wrong in a file, in one line."""
+    """Say in one line what is wrong in a file."""
     return ConfigurationError(f"{path}: {'; '.join(map(str, wrong))}")
 
 
 def read_finished(path: Path) -> Spec:
-    """The spec of a finished run, which anyone may have written: nothing that it names is loaded or run.
+    """Read the spec of a finished run, which anyone may have written: nothing that it names is loaded or run.
 
     The fields of its task and algorithm are tables as they were written.
     """
@@ -452,7 +447,7 @@ def _as_it_stands(table: Fields) -> dict[str, Any]:
 
 
 def said_of_several(specs: Sequence[Spec]) -> str:
-    """A sentence on the rows of a comparison: which have presets for their task, and which run at their defaults."""
+    """Say which rows of a comparison have presets for their task, and which run at their defaults."""
     tuned = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if _has_preset(spec)))
     others = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if not _has_preset(spec)))
     found = [f"presets for {label(specs[0].task.name)}: {', '.join(tuned)}"] if tuned else []
@@ -461,6 +456,6 @@ def said_of_several(specs: Sequence[Spec]) -> str:
 
 
 def _has_preset(spec: Spec) -> bool:
-    """Whether the task has presets for this very method, or its class has some for the task."""
+    """Tell whether the task has presets for this very method, or its class has some for the task."""
     name, task = spec.algorithm.name, spec.task.name
     return name in preset(task, spec.data).algorithms or label(task) in algorithm_class(name).presets
