@@ -9,7 +9,7 @@ import pytest
 
 from fedbilevel import cli
 from fedbilevel.authoring import ALGORITHMS
-from fedbilevel.cli.run import _spec
+from fedbilevel.cli.run import _described
 from fedbilevel.core.tables import changed, plain
 
 SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[3, 3]"]
@@ -39,7 +39,7 @@ def test_diagnose_prints_commands_that_ask_for_what_it_found(run, monkeypatch) -
     assert "κ = " in before
     for name, command in zip(("simfbo", "fednest"), commands, strict=True):
         _, *words = shlex.split(command.replace("\\\n", " "))
-        found = _spec(cli.parser().parse_args(words))
+        found, _ = _described(cli.parser().parse_args(words))
         assert (found.run.seed, found.task.fields["seed"], found.task.fields["clients"]) == (2, 2, 3)
         fields = reports[0].fields(name)
         made = changed(ALGORITHMS[name], fields, "algorithm", [])

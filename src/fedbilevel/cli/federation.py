@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from fedbilevel.cli.shared import OK, TASK_HELP, Add, add_options, count, prepare_jax, settings, spec_tables
+from fedbilevel.cli.shared import OK, TASK_HELP, Add, add_options, configured, count
 
 
 def add_to(add: Add) -> None:
@@ -40,14 +39,10 @@ def _help(options: argparse.Namespace) -> int:
 
 def _new(options: argparse.Namespace) -> int:
     """Write a Flower app for a task."""
-    from fedbilevel.experiments import configure
     from fedbilevel.experiments.federation import write_app
 
-    base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
-    given = [*clients, *settings(options)]
-    spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=given)
-    write_app(spec, options.folder)
+    write_app(configured(options, *clients), options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
     return OK
 
@@ -77,15 +72,13 @@ def _demo(options: argparse.Namespace) -> int:
     Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
     plays a task (a network on handwritten digits that are divided over the clients), and stops everything it started.
     """
-    prepare_jax()
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.federation import play_demo, seen_by
 
-    base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
-    named: dict[str, Any] = {"task": options.task, "algorithm": options.algorithm}
-    given = [] if base else ["run.cohort=none", "run.rounds=50", "run.eval_every=5"]
-    if options.clients or (not base and "clients" in configure(**named).task.fields):
+    given = [] if options.spec else ["run.cohort=none", "run.rounds=50", "run.eval_every=5"]
+    named = {"task": options.task, "algorithm": options.algorithm}
+    if options.clients or (not options.spec and "clients" in configure(**named).task.fields):
         given.append(f"task.clients={options.clients or 4}")
-    spec = configure(base, **named, settings=[*given, *settings(options)])
+    spec = configured(options, *given)
     play_demo(spec, len(seen_by(spec, "server").clients), options.out, persistent=not options.stock)
     return OK

@@ -16,6 +16,7 @@ from fedbilevel.cli.shared import (
     Add,
     add_length,
     add_options,
+    configured,
     console,
     count,
     exit_code,
@@ -24,7 +25,6 @@ from fedbilevel.cli.shared import (
     say_paths,
     seed,
     sentence,
-    settings,
     spec_tables,
     tune,
 )
@@ -176,26 +176,13 @@ def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
     """The spec and the folder that the options describe."""
+    from fedbilevel.experiments import Folder, seeded
+
     if options.out is not None and not options.seeds:
-        from fedbilevel.experiments import Folder
-
         Folder(options.out).require_free()
-    spec = _spec(options)
-    from fedbilevel.experiments import Folder
-
+    spec = configured(options)
+    spec = spec if options.seed is None else seeded(spec, options.seed)
     return spec, options.out or Folder.new(spec).path
-
-
-def _spec(options: argparse.Namespace) -> Spec:
-    base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
-    prepare_jax()
-    from fedbilevel.experiments import configure
-    from fedbilevel.experiments.series import seeded
-
-    given = settings(options)
-    spec = configure(base, task=options.task, algorithm=options.algorithm, data=options.data, settings=given)
-    tune(spec)
-    return spec if options.seed is None else seeded(spec, options.seed)
 
 
 WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "quiet", "coordinator", "processes", "process"]

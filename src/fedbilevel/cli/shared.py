@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,11 @@ def add_length(command: argparse.ArgumentParser) -> None:
     length = command.add_mutually_exclusive_group()
     length.add_argument("--rounds", **OPTIONS["rounds"])
     length.add_argument("--exchanges", type=count, metavar="N", help="instead: end once N messages went down and up")
-    length.add_argument(
-        "--bytes", type=amount, metavar="N", help="instead: end once N bytes went down and up, e.g. 2e9"
-    )
-    length.add_argument("--time", type=duration, metavar="SECONDS", help="instead: end once the clock says so much")
+    for name, unit, text in (
+        ("bytes", "bytes", "end once N bytes went down and up, e.g. 2e9"),
+        ("time", "seconds", "end once N seconds of the clock have passed"),
+    ):
+        length.add_argument(f"--{name}", type=partial(positive, unit=unit), metavar="N", help=f"instead: {text}")
 
 
 def fail(code: int, sentence: str) -> int:
@@ -67,46 +69,36 @@ def fail(code: int, sentence: str) -> int:
 
 
 def spec_tables(path: Path, task: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
-    """The tables of a spec that is about to be played, with another task or algorithm where one is given.
+    """The tables of a spec that is about to be played, with another task or algorithm where it is given.
 
     Playing a spec whose task or algorithm is a user's own executes code that a file names and not the command line: a
     line on standard error says so before.
     """
     from fedbilevel.experiments import toml
 
-    names = {"task": task, "algorithm": algorithm}
     tables = toml.read(path)
-    say_whose_code(path, {kind: tables.get(kind) for kind, given in names.items() if given is None})
+    for kind, given in {"a task": task, "an algorithm": algorithm}.items():
+        table = tables.get(kind.split()[1])
+        name = table.get("name") if isinstance(table, dict) else table
+        if given is None and isinstance(name, str) and (code := name.rpartition(":")[0]):
+            fail(OK, f"{path} names {kind} of your own: this runs the code of {code}")
     return tables
 
 
-def say_whose_code(path: Path, tables: Mapping[str, Any]) -> None:
-    """Say on standard error which code is about to be run, if the task or algorithm that a file names is a user's."""
-    for kind, table in tables.items():
-        name = table.get("name") if isinstance(table, dict) else table
-        if isinstance(name, str) and (code := name.rpartition(":")[0]):
-            article = "an" if kind == "algorithm" else "a"
-            print(
-                f"fedbilevel: {path} names {article} {kind} of your own: this runs the code of {code}", file=sys.stderr
-            )
+def configured(options: argparse.Namespace, *before: str) -> Spec:
+    """The spec that options describe, and settings that come before theirs."""
+    base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
+    prepare_jax()
+    from fedbilevel.experiments import configure
+
+    named = {name: getattr(options, name, None) for name in ("task", "algorithm", "data")}
+    spec = configure(base, **named, settings=[*before, *settings(options)])
+    tune(spec)
+    return spec
 
 
-def count(text: str) -> int:
-    """A positive whole number."""
-    return _whole(text, 1)
-
-
-def duration(text: str) -> float:
-    """A positive number of seconds."""
-    return _positive(text, "seconds")
-
-
-def amount(text: str) -> float:
-    """A positive number of bytes."""
-    return _positive(text, "bytes")
-
-
-def _positive(text: str, unit: str) -> float:
+def positive(text: str, unit: str) -> float:
+    """A positive number."""
     try:
         found = float(text)
     except ValueError:
@@ -116,9 +108,14 @@ def _positive(text: str, unit: str) -> float:
     return found
 
 
-def seed(text: str) -> int:
+def whole(text: str, least: int) -> int:
     """A whole number."""
-    return _whole(text, 0)
+    if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+count, seed = partial(whole, least=1), partial(whole, least=0)
 
 
 def seeds(text: str) -> list[int]:
@@ -127,12 +124,6 @@ def seeds(text: str) -> list[int]:
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} has a seed twice")
     return found
-
-
-def _whole(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -45,25 +45,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Experiment": "runner",
-    "Folder": "folder",
-    "LoadedRun": "folder",
-    "TaskCache": "series",
-    "build": "runner",
-    "compare_algorithms": "series",
-    "comparison_table": "compare",
-    "complete": "runner",
-    "load_groups": "compare",
-    "load_run": "folder",
-    "resume": "runner",
-    "run": "runner",
-    "run_of": "runner",
-    "seeded": "series",
+    "compare": ("comparison_table", "load_groups"),
+    "folder": ("Folder", "LoadedRun", "load_run"),
+    "runner": ("Experiment", "build", "complete", "resume", "run", "run_of"),
+    "series": ("TaskCache", "compare_algorithms", "seeded"),
 }
-"""The module of each name above that is not in `spec`."""
+"""Where the names above are that are not in `spec`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'spec')}"), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "spec")
+    return getattr(import_module(f"{__name__}.{module}"), name)
