@@ -21,6 +21,7 @@ from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import NormBounds, Terms
@@ -310,6 +311,26 @@ def test_a_round_is_undone_though_clients_have_begun_the_next(folder, tmp_path):
     result = fb.solve(algorithm, PROBLEM, known, X0, Y0, rounds=ROUNDS, key=1, engine=engine)
     np.testing.assert_allclose(result.y, by_hand(5, {(BAD, round), (BAD, round + 1)}, keeps=True), rtol=1e-12)
     assert said(log)[1] == [(round, [BAD])]
+
+
+def test_a_round_is_undone_though_privacy_hides_what_clients_met(tmp_path):
+    t, algorithm = targets(5), Following()
+    privacy = Privacy(clip=100.0, noise_multiplier=1e-6, delta=1e-5)
+
+    def site(run, node):
+        k = node["partition-id"]
+        own = {"outer": {"t": t[k, None]}, "folder": tmp_path / str(k), "limits": federations.FREE}
+        return Site(id=k, algorithm=algorithm, problem=PROBLEM, x0=X0, y0=Y0, privacy=privacy, **own)
+
+    app = federations.misbehaving(client_app(site), {(BAD, 2, 0): filled(1e100)})
+    example, log = {"t": np.zeros((1, 3))}, tmp_path / "log.jsonl"
+    engine = Flower(grid=InProcess(app, 5), name=federations.NAME, terms=ANY, log=log)
+    known = fb.RemoteClients(5, example, example)
+    result = fb.solve(algorithm, PROBLEM, known, X0, Y0, rounds=4, key=1, engine=engine)
+    np.testing.assert_allclose(result.y, by_hand(5, {(BAD, 2), (BAD, 3)}, rounds=4), atol=1e-2)
+    refused, undone = said(log)
+    assert {why["code"] for why in refused.values()} == {"hidden"}
+    assert undone == [(2, [BAD])]
 
 
 def test_who_comes_back_to_it_is_undone_again(tmp_path):
