@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.client import Ragged
-from fedbilevel.core.errors import ConfigurationError, require, require_count
+from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.data import Dataset, load, pack, partition, standardise
+from fedbilevel.data import LOADERS, TABLES, Dataset, load, load_table, pack, partition, standardise
 from fedbilevel.data.partitions import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.networks import BACKBONES
@@ -107,6 +107,15 @@ def load_images(
     shape, widths, classes = found.train_images.shape[1:], tuple(hidden), found.classes
     model = known[network](shape, widths, classes)
     return LabelledImages(found, model, "validation" if holdout else "test")
+
+
+def load_rows(data: str, holdout: float, seed: int) -> Dataset:
+    """Load a table, or a set of images; `holdout` as in `load_images`."""
+    require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
+    if data not in TABLES and data not in LOADERS:
+        raise unknown("data", data, [*TABLES, *LOADERS])
+    found = load_table(data) if data in TABLES else load(data)
+    return held_out(found, holdout, seed) if holdout else found
 
 
 def long_tailed(data: Dataset, ratio: float) -> Dataset:

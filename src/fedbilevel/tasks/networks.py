@@ -125,8 +125,7 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
         ],
         "dense": {"weight": f"{positions}*channels2 hidden", "bias": "hidden"},
     }
-    as_maps = lambda images: images.reshape(len(images), height, width, channels)  # noqa: E731
-    return with_head(init, features, as_maps, Structure(body, head("hidden")))
+    return with_head(init, features, maps_of(image_shape), Structure(body, head("hidden")))
 
 
 def head(group: str) -> PyTree:

@@ -19,10 +19,10 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.client import Clients, Ragged
-from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Bilevel
-from fedbilevel.data import LOADERS, TABLES, Dataset, load, load_table, pack_arrays, partition, split
-from fedbilevel.tasks.images import held_out
+from fedbilevel.data import pack_arrays, partition, split
+from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.networks import cross_entropy
 from fedbilevel.tasks.task import LocalSteps, Task
 
@@ -51,8 +51,7 @@ def regularization(
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(0 < ridge < np.inf, "ridge", ridge, "positive and finite")
-    require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
-    found, part = table(data, holdout, seed), "validation" if holdout else "test"
+    found, part = load_rows(data, holdout, seed).standardised(), "validation" if holdout else "test"
     rows = {"row": with_one(found.train_images), "label": found.train_labels}
     parts = partition(partition_by, found.train_labels, clients, seed=seed, **dict(partition_options or {}))
     train, valid = (Ragged(*pack_arrays(rows, half)) for half in split(parts, 1 - validation, seed=seed))
@@ -72,14 +71,6 @@ def regularization(
         y0=jnp.zeros((features, 1 if found.classes == 2 else found.classes)),
         metrics=_metrics(part, with_one(found.test_images), found.test_labels),
     )
-
-
-def table(data: str, holdout: float, seed: int) -> Dataset:
-    """A standardised data set, of which that share of the training rows stands in the place of the test rows."""
-    if data not in TABLES and data not in LOADERS:
-        raise unknown("data", data, [*TABLES, *LOADERS])
-    found = load_table(data) if data in TABLES else load(data)
-    return (held_out(found, holdout, seed) if holdout else found).standardised()
 
 
 def with_one(images: np.ndarray) -> np.ndarray:

@@ -19,10 +19,10 @@ from jax import Array
 
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, Ragged
-from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import SimpleBilevel
-from fedbilevel.data import LOADERS, TABLES, load, load_table, pack_arrays, partition
-from fedbilevel.tasks.images import held_out
+from fedbilevel.data import pack_arrays, partition
+from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.task import LocalSteps, Task
 
 SMALL = 1e-3  # of the largest entry: what is no larger counts as zero
@@ -57,12 +57,8 @@ def selection(
     """
     require(0 < bound < np.inf, "bound", bound, "positive and finite")
     require(0 <= start <= bound, "start", start, f"at least 0 and at most bound = {bound:g}")
-    require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     require_count("samples", samples, optional=True)
-    if data not in LOADERS and data not in TABLES:
-        raise unknown("data", data, [*TABLES, *LOADERS])
-    found = load_table(data) if data in TABLES else load(data)
-    found = held_out(found, holdout, seed) if holdout else found
+    found = load_rows(data, holdout, seed)
     known = all(isinstance(c, int) and 0 <= c < found.classes for c in classes)
     two = known and len(classes) == 2 and classes[0] != classes[1]
     require(two, "classes", list(classes), f"two different ones of 0 to {found.classes - 1}")
