@@ -208,6 +208,15 @@ def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(alike, tmp_
     assert again.ledger == good.ledger
 
 
+def test_a_round_that_is_saved_again_does_not_push_out_the_one_before(alike, tmp_path):
+    """Resumed at round 3, the run diverges in it, and is saved where it already was."""
+    path = tmp_path / "run.npz"
+    run(alike, LATER, rounds=3, checkpoint=path, checkpoint_every=1)
+    with pytest.raises(fb.errors.NonFiniteError, match="round 3"):
+        run(alike, LATER, rounds=50, checkpoint=path, checkpoint_every=1, resume=True)
+    assert [files.load_meta(file)["ledger"]["rounds"] for file in (files.previous(path), path)] == [2, 3]
+
+
 def test_a_run_whose_callback_raises_is_saved_first(task, tmp_path, monkeypatch):
     """With the row that the callback was given, if any; the callback is not called for it again."""
     from fedbilevel.engines import loop as module
