@@ -17,6 +17,7 @@ from fedbilevel.core.client import Ragged
 from fedbilevel.core.problem import check_losses
 from fedbilevel.engines import fingerprint
 from fedbilevel.engines.multihost import current_group
+from fedbilevel.machinery import hashes
 
 RNG = np.random.default_rng(0)
 SAMPLES = [{"a": RNG.normal(size=(n, 2)), "b": RNG.normal(size=n)} for n in (3, 5, 4, 2, 6, 3)]
@@ -186,6 +187,12 @@ def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
     assert [number for number in range(64) if first[number] != second[number]] == [10]
     assert fingerprint.clients_of([10], 100) == "clients 15 to 16"
     assert fingerprint.of_tree(jnp.zeros(5000)) != fingerprint.of_tree(jnp.zeros(5000).at[1].set(1))
+
+
+def test_the_type_and_the_shape_of_an_array_count():
+    """Of the same bytes: four zeros as a row, as a column, and as the bits of whole numbers."""
+    row, column, whole = np.zeros((1, 4)), np.zeros((4, 1)), np.zeros((1, 4), np.int64)
+    assert len({hashes.of_array(array) for array in (row, column, whole)}) == 3
 
 
 def test_of_a_large_mapped_array_evenly_spaced_samples_are_read(monkeypatch, tmp_path):
