@@ -273,17 +273,17 @@ def _register(cls: type[Algorithm]) -> None:
     ALGORITHMS[cls.name] = cls
 
 
-def methods_that(can: Callable[[Algorithm], bool]) -> str:
-    """Name the classes of `ALGORITHMS` that can, with the defaults of their fields, in a single string."""
-    classes = (cls for cls in ALGORITHMS.values() if not any(field.default is MISSING for field in fields(cls)))
-    return ", ".join(sorted(cls.__name__ for cls in classes if can(cls())))
-
-
 def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str) -> None:
-    """Raise ConfigurationError with the reason that a method gives against an entry of `Allows`, and who has none."""
-    if isinstance(found := algorithm.allows._asdict()[entry], No):
-        able = methods_that(lambda method: not isinstance(method.allows._asdict()[entry], No))
-        raise ConfigurationError(f"{algorithm.label} {cannot}: {found.why}; methods that can: {able}")
+    """Raise ConfigurationError with a method's reason against an entry of `Allows`, and the names of those without."""
+
+    def reason(method: Algorithm) -> str:
+        found = method.allows._asdict()[entry]
+        return found.why if isinstance(found, No) else ""
+
+    if why := reason(algorithm):
+        made = [cls() for cls in ALGORITHMS.values() if all(field.default is not MISSING for field in fields(cls))]
+        able = ", ".join(sorted(type(method).__name__ for method in made if not reason(method)))
+        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; methods that can: {able}")
 
 
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:

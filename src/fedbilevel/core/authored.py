@@ -45,7 +45,7 @@ def check_arguments(function: Callable[..., Any]) -> None:
         raise ConfigurationError(f"{name}: a phase takes (self, client, message, key), got {takes}") from None
 
 
-def first_state(algorithm: Server, x: PyTree, y: PyTree) -> Any:
+def checked_init(algorithm: Server, x: PyTree, y: PyTree) -> Any:
     """Make the server's state before round 0 by the algorithm's `init`, and check it.
 
     Raises:
@@ -65,7 +65,7 @@ def first_state(algorithm: Server, x: PyTree, y: PyTree) -> Any:
     return state
 
 
-def next_state(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
+def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
     """Make the server's state after a round by the algorithm's `round`, and check it.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.authored import first_state
+from fedbilevel.core.authored import checked_init
 from fedbilevel.core.client import Clients, uniform_below
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed, LoopBody
@@ -101,7 +101,7 @@ def first_carry(
         found = early_replies(algorithm, problem, x, y, clients.examples(), clients.local_steps is not None)
 
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
-        state = first_state(algorithm, server_x(problem, x), y)
+        state = checked_init(algorithm, server_x(problem, x), y)
         one = None if remote else algorithm.client_state(problem, x, y)
         states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
         queues = None if found is None else nothing_in_flight(found, population, remote)

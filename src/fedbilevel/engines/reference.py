@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
-from fedbilevel.core.authored import next_state
+from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
@@ -226,7 +226,7 @@ class ReferenceRun:
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, x, y)
             fed = ReferenceFed(self, algorithm, keys, carry, submodels)
             with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
-                state = next_state(algorithm, fed, carry.state, keys.algorithm)
+                state = checked_round(algorithm, fed, carry.state, keys.algorithm)
                 fed.round_costs = fed.total_costs()
             if bad := nonfinite_leaves(state):
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))

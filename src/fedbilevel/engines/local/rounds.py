@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.authored import next_state
+from fedbilevel.core.authored import checked_round
 from fedbilevel.core.config import at
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, rows_at
@@ -192,7 +192,7 @@ class Rounds:
             x, y = state.x, state.y
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, round, x, y)
             fed = LocalFed(*given, submodels)
-            state = next_state(algorithm, fed, state, keys.algorithm)
+            state = checked_round(algorithm, fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
 
         if self.mesh:

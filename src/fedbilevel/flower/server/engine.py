@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.authored import next_state
+from fedbilevel.core.authored import checked_round
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import AbsenceWarning, ExchangeError, NonFiniteError, diverged, require
 from fedbilevel.core.problem import Problem
@@ -146,7 +146,7 @@ class FlowerRun:
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
         """Run the round that begins with this carry."""
-        state = next_state(fed.algorithm, fed, carry.state, fed.keys.algorithm)
+        state = checked_round(fed.algorithm, fed, carry.state, fed.keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         counted, queues = jnp.asarray(self.session.counted), self.saved_queues(fed, carry.queues)
