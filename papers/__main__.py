@@ -21,10 +21,11 @@ confidence interval of the difference, paired by seed, says so.
   python -m papers --list
   python -m papers simfbo-3                          or a paper, or all
   python -m papers my/own.toml                       a figure of your own
-  python -m papers all --workers 2 --out runs/papers
+  python -m papers all --out runs/papers
   python -m papers fednest-2a --full --rehearse      one round of each method in the paper's own setting
 
-An interrupted figure goes on where it was. Data sets are read from $FEDBILEVEL_DATA or downloaded.
+An interrupted figure goes on where it was; the same command in another terminal shares the work. Data sets are read
+from $FEDBILEVEL_DATA or downloaded.
 """
 
 
@@ -39,7 +40,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU (minutes on two cores)")
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], metavar="N,N,…")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that play side by side (1)")
     parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
     parser.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
     parser.add_argument("--keep", action="store_true", help="keep what came out beside the file, and write the pages")
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def one(figure: Figure, scale: Scale, given: argparse.Namespace) -> None:
     """Play a figure, write what came out, and say it."""
-    found = play.play(figure, scale, given.out, seeds=given.seeds or play.SEEDS, workers=given.workers)
+    found = play.play(figure, scale, given.out, seeds=given.seeds or play.SEEDS)
     text, drawn = json.dumps(found, indent=1, ensure_ascii=False) + "\n", draw(figure, found)
     place = given.out / figure.id / scale
     play.write(place / "outcome.json", text)

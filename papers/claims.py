@@ -49,14 +49,6 @@ class Finding:
     unit: str = ""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What is read off a run: its value, or of one that never got there the cost at which it ended."""
-
-    value: float
-    reached: bool = True
-
-
 def findings(figure: Figure, runs: Runs) -> list[Finding]:
     """What came of every claim of a figure."""
     found = []
@@ -88,19 +80,19 @@ def unit_of(figure: Figure, claim: Claim) -> str:
     return POINTS if in_percent(name) else name.replace("_", " ")
 
 
-def reading(figure: Figure, claim: Claim, history: History) -> Reading:
-    """What a claim reads off a run."""
+def reading(figure: Figure, claim: Claim, history: History) -> tuple[float, bool]:
+    """What a claim reads off a run, and whether it got there: else that is the cost at which it ended."""
     metric = claim.metric or figure.metric
     rows = [row for row in history.rows if value_in(row, metric) is not None]
     values = [float(value_in(row, metric) or 0.0) for row in rows]
     if claim.by in ("end", "late"):
-        return Reading(of_curve(claim.by, [], values))
+        return of_curve(claim.by, [], values), True
     costs = [float(value_in(row, figure.against) or 0.0) for row in rows]
     if claim.reach is None:
-        return Reading(of_curve(claim.by, costs, values))
+        return of_curve(claim.by, costs, values), True
     sign = 1 if larger_is_better(history, metric) else -1
     first = [cost for cost, value in zip(costs, values, strict=True) if sign * value >= sign * claim.reach]
-    return Reading(first[0]) if first else Reading(costs[-1], reached=False)
+    return (first[0], True) if first else (costs[-1], False)
 
 
 def of_curve(by: str, costs: Sequence[float], values: Sequence[float]) -> float:
@@ -124,25 +116,25 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
         return replace(said, note=f"{panel} is not played at this scale")
     left, right = ([one for one in runs[panel][name] if one is not None] for name in (claim.better, than))
     mine, other = ([reading(figure, claim, one) for one in side] for side in (left, right))
-    count, there = len(runs[panel][than]), all(one.reached for one in mine)
+    count, there, other_there = len(runs[panel][than]), *(all(got for _, got in side) for side in (mine, other))
     lost = [len(runs[panel][claim.better]) - len(left), count - len(right)]
     if any(lost):
         names = zip((claim.better, than), lost, strict=True)
         note = "; ".join(f"{name} failed with {one} of {count} seeds" for name, one in names if one)
         return replace(said, state=of_failed(claim, lost, count, there), note=note)
-    first, second = (float(np.mean([one.value for one in side])) for side in (mine, other))
-    if claim.log and any(one.value <= 0 for one in [*mine, *other]):
+    first, second = (float(np.mean([value for value, _ in side])) for side in (mine, other))
+    if claim.log and any(value <= 0 for value, _ in [*mine, *other]):
         note = "what is read off some run is not above 0: it has no logarithm"
         return replace(said, better_mean=first, than_mean=second, note=note)
     sign = 1 if claim.by != "first" and larger_is_better(left[0], claim.metric or figure.metric) else -1
     scale = math.log10 if claim.log else float
-    apart = [sign * (scale(a.value) - scale(claim.ratio * b.value)) for a, b in zip(mine, other, strict=True)]
+    apart = [sign * (scale(a) - scale(claim.ratio * b)) for (a, _), (b, _) in zip(mine, other, strict=True)]
     mean, half = interval(apart)
     state, note = state_of(mean, half, claim.level), ""
     if not there:
         note = f"{claim.better} does not get there in every run"
-        state = "open" if state == "holds" or not all(one.reached for one in other) else state
-    elif not all(one.reached for one in other):
+        state = "open" if state == "holds" or not other_there else state
+    elif not other_there:
         note = f"{than} does not get there in every run: counted with the cost at which it ended"
         state = "open" if state == "contradicted" else state
     said = replace(said, better_mean=first, than_mean=second, difference=mean, half_width=half)
@@ -180,7 +172,7 @@ def slope(figure: Figure, claim: Claim, runs: Runs) -> Finding:
     assert claim.slope is not None
     panels = [panel for panel in figure.panels_of(claim) if panel in runs]
     sides = [runs[panel][claim.better] for panel in panels]
-    read = [[reading(figure, claim, one).value for one in side if one is not None] for side in sides]
+    read = [[reading(figure, claim, one)[0] for one in side if one is not None] for side in sides]
     said = Finding(says=claim.says, panel="", better=claim.better, unit="in slope")
     if any(one is None for side in sides for one in side):
         return replace(said, note="a run failed")

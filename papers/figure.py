@@ -94,12 +94,11 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a scale changes: tables of the spec, of the trials, of single panels and methods, of the trials in single
-    panels (`tuning_of`); the panels that are played (`only`; none given: all); and the minutes that it takes."""
+    """What a scale changes: tables of the spec, of the trials, of single panels and methods; the panels that are played
+    (`only`; none given: all); and the minutes that it takes."""
 
     spec: Tables = field(default_factory=dict)
     tuning: Tables = field(default_factory=dict)
-    tuning_of: Mapping[str, Tables] = field(default_factory=dict)
     panels: Mapping[str, Tables] = field(default_factory=dict)
     methods: Mapping[str, Tables] = field(default_factory=dict)
     only: Sequence[str] = ()
@@ -163,7 +162,7 @@ class Figure:
         for panel in self.panels.values():
             require_known("method of a panel", panel.methods, self.methods)
         for size in (self.quick, self.full):
-            require_known("panel of a scale", [*size.panels, *size.tuning_of, *size.only], self.panels)
+            require_known("panel of a scale", [*size.panels, *size.only], self.panels)
             require_known("method of a scale", size.methods, self.methods)
         for claim in self.claims:
             self._check(claim)
@@ -233,7 +232,7 @@ class Figure:
         size, tuned = self.size(scale), self.tuning if tuning else None
         layers = [self.spec, size.spec, self.panels[panel].spec, size.panels.get(panel, {})]
         layers += [self.methods[method].spec, size.methods.get(method, {})]
-        layers += [tuned.spec, size.tuning, size.tuning_of.get(panel, {})] if tuned else []
+        layers += [tuned.spec, size.tuning] if tuned else []
         found: dict[str, Any] = {}
         for section, table in (item for layer in layers for item in layer.items()):
             found[section] = merged(found.get(section, {}), table)

@@ -57,11 +57,8 @@ def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
     title = head.splitlines()[0].removeprefix("# ").partition(":")[0]
     short = next((line.removeprefix(IN_SHORT) for line in head.splitlines() if line.startswith(IN_SHORT)), "")
     counts = [holding(found) for one in figures if (found := kept(one)) and state_of(one, found) != STALE]
-    kinds = [kind for kind in ("Figure", "Table") if any(one.part.startswith(kind) for one in figures)]
-    number = {kind: sum(one.part.startswith(kind) for one in figures) for kind in kinds}
-    played = ", ".join(f"{count} {kind.lower()}{'s' * (count > 1)}" for kind, count in number.items())
     held = f"{sum(one for one, _ in counts)} of {sum(of for _, of in counts)}"
-    return f"| [{title}]({paper}/README.md) | {played or f'{len(figures)} theorems'} | {held} | {short} |"
+    return f"| [{title}]({paper}/README.md) | {len(figures)} | {held} | {short} |"
 
 
 def section(figure: Figure, found: Outcome | None) -> Iterator[str]:

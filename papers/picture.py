@@ -34,7 +34,7 @@ def draw(figure: Figure, outcome: Mapping[str, Any]) -> bytes:
 def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     """The metric against its cost, with a band of one standard deviation over the seeds."""
     panels = outcome["panels"]
-    columns = min(len(panels), COLUMNS)
+    columns = 2 if len(panels) == 4 else min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
     drawing = Drawing((3.6 * columns + 0.4, 3.2 * rows + 0.6), layout="constrained")
     cells = list(drawing.subplots(rows, columns, squeeze=False).flat)
@@ -108,7 +108,9 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     axes.set_ylabel(axis(figure.metric))
     if not figure.series:
         axes.set_ylim(bottom=0)
-    legend(drawing, figure, columns=1 if claims else 4)
+    if not figure.series:
+        axes.tick_params(axis="x", rotation=30 if len(places) > 4 else 0)
+    legend(drawing, figure)
     return drawing
 
 
@@ -139,10 +141,13 @@ def style_of(figure: Figure, method: str) -> dict[str, Any]:
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
 
 
-def legend(drawing: Drawing, figure: Figure, columns: int = 4) -> None:
-    """One legend for all panels, in the order of the methods."""
+def legend(drawing: Drawing, figure: Figure) -> None:
+    """One legend for all panels, in the order of the methods, with as many columns as there is room for."""
     pairs: Sequence[Any] = [axes.get_legend_handles_labels() for axes in drawing.axes]
     named = {name: handle for handles, names in pairs for handle, name in zip(handles, names, strict=True)}
     order = [name for name in figure.methods if name in named] or list(named)
     if order:
-        drawing.legend([named[name] for name in order], order, loc="outside lower center", ncols=columns, frameon=False)
+        columns = int(drawing.get_figwidth() / (0.7 + 0.09 * max(map(len, order))))  # inches of a line and of a letter
+        drawing.legend(
+            [named[name] for name in order], order, loc="outside lower center", ncols=max(1, columns), frameon=False
+        )

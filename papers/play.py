@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import re
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +27,14 @@ import numpy as np
 import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.authoring import History
-from fedbilevel.errors import ConfigurationError, NumericalError
+from fedbilevel.errors import ConfigurationError, InUse, NumericalError
 from papers.claims import findings, verdict
 from papers.figure import Figure, Scale, merged, require
 from papers.numbers import COSTS, costs_of, rounded, text, value_in
 
 SEEDS = (0, 1, 2)
 FAILED = "failed.txt"
+POLL = 1.0  # seconds between two looks at a run that another process plays
 CURVE = 60  # points of a curve that are kept
 Say = Callable[[str], None]
 
@@ -98,17 +95,25 @@ Tried = Sequence[tuple[dict[str, Any], list[Run]]]
 """The values that are tried, each with its trials."""
 
 
+def tried(
+    name: str, tables: Mapping[str, Any], points: Sequence[dict[str, Any]], folder: Path, seeds: Sequence[int]
+) -> Tried:
+    """The trials of some points, one for each seed, in folders named by their values."""
+    found = []
+    for values in points:
+        at = ", ".join(f"{field}={value}" for field, value in values.items())
+        spec, place = with_values(tables, values), folder / word(at)
+        found.append((values, [Run(f"{name} · trial {at}", spec, seed, place / f"seed-{seed}") for seed in seeds]))
+    return found
+
+
 def trials(figure: Figure, panel: str, method: str, scale: Scale, out: Path) -> Tried:
     """The trials of a method in a panel: of each point one for each of their seeds; none where nothing is chosen."""
-    if figure.tuning is None or figure.points(panel, method) == [{}]:
+    points, folder = figure.points(panel, method), place_of(figure, scale, out) / "trials" / word(panel) / word(method)
+    if figure.tuning is None or points == [{}]:
         return []
-    tables, found = figure.tables(panel, method, scale, tuning=True), []
-    for values in figure.points(panel, method):
-        at = ", ".join(f"{name}={value}" for name, value in values.items())
-        folder = place_of(figure, scale, out) / "trials" / word(panel) / word(method) / word(at)
-        name, spec = f"{panel} · {method} · trial {at}", with_values(tables, values)
-        found.append((values, [Run(name, spec, seed, folder / f"seed-{seed}") for seed in figure.tuning.seeds]))
-    return found
+    tables = figure.tables(panel, method, scale, tuning=True)
+    return tried(f"{panel} · {method}", tables, points, folder, figure.tuning.seeds)
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,10 @@ class Choice:
     failed: int = 0
 
 
-def best(tried: Tried, played: Played, select: str) -> Choice:
+def best(every: Tried, played: Played, select: str) -> Choice:
     """The values with the best metric in the last rows, the mean over the seeds; none of whose trials failed."""
     found, failed = [], 0
-    for values, runs in tried:
+    for values, runs in every:
         histories = [one for run in runs if isinstance(one := played[run.folder], History)]
         known = [one.rows[-1][select] for one in histories if math.isfinite(one.rows[-1][select])]
         failed += len(runs) - len(known)
@@ -157,39 +162,34 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
     tasks = experiments.TaskCache()
     for panel, method in figure.pairs(scale):
         try:
-            tried = [run for _, runs in trials(figure, panel, method, scale, out) for run in runs]
+            first = [run for _, runs in trials(figure, panel, method, scale, out) for run in runs]
             points = figure.points(panel, method)
             runs = [run for one in points for run in runs_of(figure, (panel, method), scale, out, one, seeds)]
-            specs = [run.spec for run in [*tried, *runs]]
-            if not (tried or runs)[0].folder.exists():
+            specs = [run.spec for run in [*first, *runs]]
+            if not (first or runs)[0].folder.exists():
                 known = experiments.build(specs[0], tasks(specs[0])).task.metrics
-                if tried and figure.tuning and not figure.tuning.select.endswith("loss"):
+                if first and figure.tuning and not figure.tuning.select.endswith("loss"):
                     measured = figure.tuning.select in known
                     require(measured, f"{figure.tuning.select} is not measured; there are: {', '.join(known)}")
         except ConfigurationError as error:
             raise ConfigurationError(f"{panel} · {method}: {error}") from error
 
 
-def play(
-    figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] = SEEDS, workers: int = 1, say: Say = print
-) -> dict[str, Any]:
+def play(figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] = SEEDS, say: Say = print) -> dict[str, Any]:
     """Bring all trials and runs of a figure to their end; its outcome.
 
     Args:
         out: the folder that holds all figures' folders.
         seeds: of the runs; none of those of the trials.
-        workers: processes that play side by side, each with cores of its own where the system allows it.
         say: called with a line about what has ended.
 
     Raises:
         ConfigurationError, DataError: the figure cannot be played here, e.g. for want of data.
     """
-    require(workers >= 1, f"workers = {workers} is not allowed: it must be 1 or more")
     check(figure, scale, out, seeds)
     pairs = figure.pairs(scale)
     every = {pair: trials(figure, *pair, scale, out) for pair in pairs}
-    tried, devices = [run for of in every.values() for _, runs in of for run in runs], devices_of(figure, scale)
-    played = play_all(tried, workers, say, devices)
+    played = play_all([run for of in every.values() for _, runs in of for run in runs], say)
     select = figure.tuning.select if figure.tuning else ""
     choices = {pair: best(of, played, select) if of else Choice({}) for pair, of in every.items()}
     runs = {
@@ -199,7 +199,7 @@ def play(
     }
     panels = dict.fromkeys(panel for panel, _ in pairs)
     rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
-    played |= play_all([run for row in rows for of_a_seed in row for run in of_a_seed], workers, say, devices)
+    played |= play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)
     return outcome(figure, scale, seeds, choices, runs, played)
 
 
@@ -209,14 +209,17 @@ def devices_of(figure: Figure, scale: Scale) -> int:
     return max(int(one.get("engine", {}).get("devices", 1)) for one in tables)
 
 
-def play_all(runs: Sequence[Run], workers: int, say: Say, devices: int = 1) -> dict[Path, History | str]:
-    """Bring runs to their end, here or in several processes; what came of each."""
-    if workers > 1:
-        play_beside(runs, workers, say, devices)
-    tasks, played = experiments.TaskCache(), {}
-    for run in runs:
-        played[run.folder] = run.play(tasks)
-        if workers == 1:
+def play_all(runs: Sequence[Run], say: Say) -> dict[Path, History | str]:
+    """Bring runs to their end; what came of each. What another process plays is looked at again after the others."""
+    tasks, played, waiting = experiments.TaskCache(), {}, deque(runs)
+    while waiting:
+        run = waiting.popleft()
+        try:
+            played[run.folder] = run.play(tasks)
+        except InUse:
+            waiting.append(run)
+            time.sleep(POLL)
+        else:
             say(line(run, played[run.folder]))
     return played
 
@@ -229,55 +232,10 @@ def line(run: Run, came: History | str) -> str:
     return f"{run.name}: {', '.join(f'{name} {text(name, row[name])}' for name in came.measured if name in row)}"
 
 
-def play_beside(runs: Sequence[Run], workers: int, say: Say, devices: int) -> None:
-    """Bring runs to their end in several processes, each with cores of its own where the system allows it."""
-    context = multiprocessing.get_context("spawn")
-    cores = context.SimpleQueue()
-    every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    each = len(every) // workers
-    for k in range(workers):
-        cores.put(every[k * each : (k + 1) * each] or every)
-    try:
-        with ProcessPoolExecutor(workers, context, begin, (cores, devices)) as pool:
-            try:
-                for future in as_completed([pool.submit(play_here, run) for run in runs]):
-                    say(future.result())
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)  # nothing more is begun
-                raise
-    except BrokenProcessPool as error:
-        why = f"one of {workers} processes was ended from outside, perhaps for want of memory: try fewer --workers"
-        raise ConfigurationError(f"{why}; the same command goes on where it was") from error
-
-
-TASKS = experiments.TaskCache()  # of this process
-
-
-def begin(cores: Any, devices: int) -> None:
-    """Prepare a process that plays runs: its cores, JAX's settings, its end with the process that began it."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    if mine := cores.get():
-        os.sched_setaffinity(0, mine)
-    prepare(devices)
-
-
 def prepare(devices: int) -> None:
     """Set what JAX reads at its first computation."""
     fb.tune_cpu(devices)
     fb.Local.keep_on_disk()
-
-
-def end_with_parent() -> None:
-    """Nobody waits for what this process does, once the one that began it is gone."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def play_here(run: Run) -> str:
-    """Play a run in this process, and say what came of it."""
-    return line(run, run.play(TASKS))
 
 
 def rehearse(figure: Figure, scale: Scale, out: Path, say: Say = print) -> None:

@@ -27,7 +27,7 @@ from papers import page
 from papers.claims import interval
 from papers.figure import merged
 from papers.numbers import UNITS, costs_of, rounded, text
-from papers.play import SEEDS, Run, Say, Tried, best, play_all, prepare, with_values, word, write
+from papers.play import SEEDS, Run, Say, Tried, best, play_all, prepare, tried, with_values, word, write
 
 HERE = Path(__file__).parent
 NO_SPEC = ("metric", "select", "budgets", "log", "apart", "methods", "tuning", "ladder")
@@ -52,7 +52,7 @@ def ladder(board: Mapping[str, Any], task: str, method: str) -> list[dict[str, f
     return [{name: float(f"{factor * preset:.4g}")} for factor in board["tuning"]["factors"]]
 
 
-def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], workers: int, say: Say = print) -> dict[str, Any]:
+def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], say: Say = print) -> dict[str, Any]:
     """Bring all trials and runs to their end; what came out, as JSON can hold it.
 
     In a task that is `apart` a seed says which samples are the test's: there the step of a run is chosen by trials with
@@ -65,11 +65,11 @@ def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], workers: int
         histories: dict[str, list[History | None]] = {name: [] for name in methods}
         for seed in seeds:
             of_trials = [seed] if panel.get("apart") else board["tuning"]["seeds"]
-            tried = {name: trials(board, task, name, out, of_trials) for name in methods}
-            played = play_all([run for of in tried.values() for _, runs in of for run in runs], workers, say)
-            choices = {name: best(of, played, select).values for name, of in tried.items()}
+            every = {name: trials(board, task, name, out, of_trials) for name in methods}
+            played = play_all([run for of in every.values() for _, runs in of for run in runs], say)
+            choices = {name: best(of, played, select).values for name, of in every.items()}
             runs = {name: run_of(board, task, name, out, seed, values) for name, values in choices.items() if values}
-            played = play_all(list(runs.values()), workers, say)
+            played = play_all(list(runs.values()), say)
             for name in methods:
                 came = played[runs[name].folder] if name in runs else "every trial failed"
                 histories[name].append(None if isinstance(came, str) else came)
@@ -81,14 +81,9 @@ def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], workers: int
 
 
 def trials(board: Mapping[str, Any], task: str, method: str, out: Path, seeds: Sequence[int]) -> Tried:
-    """The values that are tried, each with its trials."""
-    found, base = [], tables(board, task, method, tuning=True)
-    for values in ladder(board, task, method):
-        at = ", ".join(f"{name}={value}" for name, value in values.items())
-        name, folder = f"{task} · {method} · trial {at}", out / "trials" / word(task) / word(method) / word(at)
-        spec = with_values(base, values)
-        found.append((values, [Run(name, spec, seed, folder / f"seed-{seed}") for seed in seeds]))
-    return found
+    """The trials of the values of a method's ladder."""
+    tuned, folder = tables(board, task, method, tuning=True), out / "trials" / word(task) / word(method)
+    return tried(f"{task} · {method}", tuned, ladder(board, task, method), folder, seeds)
 
 
 def run_of(board: Mapping[str, Any], task: str, method: str, out: Path, seed: int, values: Mapping[str, Any]) -> Run:
@@ -114,14 +109,12 @@ def ranks_of(
         }
         placed = ranked(read, larger, panel.get("log", False))
         means = {name: float(np.mean(values)) * (1 if larger else -1) for name, values in read.items()}
-        found[cost] = {name: {"rank": None, "place": None, "values": [], "mean": None, "sd": None} for name in runs}
+        found[cost] = {name: {"rank": None, "place": None, "values": []} for name in runs}
         for name, values in read.items():
             found[cost][name] = {
                 "rank": placed[name],
                 "place": 1 + sum(other > means[name] for other in means.values()),
                 "values": values,
-                "mean": float(np.mean(values)),
-                "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None,
             }
     return found
 
@@ -187,13 +180,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; its exit code."""
     parser = argparse.ArgumentParser("python -m papers.leaderboard", description=__doc__)
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=SEEDS)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/papers/leaderboard"))
     given = parser.parse_args(arguments)
     board = tomllib.loads((HERE / "board.toml").read_text("utf-8"))
     prepare(1)
     try:
-        found = play(board, given.out, given.seeds, given.workers)
+        found = play(board, given.out, given.seeds)
     except (FedbilevelError, DataError) as error:
         print(f"leaderboard: {error}", file=sys.stderr)
         return 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,11 @@ from papers.play import play, rehearse
 from small_figure import CONTENT, UNTUNED, made_up
 
 from fedbilevel import experiments
-from fedbilevel.errors import CheckpointError, ConfigurationError
+from fedbilevel.errors import CheckpointError, ConfigurationError, InUse
 
 
 def silent(line: str) -> None:
     pass
-
-
-def ended(run: playing.Run) -> str:
-    os._exit(9)
 
 
 run = partial(play, say=silent)
@@ -104,29 +99,31 @@ def test_a_method_that_fails_is_a_finding_and_remembered(
     assert run(figure, "quick", tmp_path, seeds=(0, 1))["errors"] == found["errors"]
 
 
-def test_two_processes_find_what_one_finds(figure: Figure, place: Path, tmp_path: Path) -> None:
-    """Also where a method has no run, as all its trials fail."""
-    broken = made_up(methods={**CONTENT["methods"], "too far": OPEN})
-    said: list[str] = []
-    found = play(broken, "quick", tmp_path, seeds=(0, 1), workers=2, say=said.append)
-    assert len(said) == 6 + 4
-
-    def timeless(of: dict[str, Any]) -> dict[str, Any]:
-        return {**of, "costs": {name: one for name, one in of["costs"].items() if name != "seconds"}}
-
-    for name, of in outcome(place)["panels"]["all"].items():
-        assert timeless(of) == timeless(found["panels"]["all"][name])
-    assert found["errors"] == {"all · too far": "every trial failed"}
-
-
-def test_a_process_that_is_ended_from_outside_is_explained(
-    figure: Figure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_another_process_plays_is_waited_for(
+    figure: Figure, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(playing, "play_here", ended)
-    with pytest.raises(ConfigurationError, match=r"2 processes was ended from outside.*try fewer --workers"):
-        run(figure, "quick", tmp_path, seeds=(0,), workers=2)
-    with pytest.raises(ConfigurationError, match="workers = 0 is not allowed"):
-        run(figure, "quick", tmp_path, workers=0)
+    """The first run is in use when it is looked at first; the numbers are those of a process alone."""
+    refused: list[Path] = []
+    run_of = experiments.run_of
+
+    def busy(spec: Any, folder: Path, *rest: Any, **more: Any) -> Any:
+        if not refused:
+            refused.append(folder)
+            raise InUse("another process plays it")
+        return run_of(spec, folder, *rest, **more)
+
+    monkeypatch.setattr(experiments, "run_of", busy)
+    monkeypatch.setattr(playing, "POLL", 0.0)
+    said: list[str] = []
+    found = play(figure, "quick", tmp_path, seeds=(0, 1), say=said.append)
+    assert "FedBiO · trial client_lr.x=0.01" in said[3]  # the first of the four trials, now the last
+    for name, of in outcome(place)["panels"]["all"].items():
+        assert of["values"] == found["panels"]["all"][name]["values"]
+
+
+def test_a_method_without_a_run_is_said(tmp_path: Path) -> None:
+    found = run(made_up(methods={**CONTENT["methods"], "too far": OPEN}), "quick", tmp_path, seeds=(0, 1))
+    assert found["errors"] == {"all · too far": "every trial failed"}
 
 
 @pytest.mark.parametrize(
