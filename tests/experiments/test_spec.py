@@ -234,10 +234,11 @@ def test_rules_of_several_fields_are_said_with_the_rest() -> None:
 
 def test_mistakes_in_settings_are_said_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        configure(settings=["local_stesp=3", "clinets=2"])
-    assert [(one.got, one.near) for one in caught.value.wrong] == [
-        ("local_stesp", "local_steps"),
-        ("clinets", "clients"),
+        configure(settings=["local_stesp=3", "clinets=2", "rounds=0"])
+    assert [(one.path, one.got, one.near) for one in caught.value.wrong] == [
+        ("field", "local_stesp", "local_steps"),
+        ("field", "clinets", "clients"),
+        ("run.rounds", 0, ""),
     ]
 
 

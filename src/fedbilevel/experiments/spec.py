@@ -352,8 +352,12 @@ def configure(
             found += [] if path in named else [(located(path, *_names(tables)), value)]
         except ConfigurationError as error:
             wrong.append(error)
+    try:
+        spec = resolve(overlaid(tables, reduce(put, found, {})))
+    except ConfigurationError as error:
+        wrong.append(error)
     refuse_together(wrong)
-    return resolve(overlaid(tables, reduce(put, found, {})))
+    return spec
 
 
 def put(tables: Fields, setting: tuple[Sequence[str], Any]) -> dict[str, Any]:
