@@ -69,13 +69,13 @@ def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
     """Make the server's state after a round by the algorithm's `round`, and check it.
 
     Raises:
-        ConfigurationError: it is not like the one before: another type, other leaves, shapes or dtypes.
+        ConfigurationError: it is not like the state before: another type, other leaves, shapes or dtypes.
     """
     where = f"{algorithm.label}.round"
     with explained(where):
         new = algorithm.round(fed, state, key)
     if wrong := difference(new, state):
-        raise ConfigurationError(f"{where} must return a state like the one that it got, as init made it: {wrong}")
+        raise ConfigurationError(f"{where} must return a state like that which it got, as init made it: {wrong}")
     return new
 
 

@@ -1,4 +1,4 @@
-"""Clients: the population, of unequal size, and one client as a phase sees it."""
+"""Clients: the population, of unequal size, and a single client as a phase sees it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ragged(Shown):
 
     @classmethod
     def listed(cls, name: str, entries: Sequence[PyTree]) -> Ragged:
-        """From one pytree per client with leaves (samples, ...)."""
+        """From a pytree for each client, with leaves (samples, ...)."""
         entries = [arrays_of(f"Clients.{name}", entry, f" of client {i}") for i, entry in enumerate(entries)]
         require_alike(f"Clients.{name}", entries)
         size = np.array(
@@ -135,7 +135,7 @@ class Clients(Shown):
         outer: samples of the outer loss: one pytree of arrays per client in a list (of unequal lengths), or one pytree
             of stacked arrays with leading axes (client, sample), or a `Ragged`. A data frame is a dict of columns.
         inner: samples of the inner loss, in the same form as `outer`; None where both losses read the same samples
-            (minimax problems), or only the outer one reads any (single-level problems).
+            (minimax problems), or only the outer loss reads any (single-level problems).
         weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
         outer_sizes: (M,) true numbers of samples in `outer`, where its arrays are stacked and padded at the end.
         inner_sizes: (M,) true numbers of samples in `inner`, where its arrays are stacked and padded at the end.
@@ -302,7 +302,7 @@ def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Samples:
-    """One client's samples for one loss, inside an engine: a window of flat arrays."""
+    """A client's samples for a loss, inside an engine: a window of flat arrays."""
 
     values: PyTree  # leaves (total, ...), shared by all clients
     start: Array  # scalar

@@ -50,7 +50,7 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
 
 
 def wrapped(kw_only: bool) -> Any:
-    """The field of the configuration that this one changes; it has to be given, and if not `kw_only` needs no name."""
+    """The field of the configuration that a wrapper changes; it has to be given, and if not `kw_only` needs no name."""
     return dataclasses.field(kw_only=kw_only)
 
 

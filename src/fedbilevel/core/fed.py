@@ -18,7 +18,7 @@ from fedbilevel.core.tree import PyTree
 
 
 class Reply(NamedTuple):
-    """A client's reply to one exchange, which a phase returns.
+    """A client's reply to an exchange, which a phase returns.
 
     Args:
         update: what is averaged over the cohort: any pytree. Under privacy it is clipped and noised, but for the parts

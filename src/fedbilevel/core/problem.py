@@ -123,7 +123,7 @@ class Bilevel(Problem):
     Args:
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
         inner: g(x, y, batch) -> scalar, the training loss, a mean over the samples of the batch; strongly convex in y,
-            so that y*(x) is one point.
+            so that y*(x) is a single point.
             Terms without samples (regularisers) may be added to either.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
         local: "x" where x is split by client: its leaves are (M, ...), and a client's losses read its own block alone,

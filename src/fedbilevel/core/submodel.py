@@ -47,7 +47,7 @@ class Structure:
         y: the same for the arrays of y; None where nothing of y is ever cut.
 
     A dense layer of 10 inputs and the head on it: x={"weight": "_ hidden", "bias": "hidden"},
-    y={"weight": "hidden _", "bias": "_"}. A group may reach from x into y, as this one does.
+    y={"weight": "hidden _", "bias": "_"}. A group may reach from x into y, as here.
     """
 
     x: PyTree = None

@@ -67,7 +67,7 @@ class HypergradientReport:
     """The result of `check_hypergradient`; print it, or take a row by its name.
 
     Args:
-        rows: one for each estimate: how far it is from the exact hypergradient, and what it costs.
+        rows: of each estimate, how far it is from the exact hypergradient, and what it costs.
         hypergradient: the exact one, like x, in float64.
         y: the y at which it was taken.
         inner_gradient: ‖∇y G‖ at that y, 0 at y*(x).
@@ -134,7 +134,7 @@ def check_hypergradient(
 
     Returns:
         A report with the rows "unrolled", "finite differences", "series", "cg", "local" (the mean of the clients' own
-        hypergradients: its error is the bias of heterogeneity) and one per estimator.
+        hypergradients: its error is the bias of heterogeneity) and a row for each estimator.
 
     Raises:
         ConfigurationError: an argument is not allowed, or an estimate does not have the shape of x.
@@ -400,7 +400,7 @@ def sample(
     engine: Engine | None,
     key: int | Array,
 ) -> Sample:
-    """Ask `given.hypergradient_at(fed, x, y, key)` for one estimate a round; schedules stay at round 0."""
+    """Ask `given.hypergradient_at(fed, x, y, key)` for an estimate in each round; schedules stay at round 0."""
     check_algorithm(given)
     wanted = "an algorithm with a method hypergradient_at(fed, x, y, key)"
     require(type(given).estimates_hypergradient(), "estimator", given, wanted)
@@ -416,7 +416,7 @@ def sample(
 
 @functools.cache
 def _probe(cls: Any) -> Any:
-    """The algorithm `cls` with other rounds: each asks for one hypergradient and x and y stay where they are."""
+    """The algorithm `cls` with other rounds: each asks for a hypergradient, and x and y stay where they are."""
 
     class Probe(cls):  # type: ignore[misc]
         def init(self, x: PyTree, y: PyTree) -> ProbeState:

@@ -44,7 +44,7 @@ RESPONSE_SAMPLES = 512  # of each loss, for what needs many linear systems
 
 
 class Curvature(NamedTuple):
-    """At one y."""
+    """Curvatures at some y."""
 
     inner: Extremes  # of ∇²yy G
     outer: Extremes  # of ∇²yy F
@@ -118,7 +118,7 @@ def spread(problem: Any, clients: Clients, x: PyTree, y: PyTree, max_samples: in
 
 
 def single_sample(total: Total, x: PyTree, y: PyTree, seed: int) -> float:
-    """The largest curvature that one of the samples has by itself."""
+    """The largest curvature that a sample has by itself."""
     apart = jax.tree.map(lambda a: a.reshape(-1, 1, 1, *a.shape[2:]), total.samples)
     return max(tops(Total(apart, jnp.ones((total.weights.size, 1, 1)), total.loss), x, y, seed))
 
@@ -150,7 +150,7 @@ def _dissimilarity(p: np.ndarray, gradients: PyTree) -> tuple[float, float]:
     return apart**0.5, apart / total if total else 0.0
 
 
-PRODUCTS = 500  # of one linear system at the most
+PRODUCTS = 500  # for a linear system, at most
 
 
 class Response(NamedTuple):

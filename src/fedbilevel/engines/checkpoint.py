@@ -35,17 +35,17 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False) 
 
 
 def previous(path: Path) -> Path:
-    """Where the checkpoint before the one at `path` is kept: run.previous.npz beside run.npz."""
+    """Where the checkpoint before that at `path` is kept: run.previous.npz beside run.npz."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
 def exist(path: Path) -> bool:
-    """Whether there is a checkpoint at `path`, or one before it."""
+    """Whether there is a checkpoint at `path`, or an earlier checkpoint beside it."""
     return path.exists() or previous(path).exists()
 
 
 def newest(path: Path) -> Path:
-    """The newest checkpoint that can be read: `path`, or else the one before it.
+    """The newest checkpoint that can be read: `path`, or else the checkpoint before it.
 
     Raises:
         CheckpointError: neither can.
@@ -75,7 +75,7 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
     """Read what `save` wrote; `like` gives the structure, shapes and dtypes that are expected.
 
     Raises:
-        CheckpointError: not a checkpoint, or one of another model or algorithm; the message names the leaf.
+        CheckpointError: not a checkpoint, or that of another model or algorithm; the message names the leaf.
     """
     expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
     with as_checkpoint_error(path), _opened(path) as archive:
@@ -220,7 +220,7 @@ def _keep(path: Path, other: Path) -> None:
     try:
         os.replace(temporary, other)
     finally:
-        temporary.unlink(missing_ok=True)  # it is still there if both were one file already
+        temporary.unlink(missing_ok=True)  # it is still there if both were the same file already
 
 
 def _name(path: Any) -> str:

@@ -103,9 +103,9 @@ def exchange_costs(
 ) -> RoundCosts:
     """The costs of one exchange, in which so many clients were asked, and which took so many ticks of the clock.
 
-    `age`: of one that was asked by `sum_first`, Σ p_i·(exchanges since its client was asked), for the metric
+    `age`: of an exchange that was asked by `sum_first`, Σ p_i·(exchanges since its client was asked), for the metric
     `staleness`. `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part
-    of one, with clients whose messages have other sizes.
+    of an exchange, with clients whose messages have other sizes.
     """
     count = ExchangeCount(jnp.asarray(exchanges, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
     metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
@@ -184,11 +184,11 @@ class Ledger(Shown):
 
     Args:
         rounds: rounds done.
-        exchanges: one is a message to each client of the cohort and a reply from each.
+        exchanges: a message to each client of the cohort and a reply from each is an exchange.
         bytes_down: bytes of the arrays sent to all clients that were asked.
         bytes_up: bytes of the arrays in the replies that counted.
         replies: replies that counted.
-        gradients: gradients on a batch, summed over clients; one of a head counts as much as one of a whole network.
+        gradients: gradients on a batch, summed over clients; that of a head counts as much as that of a whole network.
         hvps: products of a vector with second derivatives on a batch, summed over clients.
         exchanges_by_phase: how many of the exchanges asked for each phase.
         epsilon: ε of differential privacy, the largest that a client says to have spent, at `delta`; 0 without privacy.
@@ -219,7 +219,7 @@ class Ledger(Shown):
         """The ledger whose fields JSON holds.
 
         Raises:
-            ValueError: a field is not one of a ledger's, or has another type.
+            ValueError: a field is not a ledger's, or has another type.
         """
         known = [one.name for one in dataclasses.fields(cls)]
         require_object(fields, f"the totals of a ledger ({', '.join(known[:2])}, …)")

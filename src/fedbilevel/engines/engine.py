@@ -54,7 +54,7 @@ class Stretch(NamedTuple):
 
 
 class Run(Protocol):
-    """One algorithm on one population, ready to go."""
+    """An algorithm on a population, ready to go."""
 
     compile_seconds: float
 
@@ -94,7 +94,7 @@ def first_carry(
     algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
 ) -> Carry:
     """The carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2): round
-    and exchange of each one's last reply that counted, -1 before the first."""
+    and exchange of each client's last reply that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
     found = None
     if algorithm.asks.asynchronous:
@@ -181,7 +181,7 @@ def check_cohort(cohort: int | None, population: int) -> int:
 
 
 class RoundKeys(NamedTuple):
-    """The independent streams of one round."""
+    """The independent random streams of a round."""
 
     cohort: Array
     work: Array

@@ -49,13 +49,13 @@ REDUCTIONS = _names(
 SCATTERS = _names("scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 WINDOWS = _names("reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add")
 EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback sort triangular_solve")
-"""More than an operation per entry, although what they take and give may have one shape."""
+"""More than an operation per entry, although what they take and give may have the same shape."""
 
 
 def flops_of_calls(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
 ) -> dict[ExchangeKind, int | None]:
-    """What one client computes to reply to each exchange of a round, in the operations of `count`; None: not known.
+    """What a client computes to reply to each exchange of a round, in the operations of `count`; None: not known.
 
     Each phase is traced as the round asks it, nothing is computed. Full batches count as many samples as the client
     with the most has, since so long are those that engines compute on. Local steps that differ between clients are

@@ -50,7 +50,7 @@ class InFlight(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """The events of one exchange: messages sent, replies arriving, and its length."""
+    """The events of an exchange: messages sent, replies arriving, and its length."""
 
     asked: Array  # (M,) whether the client is sent the message of this exchange
     arriving: Array  # (M,) whether the client's reply to this phase arrives and counts
@@ -153,7 +153,7 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
     """The queues after a plan, with what it brings of other kinds of request kept for later.
 
-    `queues` is the one before, but for the tables, into which the replies of those whom the plan asks are written.
+    `queues` are those before the plan, but for the tables, into which the replies of those whom it asks are written.
     """
     by_phase = {}
     for number, (name, queue) in enumerate(sorted(queues.by_phase.items())):

@@ -142,7 +142,7 @@ class Loop:
         return carry, done / max(elapsed, 1e-9)
 
     def back_to(self, carry: Carry, round: int) -> Carry:
-        """The carry to save, which may be of before `round`, as an engine knows that to be the last good one: what came
+        """The carry to save, which may be of before `round`, as an engine knows that to be the last good: what came
         after it is then forgotten, but for its costs."""
         good = int(carry.round)
         if good < round:
@@ -249,7 +249,7 @@ class Loop:
         self.next_save = now + max(SAVE_SECONDS, (now - began) / SAVE_SHARE)
 
     def save_before(self, error: Exception, carry: Carry) -> None:
-        """Save before an error goes on. Where that fails too, the error is still the one that the user sees."""
+        """Save before an error goes on. Where that fails too, the user still sees the error."""
         try:
             self.save(carry)
         except CheckpointError as failed:
@@ -322,7 +322,7 @@ def _warn(group: ProcessGroup, text: str) -> None:
 
 @contextmanager
 def hold_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event that is looked at between stretches; a second one acts at once."""
+    """Turn the first Ctrl-C into an event that is looked at between stretches; a second Ctrl-C acts at once."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
         yield pressed

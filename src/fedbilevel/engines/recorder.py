@@ -1,4 +1,4 @@
-"""What a round asks of clients, found by tracing one abstractly."""
+"""What a round asks of clients, found by tracing a round abstractly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RecordedExchange(NamedTuple):
     message: PyTree
     reply: Reply
     early: bool  # whether it is asked by `sum_first`
-    state: PyTree  # what the client keeps, None of one of a fresh cohort
+    state: PyTree  # what the client keeps, None of a member of a fresh cohort
 
 
 def exchanges_of(
@@ -42,7 +42,7 @@ def exchanges_of(
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
 ) -> list[RecordedExchange]:
-    """The exchanges of a round, by tracing one.
+    """The exchanges of a round, by tracing a round.
 
     Args:
         x, y: the variables where the run starts; only shapes matter.
@@ -135,5 +135,5 @@ def check_plain(what: str, tree: PyTree) -> None:
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             place = jax.tree_util.keystr(path) or "value"
             raise ConfigurationError(
-                f"{what}: {place} is a PRNG key; use the one that a phase gets, or send jax.random.key_data of it"
+                f"{what}: {place} is a PRNG key; use the key that a phase gets, or send jax.random.key_data of it"
             )

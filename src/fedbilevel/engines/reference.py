@@ -56,7 +56,7 @@ PutBack = Callable[[Sums], Sums]
 
 
 class ReferenceFed:
-    """The exchanges of one round, with one client after the other. An error names the client.
+    """The exchanges of a round, client by client. An error names the client.
 
     Where clients hold submodels, each is sent its part of a message, and each entry is averaged over the clients that
     hold it; otherwise everyone is sent the whole.
@@ -245,7 +245,7 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Reference:
-    """Simulate clients one at a time, without compiling anything: slow, exact, easy to step through.
+    """Simulate clients in turn, without compiling anything: slow, exact, easy to step through.
 
     Args:
         clock: how long exchanges take, in virtual time.

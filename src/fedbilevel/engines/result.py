@@ -96,7 +96,7 @@ class Result(Shown):
             )
 
     def save(self, path: str | Path) -> None:
-        """Write x, y, history and ledger to one .npz file, atomically; `Result.load` reads it back."""
+        """Write x, y, history and ledger to a .npz file, atomically; `Result.load` reads it back."""
         meta = {
             "history": self.history.rows,
             "larger_is_better": self.history.directions,
@@ -154,7 +154,7 @@ def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | No
 
 
 def _has(row: Row, metric: str) -> bool:
-    """Whether a row holds a metric; the first one lacks those of the rounds, any other must have it."""
+    """Whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
     if metric not in row and row["round"] > 0:
         raise unknown("metric", metric, row)
     return metric in row

@@ -31,7 +31,7 @@ STREAM = 2**32 - 1  # of the run's key: no round has this number
 class SubmodelPlan:
     """Which part of the model each client holds, as far as it is fixed for a run.
 
-    Clients of one capacity form a class; the class of the largest capacity comes first.
+    Clients of the same capacity form a class; the class of the largest capacity comes first.
     """
 
     unit_layout: UnitLayout
@@ -141,7 +141,7 @@ class Holders(NamedTuple):
 
 
 class RoundSubmodels:
-    """The submodels of one round, from the x and y that it begins with."""
+    """The submodels of a round, from the x and y that it begins with."""
 
     def __init__(
         self, submodel_plan: SubmodelPlan, algorithm: Algorithm, key: Array, round: Array | int, x: PyTree, y: PyTree
@@ -154,7 +154,7 @@ class RoundSubmodels:
 
     @property
     def alike(self) -> bool:
-        """Whether clients of one class hold the same units."""
+        """Whether clients of a class hold the same units."""
         return self.policy.alike
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:

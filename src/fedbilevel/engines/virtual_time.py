@@ -19,7 +19,7 @@ from fedbilevel.core.errors import require
 
 TICK = 1e-4  # virtual seconds
 LONGEST = 2**27  # ticks, 3.7 hours: more is cut off any single piece of work, or its way
-QUANTILES = 4096  # a log-normal factor is one of so many, equally likely
+QUANTILES = 4096  # of log-normal factors, equally likely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Clock:
         stragglers: how many clients are slower than said so far; which ones, `seed` says.
         slowdown: how many times slower those are, in both.
         drift: σ of a further log-normal factor of each client, drawn anew every `period`.
-        period: seconds between two draws of `drift`, and of one cycle of `availability`.
+        period: seconds between two draws of `drift`, and of a cycle of `availability`.
         availability: the share of each period in which a client is available, in one piece whose start `seed` draws;
             one number, or one per client. A client that is not available finishes its work, but gets no new message
             before it is available again. A client with 0 never gets one.
@@ -139,7 +139,7 @@ class Pace(NamedTuple):
     def durations(self, now: ClockState, ids: Array, units: Any) -> Any:
         """Ticks that each client `ids` (P,) takes to reply in this exchange: (P,), or one number for all.
 
-        Products are made one after the other, each rounded as IEEE prescribes, so that every compiler gets the same.
+        Products are made in turn, each rounded as IEEE prescribes, so that every compiler gets the same.
 
         Args:
             units: batch gradients and hvps that each client computes, (P,) or one number.

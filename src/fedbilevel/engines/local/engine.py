@@ -46,7 +46,7 @@ from fedbilevel.machinery.kept import forget, kept, shapes_of
 from fedbilevel.machinery.threefry import about_keys
 
 FEW = 64  # samples
-SMALL_STATE = 2**17  # bytes; above it one client's matrix products fill a CPU by themselves
+SMALL_STATE = 2**17  # bytes; above it the matrix products of a single client fill a CPU
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ class Local:
         return keep_on_disk(folder, megabytes)
 
     def mesh(self, group: ProcessGroup) -> Mesh | None:
-        """The devices to use: none named where one will do, else one axis, or two where there are several processes."""
+        """The devices to use: on an axis, or on two where there are several processes; None where the first device
+        will do."""
         joined = jax.process_count() == group.processes
         require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.multihost.join")
         own = [[d for d in jax.devices() if d.process_index == process] for process in range(group.processes)]
@@ -170,7 +171,7 @@ def longest_in_steps(sizes: np.ndarray) -> int:
 def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> int:
     """How many clients to vectorise together; `lumpy`: a device's part of a cohort is random, `share` on average."""
     if lumpy:
-        share = -(-share // 2)  # places are played chunk by chunk: of the last one some are empty
+        share = -(-share // 2)  # places are played chunk by chunk: of the last chunk some are empty
     if nbytes(state) <= SMALL_STATE:
         return share
     if jax.default_backend() == "cpu":

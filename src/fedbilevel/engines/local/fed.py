@@ -1,4 +1,4 @@
-"""The exchanges of one round inside a compiled program: clients by class of capacity × vmap × chunk × device mesh."""
+"""The exchanges of a round inside a compiled program: clients by class of capacity × vmap × chunk × device mesh."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ProgramLayout:
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
     available: int  # clients that ever are
     available_population: float  # see `available_population`
-    rounds_per_call: int  # how many rounds' costs one call can hold
+    rounds_per_call: int  # how many rounds' costs a call can hold
     shares: Shares | None = None  # of several processes
     submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
 
@@ -143,7 +143,7 @@ class LocalFed:
     def sums_of(
         self, phase: Phase, message: PyTree, key: Array, fresh: Any, number: int, members: Members
     ) -> tuple[Sums, PyTree, Any, tuple[PyTree, PyTree]]:
-        """The exchange with one class of capacity.
+        """The exchange with a class of capacity.
 
         Args:
             number: of the class.
@@ -151,7 +151,7 @@ class LocalFed:
 
         Returns:
             The sums over the class, in the shapes of the whole model; the next states of its members; the gradients and
-            hvps that each computed, or None where the clock does not ask; the shapes of one message down and one up.
+            hvps that each computed, or None where the clock does not ask; the shapes of a message down and of a reply.
         """
         submodels = self.submodels
         shapes: list[PyTree] = [None, None]
@@ -404,7 +404,7 @@ def sum_over_clients(
 def _vectorised(
     one: Callable[[Members, PyTree], tuple[Sums, PyTree]], members: Members, states: PyTree
 ) -> tuple[Sums, PyTree]:
-    if members.id.shape[0] == 1:  # a batch axis of one would only hide matrix products from the compiler
+    if members.id.shape[0] == 1:  # a batch axis of length 1 would only hide matrix products from the compiler
         sums, new = one(*jax.tree.map(lambda a: a[0], (members, states)))
         return sums, jax.tree.map(lambda a: a[None], new)
     sums, new = jax.vmap(one)(members, states)

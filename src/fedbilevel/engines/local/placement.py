@@ -68,9 +68,9 @@ class Shares:
 
         Returns:
             where: (P,) the place of each member, counted over all processes and devices.
-            member: (processes·devices·places,) the index into `ids` of who is there; in empty places one that the
+            member: (processes·devices·places,) the index into `ids` of who is there; in empty places a member that the
                 same process holds, so that it has its samples. Where a process holds nobody it is member 0.
-            taken: whether it is one of the first kind; same shape.
+            taken: whether a place is filled by its own member; same shape.
         """
         owner, rank = self.owner(ids), self.ranks(ids)
         where = (owner * self.devices + rank % self.devices) * places + rank // self.devices
@@ -172,7 +172,7 @@ class DeviceRows(NamedTuple):
 
 
 def _taken(tree: PyTree, places: Array) -> PyTree:
-    """DeviceRows of all leaves; where there is none of that place, some row."""
+    """Take rows of all leaves; where there is no row at a place, some row."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[places].get(mode="clip", wrap_negative_indices=False), tree)
 
 

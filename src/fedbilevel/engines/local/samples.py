@@ -87,7 +87,7 @@ class Streamed:
         return self.pending.pop(round).result()
 
     def gather(self, round: int) -> RoundInputs:
-        """DrawMembers the cohorts of a round and copy their samples, padded to the longest client, to the device."""
+        """Draw the cohorts of a round and copy their samples, padded to the longest client, to the device."""
         clients, layout = self.clients, self.layout
         with jax.enable_x64(self.x64):
             ids = self.cohorts(round)

@@ -34,7 +34,7 @@ from fedbilevel.core.errors import (
 )
 
 LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
-PIECE = 2**20  # bytes of a message in one entry of the store; gRPC carries at most 4 MiB
+PIECE = 2**20  # bytes of a message in an entry of the store; gRPC carries at most 4 MiB
 PARTING_SECONDS = 5  # in which an error that all processes have comes up in all of them
 LEFT = "fedbilevel/left"  # keys of the notes of processes that have ended
 LONGEST = 10_000  # characters of a note
@@ -60,14 +60,14 @@ class ProcessGroup:
     saved: str = ""  # the path of this run's last checkpoint
     advice: str = ""  # how to continue from it
     trouble: str = ""  # the explanation that is printed if JAX's runtime aborts this process now
-    reported: bool = False  # whether this process has already said that another one was lost
+    reported: bool = False  # whether this process has already said that another process was lost
     ending: int | None = None  # exit code of a process that has said why it ends
     messages: int = 0  # so far; all processes count alike, since all make the same calls
     mine: list[str] = field(default_factory=list)  # keys of messages that others may not have read yet
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes and prints."""
+        """Whether this process writes and prints."""
         return self.process == 0
 
     @contextmanager
@@ -183,7 +183,7 @@ class ProcessGroup:
         return data
 
     def _say(self, data: bytes) -> None:
-        """Put a message into the store, its last piece first: who finds the first one finds them all."""
+        """Put a message into the store, its last piece first: who finds the first piece finds them all."""
         key = f"fedbilevel/{self.messages}/{self.process}"
         pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
         with self.exchange():

@@ -1,5 +1,5 @@
 """How a process joins others, on one or more hosts, to a group that runs one simulation, and how it leaves: after an
-error, or aborted by JAX's runtime since another one was lost.
+error, or aborted by JAX's runtime since another process was lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedbilevel.engines.multihost.group import (
 HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
 END_SECONDS = 60  # that a process at its end waits for the others to come to theirs
 WORD_SECONDS = 2  # of waiting for the others to come, before it says so
-TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which one may come to after a long download
+TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which may come after a long download
 AUTO = "auto"
 LOST = 5  # exit code
 INTERRUPTED = 130  # exit code
@@ -41,13 +41,13 @@ INTERRUPTED = 130  # exit code
 def join(
     coordinator: str, processes: int | None = None, process: int | None = None, *, patience: float = 300.0
 ) -> ProcessGroup:
-    """Make this process one of several that run one simulation together; before JAX computes anything.
+    """Make this process a member of a group that runs one simulation together; before JAX computes anything.
 
     Args:
         coordinator: HOST:PORT where process 0 listens, the same on every process; or "auto": all three from the
             environment of a launcher that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
         processes: how many there are.
-        process: which one this is, 0 … processes − 1.
+        process: the number of this process, 0 … processes − 1.
         patience: seconds to wait for the others.
 
     Returns:
@@ -91,7 +91,7 @@ def join(
 def _initialize(
     group: ProcessGroup, coordinator: str, processes: int | None, process: int | None, patience: int
 ) -> None:
-    from jax._src import distributed  # the one way to the store; jax.distributed itself only starts and ends it
+    from jax._src import distributed  # the only way to the store; jax.distributed itself only starts and ends it
 
     auto = coordinator == AUTO
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
