@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             if given.rehearse:
                 play.rehearse(figure, scale, given.out)
             else:
-                one(figure, scale, given)
+                play_figure(figure, scale, given)
         if given.keep and not given.rehearse:
             for file, text in page.written():
                 play.write(file, text)
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def one(figure: Figure, scale: Scale, given: argparse.Namespace) -> None:
+def play_figure(figure: Figure, scale: Scale, given: argparse.Namespace) -> None:
     """Play a figure, write what came out, and say it."""
     found = play.play(figure, scale, given.out, seeds=given.seeds or play.SEEDS)
     text, drawn = json.dumps(found, indent=1, ensure_ascii=False) + "\n", draw(figure, found)

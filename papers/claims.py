@@ -144,7 +144,7 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
 def of_failed(claim: Claim, lost: Sequence[int], count: int, there: bool) -> State:
     """What failures say: a method that fails with every seed is worse than one that does with none.
 
-    One that is to get somewhere first, and does not in every run, is not better than one that fails.
+    A method that is to get somewhere first, and does not in every run, is not better than a method that fails.
     """
     if lost == [0, count] and claim.level is None and there:
         return "holds"

@@ -46,7 +46,7 @@ class Claim:
         log: readings are compared by their decimal logarithms, as errors are that fall by powers of ten.
         level: the claim is that both are level: their difference lies within ±level.
         slope: the claim is that, on logarithmic axes, what is read off grows with the panels' values by this slope.
-        within: of a slope: the fitted one may differ by so much, twice its standard error included.
+        within: of a slope: the fitted slope may differ by so much, twice its standard error included.
     """
 
     says: str
@@ -253,8 +253,8 @@ class Figure:
 
 
 def merged(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
-    """Both tables' fields, the later one's before the earlier one's; a table in it that has no name of its own changes
-    the earlier one and leaves the rest of it as it is."""
+    """Merge two tables, the later before the earlier; a table in it that has no name of its own changes that of the
+    earlier and leaves the rest of it as it is."""
     out = dict(first)
     for name, value in then.items():
         changes = isinstance(value, Mapping) and not {"name", "schedule"} & value.keys()

@@ -63,7 +63,7 @@ def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
 
 
 def limit(axes: Any, lines: Iterable[Mapping[str, np.ndarray]], percent: bool) -> None:
-    """From a cost of 0 on; a logarithmic one where the ends lie far apart. Shares leave out the untrained model."""
+    """Set the limits of the axes: costs from 0 on, logarithmic where the ends lie far apart."""
     ends = [line["cost"][-1] for line in lines]
     if ends and min(ends) > 0 and max(ends) > 10 * min(ends):
         first = min(line["cost"][line["cost"] > 0].min() for line in lines)

@@ -103,7 +103,7 @@ def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool
 
 
 def column_of(metric: str, histories: Sequence[NumberTable]) -> str:
-    """The column that a curve of a metric runs along: of one that was measured per client, NAME.mean."""
+    """The column that a curve of a metric runs along: of a metric that was measured per client, NAME.mean."""
     for name in (metric, f"{metric}.mean"):
         if all(name in history.columns for history in histories):
             return name
@@ -189,7 +189,7 @@ def draw_panel(
 def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> list[Any]:
     """The mean, in a band of one standard deviation; on a log axis it ends below by the same factor as above, since
     mean - deviation may be below 0. Of a per-client metric the band goes from the first to the last decile of the
-    clients, and a dotted line is the worst one's."""
+    clients, and a dotted line is that of the worst."""
     y = scale * line.value
     if line.level:
         return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=literal(line.label))]
@@ -207,7 +207,7 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
 
 
 def require_panel(panel: str, curves: Sequence[Curve]) -> None:
-    """Refuse a name that is no currency of cost, and one that some of the runs did not count."""
+    """Refuse a name that is no currency of cost, and a cost that some of the runs did not count."""
     if panel not in PANELS:
         raise unknown("panel", panel, PANELS)
     if lacking := [line.label for line in curves if panel not in line.costs and not line.level]:

@@ -87,9 +87,9 @@ class RunGroup:
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
     """The folders of runs that some paths stand for, each once, and those left out since they have not finished.
 
-    A path is a run's folder or one with runs in it, however deep: that of `--seeds`, that of `compare --out`, or one of
-    several of these. Finished or not, a run that is named itself is not left out. Pictures and tables that a comparison
-    wrote, which a shell finds among its runs, are passed over.
+    A path is the folder of a run or a folder with runs in it, however deep: that of `--seeds`, that of `compare --out`,
+    or of several of these. Finished or not, a run that is named itself is not left out. Pictures and tables that a
+    comparison wrote, which a shell finds among its runs, are passed over.
 
     Raises:
         ConfigurationError: there is no such path, or no run in it.
@@ -400,7 +400,7 @@ TINY = [10.0**-power for power in range(1, 13)]
 
 
 def levels(metric: str, larger: bool) -> Sequence[float]:
-    """Milestones, each harder than the one before; none of what is to grow and is no accuracy: its scale is unknown."""
+    """Return milestones, each harder than the last; none of what is to grow and is no accuracy, of unknown scale."""
     if larger:
         return LEVELS if in_percent(metric) else ()
     return TINY
@@ -416,7 +416,7 @@ def cost_to(history: History, metric: str, level: float, cost: str = "exchanges"
 
 
 FAR = 1e3
-"""An error that is more than so many times the least one is far from it."""
+"""An error of more than so many times the least error is far from it."""
 
 
 def doubts(metric: str, ends: Mapping[str, tuple[float, float]], larger_is_better: bool) -> list[str]:

@@ -102,7 +102,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Which method ends best by its mean, or which ones where they are level in what is printed."""
+    """Say which method ends best by its mean, or which methods, where they are level in what is printed."""
     metric, choose = groups[0].metric, max if groups[0].larger_is_better else min
     ends = {group.name: group.values("final") for group in groups}
     best = choose(ends.values(), key=fmean)

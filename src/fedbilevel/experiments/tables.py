@@ -1,4 +1,4 @@
-"""Runs as people see them in a terminal: how far one is, a moving bar or plain lines, and what came of it."""
+"""Runs as people see them in a terminal: how far they are, a moving bar or plain lines, and what came of it."""
 
 from __future__ import annotations
 
