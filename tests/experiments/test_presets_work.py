@@ -29,6 +29,8 @@ class Started(Exception):
 class Gate:
     """An engine that plays no round."""
 
+    clock = None
+
     def start(self, *_: object) -> None:
         raise Started
 
