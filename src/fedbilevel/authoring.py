@@ -9,10 +9,9 @@ from fedbilevel.algorithms.parts.hypergradients import Implicit
 from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimizer, Plain, descend
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.allows import Allows, Asks, Findings, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Public, Reply, Withheld
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, XYV

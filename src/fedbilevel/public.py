@@ -4,10 +4,9 @@ from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core import projections
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients, Ragged, RemoteClients
 from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SimpleBilevel, SingleLevel
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import check_hypergradient

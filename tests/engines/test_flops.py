@@ -8,9 +8,9 @@ from jax import lax
 
 import fedbilevel as fb
 from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.config import static
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import Structure, UnitLayout
 from fedbilevel.core.tree import XY
 from fedbilevel.engines.flops import count, flops_of_calls, known_flops

@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 import fedbilevel as fb
 import hospital_files
 from fedbilevel import data
-from fedbilevel.core.remote import RemoteClients
+from fedbilevel.core.client import RemoteClients
 from fedbilevel.data import heart
 from fedbilevel.tasks.hospitals import dealt, hospital_weights, hospitals
 from implicit import implicit_gradient

@@ -61,14 +61,12 @@ from jax import Array
 from fedbilevel.algorithms.cutting_planes import FREE, Cut, Planes, combined, empty, products, put, row
 from fedbilevel.algorithms.parts.wrappers import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, Part, phase
-from fedbilevel.core.allows import Allows, Asks, Findings, No
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
 WHOLE = No("each client keeps an x, a y and planes of its own between rounds, of all units")

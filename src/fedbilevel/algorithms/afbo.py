@@ -52,10 +52,9 @@ from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import mean_gradient
 from fedbilevel.algorithms.parts.nested import Nested, State
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions

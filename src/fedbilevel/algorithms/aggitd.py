@@ -43,15 +43,13 @@ from fedbilevel.algorithms.parts.hypergradients import Exact, hypergradient_give
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import check_neumann_step
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.allows import Allows, No
-from fedbilevel.core.client import Client, Clients, uniform_below
+from fedbilevel.core.client import Client, Clients, RemoteClients, uniform_below
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import unknown
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move, scaled
 from fedbilevel.oracles.products import hess_v

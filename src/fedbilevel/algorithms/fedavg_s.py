@@ -26,10 +26,9 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Minimax, Problem
 from fedbilevel.core.submodel import UnitPolicy

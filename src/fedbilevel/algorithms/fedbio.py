@@ -42,10 +42,9 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, LocalDirections, Plain, descend
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree, move

@@ -34,8 +34,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Implicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
-from fedbilevel.core.allows import Allows
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import scaled
 

@@ -45,14 +45,12 @@ from jax import Array, lax
 
 from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps, State
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.allows import Allows, No
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive_integer, static
 from fedbilevel.core.errors import require, unknown
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 

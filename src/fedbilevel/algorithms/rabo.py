@@ -55,14 +55,12 @@ from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import local_descent
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.allows import Allows, No
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import at, positive, positive_integer
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, scaled
 from fedbilevel.oracles.differences import Differences, coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at

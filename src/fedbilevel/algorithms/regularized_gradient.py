@@ -32,14 +32,12 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps, IterativeRegularization, State
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.allows import Allows, No
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import is_number, require
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, move
 
 

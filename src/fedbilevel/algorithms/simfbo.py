@@ -55,10 +55,9 @@ from fedbilevel.algorithms.parts.local_steps import (
     descend,
 )
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.allows import Allows, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, static, step_sizes
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Public, Reply
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tables import optimizer

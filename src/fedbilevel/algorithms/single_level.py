@@ -27,10 +27,9 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.local_steps import Gradient, corrected_drift, local_descent
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.allows import Allows
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.submodel import UnitPolicy

@@ -12,9 +12,8 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_ty
 from jax import Array
 
 from fedbilevel.core import local_x
-from fedbilevel.core.allows import Allows, Asks, Findings, No
 from fedbilevel.core.authored import check_arguments, reply_of
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import (
     config,
     counts,
@@ -27,10 +26,9 @@ from fedbilevel.core.config import (
     wrapped,
 )
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.facts import Facts
+from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.problem import Bilevel, Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,10 +16,10 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
-from fedbilevel.core.allows import Findings
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at, field_values
 from fedbilevel.core.errors import NonFiniteError, require, require_count, unknown
+from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import ImplicitTerm
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split

@@ -17,12 +17,11 @@ from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_init
-from fedbilevel.core.client import Clients, uniform_below
+from fedbilevel.core.client import Clients, RemoteClients, uniform_below
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed, LoopBody
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts
 from fedbilevel.engines.evaluation import PerClient, PerClientRow

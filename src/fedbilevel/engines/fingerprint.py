@@ -16,11 +16,10 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients, Ragged, RemoteClients
 from fedbilevel.core.config import Schedule, field_values, hyperparameters
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup

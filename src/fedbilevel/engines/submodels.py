@@ -14,11 +14,10 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.allows import No
-from fedbilevel.core.client import Clients
+from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
+from fedbilevel.core.facts import No
 from fedbilevel.core.problem import Problem, check_losses
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import RoundCosts, Sums

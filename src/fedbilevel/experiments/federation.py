@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fedbilevel import __version__
-from fedbilevel.core.client import Clients
+from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.allows import No
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NonFiniteError, require, require_count
+from fedbilevel.core.facts import No
 from fedbilevel.core.fed import LastReply, Public, ReplyDelta, Withheld
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.engines import lock

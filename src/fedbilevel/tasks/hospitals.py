@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients, Ragged, RemoteClients
 from fedbilevel.core.errors import require, require_count, unknown
 from fedbilevel.core.problem import Bilevel, SingleLevel
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import load_heart, pack_arrays
 from fedbilevel.data.heart import FLAMBY, HOSPITALS, TRAINING, stratified

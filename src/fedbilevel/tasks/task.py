@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fedbilevel.core.client import Clients
+from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]

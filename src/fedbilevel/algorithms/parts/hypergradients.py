@@ -16,13 +16,12 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann, SolveInfo, check_neumann_step
 from fedbilevel.core.algorithm import Part, phase
-from fedbilevel.core.allows import Allows, Findings, No
-from fedbilevel.core.client import Client, Clients, uniform_below
+from fedbilevel.core.client import Client, Clients, RemoteClients, uniform_below
 from fedbilevel.core.config import at, static
 from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles import products

@@ -18,10 +18,10 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.allows import Allows, Asks, No
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import Schedule, positive, static
 from fedbilevel.core.errors import ConfigurationError, is_number, require
+from fedbilevel.core.facts import Allows, Asks, No
 from fedbilevel.core.problem import Problem, Project, SimpleBilevel
 from fedbilevel.core.tree import PyTree, epsilon, move
 from fedbilevel.machinery.kept import compiled

@@ -24,13 +24,12 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Part
-from fedbilevel.core.allows import Findings
-from fedbilevel.core.client import Client, Clients, uniform_below
+from fedbilevel.core.client import Client, Clients, RemoteClients, uniform_below
 from fedbilevel.core.config import counts, positive, positive_integer, static
 from fedbilevel.core.errors import NumericalWarning, require, unknown
+from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Withheld
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.operators import Iteration, extreme_eigenvalues

@@ -14,12 +14,11 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Estimate, SolvedSystem
 from fedbilevel.algorithms.parts.linear_solvers import CG, InClient, Neumann, Product, SolveInfo, check_neumann_step
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import at, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on

@@ -8,12 +8,11 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.allows import Allows, Asks, Findings
-from fedbilevel.core.client import Clients
+from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer
+from fedbilevel.core.facts import Allows, Asks, Findings
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree
 
 ALL_BILEVEL = Bilevel, Minimax, Compositional

@@ -32,14 +32,13 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
-from fedbilevel.core.allows import Allows, Asks, Findings, No
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Fed, LastReply, LoopBody, Phase, Reply, ReplyDelta
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import PyTree
 

@@ -20,10 +20,10 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
+from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import AbsenceWarning, ExchangeError, NonFiniteError, diverged, require
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.costs import add_costs, empty_costs, split_ticks, stack_costs
 from fedbilevel.engines.engine import Carry, Stretch, check_everyone, round_keys

@@ -15,10 +15,10 @@ import numpy as np
 from flwr.serverapp import Grid
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.errors import CheckpointError, ExchangeError
 from fedbilevel.core.fed import Phase
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.remote import RemoteClients
 from fedbilevel.core.submodel import UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import submodels
