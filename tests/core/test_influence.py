@@ -8,7 +8,7 @@ from jax import lax
 
 import fedbilevel as fb
 import hospital_files
-from fedbilevel.core.influence import why_it_vanishes
+from fedbilevel.core.problem import why_it_vanishes
 from fedbilevel.core.tree import split
 from fedbilevel.tasks import TASKS
 

@@ -14,7 +14,7 @@ import pytest
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.experiments import listing, names, resolve
+from fedbilevel.experiments import loader, names, resolve
 from fedbilevel.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> Non
 @pytest.mark.parametrize(("kind", "known"), [("algorithm", ALGORITHMS), ("task", TASKS)])
 def test_what_is_shown_of_one_can_be_copied_into_a_spec(kind: str, known: dict) -> None:
     for name in names.library(kind):
-        text = listing.shown(kind, name)
+        text = loader.shown(kind, name)
         assert known[name].__doc__.split("\n")[0] in text
         section = f"[{kind}]" + text.partition(f"\n[{kind}]")[2].partition("\n\nparts:")[0]
         table = tomllib.loads(section)[kind]
@@ -96,7 +96,7 @@ def test_help_ends_with_the_facts_and_the_paper_is_quoted(name: str) -> None:
 
 
 def test_the_kinds_of_parts_are_shown_by_their_paths() -> None:
-    lines = listing.shown("algorithm", "fednest").splitlines()
+    lines = loader.shown("algorithm", "fednest").splitlines()
     assert "hypergradient.solver: neumann, cg" in lines[lines.index("parts:") :]
 
 
@@ -106,11 +106,11 @@ def test_ones_own_algorithm_is_shown_from_its_code(tmp_path) -> None:
         'class Mine(FedAvg):\n    """A method of mine."""\n\n    local_steps: int = 17\n'
         '    facts = Facts(paper="", good_for="me", exchanges="3", up="1", bias="", cost="2", needs="patience")\n'
     )
-    text = listing.shown("algorithm", f"{tmp_path}/own.py:Mine")
+    text = loader.shown("algorithm", f"{tmp_path}/own.py:Mine")
     assert text.startswith("A method of mine.\n\nArgs:\n")
     assert "\nNeeds: patience.\n" in text
     assert "\nProblems: SingleLevel.\n" in text
     assert f'[algorithm]\nname = "{tmp_path}/own.py:Mine"' in text
     assert "\nlocal_steps = 17\n" in text
     with pytest.raises(ConfigurationError, match=r"own\.py 'Yours' \(allowed: Mine\)"):
-        listing.shown("algorithm", f"{tmp_path}/own.py:Yours")
+        loader.shown("algorithm", f"{tmp_path}/own.py:Yours")

@@ -74,7 +74,7 @@ def _list(kind: str, name: str | None) -> int:
         print(names.listed(kind))
         return OK
     names.require_known(**{kind: name})
-    from fedbilevel.experiments.listing import shown
+    from fedbilevel.experiments.loader import shown
 
     print(shown(kind, name))
     return OK

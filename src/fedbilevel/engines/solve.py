@@ -19,10 +19,9 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
-from fedbilevel.core.influence import why_it_vanishes
 from fedbilevel.core.inputs import require_function
 from fedbilevel.core.metrics import MetricFunction, directions
-from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
+from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files

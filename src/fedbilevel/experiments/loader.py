@@ -1,4 +1,6 @@
-"""Tasks and algorithms by name: those of the library, and a user's own, as module:NAME or path/to/file.py:NAME.
+"""Tasks and algorithms by name, and what is shown of each.
+
+They are those of the library, and a user's own, as module:NAME or path/to/file.py:NAME.
 
 Of a task, NAME is a `Task` or a function that returns one; the function's keyword arguments are then the task's fields.
 Of an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`; its fields are the algorithm's.
@@ -6,12 +8,13 @@ Of an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`; its fie
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +22,9 @@ from typing import Any
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, unknown
-from fedbilevel.experiments.names import is_file
+from fedbilevel.core.tables import Fields, hints_of, names_of, parameters_of, parts_of, plain
+from fedbilevel.experiments import toml
+from fedbilevel.experiments.names import is_file, is_own
 from fedbilevel.tasks import TASKS, Task
 from fedbilevel.wording import in_a_line
 
@@ -156,3 +161,42 @@ def _let_import(place: str, folder: Path) -> None:
         FOLDER.append(folder)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def shown(kind: str, name: str) -> str:
+    """Return the docstring of an algorithm or task, and its section of a spec with all defaults, to be copied.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    return _algorithm(name) if kind == "algorithm" else _task(name)
+
+
+def _algorithm(name: str) -> str:
+    cls = algorithm_class(name)
+    problems = f"Problems: {', '.join(problem.__name__ for problem in cls.solves)}."
+    fields = {one.name: one.default for one in dataclasses.fields(cls) if one.default is not dataclasses.MISSING}
+    kinds = dict.fromkeys(_kinds(cls, ""))
+    parts = "\n".join(["parts:", *kinds]) if kinds else None
+    return "\n\n".join(filter(None, [inspect.getdoc(cls), problems, _section("algorithm", name, fields), parts]))
+
+
+def _task(name: str) -> str:
+    function = task_maker(name)
+    about = None if is_own(name) else inspect.getdoc(inspect.getmodule(function))
+    fields = {one: value for one, value in parameters_of(function).items() if value is not inspect.Parameter.empty}
+    return "\n\n".join(filter(None, [about, inspect.getdoc(function), _section("task", name, fields)]))
+
+
+def _section(kind: str, name: str, fields: Fields) -> str:
+    return toml.dumps({kind: {"name": name, **plain(fields)}}).rstrip()
+
+
+def _kinds(cls: Any, within: str) -> Iterator[str]:
+    """A line for each field that is a part: its path, and the kinds that it may be."""
+    for name in names_of(cls):
+        parts = parts_of(hints_of(cls)[name])
+        if parts:
+            yield f"{within}{name}: {', '.join(parts)}"
+        for part in parts.values():
+            yield from _kinds(part, f"{within}{name}.")
