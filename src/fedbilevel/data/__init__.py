@@ -5,16 +5,7 @@ from fedbilevel.data.files import Progress
 from fedbilevel.data.heart import load_heart
 from fedbilevel.data.loaders import LOADERS, TABLES, Dataset, load, load_table, standardise
 from fedbilevel.data.packing import Packed, open_clients, pack, pack_arrays, write_clients
-from fedbilevel.data.partitions import (
-    PARTITIONS,
-    dirichlet,
-    iid,
-    one_label,
-    partition,
-    quantity,
-    shards,
-    split,
-)
+from fedbilevel.data.partitions import PARTITIONS, dirichlet, iid, one_label, partition, quantity, shards, split
 from fedbilevel.data.reading import DataError
 
 __all__ = [

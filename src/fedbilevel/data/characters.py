@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedbilevel.data import files
 from fedbilevel.data.files import SOURCES
-from fedbilevel.data.partitions import Indices, Seed, iid
+from fedbilevel.data.partitions import Indices, Seed, generator, iid
 from fedbilevel.data.reading import DataError, as_data_error, mapped, unknown_name
 from fedbilevel.wording import in_a_line, missing, printable
 
@@ -75,7 +75,7 @@ def by_alphabet(alphabet: NDArray[np.integer], clients: int, *, seed: Seed) -> l
     known = np.unique(alphabet)
     if not 1 <= clients <= len(known):
         raise DataError(f"clients is {clients}; allowed: 1 to {len(known)}, the number of alphabets.")
-    rng = seed if isinstance(seed, np.random.Generator) else np.random.default_rng([7, seed])
+    rng = generator(seed, 7)
     dealt = iid(known, clients, seed=rng)
     return [rng.permutation(np.flatnonzero(np.isin(alphabet, known[own]))) for own in dealt]
 
@@ -148,14 +148,6 @@ def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, d
     return np.rint(255 * ink).astype(np.uint8)
 
 
-CHARACTERS: dict[str, Callable[[Any], Characters]] = {
-    "omniglot": lambda progress: Characters(
-        "omniglot", *read_omniglot(progress), SOURCES["omniglot"].mean[0], SOURCES["omniglot"].std[0]
-    ),
-    "strokes": lambda progress: strokes(),
-}
-
-
 NAME = "omniglot"
 DRAWINGS, EDGE = 20, 105
 LARGEST = 100_000  # bytes of an image file; drawings of the published archives have a few hundred
@@ -163,7 +155,7 @@ ENCRYPTED = 0x1  # of a zip entry's flags
 PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 659)}  # alphabets, characters
 
 
-def read_omniglot(progress: files.Progress | None = None) -> tuple[Drawings, Drawings]:
+def read_omniglot(progress: files.Progress | None = None) -> Characters:
     """Omniglot's background set, 964 characters of 30 alphabets, to train on, and its evaluation set, 659 of 20.
 
     Images are averaged over areas from 105×105 down to 28×28. From `images_background.zip` and `images_evaluation.zip`
@@ -174,18 +166,18 @@ def read_omniglot(progress: files.Progress | None = None) -> tuple[Drawings, Dra
     Brenden M. Lake, Ruslan Salakhutdinov, Joshua B. Tenenbaum. "Human-level concept learning through probabilistic
     program induction". Science 350, 2015.
     """
-    background, evaluation = (_read_archive(file.name, progress) for file in SOURCES[NAME].files)
-    return background, evaluation
+    source = SOURCES[NAME]
+    background, evaluation = (_read_archive(file, progress) for file in source.files)
+    return Characters(NAME, background, evaluation, source.mean[0], source.std[0])
 
 
-def _read_archive(filename: str, progress: files.Progress | None) -> Drawings:
-    path = files.local(NAME, filename)
-    official = next(file for file in SOURCES[NAME].files if file.name == filename)
-    content = files.read_bytes(path) if path else files.read(NAME, official, progress)
-    where = str(path or files.folders(NAME)[-1] / filename)
+def _read_archive(file: files.File, progress: files.Progress | None) -> Drawings:
+    path = files.local(NAME, file.name)
+    content = files.read_bytes(path) if path else files.read(NAME, file, progress)
+    where = str(path or files.folders(NAME)[-1] / file.name)
     with as_data_error(where, "is no zip archive, or a damaged one (delete it and fetch it again)"):
         archive = zipfile.ZipFile(io.BytesIO(content))
-    names = _names(archive, where, *PUBLISHED[filename])
+    names = _names(archive, where, *PUBLISHED[file.name])
     images = _kept(archive, names, hashlib.sha256(content).hexdigest(), where)
     alphabets, alphabet = np.unique([PurePosixPath(name).parts[1] for name in names[::DRAWINGS]], return_inverse=True)
     return Drawings(images, alphabet.astype(np.int32), tuple(alphabets.tolist()))
@@ -214,11 +206,6 @@ def _kept(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str)
             raise DataError(f"{cache} has {images.dtype} of shape {images.shape}: delete it, and it is made again.")
         return np.array(images)
     images = shrunk(np.stack([_ink(*_png(archive, name, where)) for name in names])).reshape(shape)
-    _keep(cache, images)
-    return images
-
-
-def _keep(cache: Path, images: NDArray[np.uint8]) -> None:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with files.appearing(cache) as part, open(part, "xb") as out:
@@ -227,6 +214,7 @@ def _keep(cache: Path, images: NDArray[np.uint8]) -> None:
         raise DataError(
             f"{cache} cannot be written ({in_a_line(error)}): point XDG_CACHE_HOME to a folder that can."
         ) from error
+    return images
 
 
 def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
@@ -262,3 +250,9 @@ def shrunk(ink: NDArray[np.bool_]) -> NDArray[np.uint8]:
     small = overlap @ ink.astype(np.float32) @ overlap.T  # whole numbers up to 15², exact in float32
     area = (EDGE // unit) ** 2
     return ((510 * small.astype(np.int64) + area) // (2 * area)).astype(np.uint8)
+
+
+CHARACTERS: dict[str, Callable[[Any], Characters]] = {
+    "omniglot": read_omniglot,
+    "strokes": lambda progress: strokes(),
+}

@@ -60,6 +60,12 @@ OMNIGLOT = (
     File("images_background.zip", 9_464_212, "ad41ab679c8b5d90b271ef46be6987cc81211774a695c29dcc5367b2b26ee640"),
     File("images_evaluation.zip", 6_462_886, "1f61a8f3366785b057fc117d9228e78a16e3d976c8953b2a10fcc74cf0609cee"),
 )
+HEART = (
+    File("processed.cleveland.data", 18_461, "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8"),
+    File("processed.hungarian.data", 10_263, "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796"),
+    File("processed.switzerland.data", 4_109, "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314"),
+    File("processed.va.data", 6_737, "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f"),
+)
 SOURCES: dict[str, DataSource] = {
     "mnist": DataSource("https://ossci-datasets.s3.amazonaws.com/mnist/", MNIST, (0.1307,), (0.3081,)),
     "fashion-mnist": DataSource(
@@ -71,27 +77,7 @@ SOURCES: dict[str, DataSource] = {
     "omniglot": DataSource(
         "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/", OMNIGLOT, (0.0779,), (0.2303,)
     ),
-    "heart": DataSource(
-        home="https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease/",
-        files=(
-            File(
-                "processed.cleveland.data",
-                18_461,
-                "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8",
-            ),
-            File(
-                "processed.hungarian.data",
-                10_263,
-                "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796",
-            ),
-            File(
-                "processed.switzerland.data",
-                4_109,
-                "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314",
-            ),
-            File("processed.va.data", 6_737, "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f"),
-        ),
-    ),
+    "heart": DataSource("https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease/", HEART),
 }
 
 

@@ -139,20 +139,12 @@ def idx(name: str, progress: files.Progress | None) -> Dataset:
     Sources: LeCun, Cortes, Burges 1998; Xiao, Rasul, Vollgraf, arXiv:1708.07747.
     """
     source = SOURCES[name]
-    arrays = [
+    images, labels, test_images, test_labels = (
         parse_idx(files.read(name, file, progress), ndim, f"{name}/{file.name}")
         for file, ndim in zip(source.files, (3, 1, 3, 1), strict=True)
-    ]
-    return Dataset(
-        name=name,
-        train_images=arrays[0],
-        train_labels=arrays[1].astype(np.int32),
-        test_images=arrays[2],
-        test_labels=arrays[3].astype(np.int32),
-        classes=10,
-        mean=source.mean,
-        std=source.std,
     )
+    train, test = (images, labels.astype(np.int32)), (test_images, test_labels.astype(np.int32))
+    return Dataset(name, *train, *test, 10, source.mean, source.std)
 
 
 def cifar(name: str, progress: files.Progress | None) -> Dataset:
@@ -214,16 +206,7 @@ def load_table(name: str) -> Dataset:
     rows = train[0].astype(np.float64)
     std = rows.std(0)
     spread = np.where(std > 0, std, 1)
-    return Dataset(
-        name=name,
-        train_images=train[0],
-        train_labels=train[1],
-        test_images=test[0],
-        test_labels=test[1],
-        classes=classes,
-        mean=tuple(rows.mean(0).tolist()),
-        std=tuple(spread.tolist()),
-    )
+    return Dataset(name, *train, *test, classes, tuple(rows.mean(0).tolist()), tuple(spread.tolist()))
 
 
 def covtype(name: str) -> tuple[Rows, Rows, int]:
@@ -270,9 +253,8 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
     limit = count * (features + 1) * LIBSVM_PAIR
     with as_data_error(path, "is not a bz2 file in libsvm's format"):
         text = Expanded(files.read_bytes(path), "bz2", limit, path).read()
-        if (
-            ends := text.count(b"\n")
-        ) > 2 * count:  # read as rows, lines of a byte would take a hundred times their size
+        ends = text.count(b"\n")
+        if ends > 2 * count:  # read as rows, lines of a byte would take a hundred times their size
             raise DataError(f"{path} has {ends:,} lines; expected {count:,}.")
         table, label = load_svmlight_file(io.BytesIO(text), n_features=features, zero_based=False)
     found = table.shape[0], int((label == 1).sum()), int((label == -1).sum())
@@ -299,4 +281,4 @@ def _found(folder: str, *names: str) -> Path:
     return paths[0]
 
 
-TABLES: dict[str, Callable[[str], Any]] = {"a9a": libsvm, "covtype": covtype, "ijcnn1": libsvm}
+TABLES: dict[str, Callable[[str], tuple[Rows, Rows, int]]] = {"a9a": libsvm, "covtype": covtype, "ijcnn1": libsvm}

@@ -21,7 +21,7 @@ ATTEMPTS = 1000  # redraws of a random partition before its `minimum` counts as 
 
 def iid(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
     """Samples at random, client sizes equal to within one."""
-    y, rng = _checked(labels, clients), _generator(seed, 1)
+    y, rng = _checked(labels, clients), generator(seed, 1)
     return np.array_split(rng.permutation(len(y)), clients)
 
 
@@ -32,7 +32,7 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
     paper's 200 shards of 300), so that none is left out. Source: McMahan et al., Communication-Efficient
     Learning of Deep Networks from Decentralized Data, AISTATS 2017, section 3 ("pathological non-IID").
     """
-    y, rng = _checked(labels, clients), _generator(seed, 2)
+    y, rng = _checked(labels, clients), generator(seed, 2)
     if not _is_whole(per_client) or per_client < 1 or clients * per_client > len(y):
         raise DataError(
             f"per_client is {per_client!r}; allowed: a whole number from 1 to {len(y) // clients} for {clients} "
@@ -53,7 +53,7 @@ def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1
     Federated Learning of Neural Networks, ICML 2019, section 4 (also Li et al., Federated Learning on Non-IID
     Data Silos, ICDE 2022).
     """
-    y, rng = _checked(labels, clients), _generator(seed, 3)
+    y, rng = _checked(labels, clients), generator(seed, 3)
     classes = [np.flatnonzero(y == label) for label in np.unique(y)]
     totals = np.array([len(members) for members in classes])
     counts = _drawn(rng, totals, clients, alpha, minimum)
@@ -70,7 +70,7 @@ def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1,
     minimum: samples per client, as in `dirichlet`. Source: Li et al., Federated Learning on Non-IID Data
     Silos: An Experimental Study, ICDE 2022, section 3.
     """
-    y, rng = _checked(labels, clients), _generator(seed, 4)
+    y, rng = _checked(labels, clients), generator(seed, 4)
     (sizes,) = _drawn(rng, np.array([len(y)]), clients, alpha, minimum)
     return _dealt(rng, np.arange(len(y)), sizes)
 
@@ -82,7 +82,7 @@ def one_label(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
     or more clients to a label than it has samples. Source: the one-class-per-client limit of McMahan et al.,
     AISTATS 2017.
     """
-    y, rng = _checked(labels, clients), _generator(seed, 5)
+    y, rng = _checked(labels, clients), generator(seed, 5)
     kinds, counts = np.unique(y, return_counts=True)
     if clients < len(kinds):
         raise DataError(
@@ -144,7 +144,7 @@ def split(
     """
     if not 0 < fraction < 1:
         raise DataError(f"fraction is {fraction}; allowed: strictly between 0 and 1.")
-    rng = _generator(seed, 6)
+    rng = generator(seed, 6)
     training, validation = [], []
     for client, part in enumerate(parts):
         if len(part) < 2:
@@ -198,7 +198,7 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
-def _generator(seed: Seed, stream: int) -> np.random.Generator:
+def generator(seed: Seed, stream: int) -> np.random.Generator:
     """A Generator for one purpose: one int gives unrelated numbers to a partition and the split after it."""
     if isinstance(seed, np.random.Generator):
         return seed

@@ -8,8 +8,6 @@ scatter. With bars for weighted means, D̄t for that of D_i t_i, and y*(x) = R(x
     B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄)
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -17,16 +15,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, LocalSteps, Task, scattered
-
-
-class MeanCoefficients(NamedTuple):
-    """The numbers of every client's losses, as means over its samples; the leading axis is clients."""
-
-    B: Floats  # (clients, dim_y, dim_x)
-    c: Floats  # (clients, dim_y)
-    D: Floats  # (clients, dim_y), diagonals
-    t: Floats  # (clients, dim_y)
+from fedbilevel.tasks.task import Floats, LocalSteps, Task, client_means, scattered
 
 
 def outer(y: Array, batch: dict[str, Array]) -> Array:
@@ -102,21 +91,15 @@ def compositional(
 def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
     """x*, for the clients' own weights or for others (summing to 1)."""
     p = clients.weights if weights is None else weights
-    each = coefficients(clients)
-    b, c, d, dt = (np.tensordot(p, part, 1) for part in (each.B, each.c, each.D, each.D * each.t))
+    own = client_means(clients)  # D is the same in all samples of a client
+    b, c, d, dt = (np.tensordot(p, part, 1) for part in (own["B"], own["c"], own["D"], own["D"] * own["t"]))
     return np.asarray(np.linalg.solve(b.T * d @ b, b.T @ (dt - d * c)))
 
 
 def local_point(clients: Clients) -> Floats:
     """The limit of x if clients average their own B_iᵀ∇f_i(y) at the common y = R(x) (LFedNest), not the solution."""
-    p, each = clients.weights, coefficients(clients)
-    b, c = np.tensordot(p, each.B, 1), np.tensordot(p, each.c, 1)
-    pull = np.einsum("n,nij,ni->ji", p, each.B, each.D)  # mean of B_iᵀD_i
-    known = np.einsum("n,nij,ni->j", p, each.B, each.D * each.t)
+    p, own = clients.weights, client_means(clients)
+    b, c = np.tensordot(p, own["B"], 1), np.tensordot(p, own["c"], 1)
+    pull = np.einsum("n,nij,ni->ji", p, own["B"], own["D"])  # mean of B_iᵀD_i
+    known = np.einsum("n,nij,ni->j", p, own["B"], own["D"] * own["t"])
     return np.asarray(np.linalg.solve(pull @ b, known - pull @ c))
-
-
-def coefficients(clients: Clients) -> MeanCoefficients:
-    """The clients' own, from their samples (D is the same in all samples of a client)."""
-    rows = [clients.inner.row(i) | clients.outer.row(i) for i in range(len(clients))]
-    return MeanCoefficients(*(np.array([row[name].mean(0) for row in rows]) for name in MeanCoefficients._fields))

@@ -26,7 +26,7 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.core.client import Clients, Ragged
-from fedbilevel.core.errors import is_number, require, require_count, unknown
+from fedbilevel.core.errors import is_count, is_number, require, require_count, unknown
 from fedbilevel.core.problem import Bilevel, Problem, SingleLevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
@@ -86,8 +86,7 @@ def few_shot(
         seed: of the partition, the tasks, the starting point and the test episodes.
     """
     require_count("tasks", tasks)
-    require_count("way", way)
-    require(way >= 2, "way", way, "at least 2")
+    require(is_count(way) and way >= 2, "way", way, "a whole number, at least 2")
     require_count("shot", shot)
     require_count("adaptation_steps", adaptation_steps)
     require_count("test_episodes", test_episodes)
@@ -198,28 +197,37 @@ def _penalty(setting: Setting, heads: PyTree) -> Array:
 
 
 def _accuracy_of_new_heads(setting: Setting) -> Callable[[PyTree], Array]:
-    def logits(support: Array, query: Array) -> Array:
+    def logits(x: PyTree, support: Array, query: Array) -> Array:
         head = fitted_head(support, setting.ridge)
         return query.reshape(-1, query.shape[-1]) @ head["weight"] + head["bias"]
 
-    return accuracy_of_features(setting.features, setting.test, logits)
+    return episode_accuracy(setting.test, logits, setting.features)
 
 
 def _protonet(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        return prototype_loss(setting.features, x, batch)
+        support, query = (setting.features(x, batch[part]) for part in ("support", "query"))
+        tasks, way, each, _ = query.shape
+        logits = jax.vmap(prototype_logits)(support, query).reshape(-1, way)
+        return cross_entropy(logits, jnp.tile(labels_of(way, each), tasks))
 
     problem = SingleLevel(loss, structure=Structure(x=setting.structure.x))
-    accuracy = accuracy_of_features(setting.features, setting.test, prototype_logits)
+    accuracy = episode_accuracy(setting.test, lambda x, *parts: prototype_logits(*parts), setting.features)
     return problem, setting.backbone, None, lambda x, y: accuracy(x)
 
 
 def _maml(setting: Setting) -> Made:
+    def query_loss(x: PyTree, support: Array, query: Array) -> Array:
+        return plain_loss(setting.features, setting.adapt(x, support), query)
+
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        return adapted_loss(setting.features, setting.adapt, x, batch)
+        return jnp.mean(jax.vmap(query_loss, (None, 0, 0))(x, batch["support"], batch["query"]))
+
+    def logits(x: PyTree, support: Array, query: Array) -> Array:
+        return plain_logits(setting.features, setting.adapt(x, support), query)
 
     problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure.y)))
-    accuracy = accuracy_after_adaptation(setting.features, setting.test, setting.adapt)
+    accuracy = episode_accuracy(setting.test, logits)
     return problem, (setting.backbone, setting.head), None, lambda x, y: accuracy(x)
 
 
@@ -350,14 +358,6 @@ def prototype_logits(support: Array, query: Array) -> Array:
     return -jnp.sum(jnp.square(gap), axis=-1)
 
 
-def prototype_loss(features: Features, x: PyTree, batch: dict[str, Array]) -> Array:
-    """Mean cross entropy of `prototype_logits`."""
-    support, query = (features(x, batch[part]) for part in ("support", "query"))
-    tasks, way, each, _ = query.shape
-    logits = jax.vmap(prototype_logits)(support, query).reshape(-1, way)
-    return cross_entropy(logits, jnp.tile(labels_of(way, each), tasks))
-
-
 def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
     """Mean cross entropy of one episode, (way, n, 28, 28), under the head of `way` columns that x has."""
     return cross_entropy(plain_logits(features, x, images), labels_of(*images.shape[:2]))
@@ -388,15 +388,6 @@ def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Ada
     return adapt
 
 
-def adapted_loss(features: Features, adapt: Adapt, x: PyTree, batch: dict[str, Array]) -> Array:
-    """Mean over tasks of the loss on the query images after adaptation to the support."""
-
-    def one(support: Array, query: Array) -> Array:
-        return plain_loss(features, adapt(x, support), query)
-
-    return jnp.mean(jax.vmap(one)(batch["support"], batch["query"]))
-
-
 def fitted_head(support: Array, ridge: float) -> dict[str, Array]:
     """The head on (way, shot, width) features that minimises mean cross entropy + ridge·‖head‖².
 
@@ -421,37 +412,24 @@ def fitted_head(support: Array, ridge: float) -> dict[str, Array]:
     return lax.fori_loop(0, HEAD_STEPS, step, (zero, zero))[0]
 
 
-def accuracy_of_features(
-    features: Features, episodes: Episodes, logits: Callable[[Array, Array], Array]
+def episode_accuracy(
+    episodes: Episodes, logits: Callable[[PyTree, Array, Array], Array], features: Features | None = None
 ) -> Callable[[PyTree], Array]:
-    """backbone -> share of the query images whose logits, (support, query features) -> (way·queries, way), are right.
+    """Return x -> the share of the query images that `logits` gets right.
 
-    Every image goes through the backbone once, however many episodes it is in.
+    logits: (x, support, query) -> (way·queries, way); its support and query are images, or, with `features`, theirs.
+    Features are computed once for each image, however many episodes it is in.
     """
     images, support, query = (jnp.asarray(leaf) for leaf in episodes)
     labels = labels_of(*query.shape[1:])
 
     def measure(x: PyTree) -> Array:
-        found = in_passes(lambda image: features(x, image[None])[0], images)
+        found = images if features is None else in_passes(lambda image: features(x, image[None])[0], images)
 
-        def one(places: tuple[Array, Array]) -> Array:
-            return jnp.argmax(logits(found[places[0]], found[places[1]]), axis=-1) == labels
+        def correct(places: tuple[Array, Array]) -> Array:
+            return jnp.argmax(logits(x, found[places[0]], found[places[1]]), axis=-1) == labels
 
-        return jnp.mean(lax.map(one, (support, query), batch_size=EVALUATION_BATCH).astype(float))
-
-    return measure
-
-
-def accuracy_after_adaptation(features: Features, episodes: Episodes, adapt: Adapt) -> Callable[[PyTree], Array]:
-    """(backbone, head) -> share of the query images that are right after adaptation to each episode's support."""
-    images, support, query = (jnp.asarray(leaf) for leaf in episodes)
-    labels = labels_of(*query.shape[1:])
-
-    def measure(x: PyTree) -> Array:
-        def one(places: tuple[Array, Array]) -> Array:
-            own = adapt(x, images[places[0]])
-            return jnp.argmax(plain_logits(features, own, images[places[1]]), axis=-1) == labels
-
-        return jnp.mean(lax.map(one, (support, query), batch_size=EPISODES_AT_A_TIME).astype(float))
+        at_a_time = EPISODES_AT_A_TIME if features is None else EVALUATION_BATCH
+        return jnp.mean(lax.map(correct, (support, query), batch_size=at_a_time).astype(float))
 
     return measure

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.client import Clients, Ragged, RemoteClients
-from fedbilevel.core.errors import require, require_count, unknown
+from fedbilevel.core.client import Clients, RemoteClients
+from fedbilevel.core.errors import is_count, require, unknown
 from fedbilevel.core.problem import Bilevel, SingleLevel
 from fedbilevel.core.tree import PyTree
-from fedbilevel.data import load_heart, pack_arrays
+from fedbilevel.data import load_heart
 from fedbilevel.data.heart import FLAMBY, HOSPITALS, TRAINING, stratified
 from fedbilevel.tasks.task import Floats, LocalSteps, Task
 
@@ -72,8 +72,7 @@ def hospitals(
     require(len(set(names)) == len(names), "only", names, "hospitals, each once")
     require(0 < ridge < np.inf, "ridge", ridge, "positive and finite")
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
-    require_count("folds", folds)
-    require(folds >= 2, "folds", folds, "at least 2")
+    require(is_count(folds) and folds >= 2, "folds", folds, "a whole number, at least 2")
     if weighting not in ("size", "equal"):
         raise unknown("weighting", weighting, ("size", "equal"))
     numbers = list(range(len(names)))
@@ -82,7 +81,7 @@ def hospitals(
         numbers, local_steps = [party], [local_steps[party]] if isinstance(local_steps, list) else local_steps
     wards = [_ward(names[i], i, len(names) if offsets else 0, folds, holdout, seed) for i in numbers]
     clients = Clients(
-        Ragged(*pack_arrays(_joined([one.training for one in wards]), _parts([one.training for one in wards]))),
+        [ward.training for ward in wards],
         weights="size" if weighting == "size" else None,
         local_steps=local_steps,
     )
@@ -138,15 +137,6 @@ def dealt(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarra
     return fold
 
 
-def _joined(tables: list[dict[str, Floats]]) -> dict[str, Floats]:
-    return {name: np.concatenate([one[name] for one in tables]) for name in tables[0]}
-
-
-def _parts(tables: list[dict[str, Floats]]) -> list[np.ndarray]:
-    sizes = [len(one["label"]) for one in tables]
-    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-
-
 def hospital_weights(x: Mapping[str, Array]) -> Array:
     """w, shape (M,), of mean 1."""
     return len(x["weight"]) * jax.nn.softmax(x["weight"])
@@ -189,14 +179,13 @@ def _accuracy(model: Array, batch: Batch) -> Array:
 
 
 def _metrics(model: Model, wards: list[_Ward], part: str) -> dict[str, Callable[[PyTree, PyTree], Array]]:
-    def of(patients: dict[str, Floats]) -> Callable[[PyTree, PyTree], Array]:
-        known = jax.tree.map(jnp.asarray, patients)
-        return lambda x, y: _accuracy(model(x, y), known)
+    def accuracy_of(patients: Batch) -> Callable[[PyTree, PyTree], Array]:
+        return lambda x, y: _accuracy(model(x, y), patients)
 
-    everyone = _joined([one.measured for one in wards])
-    known = jax.tree.map(jnp.asarray, everyone)
+    each = {ward.name: jax.tree.map(jnp.asarray, ward.measured) for ward in wards}
+    everyone = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each.values())
     return {
-        f"{part}_accuracy": of(everyone),
-        f"{part}_loss": lambda x, y: jnp.mean(_losses(model(x, y)[:, None], known)),
-        **{f"{part}_accuracy.{one.name}": of(one.measured) for one in wards},
+        f"{part}_accuracy": accuracy_of(everyone),
+        f"{part}_loss": lambda x, y: jnp.mean(_losses(model(x, y)[:, None], everyone)),
+        **{f"{part}_accuracy.{name}": accuracy_of(patients) for name, patients in each.items()},
     }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -65,14 +66,15 @@ class LabelledImages:
         return jnp.mean(jnp.argmax(logits, axis=-1) == batch["label"])
 
     def class_accuracies(self) -> Callable[[PyTree, PyTree], Array]:
-        """(body, head) -> the same share in each class, shape (classes,)."""
+        """Return (body, head) -> the same share in each class, shape (classes,)."""
         counts = np.bincount(self.data.test_labels, minlength=self.data.classes)
         if not counts.all():
             raise ConfigurationError(
                 f"class {counts.argmin()} has no {self.part} image to measure it on; a larger holdout has one"
             )
-        measured = self.standard(self.data.test_images)
-        return networks.class_accuracies(self.model, measured, self.data.test_labels, self.data.classes)
+        right = networks.correctness(self.model, self.standard(self.data.test_images), self.data.test_labels)
+        truth = jnp.asarray(self.data.test_labels)
+        return lambda body, head: jax.ops.segment_sum(right(body, head), truth, len(counts)) / counts
 
 
 def load_images(
@@ -104,8 +106,7 @@ def load_images(
         found = held_out(found, holdout, seed)
     if ratio < 1:
         found = long_tailed(found, ratio)
-    shape, widths, classes = found.train_images.shape[1:], tuple(hidden), found.classes
-    model = known[network](shape, widths, classes)
+    model = known[network](found.train_images.shape[1:], tuple(hidden), found.classes)
     return LabelledImages(found, model, "validation" if holdout else "test")
 
 

@@ -60,7 +60,7 @@ def with_head(
 
 def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Fully connected, ReLU: image pixels → hidden widths → classes."""
-    require(len(hidden) >= 1 and all(map(is_count, hidden)), "hidden", hidden, "one or more positive widths")
+    check_widths(hidden, len(hidden) >= 1, "one or more positive widths")
     widths = [int(np.prod(image_shape)), *hidden]
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
@@ -94,12 +94,7 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
 
     `hidden` is (channels, channels, dense width), e.g. (16, 32, 64).
     """
-    require(
-        len(hidden) == 3 and all(map(is_count, hidden)),
-        "hidden",
-        hidden,
-        "three positive widths for a CNN, e.g. 16, 32, 64",
-    )
+    check_widths(hidden, len(hidden) == 3, "three positive widths for a CNN, e.g. 16, 32, 64")
     height, width, channels = (*image_shape, 1)[:3]
     first, second, dense_width = hidden
     positions = (-(-height // 4)) * (-(-width // 4))
@@ -126,6 +121,11 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
         "dense": {"weight": f"{positions}*channels2 hidden", "bias": "hidden"},
     }
     return with_head(init, features, maps_of(image_shape), Structure(body, head("hidden")))
+
+
+def check_widths(hidden: Sequence[int], as_many: bool, allowed: str) -> None:
+    """Refuse widths that are not as many as a network needs, or not positive whole numbers."""
+    require(as_many and all(map(is_count, hidden)), "hidden", hidden, allowed)
 
 
 def head(group: str) -> PyTree:
@@ -188,21 +188,12 @@ def cross_entropy(logits: Array, labels: Array, weights: Array | float = 1.0) ->
 
 def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
     """(x, y) -> share of these images whose largest logit is at their label."""
-    right = _right(network, images, labels)
+    right = correctness(network, images, labels)
     return lambda x, y: jnp.mean(right(x, y))
 
 
-def class_accuracies(
-    network: Network, images: np.ndarray, labels: np.ndarray, classes: int
-) -> Callable[[PyTree, PyTree], Array]:
-    """(x, y) -> the same share in each class, shape (classes,); every class needs an image."""
-    right = _right(network, images, labels)
-    truth, counts = jnp.asarray(labels), np.bincount(labels, minlength=classes)
-    return lambda x, y: jax.ops.segment_sum(right(x, y), truth, classes) / counts
-
-
-def _right(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
-    """(x, y) -> (n,): 1 where an image's largest logit is at its label, else 0."""
+def correctness(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
+    """Return (x, y) -> (n,): 1 where an image's largest logit is at its label, else 0."""
     prepared = jnp.asarray(network.prepare(images))
     truth = jnp.asarray(labels)
 
@@ -232,13 +223,11 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
     `hidden` is the number of channels, once or for each block, e.g. (64,). The features are the last maps, flattened,
     of 28×28 images (channels,).
     """
-    require(
-        len(hidden) in (1, 4) and all(map(is_count, hidden)), "hidden", hidden, "one positive width or four, e.g. 64"
-    )
+    check_widths(hidden, len(hidden) in (1, 4), "one positive width or four, e.g. 64")
     height, width, channels = (*image_shape, 1)[:3]
     widths = [channels, *(hidden if len(hidden) == 4 else 4 * tuple(hidden))]
     for _ in range(4):
-        height, width = pooled_side(height), pooled_side(width)
+        height, width = max(1, height // 2), max(1, width // 2)  # as `pool` leaves them
     positions = height * width
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
@@ -315,8 +304,7 @@ def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) ->
 
 def four_widths(network: str, image_shape: Sequence[int], hidden: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     """The channels of an image, and `hidden`."""
-    fits = len(hidden) == 4 and all(map(is_count, hidden))
-    require(fits, "hidden", hidden, f"four positive widths for {network}, e.g. 16, 32, 64, 128")
+    check_widths(hidden, len(hidden) == 4, f"four positive widths for {network}, e.g. 16, 32, 64, 128")
     return (*image_shape, 1)[2], tuple(hidden)
 
 
@@ -375,11 +363,6 @@ def pool(maps: Array) -> Array:
     """2×2 max-pooling, stride 2; an odd last row or column is dropped, as in the papers, and a single one is kept."""
     _, height, width, _ = maps.shape
     return max_pool(maps[:, : max(1, height - height % 2), : max(1, width - width % 2)])
-
-
-def pooled_side(side: int) -> int:
-    """The side of `pool`'s maps."""
-    return max(1, side // 2)
 
 
 BACKBONES = {"conv4": conv4, "resnet12": resnet12, "resnet18": resnet18}

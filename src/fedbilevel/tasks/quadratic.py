@@ -28,15 +28,10 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
-from fedbilevel.tasks.task import Floats, LocalSteps, Task, in_turn, scattered
+from fedbilevel.tasks.task import Floats, LocalSteps, Task, client_means, in_turn, scattered
 
 RIDGE = 1.0  # ρ
-NORMS = {
-    "B": 1.0,
-    "E": 0.5,
-}  # spectral; ‖E‖² < ρ·λ_min(D) makes Φ strongly convex: ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾
-
-
+NORMS = {"B": 1.0, "E": 0.5}  # spectral; ‖E‖² < ρ·λ_min(D) makes Φ strongly convex: ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾
 UNITS = {"core": "_", "units": "unit _"}  # the structure of x and of y, where they have units
 
 
@@ -186,14 +181,12 @@ def quadratic(
     parts = TiedUnits(units, unit_scale, tie)
     exact = solution(population, units=parts)
     size = float(np.linalg.norm(exact.x))
-    form = UNITS if units else None
+    problem = Bilevel(outer=outer, inner=inner)
+    if units:
+        problem = Bilevel(parts.loss(outer, "t", 0), parts.loss(inner, "c", 1), structure=Structure(UNITS, UNITS))
     return Task(
         name="quadratic",
-        problem=Bilevel(
-            outer=parts.loss(outer, "t", 0), inner=parts.loss(inner, "c", 1), structure=Structure(form, form)
-        )
-        if units
-        else Bilevel(outer=outer, inner=inner),
+        problem=problem,
         clients=population,
         x0=_start(dim_x, units),
         y0=_start(dim_y, units),
@@ -215,12 +208,9 @@ def solution(
 ) -> ClosedForm:
     """The closed form, for the clients' own weights or for others (summing to 1); the core first, then the units."""
     w = clients.weights if weights is None else weights
-    mean: dict[str, np.ndarray] = {}
-    for rows in (clients.outer, clients.inner):
-        per_client = [{k: a.mean(0) for k, a in rows.row(i).items()} for i in range(len(clients))]
-        mean |= {k: sum(p * own[k] for p, own in zip(w, per_client, strict=True)) for k in rows.values}
-    dt = sum(p * np.mean([d @ t for d, t in zip(row["D"], row["t"], strict=True)], axis=0)
-             for p, row in zip(w, (clients.outer.row(i) for i in range(len(clients))), strict=True))  # fmt: skip
+    own = client_means(clients)  # D is the same in all samples of a client
+    mean = {name: np.tensordot(w, part, 1) for name, part in own.items()}
+    dt = np.einsum("n,nij,nj->i", w, own["D"], own["t"])
     # y*(x) = Jx + k;  ∇Φ = Rx + E y* + Jᵀ(D y* − Dt + Eᵀx) = 0
     b, d, e = (units.each(mean[name]) for name in "BDE")
     a = units.each(mean["A"]) + units.tied(mean["A"].shape[0])

@@ -11,7 +11,7 @@ so that coefficients are positive whatever x is, and g_i strongly convex. f does
 one each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ def regularization(
     def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
         return outer(x, y, batch) + jnp.vdot(jnp.exp(x), jnp.sum(y**2, axis=1))
 
+    tested, truth = jnp.asarray(with_one(found.test_images)), jnp.asarray(found.test_labels)
     features = rows["row"].shape[1]
     return Task(
         name="regularization",
@@ -69,7 +70,10 @@ def regularization(
         clients=Clients(outer=valid, inner=train, local_steps=local_steps),
         x0=jnp.full(features, jnp.log(ridge)),
         y0=jnp.zeros((features, 1 if found.classes == 2 else found.classes)),
-        metrics=_metrics(part, with_one(found.test_images), found.test_labels),
+        metrics={
+            f"{part}_accuracy": lambda x, y: jnp.mean(jnp.argmax(logits(y, tested), axis=1) == truth),
+            f"{part}_loss": lambda x, y: cross_entropy(logits(y, tested), truth),
+        },
     )
 
 
@@ -83,11 +87,3 @@ def logits(y: Array, rows: Array) -> Array:
     """(n, classes); of two classes the first has logit 0."""
     z = rows @ y
     return z if z.shape[1] > 1 else jnp.concatenate([jnp.zeros_like(z), z], axis=1)
-
-
-def _metrics(part: str, rows: np.ndarray, labels: np.ndarray) -> dict[str, Callable[[Array, Array], Array]]:
-    tested, truth = jnp.asarray(rows), jnp.asarray(labels)
-    return {
-        f"{part}_accuracy": lambda x, y: jnp.mean(jnp.argmax(logits(y, tested), axis=1) == truth),
-        f"{part}_loss": lambda x, y: cross_entropy(logits(y, tested), truth),
-    }

@@ -22,7 +22,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Minimax
-from fedbilevel.tasks.task import Floats, LocalSteps, Task
+from fedbilevel.tasks.task import Floats, LocalSteps, Task, client_means
 
 COUPLING = 0.1  # the largest t_i
 
@@ -151,6 +151,6 @@ def alternating_point(
 
 
 def _coefficients(clients: Clients) -> list[Floats]:
-    """λP, C, A, b with leading axis clients, in double precision."""
-    rows = [clients.outer.row(i) for i in range(len(clients))]
-    return [np.array([np.mean(row[name], axis=0, dtype=float) for row in rows]) for name in "PCAb"]
+    """Return λP, C, A and b, with leading axis clients."""
+    own = client_means(clients)
+    return [own[name] for name in "PCAb"]

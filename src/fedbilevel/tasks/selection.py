@@ -9,7 +9,7 @@ Where features are never used, or repeat each other, F has many minimisers; H is
 standardised, so that a pixel that is always blank has no slope. x = 0 at the start, or uniform on [−start, start]ⁿ.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,9 +63,10 @@ def selection(
     two = known and len(classes) == 2 and classes[0] != classes[1]
     require(two, "classes", list(classes), f"two different ones of 0 to {found.classes - 1}")
     rows, signs = _rows(found.train_images, found.train_labels, classes)
-    tested, truth = _rows(found.test_images, found.test_labels, classes)
+    tested, truth = map(jnp.asarray, _rows(found.test_images, found.test_labels, classes))
     chosen = _balanced(signs, samples, seed)
     rows, signs = rows[chosen], signs[chosen]
+    training = {"row": jnp.asarray(rows), "sign": jnp.asarray(signs)}
     parts = partition(partition_by, (signs > 0).astype(np.int32), clients, seed=seed, **dict(partition_options or {}))
 
     def loss(x: Array, batch: dict[str, Array]) -> Array:
@@ -73,6 +74,9 @@ def selection(
 
     def preference(x: Array) -> Array:
         return jnp.sum(jnp.abs(x)) + jnp.vdot(x, x) / 2
+
+    def accuracy(x: Array) -> Array:
+        return jnp.mean(jnp.where(tested @ x > 0, 1, -1) == truth)
 
     part = "validation" if holdout else "test"
     return Task(
@@ -83,7 +87,13 @@ def selection(
         ),
         x0=jnp.asarray(start * np.random.default_rng([seed, 2]).uniform(-1, 1, rows.shape[1]), float),
         y0=None,
-        metrics=_metrics(part, tested, truth, {"row": rows, "sign": signs}, loss, preference),
+        metrics={
+            f"{part}_accuracy": lambda x, y: accuracy(x),
+            f"average_{part}_accuracy": lambda x, y: accuracy(y),
+            "train_loss": lambda x, y: loss(x, training),
+            "outer_loss": lambda x, y: preference(x),
+            "sparsity": lambda x, y: jnp.mean(jnp.abs(x) <= SMALL * jnp.max(jnp.abs(x))),
+        },
     )
 
 
@@ -104,26 +114,3 @@ def _balanced(signs: np.ndarray, samples: int | None, seed: int) -> np.ndarray:
     require(samples % 2 == 0 and samples <= most, "samples", samples, f"an even number, at most {most}")
     both = np.concatenate([one[: samples // 2] for one in of_each])
     return np.random.default_rng([seed, 4]).permutation(both)
-
-
-def _metrics(
-    part: str,
-    tested: np.ndarray,
-    truth: np.ndarray,
-    training: dict[str, np.ndarray],
-    loss: Callable[[Array, dict[str, Array]], Array],
-    preference: Callable[[Array], Array],
-) -> dict[str, Callable[[Array, Array], Array]]:
-    rows, signs = jnp.asarray(tested), jnp.asarray(truth)
-    batch = {name: jnp.asarray(array) for name, array in training.items()}
-
-    def accuracy(x: Array) -> Array:
-        return jnp.mean(jnp.where(rows @ x > 0, 1, -1) == signs)
-
-    return {
-        f"{part}_accuracy": lambda x, y: accuracy(x),
-        f"average_{part}_accuracy": lambda x, y: accuracy(y),
-        "train_loss": lambda x, y: loss(x, batch),
-        "outer_loss": lambda x, y: preference(x),
-        "sparsity": lambda x, y: jnp.mean(jnp.abs(x) <= SMALL * jnp.max(jnp.abs(x))),
-    }

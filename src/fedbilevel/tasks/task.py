@@ -55,6 +55,12 @@ def scattered(
     return {**rows, vector: rows[vector] + noise * rng.normal(size=rows[vector].shape)}
 
 
+def client_means(clients: Clients) -> dict[str, Floats]:
+    """Average each array of samples, by its name, over each client's samples, in double precision: (clients, …)."""
+    rows = [clients.outer.row(i) | clients.inner.row(i) for i in range(len(clients))]
+    return {name: np.array([np.mean(row[name], axis=0, dtype=float) for row in rows]) for name in rows[0]}
+
+
 def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
     """Each client's capacity for `Clients`: those given, dealt out in turn; None, all of the model, where none are."""
     several = isinstance(capacities, Sequence) and not isinstance(capacities, str)
