@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedbilevel.errors import ConfigurationError
-from papers.numbers import COSTS
+from fedbilevel.experiments import COSTS
 
 Scale = Literal["quick", "full"]
 SCALES: tuple[Scale, ...] = ("quick", "full")
@@ -299,15 +299,8 @@ def read(file: Path, content: Mapping[str, Any]) -> Figure:
         sizes: dict[str, Any] = {str(scale): made(Size, content[scale]) for scale in SCALES}
         tuning = made(Tuning, content["tuning"]) if content.get("tuning") else None
         claims = [made(Claim, claim) for claim in content["claims"]]
-        whole: dict[str, Any] = {
-            **content,
-            **sizes,
-            "panels": panels,
-            "methods": methods,
-            "claims": claims,
-            "tuning": tuning,
-        }
-        return made(Figure, {"runs": file.stem, **whole, "file": file})
+        parts = {"panels": panels, "methods": methods, "claims": claims, "tuning": tuning, "file": file}
+        return made(Figure, {"runs": file.stem, **content, **sizes, **parts})
     except KeyError as error:
         raise ConfigurationError(f"{file}: {error} is missing") from error
     except (TypeError, AttributeError, ConfigurationError) as error:

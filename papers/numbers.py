@@ -1,4 +1,4 @@
-"""What a row of a history has cost, and how numbers are written."""
+"""What is read off a row of a history, and how numbers are written."""
 
 from __future__ import annotations
 
@@ -6,33 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-COSTS = {
-    "rounds": "rounds",
-    "exchanges": "exchanges",
-    "megabytes": "traffic (MB, down + up)",
-    "evaluations": "gradients + hvps",
-    "gflop": "GFLOP",
-    "seconds": "seconds in rounds",
-    "time": "virtual seconds",
-}
-"""What a metric may be drawn against, with the words of an axis."""
+from fedbilevel.experiments import COSTS, costs_of
+
 UNITS = {"megabytes": "MB", "evaluations": "gradients and hvps", "gflop": "GFLOP", "time": "virtual seconds"}
 """Of costs whose names are no unit."""
 POINTS = "percentage points"
 DIGITS = 5  # of a number that is kept
-
-
-def costs_of(row: Mapping[str, float]) -> dict[str, float]:
-    """What had been spent up to a row, by the names of COSTS; "gflop" where operations were counted."""
-    costs = {
-        "rounds": row["round"],
-        "exchanges": row["exchanges"],
-        "megabytes": (row["bytes_down"] + row["bytes_up"]) / 1e6,
-        "evaluations": row["gradients"] + row["hvps"],
-        "seconds": row["seconds"],
-        "time": row["time"],
-    }
-    return costs | ({"gflop": row["flops"] / 1e9} if "flops" in row else {})
 
 
 def value_in(row: Mapping[str, float], name: str) -> float | None:

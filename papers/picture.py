@@ -4,23 +4,20 @@ series, and where what is compared is itself a cost."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as Drawing
 
+from fedbilevel.experiments import COLOURS, COSTS, Curve, draw_panel
 from papers.claims import of_curve
 from papers.figure import Claim, Figure
-from papers.numbers import COSTS, axis, in_percent
+from papers.numbers import axis, in_percent
 
-# M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":")
 MARKERS = "ox+v"  # one shows through another
 COLUMNS = 3  # of panels, at most
 READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # off a curve
-FAR_APART = 50  # largest over smallest value, from which on an axis is logarithmic
 
 
 def draw(figure: Figure, outcome: Mapping[str, Any]) -> bytes:
@@ -38,41 +35,25 @@ def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     rows = -(-len(panels) // columns)
     drawing = Drawing((3.6 * columns + 0.4, 3.2 * rows + 0.6), layout="constrained")
     cells = list(drawing.subplots(rows, columns, squeeze=False).flat)
+    places = {name: place for place, name in enumerate(figure.methods)}  # a method has the same colour in all panels
     for axes, (panel, methods) in zip(cells, panels.items(), strict=False):
-        lines = {name: {k: np.array(v) for k, v in of["curve"].items()} for name, of in methods.items() if of["curve"]}
-        percent = in_percent(figure.metric)
-        values = np.concatenate([line["mean"] for line in lines.values()]) if lines else np.ones(1)
-        log = not percent and values.min() > 0 and values.max() > FAR_APART * values.min()
-        for name, line in lines.items():
-            style, scale = style_of(figure, name), 100 if percent else 1
-            mean, high = scale * line["mean"], scale * (line["mean"] + line["sd"])
-            axes.plot(line["cost"], mean, label=name, **style)
-            low = mean * (mean / high) if log else 2 * mean - high  # by the same factor below as above
-            axes.fill_between(line["cost"], low, high, color=style["color"], alpha=0.18, linewidth=0)
-        limit(axes, lines.values(), percent)
+        known = {name: of["curve"] for name, of in methods.items() if of["curve"]}
+        lines = [curve(name, figure.against, of) for name, of in known.items()]
+        if lines:
+            percent, colours = in_percent(figure.metric), [places[name] for name in known]
+            draw_panel(axes, lines, figure.against, percent=percent, places=colours)
         axes.set_title(panel, fontsize=10)
-        axes.set_xlabel(axis(figure.against))
-        axes.set_yscale("log" if log else "linear")
-        axes.grid(alpha=0.3, linewidth=0.6)
     for axes in cells[len(panels) :]:
         axes.axis("off")
     for axes in cells[::columns]:
         axes.set_ylabel(axis(figure.metric))
-    legend(drawing, figure)
+    legend(drawing)
     return drawing
 
 
-def limit(axes: Any, lines: Iterable[Mapping[str, np.ndarray]], percent: bool) -> None:
-    """Set the limits of the axes: costs from 0 on, logarithmic where the ends lie far apart."""
-    ends = [line["cost"][-1] for line in lines]
-    if ends and min(ends) > 0 and max(ends) > 10 * min(ends):
-        first = min(line["cost"][line["cost"] > 0].min() for line in lines)
-        axes.set_xscale("symlog", linthresh=10.0 ** np.floor(np.log10(first)), linscale=0.5)
-    axes.set_xlim(left=0)
-    after = [line["mean"][1:] for line in lines if len(line["mean"]) > 1]
-    if percent and after:
-        shown = 100 * np.concatenate(after)
-        axes.set_ylim(max(0.0, shown.min() - 3), min(100.0, shown.max() + 1))
+def curve(name: str, cost: str, of: Mapping[str, Any]) -> Curve:
+    """A curve that was kept."""
+    return Curve(name, {cost: np.array(of["cost"])}, np.array(of["mean"]), np.array(of["sd"]))
 
 
 def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
@@ -108,9 +89,8 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     axes.set_ylabel(axis(figure.metric))
     if not figure.series:
         axes.set_ylim(bottom=0)
-    if not figure.series:
         axes.tick_params(axis="x", rotation=30 if len(places) > 4 else 0)
-    legend(drawing, figure)
+    legend(drawing)
     return drawing
 
 
@@ -135,19 +115,11 @@ def in_words(claim: Claim, outcome: Mapping[str, Any]) -> str:
     return f"{READ[claim.by]}: slope {fitted}, predicted {claim.slope:g} (grey)".replace("-", "−")
 
 
-def style_of(figure: Figure, method: str) -> dict[str, Any]:
-    """The colour and dashes of a method, the same in all panels."""
-    place = list(figure.methods).index(method)
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
-
-
-def legend(drawing: Drawing, figure: Figure) -> None:
-    """One legend for all panels, in the order of the methods, with as many columns as there is room for."""
+def legend(drawing: Drawing) -> None:
+    """One legend for all panels, with as many columns as there is room for."""
     pairs: Sequence[Any] = [axes.get_legend_handles_labels() for axes in drawing.axes]
     named = {name: handle for handles, names in pairs for handle, name in zip(handles, names, strict=True)}
-    order = [name for name in figure.methods if name in named] or list(named)
-    if order:
-        columns = int(drawing.get_figwidth() / (0.7 + 0.09 * max(map(len, order))))  # inches of a line and of a letter
-        drawing.legend(
-            [named[name] for name in order], order, loc="outside lower center", ncols=max(1, columns), frameon=False
-        )
+    if named:
+        columns = int(drawing.get_figwidth() / (0.7 + 0.09 * max(map(len, named))))  # inches of a line and of a letter
+        below: Any = {"loc": "outside lower center", "ncols": max(1, columns), "frameon": False}
+        drawing.legend(list(named.values()), list(named), **below)

@@ -28,9 +28,10 @@ import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.authoring import History
 from fedbilevel.errors import ConfigurationError, InUse, NumericalError
+from fedbilevel.experiments import COSTS, costs_of
 from papers.claims import findings, verdict
 from papers.figure import Figure, Scale, merged, require
-from papers.numbers import COSTS, costs_of, rounded, text, value_in
+from papers.numbers import rounded, text, value_in
 
 SEEDS = (0, 1, 2)
 FAILED = "failed.txt"

@@ -23,10 +23,11 @@ from fedbilevel import experiments
 from fedbilevel.authoring import History
 from fedbilevel.data import DataError
 from fedbilevel.errors import FedbilevelError
+from fedbilevel.experiments import costs_of
 from papers import page
 from papers.claims import interval
 from papers.figure import merged
-from papers.numbers import UNITS, costs_of, rounded, text
+from papers.numbers import UNITS, rounded, text
 from papers.play import SEEDS, Run, Say, Tried, best, play_all, prepare, tried, with_values, word, write
 
 HERE = Path(__file__).parent
@@ -100,7 +101,7 @@ def ranks_of(
     fails with some seed has neither rank nor place."""
     whole = {name: [one for one in side if one is not None] for name, side in runs.items()}
     larger = next((one.larger_is_better(metric) for side in whole.values() for one in side), True)
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for cost, amount in panel["budgets"].items():
         read = {
             name: [read_at(one, metric, cost, amount) for one in side]
@@ -109,13 +110,10 @@ def ranks_of(
         }
         placed = ranked(read, larger, panel.get("log", False))
         means = {name: float(np.mean(values)) * (1 if larger else -1) for name, values in read.items()}
-        found[cost] = {name: {"rank": None, "place": None, "values": []} for name in runs}
-        for name, values in read.items():
-            found[cost][name] = {
-                "rank": placed[name],
-                "place": 1 + sum(other > means[name] for other in means.values()),
-                "values": values,
-            }
+        places = {name: 1 + sum(other > mean for other in means.values()) for name, mean in means.items()}
+        found[cost] = {
+            name: {"rank": placed.get(name), "place": places.get(name), "values": read.get(name, [])} for name in runs
+        }
     return found
 
 

@@ -36,7 +36,7 @@ def test_the_mean_and_the_spread_of_a_curve() -> None:
     one = History([{"round": 0, **COST, "e": 1.0}, {"round": 5, **COST, "e": 0.2}, {"round": 7, **COST, "e": 9.0}])
     two = History([{"round": 0, **COST, "e": 3.0}, {"round": 5, **COST, "e": 0.4}])
     mean = curve("x", [one, two], "e")
-    np.testing.assert_array_equal(mean.rounds, [0, 5])
+    np.testing.assert_array_equal(mean.costs["rounds"], [0, 5])
     np.testing.assert_allclose(mean.value, [2.0, 0.3])
     np.testing.assert_allclose(mean.spread, [2**0.5, 0.1 * 2**0.5])
     np.testing.assert_allclose(mean.costs["megabytes"], [30e-6, 30e-6])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.display.curves import PANELS, Curve
+from fedbilevel.display.curves import COSTS, Curve
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 
@@ -16,7 +16,7 @@ ZEROS = {"exchanges": 0, "bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps":
 
 
 def curves(number: int) -> list[Curve]:
-    costs = {name: np.array([0.0, 1.0]) for name in PANELS}
+    costs = {name: np.array([0.0, 1.0]) for name in COSTS}
     return [Curve(f"method number {i}", costs, np.array([1.0, 0.5 + i])) for i in range(number)]
 
 
@@ -33,7 +33,7 @@ def test_each_curve_of_a_run_is_drawn_once_and_losses_of_unequal_size_apart(inne
 
 @pytest.mark.parametrize(("panels", "cells"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6)])
 def test_every_curve_is_named_in_the_picture(panels, cells) -> None:
-    names = list(PANELS)[:panels]
+    names = list(COSTS)[:panels]
     for size in (None, (3.3, 2.6)):
         figure = plots.comparison_figure(curves(9), "e", "title", names, size)
         assert [axes.get_xlabel() != "" for axes in figure.axes] == [i < panels for i in range(cells)]

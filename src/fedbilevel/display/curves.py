@@ -18,7 +18,7 @@ from fedbilevel.wording import missing
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LEVEL = "#666666"
 DASHES = ("-", "--", "-.", ":")
-PANELS = {  # what a panel may run over, and its label
+COSTS = {  # what a metric may be drawn against, and the label of that axis
     "rounds": "rounds",
     "exchanges": "exchanges",
     "megabytes": "traffic (MB, down + up, whole cohort)",
@@ -46,19 +46,23 @@ class NumberTable(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: its values at the rows, with the spread between seeds if there are several. Of a `level` only the last
-    value counts: it is drawn across the panel."""
+    """A metric of a run against its costs, or the mean over several seeds.
+
+    Args:
+        label: its name in a legend.
+        costs: what had been spent up to each row, by the names of COSTS that are known; shape (rows,) each.
+        value: the metric in these rows, shape (rows,).
+        spread: its standard deviation over the seeds, shape (rows,); None where there is a single seed.
+        level: whether a line across the panel is drawn, at the last value.
+        clients: of a per-client metric its "p10", "p90" and "worst" over clients, shape (rows,) each.
+    """
 
     label: str
-    costs: dict[str, np.ndarray]  # by the names of PANELS; "gflop" where it is known
+    costs: dict[str, np.ndarray]
     value: np.ndarray
     spread: np.ndarray | None = None
     level: bool = False
-    clients: dict[str, np.ndarray] | None = None  # of a per-client metric: its "p10", "p90" and "worst" over clients
-
-    @property
-    def rounds(self) -> np.ndarray:
-        return self.costs["rounds"]
+    clients: dict[str, np.ndarray] | None = None
 
 
 def time_of(row: Mapping[str, float]) -> float:
@@ -67,7 +71,7 @@ def time_of(row: Mapping[str, float]) -> float:
 
 
 def costs_of(row: Mapping[str, float]) -> dict[str, float]:
-    """What had been spent up to a row, by the names of PANELS; "gflop" where it was counted."""
+    """Return what had been spent up to a row of a history, by the names of COSTS; "gflop" where it was counted."""
     costs = {
         "rounds": row["round"],
         "exchanges": row["exchanges"],
@@ -88,7 +92,7 @@ def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
     values = np.array([[table[round][metric] for round in rounds] for table in tables], float)
     spent = [costs_of(table[round]) for table in tables for round in rounds]
-    known = [name for name in PANELS if all(name in costs for costs in spent)]
+    known = [name for name in COSTS if all(name in costs for costs in spent)]
     shape = (len(tables), len(rounds))
     costs = {name: np.reshape([one[name] for one in spent], shape).mean(axis=0) for name in known}
     several = len(tables) > 1
@@ -160,16 +164,27 @@ def draw_history(
 def draw_panel(
     axes: Any, curves: Sequence[Curve], panel: str, *, percent: bool, places: Sequence[int] | None = None
 ) -> list[list[Any]]:
-    """Curves against one cost. They share one axis, from a cost of 0 on: a logarithmic one where their ends are far
-    apart, which below its first power of ten is linear. `places` choose the colours; None: 0, 1, … in turn. Returns
-    the Matplotlib artists of each curve."""
+    """Draw curves against a cost.
+
+    The axis of the cost begins at 0. Where the curves end far apart it is logarithmic, and linear below its first power
+    of ten.
+
+    Args:
+        axes: Matplotlib axes.
+        panel: the cost, by its name in COSTS.
+        percent: whether values are shares, which are drawn in per cent.
+        places: of each curve the place of its colour in COLOURS; None: 0, 1, … in turn.
+
+    Returns:
+        The Matplotlib artists of each curve.
+    """
     values = np.concatenate([line.value for line in curves])
     log, scale = not percent and _ratio(values) > 50, 100 if percent else 1
     drawn = [
         _draw_curve(axes, line, panel, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], scale, log)
         for i, line in zip(range(len(curves)) if places is None else places, curves, strict=True)
     ]
-    axes.set_xlabel(SHORT.get(panel, PANELS[panel]) if axes.figure.get_figwidth() < NARROW else PANELS[panel])
+    axes.set_xlabel(SHORT.get(panel, COSTS[panel]) if axes.figure.get_figwidth() < NARROW else COSTS[panel])
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     spent = [line.costs[panel] for line in curves if not line.level]
@@ -181,7 +196,7 @@ def draw_panel(
     axes.set_xlim(left=0)
     if log:
         axes.set_yscale("log")
-    if percent and (learnt := _range_after_start(curves)):
+    if percent and (learnt := _range_after_start(curves, panel)):
         axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
     return drawn
 
@@ -208,8 +223,8 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
 
 def require_panel(panel: str, curves: Sequence[Curve]) -> None:
     """Refuse a name that is no currency of cost, and a cost that some of the runs did not count."""
-    if panel not in PANELS:
-        raise unknown("panel", panel, PANELS)
+    if panel not in COSTS:
+        raise unknown("panel", panel, COSTS)
     if lacking := [line.label for line in curves if panel not in line.costs and not line.level]:
         raise ConfigurationError(f"no panel of {panel}: it was not counted in {', '.join(lacking)}")
 
@@ -283,8 +298,8 @@ def _ratio(values: np.ndarray) -> float:
     return float(values.max() / values.min()) if values.size and values.min() > 0 else 1.0
 
 
-def _range_after_start(curves: Sequence[Curve]) -> tuple[float, float] | None:
+def _range_after_start(curves: Sequence[Curve], panel: str) -> tuple[float, float] | None:
     """Lowest and highest value, leaving out the untrained model, beside which all else would look flat."""
     ends = [(line, value) for line in curves for value in (line.value, *(line.clients or {}).values())]
-    values = np.concatenate([value[-1:] if line.level else value[line.rounds > 0] for line, value in ends])
+    values = np.concatenate([value[-1:] if line.level else value[line.costs[panel] > 0] for line, value in ends])
     return (float(values.min()), float(values.max())) if values.size else None

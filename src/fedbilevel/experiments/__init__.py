@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedbilevel.display.curves import COLOURS, COSTS, Curve, costs_of, draw_panel
     from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
     from fedbilevel.experiments.runner import Experiment, build, complete, resume, run, run_of
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from fedbilevel.experiments.spec import Component, EnginePlan, RunPlan, Spec, configure, read_spec, resolve
 
 __all__ = [
+    "COLOURS",
+    "COSTS",
     "Component",
+    "Curve",
     "EnginePlan",
     "Experiment",
     "Folder",
@@ -34,6 +38,8 @@ __all__ = [
     "comparison_table",
     "complete",
     "configure",
+    "costs_of",
+    "draw_panel",
     "load_groups",
     "load_run",
     "read_spec",
@@ -45,16 +51,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "compare": ("comparison_table", "load_groups"),
-    "folder": ("Folder", "LoadedRun", "load_run"),
-    "runner": ("Experiment", "build", "complete", "resume", "run", "run_of"),
-    "series": ("TaskCache", "compare_algorithms", "seeded"),
+    "display.curves": ("COLOURS", "COSTS", "Curve", "costs_of", "draw_panel"),
+    "experiments.compare": ("comparison_table", "load_groups"),
+    "experiments.folder": ("Folder", "LoadedRun", "load_run"),
+    "experiments.runner": ("Experiment", "build", "complete", "resume", "run", "run_of"),
+    "experiments.series": ("TaskCache", "compare_algorithms", "seeded"),
 }
-"""Where the names above are that are not in `spec`."""
+"""Where the names above are that are not in `experiments.spec`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = next((module for module, names in _MODULES.items() if name in names), "spec")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "experiments.spec")
+    return getattr(import_module(f"fedbilevel.{module}"), name)

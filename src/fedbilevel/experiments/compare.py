@@ -16,7 +16,7 @@ import rich.table
 
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.metrics import in_percent, larger_is_better, text
-from fedbilevel.display.curves import PANELS, curve, time_of, words
+from fedbilevel.display.curves import COSTS, curve, time_of, words
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
@@ -178,7 +178,7 @@ def comparison_figure(
     """The Matplotlib figure of the groups' curves; a run without a federation is a line at its final value.
 
     Args:
-        panels: names of `curves.PANELS`, one panel for each, and "per_client" or "per_client:NAME", a panel for each
+        panels: names of `curves.COSTS`, one panel for each, and "per_client" or "per_client:NAME", a panel for each
             metric that was measured per client, over exchanges or over NAME; None chooses (`default_panels`).
         size: width and height in inches, for a paper: small type where it is narrow, and no title.
     """
@@ -199,8 +199,8 @@ def is_per_client(panel: str) -> bool:
     """Whether a panel shows metrics per client; a ConfigurationError where no panel has that name."""
     kind, colon, cost = panel.partition(":")
     per_client = kind == PER_CLIENT
-    if (cost if per_client and colon else "exchanges" if per_client else panel) not in PANELS:
-        raise unknown("panel", panel, [*PANELS, PER_CLIENT, *(f"{PER_CLIENT}:{cost}" for cost in PANELS)])
+    if (cost if per_client and colon else "exchanges" if per_client else panel) not in COSTS:
+        raise unknown("panel", panel, [*COSTS, PER_CLIENT, *(f"{PER_CLIENT}:{cost}" for cost in COSTS)])
     return per_client
 
 
