@@ -24,7 +24,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.card import Card, Shown, counted
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, InUse, NumericalError, require, require_count, unknown
-from fedbilevel.core.metrics import text
+from fedbilevel.core.metrics import mean_and_sd
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
@@ -319,7 +319,9 @@ class Sweep(Shown):
         values = ", ".join(f"{name} = {value}" for name, value in (self.best or {}).items())
         lines = {
             "best": values or "none: every point failed",
-            self.select: "–" if self.best is None else mean_and_sd(self.select, self.rows[0]),
+            self.select: "–"
+            if self.best is None
+            else mean_and_sd(self.select, self.rows[0][self.select], self.rows[0]["sd"]),
             "chosen on": self.chosen_on,
             "runs": self.effort,
             "more": "rows, best, algorithm, trials",
@@ -342,11 +344,3 @@ def standing(point: PointValues, runs: Sequence[Mapping[str, Any]], select: str)
     spread = statistics.stdev(metric) if len(metric) > 1 else None
     costs = {name: statistics.fmean(run[column] for run in runs) for name, column in COSTS.items()}
     return {**point, select: statistics.fmean(metric), "sd": spread, **costs, "error": "", **point}
-
-
-def mean_and_sd(select: str, row: Mapping[str, Any]) -> str:
-    """Write a point's metric for people: "0.0123 ± 0.001", or "–" where the point failed."""
-    mean, spread = row[select], row["sd"]
-    if mean is None or spread is None:
-        return "–" if mean is None else text(select, mean)
-    return f"{text(select, mean).removesuffix(' %')} ± {text(select, spread)}"

@@ -161,7 +161,7 @@ def test_milestones_and_the_exchanges_to_them(runs) -> None:
     assert compare.cost_to(rising, "accuracy", 0.9) == 30
     assert compare.cost_to(rising, "accuracy", 0.97) is None
     assert common_targets(load_groups([runs / "sim"]), "relative_error")[0] == 0.1
-    assert view.mean_and_spread("accuracy", [0.9, 0.92]) == "91.00 ± 1.41 %"
+    assert str(view.Cell(values=[0.9, 0.92], kind="accuracy")) == "91.00 ± 1.41 %"
 
 
 def test_runs_that_measure_different_things_are_refused(runs, tmp_path) -> None:

@@ -115,11 +115,7 @@ class Ragged(Shown):
 
     def example(self) -> PyTree:
         """One sample's shapes: leaves (1, ...), without values."""
-
-        def one(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((1, *np.shape(leaf)[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-        return jax.tree.map(one, self.values)
+        return jax.tree.map(_one_sample, self.values)
 
     def row(self, i: int) -> PyTree:
         """The samples of row i, leaves (size[i], ...)."""

@@ -74,3 +74,8 @@ def text(metric: str, value: float | None) -> str:
     if value is None or math.isnan(value):
         return "–"
     return f"{100 * value:.2f} %" if in_percent(metric) else f"{value:.4g}"
+
+
+def mean_and_sd(metric: str, mean: float | None, sd: float | None) -> str:
+    """A mean with its standard deviation, where there is one, for people."""
+    return text(metric, mean) if sd is None else f"{text(metric, mean).removesuffix(' %')} ± {text(metric, sd)}"

@@ -88,20 +88,24 @@ def scales(m: Measurements, dim_y: int, batch_size: int | None, weight: float, p
     )
 
 
-def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of SimFBO and ShroFBO; `work` is the most local steps that the population says, if it says any."""
+def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedBiO and FedBiOAcc, whose clients' own steps are the only ones.
+
+    `work` is the most local steps that the population says, if it says any.
+    """
     tau = work or (LOCAL_STEPS if batch_size is not None else 1)
     inner = 1 / s.smoothness
-    server = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
+    steps = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
+    return {"local_steps": tau, "batch_size": batch_size, "client_lr": steps}
+
+
+def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of SimFBO and ShroFBO: FedBiO's steps are the server's."""
+    chosen = plain(s, batch_size, work)
+    server = chosen["client_lr"]
     # local steps as long as the server's retrace its path; where there is no noise to average they only drift
     local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
-    return {
-        "local_steps": tau,
-        "batch_size": batch_size,
-        "client_lr": local,
-        "server_lr": server,
-        "radius": radius(s),
-    }
+    return {**chosen, "client_lr": local, "server_lr": server, "radius": radius(s)}
 
 
 def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[InnerSteps] = SVRG) -> dict[str, Any]:
@@ -133,14 +137,6 @@ def solver(s: Scales) -> Neumann | CG:
 def nested_plainly(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
     """Fields of FedNestSGD: FedNest's, with plain local steps on y."""
     return nested(s, batch_size, work, LocalSGD)
-
-
-def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of FedBiO and FedBiOAcc: SimFBO's without momentum, the clients' own steps being the only ones."""
-    tau = work or (LOCAL_STEPS if batch_size is not None else 1)
-    inner = 1 / s.smoothness
-    steps = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
-    return {"local_steps": tau, "batch_size": batch_size, "client_lr": steps}
 
 
 def recursive(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:

@@ -192,17 +192,17 @@ COVERTYPE: dict[str, Fields] = {
     **REGULARIZATION,
     "fednest": {**inner(rounds=3, lr=3.0), "outer_lr": 300.0, **neumann(step=0.1), "batch_size": 256},
     "afbo": merged(PENALTY_AFBO, inner(lr=1.0), {"batch_size": 64}),
-    "adbo": {
-        **PENALTY_CUTTING,
-        "client_lr": xyv(20.0, 1.0, 0.002),
-        "iterations": 20,
-        "wait_for": 9,
-        "max_staleness": 15,
-    },
-    "sdbo": {**PENALTY_CUTTING, "client_lr": xyv(20.0, 1.0, 0.002), "iterations": 10},
+    **{name: {**REGULARIZATION[name], "client_lr": xyv(20.0, 1.0, 0.002)} for name in ("adbo", "sdbo")},
 }
 HALF: dict[str, Fields] = {"afbo": {"wait_for": 9}}  # of 18 clients
 LINEAR_RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
+
+
+def linear(algorithms: Mapping[str, Fields]) -> Preset:
+    """What two of these tasks share."""
+    shared = {**local_steps(5), "batch_size": 32, **TERMS}
+    return Preset(shared=shared, algorithms=randomly(algorithms), asynchronous=HALF, run=LINEAR_RUN)
+
 
 CLEANING_CUTTING: Fields = {
     "iterations": 20,
@@ -367,12 +367,8 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
         run={"rounds": 500, "cohort": None, "eval_every": 10},
     ),
     ("saddle", None): Preset(shared={**local_steps(5), "batch_size": None}, algorithms=SADDLE, run=CLOSED_FORM_RUN),
-    ("compositional", None): Preset(
-        shared={**local_steps(1), "batch_size": None}, algorithms=COMPOSITIONAL, run=CLOSED_FORM_RUN
-    ),
-    ("portfolio", None): Preset(
-        shared={**local_steps(1), "batch_size": None}, algorithms=COMPOSITIONAL, run=CLOSED_FORM_RUN
-    ),
+    ("compositional", None): AFFINE,
+    ("portfolio", None): AFFINE,
     ("location", None): Preset(
         shared={"regularization": 0.03},
         algorithms=LOCATION,
@@ -393,24 +389,9 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
         algorithms=HOSPITALS,
         run={"rounds": 300, "cohort": None, "eval_every": 30},
     ),
-    ("regularization", None): Preset(
-        shared={**local_steps(5), "batch_size": 32, **TERMS},
-        algorithms=randomly(REGULARIZATION),
-        asynchronous=HALF,
-        run=LINEAR_RUN,
-    ),
-    ("regularization", "covtype"): Preset(
-        shared={**local_steps(5), "batch_size": 32, **TERMS},
-        algorithms=randomly(COVERTYPE),
-        asynchronous=HALF,
-        run=LINEAR_RUN,
-    ),
-    ("hyper_cleaning", None): Preset(
-        shared={**local_steps(5), "batch_size": 32, **TERMS},
-        algorithms=randomly(CLEANING_ON_DIGITS),
-        asynchronous=HALF,
-        run=LINEAR_RUN,
-    ),
+    ("regularization", None): linear(REGULARIZATION),
+    ("regularization", "covtype"): linear(COVERTYPE),
+    ("hyper_cleaning", None): linear(CLEANING_ON_DIGITS),
     ("hyper_cleaning", "mnist"): CLEANING_MNIST,
     ("hyper_cleaning", "fashion-mnist"): CLEANING_MNIST,
     ("hyper_representation", "digits"): Preset(

@@ -29,7 +29,7 @@ from fedbilevel.experiments.compare import (
     tasks_of,
 )
 from fedbilevel.experiments.folder import LoadedRun, as_damage
-from fedbilevel.experiments.view import Cell, Column, Table, mean_and_spread, page_table, visible
+from fedbilevel.experiments.view import Cell, Column, Table, page_table, visible
 from fedbilevel.wording import require_object
 
 FILE = "report.html"
@@ -108,7 +108,7 @@ def _best(groups: Sequence[RunGroup]) -> str:
     best = choose(ends.values(), key=fmean)
     level = [name for name, values in ends.items() if text(metric, fmean(values)) == text(metric, fmean(best))]
     by = f", by {' and '.join(level)}" if len(ends) > 1 else ""
-    return f"Best {words(metric)} at the end: {mean_and_spread(metric, best)}{by}."
+    return f"Best {words(metric)} at the end: {Cell(values=best, kind=metric)}{by}."
 
 
 def _band(groups: Sequence[RunGroup]) -> str:

@@ -19,7 +19,7 @@ import rich.table
 
 from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.metrics import text
+from fedbilevel.core.metrics import mean_and_sd, text
 from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.engines.checkpoint import write_text
@@ -40,7 +40,6 @@ from fedbilevel.sweeps import (
     Sweep,
     allowed,
     made,
-    mean_and_sd,
     measured_on_test,
     played,
     product,
@@ -223,7 +222,9 @@ def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
         )
         for name in found.fields
     ]
-    columns.append(Column(found.select, [Cell(mean_and_sd(found.select, row)) for row in found.rows]))
+    columns.append(
+        Column(found.select, [Cell(mean_and_sd(found.select, row[found.select], row["sd"])) for row in found.rows])
+    )
     for name, goes in (("rounds", 1), ("exchanges", 0)):
         if name not in found.fields:
             cells = [Cell("–") if row[name] is None else Cell(values=[row[name]], kind="count") for row in found.rows]

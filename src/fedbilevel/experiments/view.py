@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from fedbilevel.core.metrics import in_percent, text
+from fedbilevel.core.metrics import in_percent, mean_and_sd
 
 READABLE = 20  # characters of a text before it is folded
 LEAST = 8  # where even so there is no room
@@ -76,14 +76,7 @@ class Cell:
             return self.words
         if self.kind in AMOUNTS:
             return AMOUNTS[self.kind](self.mean) + self.words
-        if self.deviation is None:
-            return text(self.kind, self.mean)
-        return f"{text(self.kind, self.mean).removesuffix(' %')} ± {text(self.kind, self.deviation)}"
-
-
-def mean_and_spread(metric: str, values: Sequence[float]) -> str:
-    """Mean ± sample standard deviation, for people."""
-    return str(Cell(values=values, kind=metric))
+        return mean_and_sd(self.kind, self.mean, self.deviation)
 
 
 @dataclass(frozen=True)
