@@ -101,7 +101,7 @@ def test_held_out_rows_are_training_rows_and_the_metrics_say_so():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"classes": (0, 0)}, "classes = \\[0, 0\\].*two different ones of 0 to 9"),
+        ({"classes": (0, 0)}, "classes = \\[0, 0\\].*two different classes of 0 to 9"),
         ({"classes": (0, 11)}, "classes = \\[0, 11\\]"),
         ({"classes": (1,)}, "classes = \\[1\\]"),
         ({"samples": 7}, "samples = 7.*an even number, at most 286"),

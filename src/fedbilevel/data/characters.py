@@ -26,10 +26,10 @@ SIDE = 28  # pixels of an image's edge
 
 @dataclass(frozen=True, eq=False)
 class Drawings:
-    """Several drawings of each character.
+    """Hold several drawings of each character.
 
-    images: (characters, drawings, 28, 28) uint8, ink 255 on 0. alphabet: (characters,) int32, the number of each one's
-    alphabet among `alphabets`, which are names.
+    images: (characters, drawings, 28, 28) uint8, ink 255 on 0. alphabet: (characters,) int32, the number of the
+    character's alphabet in `alphabets`, which are names.
     """
 
     images: NDArray[np.uint8]
@@ -43,7 +43,7 @@ PIXELS = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Characters:
-    """Characters to train on, and others, of other alphabets, to test with.
+    """Hold characters to train on, and characters of other alphabets to test with.
 
     mean, std: of the training pixels scaled to [0, 1].
     """
@@ -56,9 +56,9 @@ class Characters:
 
 
 def load_characters(name: str, *, progress: files.Progress | None = None) -> Characters:
-    """The characters called `name`: "omniglot", or "strokes", which are generated and need no file.
+    """Load the characters called `name`: "omniglot", or "strokes", which are generated and need no file.
 
-    The files of Omniglot are looked for and downloaded as `load` does it; see `read_omniglot`.
+    The files of Omniglot are found or downloaded as `load` does it; see `read_omniglot`.
 
     DataError if the name is unknown, a file is damaged, a download fails, or Pillow is missing.
     """
@@ -68,9 +68,9 @@ def load_characters(name: str, *, progress: files.Progress | None = None) -> Cha
 
 
 def by_alphabet(alphabet: NDArray[np.integer], clients: int, *, seed: Seed) -> list[Indices]:
-    """Whole alphabets at random, their number equal to within one: per client, its characters in a random order.
+    """Deal out whole alphabets at random, numbers equal to within 1; return each client's characters in random order.
 
-    alphabet: (characters,) the number of each one's alphabet. DataError with more clients than alphabets.
+    alphabet: (characters,) the number of each character's alphabet. DataError with more clients than alphabets.
     """
     known = np.unique(alphabet)
     if not 1 <= clients <= len(known):
@@ -83,16 +83,16 @@ def by_alphabet(alphabet: NDArray[np.integer], clients: int, *, seed: Seed) -> l
 def strokes(
     *, alphabets: tuple[int, int] = (10, 5), characters: int = 20, drawings: int = 20, seed: int = 0
 ) -> Characters:
-    """Made-up characters of two to four strokes, each stroke a quadratic curve; a second's work, the same everywhere.
+    """Generate characters of two to four strokes, each stroke a quadratic curve; in a second, the same everywhere.
 
     The strokes of an alphabet start and end at the same few points and are about equally bent, slanted and thick. Each
     drawing of a character moves its points a little, then turns, scales, shears and shifts it as a whole.
 
     Args:
         alphabets: how many to train on, and how many to test with.
-        characters: of each alphabet.
-        drawings: of each character.
-        seed: of all of it.
+        characters: the number of characters of each alphabet.
+        drawings: the number of drawings of each character.
+        seed: of all random numbers.
     """
     rng = np.random.default_rng([seed, 2])
     train, test = (
@@ -107,7 +107,10 @@ def strokes(
 
 
 def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArray[np.uint8]:
-    """(characters, drawings, SIDE, SIDE). Uniform draws, and operations that IEEE 754 rounds the same everywhere."""
+    """Generate an alphabet, (characters, drawings, SIDE, SIDE).
+
+    All draws are uniform, and all operations are of those that IEEE 754 rounds the same everywhere.
+    """
     grid = np.stack(np.meshgrid([-0.6, 0, 0.6], [-0.6, 0, 0.6]), axis=-1).reshape(9, 2)  # the image is [−1, 1]²
     points = (grid + rng.uniform(-0.15, 0.15, grid.shape))[rng.permutation(9)[:6]]
     bend, slant = rng.uniform(0.1, 0.7), rng.uniform(-0.3, 0.3)
@@ -125,7 +128,7 @@ def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArr
 
 
 def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, drawings: int) -> NDArray[np.uint8]:
-    """Several drawings of a character, whose curves (count, 3, 2) are given by three control points each."""
+    """Draw a character several times; its curves, (count, 3, 2), are given by three control points each."""
     moved = curves + rng.uniform(-0.09, 0.09, (drawings, *curves.shape))
     matrix = np.array([[1.0, slant], [0.0, 1.0]]) + rng.uniform(-0.2, 0.2, (drawings, 2, 2))
     shift = rng.uniform(-0.12, 0.12, (drawings, 2))
@@ -156,12 +159,12 @@ PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 6
 
 
 def read_omniglot(progress: files.Progress | None = None) -> Characters:
-    """Omniglot's background set, 964 characters of 30 alphabets, to train on, and its evaluation set, 659 of 20.
+    """Read Omniglot: its background set, 964 characters of 30 alphabets, for training; its evaluation set, 659 of 20.
 
-    Images are averaged over areas from 105×105 down to 28×28. From `images_background.zip` and `images_evaluation.zip`
-    below `$FEDBILEVEL_DATA/omniglot` or in the cache, else downloaded. A re-packed archive with the same paths inside
-    is accepted too: alphabets, characters and drawings are counted in any. The small images are kept in the cache under
-    the checksum of their archive, as decoding takes seconds.
+    Images are averaged over areas from 105×105 down to 28×28. `images_background.zip` and
+    `images_evaluation.zip` are looked for below `$FEDBILEVEL_DATA/omniglot` and in the cache, else downloaded. A
+    re-packed archive with the same paths inside is accepted too: in every archive alphabets, characters and drawings
+    are counted. The small images are kept in the cache under the checksum of their archive, as decoding takes seconds.
 
     Brenden M. Lake, Ruslan Salakhutdinov, Joshua B. Tenenbaum. "Human-level concept learning through probabilistic
     program induction". Science 350, 2015.
@@ -175,7 +178,7 @@ def _read_archive(file: files.File, progress: files.Progress | None) -> Drawings
     path = files.local(NAME, file.name)
     content = files.read_bytes(path) if path else files.read(NAME, file, progress)
     where = str(path or files.folders(NAME)[-1] / file.name)
-    with as_data_error(where, "is no zip archive, or a damaged one (delete it and fetch it again)"):
+    with as_data_error(where, "is no zip archive, or is damaged (delete it and fetch it again)"):
         archive = zipfile.ZipFile(io.BytesIO(content))
     names = _names(archive, where, *PUBLISHED[file.name])
     images = _kept(archive, names, hashlib.sha256(content).hexdigest(), where)
@@ -184,7 +187,7 @@ def _read_archive(file: files.File, progress: files.Progress | None) -> Drawings
 
 
 def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int) -> list[str]:
-    """The images by alphabet, character and drawing; their paths are SET/ALPHABET/CHARACTER/DRAWING.png."""
+    """List the images by alphabet, character and drawing; their paths are SET/ALPHABET/CHARACTER/DRAWING.png."""
     names = sorted(name for name in archive.namelist() if name.endswith(".png") and name.count("/") == 3)
     counts = [len(list(drawings)) for _, drawings in groupby(names, key=lambda name: PurePosixPath(name).parent)]
     found = len({PurePosixPath(name).parts[1] for name in names}), len(counts), {*counts}
@@ -197,7 +200,7 @@ def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int
 
 
 def _kept(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str) -> NDArray[np.uint8]:
-    """The small images, (characters, DRAWINGS, SIDE, SIDE): from the cache, else decoded and put there."""
+    """Return the small images, (characters, DRAWINGS, SIDE, SIDE), from the cache, else decode and put them there."""
     cache = files.folders(NAME)[-1] / f"{checksum}-{SIDE}.npy"
     shape = (len(names) // DRAWINGS, DRAWINGS, SIDE, SIDE)
     if cache.is_file():
@@ -218,10 +221,10 @@ def _kept(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str)
 
 
 def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
-    """One image file, and its name for errors. Of the methods of compression, stored and deflated are bounded."""
+    """Return the bytes of an image file, and its name for errors. Only stored and deflated files can be bounded."""
     place, entry = f"{printable(name)} in {where}", archive.getinfo(name)
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & ENCRYPTED:
-        raise DataError(f"{place} is encrypted, or compressed in a rare way; expected one that is stored or deflated.")
+        raise DataError(f"{place} is encrypted, or compressed in a rare way; expected a stored or deflated file.")
     if entry.file_size > LARGEST:
         raise DataError(f"{place} has {entry.file_size:,} bytes; expected at most {LARGEST:,}.")
     with as_data_error(place, "cannot be unpacked"), archive.open(entry) as file:
@@ -229,7 +232,7 @@ def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
 
 
 def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
-    """(EDGE, EDGE): where a drawing is black."""
+    """Decode a drawing: (EDGE, EDGE), True where it is black."""
     if importlib.util.find_spec("PIL") is None:
         raise DataError(f"Decoding Omniglot needs {missing('Pillow', 'cli')}.")
     from PIL import Image
@@ -242,7 +245,7 @@ def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
 
 
 def shrunk(ink: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """(n, EDGE, EDGE) → (n, SIDE, SIDE): 255 times the share of its area that is inked, to the nearest."""
+    """Shrink (n, EDGE, EDGE) to (n, SIDE, SIDE): 255 times the inked share of each pixel's area, rounded."""
     unit = np.gcd(EDGE, SIDE)  # 105 and 28 small edges are both whole numbers of pieces of 1/4 pixel
     pieces = np.arange(EDGE * SIDE // unit)
     overlap = np.zeros((SIDE, EDGE), np.float32)

@@ -20,7 +20,7 @@ from fedbilevel.data.reading import DataError
 
 @dataclass(frozen=True)
 class File:
-    """One published file: its name, its size in bytes and its sha256 (hexadecimal)."""
+    """Describe a published file: its name, its size in bytes and its sha256 (hexadecimal)."""
 
     name: str
     size: int
@@ -29,7 +29,7 @@ class File:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A public home and the files below it; `mean` and `std` are of the training pixels in [0, 1], if there are any."""
+    """Describe a public home and the files below it; `mean` and `std`, if any, are of the training pixels in [0, 1]."""
 
     home: str
     files: tuple[File, ...]
@@ -89,7 +89,7 @@ CHUNK = 1 << 18
 
 
 def folders(name: str) -> list[Path]:
-    """The folders that may hold the files of data set `name`, in the order of trial; the last one is the cache."""
+    """List the folders that may hold the files of data set `name`, in the order of search; the last is the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     places = [cache / "fedbilevel" / "data" / name]
     own = os.environ.get("FEDBILEVEL_DATA")
@@ -99,12 +99,12 @@ def folders(name: str) -> list[Path]:
 
 
 def local(name: str, filename: str) -> Path | None:
-    """The first existing copy of `filename` of data set `name`, or None."""
+    """Find the first existing copy of `filename` of data set `name`, or None."""
     return next((path for folder in folders(name) if (path := folder / filename).is_file()), None)
 
 
 def read(name: str, file: File, progress: Progress | None = None) -> bytes:
-    """The verified bytes of a file of data set `name`, downloaded into the cache if there is no local copy.
+    """Return the verified bytes of a file of data set `name`, downloaded into the cache if there is no local copy.
 
     DataError if the copy that was found is truncated or altered, or if the download fails.
     """
@@ -122,7 +122,7 @@ def read(name: str, file: File, progress: Progress | None = None) -> bytes:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file; DataError if the operating system refuses."""
+    """Return the content of a file. DataError if the operating system refuses."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -136,8 +136,7 @@ def download(url: str, path: Path, file: File, progress: Progress, timeout: floa
         with appearing(path) as part, urllib.request.urlopen(url, timeout=timeout) as reply, open(part, "xb") as out:
             found, done = hashlib.sha256(), 0
             progress(0, file.size)
-            # One byte above the size is enough to know that this is not the file; no more of it reaches the
-            # disk.
+            # A byte above the size is enough to know that this is not the file; no more of it reaches the disk.
             while chunk := reply.read(min(CHUNK, file.size + 1 - done)):
                 out.write(chunk)
                 found.update(chunk)
@@ -162,13 +161,13 @@ def _failed(url: str, path: Path, why: str) -> DataError:
 
 
 def temporary(path: Path) -> Path:
-    """A name in the same folder that nobody uses: renaming it to `path` is atomic."""
+    """Make up an unused name in the same folder: renaming it to `path` is atomic."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
 
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A temporary sibling of `path` to write: it takes that name if the block succeeds, else it vanishes."""
+    """Give a temporary file beside `path` to write: it is renamed to `path` if the block succeeds, else removed."""
     part = temporary(path)
     try:
         yield part
@@ -178,7 +177,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def bar(title: str) -> Progress:
-    """A one-line progress bar on standard error; silent where that is not a terminal."""
+    """Return a progress bar of a single line on standard error; nothing is shown if that is not a terminal."""
     shown = -1
 
     def show(done: int, total: int) -> None:

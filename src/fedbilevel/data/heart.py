@@ -25,14 +25,14 @@ FLAMBY = 43  # random_state of the split that FLamby publishes
 
 
 class Patients(NamedTuple):
-    """The patients of one hospital of whom no kept column is missing, in the order of its file."""
+    """Hold the patients of a hospital who miss no kept column, in the order of its file."""
 
     rows: NDArray[np.float32]  # (n, 13), the columns FEATURES, as published
     labels: NDArray[np.int32]  # (n,), 1 where there is a disease
 
 
 class Counts(NamedTuple):
-    """What a hospital's file must hold."""
+    """Count what a hospital's file must hold."""
 
     patients: int
     complete: int  # those of whom no kept column is missing
@@ -48,7 +48,7 @@ HOSPITALS = {
 
 
 def load_heart(hospital: str, *, progress: files.Progress | None = None) -> Patients:
-    """The patients of "cleveland", "hungarian", "switzerland" or "va" (Long Beach), prepared as FLamby does.
+    """Load the patients of "cleveland", "hungarian", "switzerland" or "va" (Long Beach), prepared as FLamby does.
 
     The columns slope, ca and thal, which three hospitals hardly recorded, are dropped, then rows with a missing value;
     chest pain and ECG become indicators without their first level; the label is num > 0. The file
@@ -67,11 +67,11 @@ def load_heart(hospital: str, *, progress: files.Progress | None = None) -> Pati
 
 
 def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers (chosen, rest), the chosen being a random `share` of all and, as far as that goes, of both classes.
+    """Draw row numbers (chosen, rest): a random `share` of all rows, and as nearly as possible of both classes.
 
-    Neither part is empty. By scikit-learn's train_test_split: with TRAINING and seed = FLAMBY these are FLamby's
-    patients. Without regard to classes where one has two members or fewer (of Switzerland's 46 patients one is
-    healthy).
+    Neither part is empty. The draw is scikit-learn's train_test_split; with TRAINING and seed = FLAMBY the parts are
+    those of FLamby. Classes are not regarded where a class has two members or fewer (of Switzerland's 46 patients only
+    1 is healthy).
     """
     try:
         from sklearn.model_selection import train_test_split
@@ -88,14 +88,14 @@ def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDAr
 def _parsed(content: bytes, where: str, known: Counts) -> Patients:
     lines = [line for line in content.splitlines() if line.strip()]
     if len(lines) != known.patients:
-        raise DataError(f"{where} has {len(lines):,} patients; expected {known.patients:,}, one in each line.")
+        raise DataError(f"{where} has {len(lines):,} patients; expected {known.patients:,}, a line each.")
     for number, line in enumerate(lines, 1):
         entries = line.split(b",")
         if len(entries) != COLUMNS or not all(map(NUMBER.fullmatch, entries)):
             raise DataError(
-                f"{where}, line {number}: expected {COLUMNS} numbers, commas between, ? or NaN where one is missing."
+                f"{where}, line {number}: expected {COLUMNS} numbers, commas between, ? or NaN for a missing number."
             )
-    table = np.array([[math.nan if b"?" in one else float(one) for one in line.split(b",")] for line in lines])
+    table = np.array([[math.nan if b"?" in entry else float(entry) for entry in line.split(b",")] for line in lines])
     table = table[~np.isnan(table[:, [*KEPT, CHEST_PAIN, ECG, DISEASE]]).any(1)]
     labels = (table[:, DISEASE] > 0).astype(np.int32)
     found = len(labels), int(labels.sum())

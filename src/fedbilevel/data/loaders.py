@@ -1,5 +1,4 @@
-"""Labelled data sets by their names: `load` for images, `load_table` for rows of numbers; and the one way pixels become
-network input."""
+"""Labelled data sets by their names: `load` for images, `load_table` for rows of numbers, `standardise` for pixels."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ Labels = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images and labels, in the order and the split their makers published.
+    """Hold images and labels, in the order and the split that their makers published.
 
-    train_images, test_images: (n, height, width) or (n, height, width, channel); uint8 in 0..255, or float in
-    [0, 1]. train_labels, test_labels: (n,) int32 in 0..classes - 1. mean, std: per channel (one number if the
-    images have none), of the training pixels scaled to [0, 1].
+    train_images, test_images: (n, height, width) or (n, height, width, channel); uint8 in 0..255, or float in [0, 1].
+    train_labels, test_labels: (n,) int32 in 0..classes - 1. mean, std: of the training pixels scaled to [0, 1], a
+    number per channel, or a single number where there is no axis of channels.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Dataset:
     std: tuple[float, ...]
 
     def standardised(self) -> Dataset:
-        """This data set with both image arrays as `standardise(images, self.mean, self.std)`, float32."""
+        """Return this data set with both image arrays as `standardise(images, self.mean, self.std)`, float32."""
         return replace(
             self,
             train_images=standardise(self.train_images, self.mean, self.std),
@@ -51,16 +50,16 @@ class Dataset:
 
 
 def standardise(images: Images, mean: float | Sequence[float], std: float | Sequence[float]) -> NDArray[np.float32]:
-    """(pixel - mean) / std, per channel, with the pixels of uint8 images first divided by 255.
+    """Compute (pixel - mean) / std, per channel, with the pixels of uint8 images first divided by 255.
 
-    images: (n, height, width[, channel]), uint8 in 0..255 or float in [0, 1]. mean, std: one number, or one
-    per channel (the last axis), in units of the [0, 1] scale. Returns float32 of the same shape. DataError if
-    the shapes do not fit or an std is not positive.
+    images: (n, height, width[, channel]), uint8 in 0..255 or float in [0, 1]. mean, std: a single number, or a number
+    per channel (the last axis), in units of the [0, 1] scale. Returns float32 of the same shape. DataError if the
+    shapes do not fit or an std is not positive.
     """
     centre, scale = np.atleast_1d(np.asarray(mean, np.float32)), np.atleast_1d(np.asarray(std, np.float32))
     if centre.shape != scale.shape or centre.ndim != 1 or centre.size not in (1, images.shape[-1]):
         raise DataError(
-            f"mean and std have shapes {centre.shape} and {scale.shape}; allowed: one number, or one per "
+            f"mean and std have shapes {centre.shape} and {scale.shape}; allowed: a number, or a number for each "
             f"channel of images of shape {images.shape}."
         )
     if not np.all(scale > 0):
@@ -81,7 +80,7 @@ CIFAR_REPACKED = "cifar-10-binary.tar.xz"
 
 
 def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
-    """The data set called `name`: "digits", "mnist", "fashion-mnist" or "cifar-10".
+    """Load the data set called `name`: "digits", "mnist", "fashion-mnist" or "cifar-10".
 
     "digits" comes with scikit-learn and needs no file. The files of the others are looked for in
     `$FEDBILEVEL_DATA/<name>/`, then in the cache (`$XDG_CACHE_HOME/fedbilevel/data/<name>/`, by default below
@@ -102,10 +101,10 @@ def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
 
 
 def digits(name: str = "digits", progress: files.Progress | None = None) -> Dataset:
-    """scikit-learn's 1,797 handwritten digits, (n, 8, 8) float32 in [0, 1].
+    """Load scikit-learn's 1,797 handwritten digits, (n, 8, 8) float32 in [0, 1].
 
     The set has no published split: in each class here, every fifth image in scikit-learn's order is a test
-    image. No random numbers, so the same for every version and seed; the same 13 writers are on both sides.
+    image. No random number is drawn, so the split is always the same; the same 13 writers are on both sides.
     Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
     Repository, 1998.
     """
@@ -119,7 +118,7 @@ def digits(name: str = "digits", progress: files.Progress | None = None) -> Data
 
 
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (1797, 64) and labels (1797,), from scikit-learn's file: importing scikit-learn would take seconds."""
+    """Read pixels (1797, 64) and labels (1797,) from scikit-learn's file: importing scikit-learn would take seconds."""
     found = importlib.util.find_spec("sklearn")
     if found is None:
         raise DataError(f'The data set "digits" needs {missing("scikit-learn", "cli")}.')
@@ -134,7 +133,7 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def idx(name: str, progress: files.Progress | None) -> Dataset:
-    """MNIST or Fashion-MNIST: (n, 28, 28) uint8, 60,000 for training and 10,000 for testing.
+    """Load MNIST or Fashion-MNIST: (n, 28, 28) uint8, 60,000 for training and 10,000 for testing.
 
     Sources: LeCun, Cortes, Burges 1998; Xiao, Rasul, Vollgraf, arXiv:1708.07747.
     """
@@ -148,11 +147,10 @@ def idx(name: str, progress: files.Progress | None) -> Dataset:
 
 
 def cifar(name: str, progress: files.Progress | None) -> Dataset:
-    """CIFAR-10 (Krizhevsky 2009): (n, 32, 32, 3) uint8, 50,000 + 10,000.
+    """Load CIFAR-10 (Krizhevsky 2009): (n, 32, 32, 3) uint8, 50,000 + 10,000.
 
-    From the official `cifar-10-binary.tar.gz`; else from a local `cifar-10-binary.tar.xz`, someone's
-    re-packing of the same layout, of which sizes and class counts are checked, as it has no published
-    checksum.
+    From the official `cifar-10-binary.tar.gz`; else from a local `cifar-10-binary.tar.xz` that someone packed in the
+    same layout: as it has no published checksum, its sizes and class counts are checked.
     """
     source = SOURCES[name]
     (official,) = source.files
@@ -178,7 +176,7 @@ Rows = tuple[NDArray[np.float32], NDArray[np.int32]]
 
 
 class Published(NamedTuple):
-    """The sizes that a set of libsvm's collection must have; these sets have no published checksums."""
+    """Give the sizes that a set of libsvm's collection must have; these sets have no published checksums."""
 
     features: int
     train: tuple[int, int]  # rows, and those of them that are positive
@@ -192,10 +190,10 @@ LIBSVM = {
 
 
 def load_table(name: str) -> Dataset:
-    """The table called `name`: "covtype" (7 classes), "a9a" or "ijcnn1" (2 classes each).
+    """Load the table called `name`: "covtype" (7 classes), "a9a" or "ijcnn1" (2 classes each).
 
     Its rows stand in the place of images: `train_images` is (n, features) float32, as published; `mean` and `std` have
-    one entry per feature, of the training rows (std 1 for a feature that never varies), so that `standardised()` works
+    an entry per feature, of the training rows (std 1 for a feature that never varies), so that `standardised()` works
     as for images. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in the cache.
 
     DataError if the name is unknown, or a file is missing or has other content than it should.
@@ -210,7 +208,7 @@ def load_table(name: str) -> Dataset:
 
 
 def covtype(name: str) -> tuple[Rows, Rows, int]:
-    """Covertype (Blackard, Dean 1998): 54 features of a patch of forest, and which of 7 trees grows on it.
+    """Load Covertype (Blackard, Dean 1998): 54 features of a patch of forest, and which of 7 trees grows on it.
 
     From `covtype.data.gz`, 581,012 rows, or from `covtype.subset.data.gz`, some of these rows in any order. There is no
     published split into halves that are alike: every fifth row is a test row.
@@ -228,7 +226,7 @@ def covtype(name: str) -> tuple[Rows, Rows, int]:
 
 
 def libsvm(name: str) -> tuple[Rows, Rows, int]:
-    """a9a (the census data Adult, in Platt's encoding) or ijcnn1 (Prokhorov 2001), with their published split.
+    """Load a9a (the census data Adult, in Platt's encoding) or ijcnn1 (Prokhorov 2001), with their published split.
 
     From `libsvm/<name>.bz2` and `libsvm/<name>.t.bz2`. The positive class is 1.
     """
@@ -241,10 +239,10 @@ def libsvm(name: str) -> tuple[Rows, Rows, int]:
 
 
 def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
-    """Rows (count, features) and labels 0 or 1 of a bz2 file in libsvm's format, read by scikit-learn.
+    """Parse rows (count, features) and labels 0 or 1 of a bz2 file in libsvm's format, with scikit-learn.
 
     DataError where scikit-learn is missing or refuses the file, a label is not 1 or -1, a value is not finite in
-    float32, or rows, or positive ones, are fewer or more than expected.
+    float32, or the number of rows or of positive rows is not the expected number.
     """
     if importlib.util.find_spec("sklearn") is None:
         raise DataError(f"Reading libsvm's format needs {missing('scikit-learn', 'cli')}.")
@@ -270,7 +268,7 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
 
 
 def _found(folder: str, *names: str) -> Path:
-    """The first of these files that is there."""
+    """Find the first of these files that exists. DataError where none does."""
     paths = [path for name in names if (path := files.local(folder, name))]
     if not paths:
         places = " or ".join(str(place) for place in files.folders(folder))

@@ -22,7 +22,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Packed(NamedTuple):
-    """A population, client after client.
+    """Hold the samples of all clients, client after client.
 
     arrays: by name, each with leading axis the total number of samples. start, size: (clients,) int64.
     """
@@ -32,22 +32,22 @@ class Packed(NamedTuple):
     size: NDArray[np.int64]
 
     def client(self, i: int) -> Arrays:
-        """The arrays of client i, each with leading axis size[i]; views, not copies."""
+        """Return the arrays of client i, each with leading axis size[i]; views, not copies."""
         rows = slice(int(self.start[i]), int(self.start[i] + self.size[i]))
         return {name: array[rows] for name, array in self.arrays.items()}
 
 
 def pack(images: NDArray[Any], labels: NDArray[Any], parts: Sequence[NDArray[np.integer]]) -> Packed:
-    """`pack_arrays` for images and labels: the flat arrays are called "image" and "label"."""
+    """Pack images and labels as `pack_arrays` does: the flat arrays are called "image" and "label"."""
     return pack_arrays({"image": images, "label": labels}, parts)
 
 
 def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.integer]]) -> Packed:
-    """The rows that `parts` names, in client order; one copy of the data.
+    """Copy the rows that `parts` names, in the order of clients.
 
-    arrays: by name, each with leading axis n. parts: per client, indices in 0..n - 1. DataError if there is
-    no client or no array, if the arrays differ in length, or if a client is empty (a mean over its samples
-    would not exist) or names a row that is not there.
+    arrays: by name, each with leading axis n. parts: per client, indices in 0..n - 1. DataError if there is no client
+    or no array, if the arrays differ in length, or if a client is empty (a mean over its samples would not exist) or
+    names a row that does not exist.
     """
     shapes = {name: array.shape for name, array in arrays.items()}
     lengths = {shape[:1] for shape in shapes.values()}
@@ -64,7 +64,7 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.i
 
 
 def starts(size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first row of each client; DataError if there is no client, or one without samples."""
+    """Compute the first row of each client. DataError if there is no client, or a client without samples."""
     if not len(size):
         raise DataError("there are no clients; allowed: at least one.")
     if size.min() < 1:
@@ -80,13 +80,12 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")  # array names become file names
 
 
 def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping[str, NDArray[Any]]]) -> Path:
-    """Write one client after the other to a new folder, which appears complete or not at all.
+    """Write clients in their order to a new folder, which appears complete or not at all.
 
-    size: (clients,) samples of each client, all at least 1. clients: in the same order, per client a dict of
-    arrays with leading axis size[i]; names, other axes and dtypes are those of the first client. Only one
-    client is in memory at a time. A `Packed` is written by `write_clients(folder, p.size, map(p.client,
-    range(len(p.size))))`. Returns the folder. DataError if it exists, if a client does not fit, or if the
-    disk is full.
+    size: (clients,) samples of each client, all at least 1. clients: in the same order, per client a dict of arrays
+    with leading axis size[i]; names, other axes and dtypes are those of the first client. Only a single client is in
+    memory at a time. Write a `Packed` by `write_clients(folder, p.size, map(p.client, range(len(p.size))))`. Returns
+    the folder. DataError if it exists, if a client does not fit, or if the disk is full.
     """
     target = Path(folder)
     if target.exists():
@@ -106,10 +105,10 @@ def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping
 
 
 def open_clients(folder: str | Path) -> Packed:
-    """The population that `write_clients` wrote, its arrays as read-only memory maps.
+    """Open the clients that `write_clients` wrote, their arrays as read-only memory maps.
 
-    `start` and `size` are in memory. DataError if the folder is no such population, or if a file is missing,
-    truncated or does not match the manifest.
+    `start` and `size` are in memory. DataError if the folder holds no such clients, or if a file is missing, truncated
+    or does not match the manifest.
     """
     root = Path(folder)
     problem = f"is not a manifest of {FORMAT} version {VERSION}"
@@ -120,7 +119,7 @@ def open_clients(folder: str | Path) -> Packed:
         arrays = {name: _open(root, name, entry) for name, entry in dict(manifest["arrays"]).items()}
         size = np.array(_open(root, "size", manifest["size"]))
         if size.ndim != 1 or size.dtype.kind not in "iu" or not arrays:
-            raise ValueError("it has no arrays, or sizes that are not integers, one per client")
+            raise ValueError("it has no arrays, or sizes that are not an integer per client")
     if size.max(initial=0) > min(map(len, arrays.values())):
         raise DataError(f"{root} has a client of {size.max()} samples, more than it has rows.")
     try:
@@ -176,8 +175,10 @@ def _synced(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _npy(part: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[IO[bytes]]:
-    """A new .npy file whose header is written. Its entries follow as plain sequential writes: on a full disk
-    they fail with an error, where a writable memory map would kill the process."""
+    """Open a new .npy file and write its header. Its entries follow as plain sequential writes.
+
+    On a full disk these fail with an error, where a writable memory map would kill the process.
+    """
     path = part / f"{name}.npy"
     if not NAME.fullmatch(name) or path.exists() or dtype.kind not in "biufc":
         raise DataError(

@@ -1,7 +1,7 @@
-"""Who holds which samples: partitions of a labelled set, as one index array per client.
+"""Who holds which samples: partitions of a labelled set, as an index array for each client.
 
-All of them use every sample exactly once, shuffle the order within each client, and draw only from `seed`: an
-int (the same seed gives the same partition) or a NumPy Generator (which is advanced).
+All partitions use every sample exactly once, shuffle the order within each client, and draw only from `seed`: an int
+(the same seed gives the same partition) or a NumPy Generator (which is advanced).
 """
 
 import inspect
@@ -20,16 +20,16 @@ ATTEMPTS = 1000  # redraws of a random partition before its `minimum` counts as 
 
 
 def iid(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
-    """Samples at random, client sizes equal to within one."""
+    """Deal out samples at random, client sizes equal to within 1."""
     y, rng = _checked(labels, clients), generator(seed, 1)
     return np.array_split(rng.permutation(len(y)), clients)
 
 
 def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) -> list[Indices]:
-    """Samples sorted by label and cut into shards; each client gets `per_client` of them at random.
+    """Cut samples, sorted by label, into shards; each client gets `per_client` of them at random.
 
-    There are clients * per_client shards, of equal size to within one (equal if the numbers divide, as in the
-    paper's 200 shards of 300), so that none is left out. Source: McMahan et al., Communication-Efficient
+    There are clients * per_client shards, of equal size to within 1 (equal if the numbers divide, as in the paper's
+    200 shards of 300), so that no sample is left out. Source: McMahan et al., Communication-Efficient
     Learning of Deep Networks from Decentralized Data, AISTATS 2017, section 3 ("pathological non-IID").
     """
     y, rng = _checked(labels, clients), generator(seed, 2)
@@ -44,7 +44,7 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
 
 
 def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed) -> list[Indices]:
-    """Label skew: for each class, the clients' shares of it are drawn from a symmetric Dirichlet(alpha).
+    """Skew labels: for each class, draw the clients' shares of it from a symmetric Dirichlet(alpha).
 
     A share has mean 1/K and variance (1/K)(1 - 1/K) / (K alpha + 1) for K clients: small alpha gives few
     classes per client, alpha to infinity gives iid. No self-balancing. minimum: samples per client; a draw
@@ -65,7 +65,7 @@ def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1
 
 
 def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed) -> list[Indices]:
-    """Quantity skew: client sizes in proportion to a draw from Dirichlet(alpha), labels at random.
+    """Skew quantities: client sizes in proportion to a draw from Dirichlet(alpha), labels at random.
 
     minimum: samples per client, as in `dirichlet`. Source: Li et al., Federated Learning on Non-IID Data
     Silos: An Experimental Study, ICDE 2022, section 3.
@@ -76,9 +76,9 @@ def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1,
 
 
 def one_label(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
-    """Each client one label: client k holds label number k mod C of the C labels in ascending order.
+    """Give each client a single label: client k holds label number k mod C of the C labels in ascending order.
 
-    The clients of a label share its samples equally, to within one. DataError with fewer clients than labels,
+    The clients of a label share its samples equally, to within 1. DataError with fewer clients than labels,
     or more clients to a label than it has samples. Source: the one-class-per-client limit of McMahan et al.,
     AISTATS 2017.
     """
@@ -107,13 +107,13 @@ PARTITIONS: dict[str, Callable[..., list[Indices]]] = {
     "shards": shards,
 }
 REQUIRED = {"alpha": ("a number above 0, up to 1e9 (the smaller, the more do clients differ)", 0.5)}
-"""Options without a default: the values that are allowed, and one of them."""
+"""Options without a default: the values that are allowed, and an example."""
 
 
 def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **options: Any) -> list[Indices]:
-    """The partition called `name`, a key of `PARTITIONS`, with its own options.
+    """Draw the partition called `name`, a key of `PARTITIONS`, with its own options.
 
-    labels: (n,) integers. Returns one index array per client. DataError for an unknown name or option, or a
+    labels: (n,) integers. Returns an index array for each client. DataError for an unknown name or option, or a
     value that the partition cannot honour.
     """
     if name not in PARTITIONS:
@@ -136,7 +136,7 @@ def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **optio
 def split(
     parts: Sequence[NDArray[np.integer]], fraction: float = 0.5, *, seed: Seed
 ) -> tuple[list[Indices], list[Indices]]:
-    """Each client's samples, at random, into (training, validation), e.g. for the inner and the outer loss.
+    """Split each client's samples at random into (training, validation), e.g. for the inner and the outer loss.
 
     fraction: the share of training samples, strictly between 0 and 1, rounded to whole samples and kept away
     from none and all, so that both sides are non-empty. DataError naming a client that holds fewer than two
@@ -159,7 +159,7 @@ def split(
 def _drawn(
     rng: np.random.Generator, totals: NDArray[np.integer], clients: int, alpha: float, minimum: int
 ) -> NDArray[np.int64]:
-    """Counts (groups, clients) with row sums `totals`, each row in proportion to a Dirichlet(alpha) draw."""
+    """Draw counts (groups, clients) with row sums `totals`, each row in proportion to a Dirichlet(alpha) draw."""
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha <= 1e9:
         raise DataError(f"alpha is {alpha!r}; allowed: a number above 0, up to 1e9.")
     if not _is_whole(minimum) or not 0 <= minimum <= totals.sum() // clients:
@@ -169,8 +169,7 @@ def _drawn(
         )
     for _ in range(ATTEMPTS):
         edges = np.cumsum(rng.dirichlet(np.full(clients, alpha), size=len(totals)), axis=1)
-        # Rounded, not cut down: no client is favoured, and the last edge is the total whatever the sum's
-        # rounding.
+        # Rounded, not cut down: no client is favoured, and the last edge is the total whatever the sum's rounding.
         cuts = np.rint(edges * totals[:, None]).astype(np.int64)
         counts: NDArray[np.int64] = np.diff(cuts, axis=1, prepend=np.int64(0))
         if counts.sum(axis=0).min() >= minimum:
@@ -188,7 +187,7 @@ def _dealt(rng: np.random.Generator, members: Indices, counts: NDArray[np.int64]
 def _checked(labels: ArrayLike, clients: int) -> NDArray[np.integer]:
     y = np.asarray(labels)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(f"labels have shape {y.shape} and type {y.dtype}; allowed: one axis of integers.")
+        raise DataError(f"labels have shape {y.shape} and type {y.dtype}; allowed: integers along a single axis.")
     if not 1 <= clients <= len(y):
         raise DataError(f"clients is {clients}; allowed: 1 to {len(y)}, the number of samples.")
     return y
@@ -199,7 +198,7 @@ def _is_whole(number: object) -> bool:
 
 
 def generator(seed: Seed, stream: int) -> np.random.Generator:
-    """A Generator for one purpose: one int gives unrelated numbers to a partition and the split after it."""
+    """Return a Generator for a purpose: the same int gives unrelated numbers to a partition and the split after it."""
     if isinstance(seed, np.random.Generator):
         return seed
     if not isinstance(seed, int | np.integer) or seed < 0:

@@ -23,11 +23,11 @@ from fedbilevel.wording import in_a_line
 
 
 class DataError(ValueError):
-    """Data that cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
+    """Data cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
 
 
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
-    """The error for a `field` that got a name outside `allowed`, with the nearest valid name."""
+    """Return the error for a `field` that got a name outside `allowed`, with the nearest valid name."""
     names = sorted(allowed)
     near = get_close_matches(str(got), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -59,12 +59,12 @@ def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
 
 
 class Expanded:
-    """The expanded bytes of compressed ones, as a stream.
+    """Expand compressed bytes, as a stream.
 
     Args:
         form: a key of EXPANDERS.
         limit: DataError once there are more bytes: a small file can expand to thousands of times its size.
-        where: the name for errors.
+        where: the name of the file in errors.
     """
 
     def __init__(self, content: bytes, form: str, limit: int, where: str | Path) -> None:
@@ -73,7 +73,7 @@ class Expanded:
         self.where = where
 
     def read(self, size: int = -1) -> bytes:
-        """The next `size` bytes, fewer at the end; without `size` all that is left."""
+        """Read the next `size` bytes, fewer at the end; without `size` all that is left."""
         wanted = self.left + 1 if size < 0 else min(size, self.left + 1)
         parts = []
         while wanted and (part := self.stream.read(min(wanted, CHUNK))):
@@ -86,7 +86,7 @@ class Expanded:
 
 
 def mapped(path: Path, problem: str) -> NDArray[Any]:
-    """The array of numbers in a .npy file, as a read-only memory map: it takes no memory, whatever its header says."""
+    """Map the array of numbers in a .npy file, read-only: it takes no memory, whatever its header says."""
     with as_data_error(path, problem):
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         if array.dtype.kind not in "biufc":
@@ -103,10 +103,10 @@ IDX_LIMIT = 100_000_000  # bytes; the longest of the published files has 47 MB
 
 
 def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]:
-    """The array in a gzipped IDX file of unsigned bytes.
+    """Parse the array in a gzipped IDX file of unsigned bytes.
 
     IDX: two zero bytes, the type (8: unsigned byte), the number of axes, each length as a big-endian int32,
-    the entries. ndim: the number of axes it must have. where: the name for errors. Returns uint8, read-only.
+    the entries. ndim: the number of axes it must have. where: the name of the file in errors. Returns uint8, read-only.
     DataError if it cannot be unpacked, or if its magic, axes or length are wrong.
     """
     with as_data_error(where, "is not a whole gzip file"):
@@ -126,7 +126,7 @@ def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]
 def parse_cifar(
     content: bytes, where: str | Path
 ) -> tuple[tuple[NDArray[np.uint8], NDArray[np.int32]], tuple[NDArray[np.uint8], NDArray[np.int32]]]:
-    """(images, labels) of the 50,000 training and of the 10,000 test records of a CIFAR-10 binary archive.
+    """Parse (images, labels) of the 50,000 training and of the 10,000 test records of a CIFAR-10 binary archive.
 
     Images (n, 32, 32, 3) uint8, labels (n,) int32. Compressed by gzip or xz. Nothing is unpacked to disk. DataError
     if the archive is damaged or expands to more than CIFAR_LIMIT bytes, a batch has another size, or the classes

@@ -19,12 +19,12 @@ from fedbilevel.tasks.task import Floats, LocalSteps, Task, client_means, scatte
 
 
 def outer(y: Array, batch: dict[str, Array]) -> Array:
-    """f_i, a mean over the samples of the batch."""
+    """Compute f_i, a mean over the samples of the batch."""
     return 0.5 * jnp.mean(jnp.sum(batch["D"] * (y - batch["t"]) ** 2, axis=-1))
 
 
 def inner(x: Array, batch: dict[str, Array]) -> Array:
-    """r_i, likewise; shape (dim_y,)."""
+    """Compute r_i, a mean over the samples of the batch; shape (dim_y,)."""
     return jnp.mean(batch["B"] @ x + batch["c"], axis=0)
 
 
@@ -46,7 +46,7 @@ def compositional(
         clients: M.
         dim_x, dim_y: dimensions; dim_y is at least dim_x.
         heterogeneity: how far clients' coefficients differ (0: all have the same).
-        noise: standard deviation of a sample's c and t about its client's.
+        noise: standard deviation of a sample's c and t about those of its client.
         samples: fewest and most samples per client and loss.
         weighted: unequal client weights; else 1/M each.
         local_steps: see Clients.
@@ -89,7 +89,7 @@ def compositional(
 
 
 def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
-    """x*, for the clients' own weights or for others (summing to 1)."""
+    """Compute x*, for the clients' own weights or for others (summing to 1)."""
     p = clients.weights if weights is None else weights
     own = client_means(clients)  # D is the same in all samples of a client
     b, c, d, dt = (np.tensordot(p, part, 1) for part in (own["B"], own["c"], own["D"], own["D"] * own["t"]))
@@ -97,7 +97,7 @@ def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
 
 
 def local_point(clients: Clients) -> Floats:
-    """The limit of x if clients average their own B_iᵀ∇f_i(y) at the common y = R(x) (LFedNest), not the solution."""
+    """Compute the limit of LFedNest, whose clients average their own B_iᵀ∇f_i(y) at the common y = R(x): not x*."""
     p, own = clients.weights, client_means(clients)
     b, c = np.tensordot(p, own["B"], 1), np.tensordot(p, own["c"], 1)
     pull = np.einsum("n,nij,ni->ji", p, own["B"], own["D"])  # mean of B_iᵀD_i

@@ -65,21 +65,23 @@ def few_shot(
 
     Args:
         data: "strokes" (generated) or "omniglot".
-        network, hidden: "conv4" with its channels, once or four times; or "mlp" or "cnn" as in hyper_representation.
+        network, hidden: "conv4" with its channels, a number or four; or another network of hyper_representation.
         clients: M.
         partition_by: "iid", or "alphabets", which stay whole.
-        tasks: of each client, dealt from its shuffled characters, which are shuffled anew when no task is left in them.
+        tasks: the number of tasks of each client. They are dealt from its shuffled characters, which are shuffled anew
+            when fewer than `way` are left.
         way: N, the characters of a task.
-        shot: K, the support images of each, drawn for each task.
-        queries: query images of each, other drawings; None takes all that are left.
-        holdout: the share of the training characters taken away before; "validation_accuracy", on tasks of theirs, is
-            then measured in place of "test_accuracy".
-        objective: "bilevel"; or single-level ones: "joint", (f + g)/2 in x = (backbone, head); "protonet", whose x is
-            the backbone (Snell et al. 2017); "maml" and "fomaml", of which x is the backbone and a head of `way`
+        shot: K, the support images of each character, drawn for each task.
+        queries: the query images of each character, other drawings; None takes all that are left.
+        holdout: the share of the training characters that is set aside; "validation_accuracy", on tasks made of them,
+            is then measured in place of "test_accuracy".
+        objective: "bilevel"; or a single-level objective: "joint", (f + g)/2 in x = (backbone, head); "protonet", whose
+            x is the backbone (Snell et al. 2017); "maml" and "fomaml", whose x is the backbone and a head of `way`
             columns, adapted to a task's support before its queries count (Finn et al. 2017).
-        ridge: above; the larger, the easier is the inner problem and the more does a head look like class means.
+        ridge: as above; the larger, the easier is the inner problem and the more does a head look like class means.
         adaptation_steps, adaptation_lr: of "maml" and "fomaml", which leaves out second derivatives.
-        capacities: the shares of the model that clients can hold, dealt out in turn; empty: all hold all.
+        capacities: the shares of the model that clients can hold, dealt out in turn; empty: every client holds the
+            whole model.
         test_episodes: how many new tasks "test_accuracy" is a mean over, the same at each evaluation. On their support
             a new head is fitted, prototypes are taken or x is adapted, as the objective has it.
         local_steps: see Clients.
@@ -135,7 +137,7 @@ def few_shot(
 
 
 class Setting(NamedTuple):
-    """The network, the start values, the constants and the test episodes from which losses and metrics are made."""
+    """Hold the network, the start values, the constants and the test episodes that losses and metrics are made from."""
 
     features: Features
     ridge: float
@@ -148,7 +150,7 @@ class Setting(NamedTuple):
 
     @property
     def heads(self) -> PyTree:
-        """One for each task: leaves (tasks, …)."""
+        """Return a head for each task: leaves (tasks, …)."""
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.tasks, *leaf.shape)), self.head)
 
     @property
@@ -187,12 +189,12 @@ def _joint(setting: Setting) -> Made:
 
 
 def _of_tasks(y: PyTree, batch: dict[str, Array]) -> PyTree:
-    """The heads of a batch's tasks: leaves (B, …)."""
+    """Return the heads of a batch's tasks: leaves (B, …)."""
     return jax.tree.map(lambda leaf: leaf[batch["task"]], y)
 
 
 def _penalty(setting: Setting, heads: PyTree) -> Array:
-    """Mean over tasks of ridge·‖y_j‖²."""
+    """Compute the mean over tasks of ridge·‖y_j‖²."""
     return setting.ridge * optax.tree.vdot(heads, heads) / len(jax.tree.leaves(heads)[0])
 
 
@@ -250,7 +252,7 @@ def _standardising(net: networks.Network, found: Characters) -> Features:
 
 
 def held_out_characters(found: Characters, share: float, seed: int) -> Characters:
-    """That share of the training characters in place of the test characters."""
+    """Put this share of the training characters, drawn at random, in place of the test characters."""
     train, total = found.train, len(found.train.images)
     aside, rest = np.split(np.random.default_rng([seed, 5]).permutation(total), [max(1, round(share * total))])
     taken, left = (replace(train, images=train.images[part], alphabet=train.alphabet[part]) for part in (aside, rest))
@@ -272,7 +274,7 @@ def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[
 def _draw_tasks(
     images: np.ndarray, held: list[np.ndarray], tasks: int, way: int, shot: int, queries: int, seed: int
 ) -> tuple[Ragged, Ragged]:
-    """Query and support images of each client's tasks, row for row, with the tasks' numbers in the federation."""
+    """Draw the query and support images of each client's tasks, and number the tasks through the federation."""
     rng = np.random.default_rng([seed, 4])
     characters = np.concatenate([_deal(rng, own, tasks, way) for own in held])  # (all tasks, way)
     order = rng.permuted(np.broadcast_to(np.arange(images.shape[1]), (*characters.shape, images.shape[1])), axis=-1)
@@ -287,7 +289,7 @@ def _draw_tasks(
 
 
 def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np.ndarray:
-    """(tasks, way) characters, different ones in each task, from one shuffled pack after the other."""
+    """Deal (tasks, way) characters from shuffled packs; no character is twice in a task."""
     each = len(own) // way
     packs = [rng.permutation(own)[: each * way].reshape(each, way) for _ in range(-(-tasks // each))]
     return np.concatenate(packs)[:tasks]
@@ -308,7 +310,7 @@ Adapt = Callable[[PyTree, Array], PyTree]
 
 
 def bounded(features: Features) -> Features:
-    """z/√(1 + mean z²), of each image: of mean square below 1; one that is alone still says how large it is."""
+    """Divide the features z of each image by √(1 + mean z²): their mean square is below 1, and grows with z."""
 
     def divided(x: PyTree, images: Array) -> Array:
         found = features(x, images)
@@ -318,7 +320,7 @@ def bounded(features: Features) -> Features:
 
 
 class Episodes(NamedTuple):
-    """Test episodes: places in `images`, (used, 28, 28) uint8."""
+    """Hold test episodes, as places in `images`, (used, 28, 28) uint8."""
 
     images: np.ndarray
     support: np.ndarray  # (episodes, way, shot)
@@ -326,7 +328,7 @@ class Episodes(NamedTuple):
 
 
 def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: int, seed: int) -> Episodes:
-    """Episodes of different characters, drawn from (characters, drawings, 28, 28), and for each its drawings."""
+    """Draw episodes from images (characters, drawings, 28, 28): different characters, and drawings of each."""
     rng = np.random.default_rng([seed, 3])
     characters, drawings = images.shape[:2]
     chosen = np.stack([rng.permutation(characters)[:way] for _ in range(count)])
@@ -337,12 +339,12 @@ def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: 
 
 
 def labels_of(way: int, each: int) -> Array:
-    """(way·each,): that many images of each of the characters 0..way − 1, one character after the other."""
+    """Return the labels of `each` images of every character 0..way − 1, in order: (way·each,)."""
     return jnp.repeat(jnp.arange(way), each)
 
 
 def heads_loss(features: Features, x: PyTree, heads: PyTree, images: Array) -> Array:
-    """Mean cross entropy of B tasks, each under its own head: {"weight": (B, width, way), "bias": (B, way)}."""
+    """Compute the mean cross entropy of B tasks under their heads, {"weight": (B, width, way), "bias": (B, way)}."""
     tasks, way, each = images.shape[:3]
     found = features(x, images).reshape(tasks, way * each, -1)
     logits = found @ heads["weight"] + heads["bias"][:, None]
@@ -350,7 +352,7 @@ def heads_loss(features: Features, x: PyTree, heads: PyTree, images: Array) -> A
 
 
 def prototype_logits(support: Array, query: Array) -> Array:
-    """(way·queries, way): −‖query − prototype‖², a prototype being the mean of a character's support.
+    """Compute −‖query − prototype‖², (way·queries, way), a prototype being the mean of a character's support.
 
     support: (way, shot, width), query: (way, queries, width). Snell, Swersky, Zemel, NeurIPS 2017, equations 1 and 2.
     """
@@ -359,19 +361,21 @@ def prototype_logits(support: Array, query: Array) -> Array:
 
 
 def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
-    """Mean cross entropy of one episode, (way, n, 28, 28), under the head of `way` columns that x has."""
+    """Compute the mean cross entropy of an episode, (way, n, 28, 28), under the head of `way` columns in x."""
     return cross_entropy(plain_logits(features, x, images), labels_of(*images.shape[:2]))
 
 
 def plain_logits(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
-    """(way·n, way)."""
+    """Compute the logits of an episode's images under the head in x, (way·n, way)."""
     backbone, head = x
     found = features(backbone, images.reshape(-1, *images.shape[2:]))
     return found @ head["weight"] + head["bias"]
 
 
 def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Adapt:
-    """`steps` gradient steps of x on an episode's support; of first order, the gradients count as constants.
+    """Return the map that takes `steps` gradient steps of x on an episode's support.
+
+    With `first_order` the gradients count as constants.
 
     Finn, Abbeel, Levine, ICML 2017, algorithm 2 and section 5.2.
     """
@@ -389,7 +393,7 @@ def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Ada
 
 
 def fitted_head(support: Array, ridge: float) -> dict[str, Array]:
-    """The head on (way, shot, width) features that minimises mean cross entropy + ridge·‖head‖².
+    """Fit the head on (way, shot, width) features that minimises mean cross entropy + ridge·‖head‖².
 
     By accelerated gradient steps from 0 (Nesterov's for strong convexity μ = 2·ridge and smoothness L, of which
     ½‖[φ 1][φ 1]ᵀ‖/n + 2·ridge is a bound: softmax's Hessian is at most ½).

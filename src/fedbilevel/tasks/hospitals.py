@@ -10,7 +10,7 @@ everyone. With ℓ the logistic loss,
     f_i = (1/n_i) Σ_j ℓ(a_jᵀy_{k_j}, c_j)               w = M softmax(x.weight)
 
 x starts at penalty_l = log(ridge) and weight = 0. The models have no term in common; f sees each patient with the model
-that has not seen it, and never model K, which is the one that is used. Every entry of a model has its penalty, those of
+that has not seen it, and never model K, the model that is used. Every entry of a model has its penalty, those of
 the intercepts included: g is strongly convex in y.
 """
 
@@ -48,20 +48,21 @@ def hospitals(
     seed: int = 0,
     party: int | str = "all",
 ) -> Task:
-    """One logistic model of four hospitals' patients; each hospital standardises by its own training patients.
+    """Fit a logistic model to four hospitals' patients; each hospital standardises by its own training patients.
 
     Args:
         only: hospitals to take, of "cleveland", "hungarian", "switzerland" and "va"; empty: all, in this order.
-        tuned: whether x is found; False: the single-level problem of the model alone, with `ridge` for every penalty,
-            which FedAvg and FedLin solve.
+        tuned: whether penalties and weights are tuned. False: the single-level problem of the model alone, with `ridge`
+            for every penalty, which FedAvg and FedLin solve.
         folds: K.
-        offsets: give each hospital an intercept of its own beside the common one: a feature that is 1 for its patients.
+        offsets: give each hospital an intercept of its own beside the common intercept: a feature that is 1 for its
+            patients.
         ridge: every penalty at the start.
         weighting: p_i, in both losses: by training patients ("size"), or "equal".
         holdout: the share of each hospital's training patients that is measured in place of its test patients.
         local_steps: see Clients.
         seed: of the split into training and test, 0 being FLamby's own, of the holdout and of the folds.
-        party: a client's number, of a federation, makes a task of its patients alone, from its own file.
+        party: in a federation, the number of a client: its task has its own patients alone, from its own file.
 
     Measured: accuracy and mean loss on all test patients, and each hospital's accuracy.
     """
@@ -100,7 +101,7 @@ def hospitals(
 
 @dataclass(frozen=True)
 class _Ward:
-    """A hospital's patients: arrays by name, of one length each."""
+    """Hold a hospital's patients: arrays by name, with a row for each patient."""
 
     name: str
     training: dict[str, Floats]
@@ -108,7 +109,7 @@ class _Ward:
 
 
 def _ward(name: str, number: int, indicators: int, folds: int, holdout: float, seed: int) -> _Ward:
-    """Hospital `number` of the federation, its features followed by that many indicators of hospitals, and by 1."""
+    """Load hospital `number` of the federation; its features are followed by `indicators` of hospitals and by 1."""
     found = load_heart(name)
     training, measured = stratified(found.labels, TRAINING, FLAMBY + seed)
     if holdout:
@@ -129,7 +130,7 @@ def _ward(name: str, number: int, indicators: int, folds: int, holdout: float, s
 
 
 def dealt(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
-    """The fold of each patient, (n,) int32: one class after the other, each in random order, is dealt out in turn."""
+    """Draw the fold of each patient, (n,) int32: class by class, patients in random order are dealt out in turn."""
     mixed = rng.permutation(len(labels))
     order = mixed[np.argsort(labels[mixed], kind="stable")]
     fold = np.empty(len(labels), np.int32)
@@ -138,18 +139,18 @@ def dealt(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarra
 
 
 def hospital_weights(x: Mapping[str, Array]) -> Array:
-    """w, shape (M,), of mean 1."""
+    """Compute w, shape (M,), of mean 1."""
     return len(x["weight"]) * jax.nn.softmax(x["weight"])
 
 
 def _losses(models: Array, batch: Batch) -> Array:
-    """(n, models): the logistic loss of each patient by each model, a column of `models`."""
+    """Compute the logistic loss of each patient by each model, a column of `models`: (n, models)."""
     z = batch["row"] @ models
     return jax.nn.softplus(z) - batch["label"][:, None] * z
 
 
 Model = Callable[[PyTree, PyTree], Array]
-"""(x, y) -> the coefficients (features,) that are used."""
+"""(x, y) -> the coefficients of the model that is used, (features,)."""
 
 
 def _tuned(count: int, features: int, folds: int, ridge: float) -> tuple[Bilevel, PyTree, PyTree, Model]:

@@ -6,8 +6,8 @@ be wrong, and of a validation sample, whose label is right,
 
     g_i = mean_j sigmoid(x_ij)·CE(z(y), c_ij) + ridge·‖y‖²        f_i = mean CE(z(y), c)        x = 0 at the start
 
-f does not depend on x directly. ∂g_i/∂x_ij = sigmoid'(x_ij)·CE_ij/n_i: the hypergradient of one weight is of the order
-of one over the number of all training samples, and steps on x are as much larger.
+f does not depend on x directly. ∂g_i/∂x_ij = sigmoid'(x_ij)·CE_ij/n_i: the hypergradient of a weight is of the order
+of 1 over the number of all training samples, so steps on x must be that much larger.
 
 x has shape (M, longest): x_ij is the j-th entry of row i; what is behind the end of a shorter client's row is never
 read. A client's losses read its own row alone, and give the same where x is that row alone, of shape (1, longest).
@@ -57,7 +57,7 @@ def hyper_cleaning(
         corruption: the probability with which a training label is replaced by a class drawn uniformly from all C of
             them; as that may be the class it was, a share corruption·(1 − 1/C) ends up wrong, and that is what
             "corrupted" means in the metrics. Validation, held-out and test labels stay right.
-        network: "linear" (no hidden layers), or one of those of hyper_representation; y is all of it.
+        network: "linear" (no hidden layers), or a network of hyper_representation; y is the whole network.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
         local: "x" has each client keep its own row of x, so that neither x nor a gradient in x is in any message, with
@@ -65,8 +65,8 @@ def hyper_cleaning(
         capacities: of clients, as in hyper_representation; not with network = "linear", which has no units.
         data, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
 
-    Measured: accuracy; `auc`, the probability that a clean training sample has a larger weight than a corrupted one,
-    ties counting half; the mean weights of both. Where no label is wrong (or all are) accuracy alone.
+    Measured: accuracy; `auc`, the probability that a clean training sample has a larger weight than a corrupted
+    sample, ties counting half; the mean weights of both. Where no label is wrong, or every label, accuracy alone.
     """
     require(0 <= corruption < 1, "corruption", corruption, "at least 0 and below 1")
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
@@ -103,10 +103,10 @@ def _problem(model: networks.Network, ridge: float, local: Literal["x"] | None) 
 
 
 def spoiled(samples: Ragged, classes: int, corruption: float, seed: int) -> Ragged:
-    """Packed {"image", "label"} with wrong labels, and what they and their weights are known by.
+    """Replace labels of packed {"image", "label"} at random, and add what finds each sample's weight in x.
 
-    Adds "row" (the client) and "place" (the sample within it), int32, and "corrupted", whether the label is wrong, for
-    the metrics alone.
+    Adds "row" (the client) and "place" (the sample's number there), int32, and for the metrics alone "corrupted", True
+    where the label is wrong.
     """
     rng = np.random.default_rng([seed, 3])
     label = samples.values["label"]
@@ -119,19 +119,19 @@ def spoiled(samples: Ragged, classes: int, corruption: float, seed: int) -> Ragg
 
 
 def weights(x: Array, samples: Mapping[str, Any]) -> Array:
-    """sigmoid(x) of each sample, shape (n,); x: (M, longest), or (1, longest), the one row that all samples are of."""
+    """Compute sigmoid(x) of each sample, shape (n,); x: (M, longest), or (1, longest), the row of all these samples."""
     return jax.nn.sigmoid(x[jnp.minimum(samples["row"], x.shape[0] - 1), samples["place"]])
 
 
 def cleaning_weights(task: Task, x: Array) -> tuple[np.ndarray, np.ndarray]:
-    """The weights of clean and of corrupted training samples, one number each, over all clients."""
+    """Return the weights of the clean and of the corrupted training samples of all clients, 1-D arrays."""
     samples = task.population.inner.values
     found, corrupted = np.asarray(weights(x, samples)), samples["corrupted"]
     return found[~corrupted], found[corrupted]
 
 
 def auc(higher: Array, lower: Array) -> Array:
-    """P(a > b) + ½ P(a = b) for a of `higher` and b of `lower`, (n,) and (m,): the Mann-Whitney statistic over nm."""
+    """Compute P(a > b) + ½ P(a = b), a of `higher` (n,) and b of `lower` (m,): the Mann-Whitney statistic over nm."""
     ordered = jnp.sort(lower)
     below, not_above = (jnp.searchsorted(ordered, higher, side=side) for side in ("left", "right"))
     return jnp.mean((below + not_above).astype(float)) / (2 * len(lower))

@@ -44,19 +44,22 @@ def hyper_representation(
 
     Args:
         data: "digits" (embedded), "mnist", "fashion-mnist" or "cifar-10".
-        network: "mlp", whose x is all hidden layers, "cnn", whose x is two convolutions and a dense layer, or a deep
-            one of convolutions, "conv4", "resnet12" or "resnet18".
-        hidden: widths of the MLP's hidden layers; of the CNN's channels (two) and dense layer (one); channels of
-            Conv-4 (one) and of a ResNet's blocks or stages (four).
+        network: "mlp", whose x is all hidden layers; "cnn", whose x is two convolutions and a dense layer; or a deep
+            convolutional network, "conv4", "resnet12" or "resnet18".
+        hidden: for the MLP the widths of its hidden layers; for the CNN two numbers of channels and the width of its
+            dense layer; for Conv-4 its channels, once or for each block; for a ResNet the channels of its four blocks
+            or stages.
         clients: M.
         partition_by: "iid", "shards", "dirichlet", "quantity" or "one_label".
-        partition_options: of that partition, e.g. {"alpha": 0.3}.
+        partition_options: the options of the partition, e.g. {"alpha": 0.3}.
         validation: the share of each client's samples that goes to the outer loss.
-        holdout: the share of the training images taken away before, and measured in place of the test images: for
-            choosing hyperparameters without looking at the test set.
+        holdout: the share of the training images that is set aside and measured in place of the test images, to choose
+            hyperparameters without looking at the test set.
         ridge: the inner loss has ridge·‖y‖² added.
-        train_samples: how many training images, drawn once, "train_accuracy" is measured on; None does not measure it.
-        capacities: the shares of the network that clients can hold, dealt out to them in turn; empty: all hold all.
+        train_samples: the number of training images, drawn once, on which "train_accuracy" is measured; None: it is not
+            measured.
+        capacities: the shares of the network that clients can hold, dealt out to them in turn; empty: every client
+            holds the whole network.
         local_steps: see Clients.
         seed: of the partition, the splits and the starting point.
     """

@@ -25,7 +25,7 @@ WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
 
 @dataclass(frozen=True, eq=False)
 class LabelledImages:
-    """An image set, in the pixels of its makers, and its network, which takes them standardised.
+    """Hold an image set, with its published pixels, and the network, which takes standardised pixels.
 
     `part` is "test", or "validation" where images held out from training stand in place of the test images.
     """
@@ -35,24 +35,24 @@ class LabelledImages:
     part: str
 
     def dealt(self, clients: int, by: str, options: Mapping[str, Any] | None, seed: int) -> list[Indices]:
-        """The training images of each client, as indices."""
+        """Deal the training images out to clients: indices for each client."""
         return partition(by, self.data.train_labels, clients, seed=seed, **dict(options or {}))
 
     def rows(self, chosen: Sequence[Indices]) -> Ragged:
-        """These training images, one row per client: {"image", "label"}."""
+        """Pack these training images, a row for each client, as {"image", "label"}."""
         arrays, start, size = pack(self.data.train_images, self.data.train_labels, chosen)
         return Ragged({**arrays, "image": self.model.prepare(self.standard(arrays["image"]))}, start, size)
 
     def standard(self, images: np.ndarray) -> np.ndarray:
-        """Some of the images, standardised: the only copies in floating point."""
+        """Standardise some of the images: these are the only copies in floating point."""
         return standardise(images, self.data.mean, self.data.std)
 
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
-        """(body, head) -> share of the images of `part` that the network gets right."""
+        """Return (body, head) -> the share of the images of `part` that the network gets right."""
         return networks.accuracy(self.model, self.standard(self.data.test_images), self.data.test_labels)
 
     def training_accuracy(self, count: int, seed: int) -> Callable[[PyTree, PyTree], Array]:
-        """(body, head) -> share of `count` training images, drawn once, that the network gets right."""
+        """Return (body, head) -> the share of `count` training images, drawn once, that the network gets right."""
         require_count("train_samples", count)
         total = len(self.data.train_labels)
         require(count <= total, "train_samples", count, f"at most {total}, the training images")
@@ -61,7 +61,7 @@ class LabelledImages:
         return networks.accuracy(self.model, chosen, self.data.train_labels[drawn])
 
     def own_accuracy(self, body: PyTree, head: PyTree, batch: PyTree) -> Array:
-        """The share of a client's own images, {"image", "label"}, that the network gets right."""
+        """Compute the share of a client's own images, {"image", "label"}, that the network gets right."""
         logits = self.model.logits(body, head, batch["image"])
         return jnp.mean(jnp.argmax(logits, axis=-1) == batch["label"])
 
@@ -70,7 +70,7 @@ class LabelledImages:
         counts = np.bincount(self.data.test_labels, minlength=self.data.classes)
         if not counts.all():
             raise ConfigurationError(
-                f"class {counts.argmin()} has no {self.part} image to measure it on; a larger holdout has one"
+                f"class {counts.argmin()} has no {self.part} image to measure it on; a larger holdout is needed"
             )
         right = networks.correctness(self.model, self.standard(self.data.test_images), self.data.test_labels)
         truth = jnp.asarray(self.data.test_labels)
@@ -87,16 +87,16 @@ def load_images(
     seed: int = 0,
     known: Mapping[str, Callable[..., networks.Network]] = NETWORKS,
 ) -> LabelledImages:
-    """Load, hold out, thin.
+    """Load an image set, hold out a share of its training images, thin the rest to a long tail, and build the network.
 
     Args:
         data: "digits" (embedded), "mnist", "fashion-mnist" or "cifar-10".
         network, hidden: "mlp" with hidden widths, "cnn" with (channels, channels, dense width), "conv4" with
             (channels,), "resnet12" or "resnet18" with four numbers of channels.
         ratio: see `long_tailed`.
-        holdout: share of the training images that takes the place of the test images.
-        seed: of the choice of these.
-        known: the networks to choose from; `WITH_LINEAR` for a task of which every layer is y.
+        holdout: the share of the training images that takes the place of the test images.
+        seed: of the choice of these images.
+        known: the networks to choose from; `WITH_LINEAR` for a task whose y is the whole network.
     """
     require(network in known, "network", network, f"one of {sorted(known)}")
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
@@ -120,11 +120,11 @@ def load_rows(data: str, holdout: float, seed: int) -> Dataset:
 
 
 def long_tailed(data: Dataset, ratio: float) -> Dataset:
-    """The training images, thinned exponentially over classes: the longest class first, the last at `ratio` of it.
+    """Thin the training images exponentially over classes: the first class stays longest, the last has `ratio` of it.
 
-    Of class c those stay whose rank in the class, counted from 0, is at most n·ratio^(c/(C − 1)), with n the training
-    images over the C classes; of every class at least one does. For MNIST and ratio 0.01 this leaves 14,818 (5,923,
-    3,597, …, 61), as in the experiments of FedNest.
+    Of class c the images stay whose rank in the class, counted from 0, is at most n·ratio^(c/(C − 1)), n being the
+    number of training images over C; every class keeps an image at least. For MNIST and ratio 0.01 this leaves
+    14,818 (5,923, 3,597, …, 61), as in the experiments of FedNest.
     """
     labels, classes = data.train_labels, data.classes
     most = len(labels) / classes * ratio ** (np.arange(classes) / (classes - 1))
@@ -133,7 +133,7 @@ def long_tailed(data: Dataset, ratio: float) -> Dataset:
 
 
 def held_out(data: Dataset, share: float, seed: int) -> Dataset:
-    """That share of the training images in place of the test images."""
+    """Put this share of the training images, drawn at random, in place of the test images."""
     order = np.random.default_rng([seed, 1]).permutation(len(data.train_labels))
     aside, rest = np.split(order, [max(1, round(share * len(order)))])
     return replace(

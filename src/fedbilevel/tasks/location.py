@@ -1,13 +1,13 @@
-"""Location: of all places at the least total distance from some balls, the one nearest to an anchor.
+"""Location: of all places at the least total distance from some balls, the place nearest to an anchor.
 
 Boontawee, Prangprakhon, Nimana, "Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems"
 (2025), section III.B. With balls of center c_j and radius r_j and an anchor a in R^n
 
     F(x) = mean_j max(‖x − c_j‖ − r_j, 0)        H(x) = ½‖x − a‖²        X = [−10, 10]ⁿ
 
-"scattered", the paper's: c_j, a and the start uniform on X, r_j on (0, 1); F has one minimiser as a rule, and H hardly
-a say. "overlapping": all balls hold a ball around the origin, and as many as there are cut it on all sides; F is 0 on
-what they have in common, and the solution is the anchor's projection onto that: a mean of anchor and centers, so in X.
+"scattered", the paper's: c_j, a and the start uniform on X, r_j on (0, 1); F mostly has a single minimiser, and leaves
+H no choice. "overlapping": all balls contain a ball around the origin; F is 0 on what they have in common, and the
+solution is the anchor's projection onto that: a mean of anchor and centers, so in X.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def location(
     local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
-    """Draw balls, an anchor and a start, and deal the balls out to clients; every ball counts alike.
+    """Draw balls, an anchor and a start, and deal the balls out to clients; all balls have the same weight.
 
     Args:
         dim: n.
@@ -92,17 +92,17 @@ def location(
 
 
 def distances(x: Array, batch: Any) -> Array:
-    """The mean distance from x to the balls of a batch; 0 is its subgradient on and inside a ball."""
+    """Compute the mean distance from x to the balls of a batch; its subgradient on and inside a ball is 0."""
     square = jnp.sum((x - batch["center"]) ** 2, axis=-1)
     outside = square > batch["radius"] ** 2
-    gap = jnp.sqrt(jnp.where(outside, square, 1)) - batch["radius"]  # of what is not taken the slope stays finite
+    gap = jnp.sqrt(jnp.where(outside, square, 1)) - batch["radius"]  # finite slopes in the branch that is not taken
     return jnp.mean(jnp.where(outside, gap, 0))
 
 
 def nearest_in_all(point: Floats, centers: Floats, radii: Floats) -> Floats:
-    """The point nearest to `point` that is in every ball, where they have one in common.
+    """Find the point nearest to `point` that is in every ball; the balls must have a point in common.
 
-    Balls that the nearest point to some of them is beyond are taken in, the farthest first, until there are none left.
+    The nearest point in a few balls is found first. While it is outside of others, the farthest of them joins the few.
     """
     x, cutting = point, list[int]()
     while True:
@@ -115,7 +115,7 @@ def nearest_in_all(point: Floats, centers: Floats, radii: Floats) -> Floats:
 
 
 def _nearest_in_few(point: Floats, centers: Floats, radii: Floats, rounds: int = 100_000) -> Floats:
-    """The projection by Dykstra's algorithm over all balls in turn, until its corrections stay, not only x."""
+    """Project by Dykstra's algorithm over all balls in turn, until its corrections stay, not only x."""
     x, corrections = point, np.zeros_like(centers)
     for _ in range(rounds):
         before = corrections.copy()

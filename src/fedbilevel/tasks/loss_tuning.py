@@ -32,7 +32,7 @@ from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import LocalSteps, Task, in_turn
 
-ATTEMPTS = 100  # draws of the halves before a class counts as too small for them
+ATTEMPTS = 100  # splits drawn before a class counts as too small to be split
 
 
 def loss_tuning(
@@ -55,11 +55,11 @@ def loss_tuning(
     """Thin a labelled image set to a long tail, split it over clients, and their shares into training and validation.
 
     Args:
-        ratio: of the last class's training images to the first's, those between falling exponentially; the paper
-            has 0.01. Test images, and images held out, are not thinned.
+        ratio: the last class's number of training images over the first's; the numbers between fall exponentially. The
+            paper has 0.01. Test images, and images held out, are not thinned.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
-        class_weights: x has a weight of each class, too: C·softmax(x["weight"]), which start at 1 and have mean 1.
+        class_weights: give x a weight of each class, too: C·softmax(x["weight"]), which start at 1 and have mean 1.
         data, network, hidden, clients, partition_by, partition_options, holdout, capacities, local_steps, seed: see
             hyper_representation.
 
@@ -106,9 +106,10 @@ def loss_tuning(
 def complete_halves(
     parts: Sequence[Indices], labels: np.ndarray, classes: int, validation: float, seed: int
 ) -> tuple[list[Indices], list[Indices]]:
-    """Each client's samples, split at random into (training, validation), every class being in both of the unions.
+    """Split each client's samples at random into (training, validation), so that both unions have every class.
 
-    A split that lacks a class is drawn again, which conditions its law on that.
+    A split that lacks a class is drawn again: the law of the split is conditioned on that. ConfigurationError where
+    ATTEMPTS splits lack a class.
     """
     rng = np.random.default_rng([seed, 2])
     for _ in range(ATTEMPTS):
@@ -123,7 +124,7 @@ def complete_halves(
 
 
 def balancing_weights(clients: Clients, classes: int) -> np.ndarray:
-    """w_c = 1/(C π_c), π_c being the weight of class c in the population's outer samples; shape (classes,).
+    """Compute w_c = 1/(C π_c), π_c being the weight of class c in the population's outer samples; shape (classes,).
 
     Σ_i p_i mean over client i's samples of w_c·loss is then the mean over classes of their mean losses, and E w = 1.
     """

@@ -1,11 +1,11 @@
 """Networks cut in two: x, everything up to the last layer, and y, the linear head.
 
-Small ones first; then the convolutional networks of few-shot and image papers: Conv-4, ResNet-12 and ResNet-18. In
+Small networks first; then the convolutional networks of few-shot and image papers: Conv-4, ResNet-12, ResNet-18. In
 these every convolution is followed by a normalisation without running state: layer norm over height, width and all
 channels of one image (Ba et al. 2016), with a gain and a bias per channel. Batch norm would make clients depend on each
-other's samples, and its averages are no parameters that a federation could optimise. Statistics over all channels do
-not change when channels change places, as they would with groups of channels: units are interchangeable, which a
-submodel needs.
+other's samples, and its running averages are no parameters that a federation could optimise. Statistics over all
+channels do not change when channels change places, as they would with groups of channels: units are interchangeable,
+which a submodel needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IN_CACHE = 20  # the same on a CPU, where images are convolved: its cache holds 
 
 
 class Network(NamedTuple):
-    """A classifier, `features` and a linear head on them: y is {"weight": (width, classes), "bias": (classes,)}."""
+    """Hold a classifier: `features` and a linear head on them, y = {"weight": (width, classes), "bias": (classes,)}."""
 
     init: Callable[[Array], tuple[PyTree, PyTree]]  # key -> (x, y)
     logits: Callable[[PyTree, PyTree, Array], Array]  # (x, y, images) -> (n, classes)
@@ -40,7 +40,7 @@ class Network(NamedTuple):
 
     @property
     def whole_structure(self) -> PyTree:
-        """The structure of (body, head), for a task that has the whole network in one variable."""
+        """Return the structure of (body, head), for a task whose x or y is the whole network."""
         return self.structure.x, self.structure.y
 
 
@@ -50,7 +50,7 @@ def with_head(
     prepare: Callable[[np.ndarray], np.ndarray],
     structure: Structure,
 ) -> Network:
-    """The network whose logits are features @ weight + bias."""
+    """Build the network whose logits are features @ weight + bias."""
 
     def logits(x: PyTree, y: PyTree, images: Array) -> Array:
         return features(x, images) @ y["weight"] + y["bias"]
@@ -59,7 +59,7 @@ def with_head(
 
 
 def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Fully connected, ReLU: image pixels → hidden widths → classes."""
+    """Build a fully connected network with ReLU: image pixels → hidden widths → classes."""
     check_widths(hidden, len(hidden) >= 1, "one or more positive widths")
     widths = [int(np.prod(image_shape)), *hidden]
 
@@ -79,7 +79,7 @@ def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
 
 
 def linear(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Softmax regression: x is empty, y the one layer image pixels → classes, started at 0. `hidden` is empty."""
+    """Build a softmax regression: x is empty, y the layer image pixels → classes, started at 0. `hidden` is empty."""
     require(len(hidden) == 0, "hidden", hidden, "empty for a linear network, which has no hidden layers")
     inputs = int(np.prod(image_shape))
 
@@ -90,7 +90,7 @@ def linear(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> N
 
 
 def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Two 3×3 convolutions, each with ReLU and 2×2 max-pooling, a dense layer with ReLU, and the head.
+    """Build a CNN: two 3×3 convolutions, each with ReLU and 2×2 max-pooling, a dense layer with ReLU, and the head.
 
     `hidden` is (channels, channels, dense width), e.g. (16, 32, 64).
     """
@@ -129,17 +129,17 @@ def check_widths(hidden: Sequence[int], as_many: bool, allowed: str) -> None:
 
 
 def head(group: str) -> PyTree:
-    """The structure of a linear head on features that are units of this group."""
+    """Return the structure of a linear head on features that are units of this group."""
     return {"weight": f"{group} _", "bias": "_"}
 
 
 def flattened(images: np.ndarray) -> np.ndarray:
-    """(n, …) -> (n, pixels)."""
+    """Flatten images: (n, …) -> (n, pixels)."""
     return images.reshape(len(images), -1)
 
 
 def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
-    """Zero-padded convolution with an odd kernel: (n, height, width, inputs) → (n, ⌈height/stride⌉, …, outputs).
+    """Convolve zero-padded maps with an odd kernel: (n, height, width, inputs) → (n, ⌈height/stride⌉, …, outputs).
 
     weight: (k, k, inputs, outputs). Outputs are centred on the rows and columns 0, stride, 2·stride, ….
 
@@ -157,7 +157,7 @@ def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
 
 
 def max_pool(maps: Array) -> Array:
-    """2×2, stride 2; odd edges are padded. (n, height, width, channels) in and out."""
+    """Take maxima of 2×2 squares, stride 2; odd edges are padded. (n, height, width, channels) in and out."""
     n, height, width, channels = maps.shape
     padded = jnp.pad(maps, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), constant_values=-jnp.inf)
     squares = padded.reshape(n, padded.shape[1] // 2, 2, padded.shape[2] // 2, 2, channels)
@@ -166,28 +166,28 @@ def max_pool(maps: Array) -> Array:
 
 
 def dense(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
-    """A dense layer, weights normal with variance 2/inputs (He et al. 2015), bias 0."""
+    """Draw a dense layer, weights normal with variance 2/inputs (He et al. 2015), bias 0."""
     return {"weight": drawn(key, (inputs, outputs)), "bias": jnp.zeros(outputs)}
 
 
 def convolution(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
-    """A 3×3 convolution, weights normal with variance 2/(9·inputs), bias 0."""
+    """Draw a 3×3 convolution, weights normal with variance 2/(9·inputs), bias 0."""
     return {"weight": drawn(key, (3, 3, inputs, outputs)), "bias": jnp.zeros(outputs)}
 
 
 def drawn(key: Array, shape: tuple[int, ...]) -> Array:
-    """Weights (..., outputs), normal with variance 2/n, n being the inputs of one output: the product of those axes."""
+    """Draw weights (..., outputs), normal with variance 2/n, n being the product of all axes but the last."""
     return jax.random.normal(written_out(key), shape) * (2 / math.prod(shape[:-1])) ** 0.5
 
 
 def cross_entropy(logits: Array, labels: Array, weights: Array | float = 1.0) -> Array:
-    """Mean of −weight·log softmax at the labels; weights: one, or one per sample."""
+    """Compute the mean of −weight·log softmax at the labels; weights: a number, or a number for each sample."""
     chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     return -jnp.mean(weights * jnp.sum(chosen * jax.nn.log_softmax(logits), axis=-1))
 
 
 def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
-    """(x, y) -> share of these images whose largest logit is at their label."""
+    """Return (x, y) -> the share of these images whose largest logit is at their label."""
     right = correctness(network, images, labels)
     return lambda x, y: jnp.mean(right(x, y))
 
@@ -207,18 +207,18 @@ def correctness(network: Network, images: np.ndarray, labels: np.ndarray) -> Cal
     return measure
 
 
-def in_passes(one: Callable[[PyTree], PyTree], images: PyTree) -> PyTree:
-    """`one` of each image, over leaves (n, …), a few at a time: convolved ones so few that a CPU's cache holds them."""
+def in_passes(function: Callable[[PyTree], PyTree], images: PyTree) -> PyTree:
+    """Map a function over images, leaves (n, …), some at a time: if convolved, as few as a CPU's cache holds."""
     convolved = max(np.ndim(leaf) for leaf in jax.tree.leaves(images)) > 2
     few = convolved and jax.default_backend() == "cpu"
-    return lax.map(one, images, batch_size=IN_CACHE if few else EVALUATION_BATCH)
+    return lax.map(function, images, batch_size=IN_CACHE if few else EVALUATION_BATCH)
 
 
 EPSILON = 1e-5  # added to the variance of a normalisation
 
 
 def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Four blocks of 3×3 convolution, normalisation, ReLU and 2×2 max-pooling (Vinyals et al. 2016).
+    """Build Conv-4: four blocks of 3×3 convolution, normalisation, ReLU and 2×2 max-pooling (Vinyals et al. 2016).
 
     `hidden` is the number of channels, once or for each block, e.g. (64,). The features are the last maps, flattened,
     of 28×28 images (channels,).
@@ -247,7 +247,7 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
 
 
 def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Four residual blocks of three 3×3 convolutions, each block ending in 2×2 max-pooling; then the mean of each map.
+    """Build ResNet-12: four residual blocks of three 3×3 convolutions and 2×2 max-pooling; then the mean of each map.
 
     As few-shot papers have it (Lee et al. 2019: 64, 160, 320, 640 channels), but with ReLU and without dropped blocks.
     `hidden` is the channels of each block.
@@ -271,10 +271,10 @@ def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) ->
 
 
 def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """A 3×3 convolution and four stages of two residual blocks of two, then the mean of each map (He et al. 2016).
+    """Build ResNet-18: a 3×3 convolution, four stages of two residual blocks, the mean of each map (He et al. 2016).
 
-    In the form for CIFAR: the first convolution has stride 1 and no pooling, and the stages 2 to 4 halve the sides.
-    `hidden` is the channels of each stage, in the paper 64, 128, 256, 512.
+    Each block has two 3×3 convolutions. In the form for CIFAR: the first convolution has stride 1 and no pooling, and
+    the stages 2 to 4 halve the sides. `hidden` is the channels of each stage, in the paper 64, 128, 256, 512.
     """
     channels, widths = four_widths("resnet18", image_shape, hidden)
     plan = [(stage, place) for stage in range(4) for place in range(2)]
@@ -303,22 +303,23 @@ def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) ->
 
 
 def four_widths(network: str, image_shape: Sequence[int], hidden: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The channels of an image, and `hidden`."""
+    """Return the channels of an image, and `hidden` as four widths."""
     check_widths(hidden, len(hidden) == 4, f"four positive widths for {network}, e.g. 16, 32, 64, 128")
     return (*image_shape, 1)[2], tuple(hidden)
 
 
 def block(key: Array, depth: int, inputs: int, outputs: int, shortcut: bool) -> dict[str, PyTree]:
-    """`depth` 3×3 convolutions; and, where what is added to them has other channels, a 1×1 convolution on that."""
+    """Draw a block: `depth` 3×3 convolutions, and with a shortcut the 1×1 convolution on what is added to them."""
     *keys, last = jax.random.split(key, depth + 1)
     layers = [normed(k, 3, inputs if i == 0 else outputs, outputs) for i, k in enumerate(keys)]
     return {"layers": layers, **({"shortcut": normed(last, 1, inputs, outputs)} if shortcut else {})}
 
 
 def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool) -> dict[str, PyTree]:
-    """The structure of `block`: units that are added to each other, the shortcut's and the last layer's, are the same.
+    """Return the structure of `block`.
 
-    Without a shortcut of its own a block adds its inputs, and `inputs` and `outputs` are one group.
+    Units that are added to each other, the shortcut's and the last layer's, are the same. Without a shortcut of its own
+    a block adds its inputs, and `inputs` and `outputs` are the same group.
     """
     groups = [inputs, *(f"{name}_inner{i + 1}" for i in range(depth - 1)), outputs]
     layers = [normed_axes(into, out) for into, out in itertools.pairwise(groups)]
@@ -326,7 +327,7 @@ def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool)
 
 
 def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
-    """ReLU of the block's last layer plus its shortcut; the first layer and the shortcut have the stride."""
+    """Compute ReLU of the block's last layer plus its shortcut; the first layer and the shortcut have the stride."""
     added = apply(parts["shortcut"], maps, stride) if "shortcut" in parts else maps
     first, *middle, last = parts["layers"]
     maps = jax.nn.relu(apply(first, maps, stride))
@@ -341,18 +342,18 @@ def maps_of(image_shape: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def normed(key: Array, size: int, inputs: int, outputs: int) -> dict[str, Array]:
-    """A convolution with its normalisation: weights normal with variance 2/(size²·inputs), gain 1, bias 0."""
+    """Draw a convolution with its normalisation: weights normal of variance 2/(size²·inputs), gain 1, bias 0."""
     weight = drawn(key, (size, size, inputs, outputs))
     return {"weight": weight, "gain": jnp.ones(outputs), "bias": jnp.zeros(outputs)}
 
 
 def normed_axes(inputs: str, outputs: str) -> dict[str, str]:
-    """The structure of `normed`, by the groups of its inputs and outputs."""
+    """Return the structure of `normed`, by the groups of its inputs and outputs."""
     return {"weight": f"_ _ {inputs} {outputs}", "gain": outputs, "bias": outputs}
 
 
 def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
-    """The convolution, then (maps − mean)/√(variance + ε)·gain + bias, mean and variance being those of an image."""
+    """Convolve, then return (maps − mean)/√(variance + ε)·gain + bias, with the mean and variance of each image."""
     maps = convolve(maps, layer["weight"], stride)
     centred = maps - jnp.mean(maps, axis=(1, 2, 3), keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=(1, 2, 3), keepdims=True)
@@ -360,7 +361,7 @@ def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
 
 
 def pool(maps: Array) -> Array:
-    """2×2 max-pooling, stride 2; an odd last row or column is dropped, as in the papers, and a single one is kept."""
+    """Pool 2×2 maxima, stride 2; an odd last row or column is dropped, as in the papers, unless there is no other."""
     _, height, width, _ = maps.shape
     return max_pool(maps[:, : max(1, height - height % 2), : max(1, width - width % 2)])
 

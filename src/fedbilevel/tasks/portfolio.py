@@ -31,19 +31,19 @@ TAILS = 5  # degrees of freedom
 
 
 class Moments(NamedTuple):
-    """Mean and covariance of the returns over all markets."""
+    """Hold the mean and the covariance of the returns over all markets."""
 
     mean: Floats  # (assets,)
     covariance: Floats  # (assets, assets)
 
 
 def shares(x: Array) -> Array:
-    """w, which sums to 1 whatever x is."""
+    """Compute w, which sums to 1 whatever x is."""
     return 1 / x.shape[0] + x - jnp.mean(x)
 
 
 def moments_of(x: Array, batch: dict[str, Array]) -> Array:
-    """r_i: the first and second moment of the portfolio's return, shape (2,)."""
+    """Compute r_i, the first and second moment of the portfolio's return; shape (2,)."""
     earned = batch["returns"] @ shares(x)
     return jnp.stack([jnp.mean(earned), jnp.mean(earned**2)])
 
@@ -96,7 +96,7 @@ def portfolio(
     distance = float(np.linalg.norm(best - 1 / assets))
 
     def regret(x: Array, y: Array) -> Array:
-        """Φ(x) − Φ*, from the quadratic's curvature along w − w*: no difference of large numbers."""
+        """Compute Φ(x) − Φ* from the quadratic's curvature along w − w*: no difference of large numbers."""
         off = shares(x) - best
         return risk_aversion / 2 * off @ over_all.covariance @ off
 
@@ -111,7 +111,7 @@ def portfolio(
 
 
 def moments(clients: Clients) -> Moments:
-    """Mean and covariance of the returns over all markets, by the clients' weights."""
+    """Compute the mean and the covariance of the returns over all markets, by the clients' weights."""
     rows = [clients.outer.row(i)["returns"] for i in range(len(clients))]
     mean = sum(p * row.mean(0) for p, row in zip(clients.weights, rows, strict=True))
     spread = sum(p * (row - mean).T @ (row - mean) / len(row) for p, row in zip(clients.weights, rows, strict=True))
@@ -119,7 +119,7 @@ def moments(clients: Clients) -> Moments:
 
 
 def solution(over_all: Moments, risk_aversion: float) -> Floats:
-    """w*: λ Σ w − μ is a multiple of 1, and w sums to 1."""
+    """Compute w*: λ Σ w − μ is a multiple of the vector of ones, and w sums to 1."""
     n = len(over_all.mean)
     system = np.block([[risk_aversion * over_all.covariance, np.ones((n, 1))], [np.ones((1, n)), np.zeros((1, 1))]])
     return np.asarray(np.linalg.solve(system, [*over_all.mean, 1.0])[:n])

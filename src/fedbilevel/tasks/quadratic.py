@@ -37,7 +37,7 @@ UNITS = {"core": "_", "units": "unit _"}  # the structure of x and of y, where t
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """The exact solution for given client weights."""
+    """Hold the exact solution for given client weights."""
 
     x: np.ndarray
     y: np.ndarray
@@ -45,21 +45,21 @@ class ClosedForm:
 
 
 def outer(x: Array, y: Array, batch: dict[str, Array]) -> Array:
-    """f_i, a mean over the samples of the batch."""
+    """Compute f_i, a mean over the samples of the batch."""
     gap = y - batch["t"]
     value = 0.5 * jnp.einsum("ni,nij,nj->n", gap, batch["D"], gap) + jnp.einsum("i,nij,j->n", x, batch["E"], y)
     return jnp.mean(value) + 0.5 * RIDGE * jnp.vdot(x, x)
 
 
 def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
-    """g_i, a mean over the samples of the batch."""
+    """Compute g_i, a mean over the samples of the batch."""
     linear = jnp.einsum("nij,j->ni", batch["B"], x) + batch["c"]
     return jnp.mean(0.5 * jnp.einsum("i,nij,j->n", y, batch["A"], y) - linear @ y)
 
 
 @dataclass(frozen=True)
 class TiedUnits:
-    """A core and the units tied to it.
+    """Describe a core and the units tied to it.
 
     Args:
         count: U.
@@ -73,28 +73,28 @@ class TiedUnits:
 
     @property
     def scales(self) -> np.ndarray:
-        """(1 + U,) of the core and of each unit."""
+        """Return the sizes of c and t for the core and for each unit, (1 + U,)."""
         return np.array([1.0, *[self.scale] * self.count])
 
     def tied(self, size: int) -> np.ndarray:
-        """The Hessian of κ z_0ᵀ Σ z_u, each z of this size."""
+        """Return the Hessian of κ z_0ᵀ Σ z_u, each z of this size."""
         star = np.zeros((1 + self.count, 1 + self.count))
         star[0, 1:] = star[1:, 0] = self.tie
         return np.kron(star, np.eye(size))
 
     def each(self, matrix: np.ndarray) -> np.ndarray:
-        """A matrix for the core, and again for each unit."""
+        """Return the block diagonal matrix that repeats this matrix for the core and for each unit."""
         return np.kron(np.eye(1 + self.count), matrix)
 
-    def loss(self, of_one: Callable[..., Array], vector: str, variable: int) -> Callable[..., Array]:
-        """The loss of core and units, from that of one: its `vector` is scaled, x (0) or y (1) is tied."""
+    def loss(self, plain: Callable[..., Array], vector: str, variable: int) -> Callable[..., Array]:
+        """Return the loss of core and units, from the plain loss: units' `vector` is scaled, x (0) or y (1) is tied."""
 
         def total(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
             small = {**batch, vector: self.scale * batch[vector]}
-            units = jax.vmap(lambda x, y: of_one(x, y, small))(x["units"], y["units"])
+            units = jax.vmap(lambda x, y: plain(x, y, small))(x["units"], y["units"])
             z = (x, y)[variable]
             tie = self.tie * jnp.vdot(z["core"], jnp.sum(z["units"], axis=0))
-            return of_one(x["core"], y["core"], batch) + jnp.sum(units) + tie
+            return plain(x["core"], y["core"], batch) + jnp.sum(units) + tie
 
         return total
 
@@ -123,7 +123,7 @@ def quadratic(
         dim_x, dim_y: dimensions.
         condition: κ of every A_i: eigenvalues from 1/κ to 1, their axes different at each client.
         heterogeneity: how far clients' problems differ (0: all have the same).
-        noise: standard deviation of a sample's c and t about its client's.
+        noise: standard deviation of a sample's c and t about those of its client.
         samples: fewest and most samples per client and loss.
         weighted: unequal client weights; else 1/M each.
         local_steps: see Clients.
@@ -199,14 +199,14 @@ def _start(size: int, units: int) -> PyTree:
 
 
 def _flat(x: PyTree) -> Array:
-    """x as the closed form has it: the core, then one unit after the other."""
+    """Flatten x as in the closed form: the core, then the units in order."""
     return jnp.concatenate([x["core"], x["units"].ravel()]) if isinstance(x, dict) else x
 
 
 def solution(
     clients: Clients, weights: np.ndarray | None = None, units: TiedUnits = TiedUnits(0, 1.0, 0.0)
 ) -> ClosedForm:
-    """The closed form, for the clients' own weights or for others (summing to 1); the core first, then the units."""
+    """Compute the closed form for the clients' own weights or others (summing to 1); the core first, then units."""
     w = clients.weights if weights is None else weights
     own = client_means(clients)  # D is the same in all samples of a client
     mean = {name: np.tensordot(w, part, 1) for name, part in own.items()}

@@ -7,8 +7,8 @@ z(y) the logits Wᵀa of a row a, whose last entry is 1, and j counting its feat
     g_i = mean CE(z(y), c) + Σ_j exp(x_j) ‖W_j‖²        f_i = mean CE(z(y), c)        x_j = log(ridge) at the start
 
 so that coefficients are positive whatever x is, and g_i strongly convex. f does not depend on x directly:
-∂g_i/∂x_j = exp(x_j) ‖W_j‖². Two classes have one logit, whose sigmoid is the probability of class 1; more classes have
-one each.
+∂g_i/∂x_j = exp(x_j) ‖W_j‖². Two classes have a single logit, whose sigmoid is the probability of class 1; more classes
+have a logit each.
 """
 
 from collections.abc import Mapping
@@ -78,12 +78,12 @@ def regularization(
 
 
 def with_one(images: np.ndarray) -> np.ndarray:
-    """One row per image, its last entry 1: (n, features)."""
+    """Flatten each image to a row whose last entry is 1: (n, features)."""
     flat = images.reshape(len(images), -1)
     return np.concatenate([flat, np.ones((len(flat), 1), flat.dtype)], axis=1)
 
 
 def logits(y: Array, rows: Array) -> Array:
-    """(n, classes); of two classes the first has logit 0."""
+    """Compute the logits, (n, classes); of two classes the first has logit 0."""
     z = rows @ y
     return z if z.shape[1] > 1 else jnp.concatenate([jnp.zeros_like(z), z], axis=1)

@@ -28,14 +28,14 @@ COUPLING = 0.1  # the largest t_i
 
 
 class SaddlePoint(NamedTuple):
-    """A limit point (x, y) of a method."""
+    """Hold a limit point (x, y) of a method."""
 
     x: Floats
     y: Floats
 
 
 def loss(x: Array, y: Array, batch: dict[str, Array]) -> Array:
-    """f_i, a mean over the samples of the batch; "P" holds λ and the diagonals of P_i, "C" those of C_i."""
+    """Compute f_i, a mean over the samples of the batch; "P" holds λ and the diagonals of P_i, "C" those of C_i."""
     inside = 0.5 * batch["C"] @ y**2 - batch["b"] @ y + jnp.einsum("i,nij,j->n", y, batch["A"], x)
     return jnp.mean(0.5 * batch["P"] @ x**2 - inside)
 
@@ -98,7 +98,7 @@ def saddle(
 
 
 def solution(clients: Clients, weights: np.ndarray | None = None) -> SaddlePoint:
-    """The saddle point, for the clients' own weights or for others (summing to 1)."""
+    """Compute the saddle point, for the clients' own weights or for others (summing to 1)."""
     p = clients.weights if weights is None else weights
     outer_curve, inner_curve, coupling, linear = (np.tensordot(p, part, 1) for part in _coefficients(clients))
     scaled = coupling.T / inner_curve  # AᵀC⁻¹
@@ -109,7 +109,7 @@ def solution(clients: Clients, weights: np.ndarray | None = None) -> SaddlePoint
 def fedavg_point(
     clients: Clients, tau: int, alpha: float, beta: float, weights: np.ndarray | None = None
 ) -> SaddlePoint:
-    """The limit of simultaneous FedAvg (FedAvg-S): each client makes τ full steps on x and y at once, before the mean.
+    """Compute the limit of simultaneous FedAvg (FedAvg-S): τ full steps of each client on x and y at once, then a mean.
 
     Client i's step is affine, (x, y) ← M_i (x, y) + s_i, with x going down by α/τ and y up by β/τ; a round is
     z ← Σ p_i (M_i^τ z + Σ_{k<τ} M_i^k s_i), and this is its fixed point.
@@ -120,8 +120,8 @@ def fedavg_point(
     for weight, outer_curve, inner_curve, coupling, linear in zip(p, *_coefficients(clients), strict=True):
         field = np.block([[np.diag(outer_curve), -coupling.T], [coupling, np.diag(inner_curve)]])
         step = np.repeat([alpha / tau, beta / tau], len(linear))
-        one, shift = np.eye(len(step)) - step[:, None] * field, step * np.concatenate([0 * linear, linear])
-        powers = [np.linalg.matrix_power(one, k) for k in range(tau + 1)]
+        matrix, shift = np.eye(len(step)) - step[:, None] * field, step * np.concatenate([0 * linear, linear])
+        powers = [np.linalg.matrix_power(matrix, k) for k in range(tau + 1)]
         pull += weight * (np.eye(len(step)) - powers[tau])
         moved += weight * sum(powers[:tau]) @ shift
     return SaddlePoint(*np.split(np.linalg.solve(pull, moved), 2))
@@ -130,14 +130,14 @@ def fedavg_point(
 def alternating_point(
     clients: Clients, tau: Sequence[int], alpha: float, beta: float, weights: np.ndarray | None = None
 ) -> SaddlePoint:
-    """The limit of alternating FedAvg (LFedNest): rounds of τ_y steps β/τ_y on y, then one of τ_x steps α/τ_x on x.
+    """Compute the limit of alternating FedAvg (LFedNest): rounds of τ_y steps β/τ_y on y, then τ_x steps α/τ_x on x.
 
     tau: (τ_x, τ_y). At rest neither half moves the average. A client's τ steps θ ← θ − c(Hθ − r), H diagonal, move
     it by D (H⁻¹r − θ) with D = I − (I − cH)^τ, so that the averages rest where
 
         Σ p_i D_i^x (x − P_i⁻¹A_iᵀy/λ) = 0        Σ p_i D_i^y (y − C_i⁻¹(b_i − A_i x)) = 0
 
-    however many rounds on y there are to one on x.
+    however many rounds on y come before each round on x.
     """
     p = clients.weights if weights is None else weights
     outer_curve, inner_curve, coupling, linear = _coefficients(clients)

@@ -1,4 +1,4 @@
-"""Selection: of all classifiers that fit the training samples best, the sparse one of least norm.
+"""Selection: of all classifiers that fit the training samples best, a sparse classifier of least norm.
 
 Boontawee, Prangprakhon, Nimana, "Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems"
 (2025), section III.A: MNIST's zeros and ones. With rows a and classes b = ±1
@@ -42,11 +42,11 @@ def selection(
     local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
-    """Take two classes of a data set, and split their rows over clients; every row counts alike.
+    """Take two classes of a data set, and split their rows over clients; all rows have the same weight.
 
     Args:
         data: "digits" (embedded), another image set, whose pixels are divided by 255, or a table such as "a9a".
-        classes: the two; the first has b = −1.
+        classes: the numbers of the two classes; the first has b = −1.
         samples: how many training rows, the same number of each class; None: all.
         bound: of the entries of x.
         start: half the width of the box in which x starts.
@@ -61,7 +61,7 @@ def selection(
     found = load_rows(data, holdout, seed)
     known = all(isinstance(c, int) and 0 <= c < found.classes for c in classes)
     two = known and len(classes) == 2 and classes[0] != classes[1]
-    require(two, "classes", list(classes), f"two different ones of 0 to {found.classes - 1}")
+    require(two, "classes", list(classes), f"two different classes of 0 to {found.classes - 1}")
     rows, signs = _rows(found.train_images, found.train_labels, classes)
     tested, truth = map(jnp.asarray, _rows(found.test_images, found.test_labels, classes))
     chosen = _balanced(signs, samples, seed)
@@ -98,19 +98,19 @@ def selection(
 
 
 def _rows(images: np.ndarray, labels: np.ndarray, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of two classes, flat and with pixels in [0, 1], and their signs, float32."""
+    """Return the rows of two classes, flat and with pixels in [0, 1], and their signs, float32."""
     ours = np.flatnonzero(np.isin(labels, classes))
     flat = images[ours].reshape(len(ours), -1) / np.float32(255 if images.dtype == np.uint8 else 1)
     return flat.astype(np.float32), np.where(labels[ours] == classes[1], 1, -1).astype(np.float32)
 
 
 def _balanced(signs: np.ndarray, samples: int | None, seed: int) -> np.ndarray:
-    """All rows in random order, or as many of each class."""
+    """Return the row numbers in random order: all, or `samples` of them with equal classes."""
     order = np.random.default_rng([seed, 3]).permutation(len(signs))
     if samples is None:
         return order
     of_each = [order[signs[order] == sign] for sign in (-1, 1)]
     most = 2 * min(map(len, of_each))
     require(samples % 2 == 0 and samples <= most, "samples", samples, f"an even number, at most {most}")
-    both = np.concatenate([one[: samples // 2] for one in of_each])
+    both = np.concatenate([rows[: samples // 2] for rows in of_each])
     return np.random.default_rng([seed, 4]).permutation(both)

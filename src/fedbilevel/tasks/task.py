@@ -13,20 +13,19 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]
-"""Floating arrays of NumPy, whose shapes the docstrings say."""
+"""Floating-point arrays of NumPy. Docstrings give the shapes."""
 
 LocalSteps = Mapping[str, int] | Sequence[int] | None
-"""How many local steps clients make: one number for each, {"low": …, "high": …} to draw from; see `Clients`."""
+"""How many local steps clients make: a number for each client, or {"low": …, "high": …} to draw from; see `Clients`."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A problem with its population, a start, and what is worth measuring.
+    """Hold a problem with its clients, a starting point and metrics.
 
-    `metrics` are functions (x, y) -> scalar, which `Metric` says the better way of; the first is the one that plots and
-    progress bars show.
-    `metrics_per_client` are functions (x, y, batch) -> scalar, see `fedbilevel.solve`. As the server of a
-    federation sees it, its clients are `RemoteClients`.
+    `metrics` are functions (x, y) -> scalar; where larger is better, `Metric` says so. Plots and progress bars show the
+    first. `metrics_per_client` are functions (x, y, batch) -> scalar, see `fedbilevel.solve`. On the server of a
+    federation `clients` are `RemoteClients`.
     """
 
     name: str
@@ -39,10 +38,10 @@ class Task:
 
     @property
     def population(self) -> Clients:
-        """The clients with their samples; a ConfigurationError where these are elsewhere."""
+        """Return the clients with their samples. ConfigurationError where the samples are on other machines."""
         if not isinstance(self.clients, Clients):
             raise ConfigurationError(
-                f"the samples of task {self.name}'s clients are elsewhere, and cannot be looked at"
+                f"the samples of task {self.name}'s clients are on other machines and cannot be read here"
             )
         return self.clients
 
@@ -50,7 +49,7 @@ class Task:
 def scattered(
     rng: np.random.Generator, coefficients: Mapping[str, Floats], vector: str, count: int, noise: float
 ) -> dict[str, Floats]:
-    """`count` samples of a client that has these coefficients, the one called `vector` scattered about its own."""
+    """Draw `count` samples of a client: its coefficients, with normal noise added to those called `vector`."""
     rows = {name: np.repeat(own[None], count, axis=0) for name, own in coefficients.items()}
     return {**rows, vector: rows[vector] + noise * rng.normal(size=rows[vector].shape)}
 
@@ -62,13 +61,16 @@ def client_means(clients: Clients) -> dict[str, Floats]:
 
 
 def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
-    """Each client's capacity for `Clients`: those given, dealt out in turn; None, all of the model, where none are."""
+    """Deal the capacities out to the clients in turn, as `Clients` takes them. None, the whole model, if none is given.
+
+    ConfigurationError where a capacity is not above 0 and at most 1, or there are more capacities than clients.
+    """
     several = isinstance(capacities, Sequence) and not isinstance(capacities, str)
     require(several, "capacities", capacities, "a list of numbers above 0 and at most 1")
     if not len(capacities):
         return None
     require(
-        all(is_number(one) and 0 < one <= 1 for one in capacities),
+        all(is_number(capacity) and 0 < capacity <= 1 for capacity in capacities),
         "capacities",
         capacities,
         "above 0 and at most 1, each",
