@@ -9,9 +9,9 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.tasks import saddle
-from fedbilevel.tasks.compositional import compositional, local_point, solution
-from fedbilevel.tasks.saddle import alternating_point
+from fedbilevel.tasks.compositional import compositional, solution
 from fedbilevel.tasks.saddle import solution as saddle_point
+from limit_points import alternating_point, local_point
 
 ALPHA, BETA, INNER_STEPS, OUTER_STEPS = 0.1, 0.8, 4, 3
 

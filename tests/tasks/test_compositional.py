@@ -9,9 +9,10 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.tasks import TASKS, compositional, portfolio
-from fedbilevel.tasks.compositional import inner, local_point, outer, solution
+from fedbilevel.tasks.compositional import inner, outer, solution
 from fedbilevel.tasks.portfolio import moments, moments_of, shares
 from implicit import implicit_gradient
+from limit_points import local_point
 
 MARKETS = portfolio(clients=4, assets=5, months=(30, 60))
 

@@ -7,7 +7,8 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.tasks import saddle
-from fedbilevel.tasks.saddle import alternating_point, fedavg_point, loss, solution
+from fedbilevel.tasks.saddle import loss, solution
+from limit_points import alternating_point, fedavg_point
 
 HARD = {"clients": 6, "dim": 3, "ridge": 2.0, "centred": False, "weighted": True, "general": True}
 gradients = jax.jit(jax.grad(loss, (0, 1)))

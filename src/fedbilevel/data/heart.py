@@ -16,10 +16,6 @@ NAME = "heart"
 COLUMNS = 14  # age, sex, cp, trestbps, chol, fbs, restecg, thalach, exang, oldpeak, slope, ca, thal, num
 KEPT, CHEST_PAIN, ECG, DISEASE = [0, 1, 3, 4, 5, 7, 8, 9], 2, 6, 13
 NUMBER = re.compile(rb"\s*(\?|nan|[+-]?(\d+(\.\d*)?|\.\d+))\s*", re.IGNORECASE)
-FEATURES = (
-    *("age", "sex", "trestbps", "chol", "fbs", "thalach", "exang", "oldpeak"),
-    *("cp_2", "cp_3", "cp_4", "restecg_1", "restecg_2"),
-)
 TRAINING = 0.66  # of each hospital's patients
 FLAMBY = 43  # random_state of the split that FLamby publishes
 
@@ -27,7 +23,7 @@ FLAMBY = 43  # random_state of the split that FLamby publishes
 class Patients(NamedTuple):
     """Hold the patients of a hospital who miss no kept column, in the order of its file."""
 
-    rows: NDArray[np.float32]  # (n, 13), the columns FEATURES, as published
+    rows: NDArray[np.float32]  # (n, 13), as published: KEPT, cp_2, cp_3, cp_4, restecg_1, restecg_2
     labels: NDArray[np.int32]  # (n,), 1 where there is a disease
 
 

@@ -94,12 +94,3 @@ def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
     own = client_means(clients)  # D is the same in all samples of a client
     b, c, d, dt = (np.tensordot(p, part, 1) for part in (own["B"], own["c"], own["D"], own["D"] * own["t"]))
     return np.asarray(np.linalg.solve(b.T * d @ b, b.T @ (dt - d * c)))
-
-
-def local_point(clients: Clients) -> Floats:
-    """Compute the limit of LFedNest, whose clients average their own B_iᵀ∇f_i(y) at the common y = R(x): not x*."""
-    p, own = clients.weights, client_means(clients)
-    b, c = np.tensordot(p, own["B"], 1), np.tensordot(p, own["c"], 1)
-    pull = np.einsum("n,nij,ni->ji", p, own["B"], own["D"])  # mean of B_iᵀD_i
-    known = np.einsum("n,nij,ni->j", p, own["B"], own["D"] * own["t"])
-    return np.asarray(np.linalg.solve(pull @ b, known - pull @ c))
