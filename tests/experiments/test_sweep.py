@@ -199,7 +199,8 @@ def test_another_text_of_ones_own_task_is_another_sweep(tmp_path, run) -> None:
     assert "holds another run (code.own.py: " in error
 
 
-def test_compare_draws_the_points_of_a_sweep(folder, tmp_path, run) -> None:
+def test_compare_draws_the_points_of_a_sweep(folder, tmp_path, run, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # names are folded where they are wider than a narrow terminal allows
     code, printed, error = run("compare", folder, "--out", tmp_path / "sweep.png")
     assert code == 0, error
     assert all(f"server_lr.x-{x}-cohort-2 (2 seeds)" in printed for x in (0.05, 0.1))
