@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from fedbilevel.engines import engine
-from fedbilevel.engines.engine import draw_cohort, draw_work, round_keys, work_of
+from fedbilevel.engines.engine import draw_cohort, round_keys, work_of
 
 DRAWS = 20_000
 
@@ -106,7 +106,7 @@ def test_rounds_have_streams_of_their_own():
 @pytest.mark.parametrize("bounds", [(1, 10), (3, 3), (5, 6)])
 def test_work_is_uniform_between_its_bounds(bounds):
     low, high = bounds
-    work = np.asarray(draw_work(jax.random.key(1), jnp.arange(DRAWS), bounds))
+    work = np.asarray(work_of(jax.random.key(1), jnp.arange(DRAWS), bounds))
     assert work.dtype == np.int32
     counts = np.bincount(work - low, minlength=high - low + 1)
     assert len(counts) == high - low + 1  # nothing outside; bincount refuses what is negative
@@ -116,13 +116,12 @@ def test_work_is_uniform_between_its_bounds(bounds):
 
 def test_work_depends_on_the_client_not_on_its_place():
     key, ids = jax.random.key(1), jnp.array([5, 2, 9, 0])
-    work = draw_work(key, ids, (1, 100))
-    assert draw_work(key, ids[::-1], (1, 100)).tolist() == work[::-1].tolist()
-    assert draw_work(key, ids[1:2], (1, 100)).tolist() == work[1:2].tolist()
+    work = work_of(key, ids, (1, 100))
+    assert work_of(key, ids[::-1], (1, 100)).tolist() == work[::-1].tolist()
+    assert work_of(key, ids[1:2], (1, 100)).tolist() == work[1:2].tolist()
 
 
 def test_work_of_a_cohort_follows_the_population():
     key, ids = jax.random.key(1), jnp.array([2, 0])
     assert work_of(key, ids, None) is None
     assert work_of(key, ids, np.array([4, 5, 6])).tolist() == [6, 4]
-    assert work_of(key, ids, (1, 9)).tolist() == draw_work(key, ids, (1, 9)).tolist()

@@ -378,7 +378,7 @@ class Samples:
     longest: int = field(metadata={"static": True})  # the largest size of any client
     equal: bool = field(metadata={"static": True})  # whether all clients have that size
     floor: int = field(default=1, metadata={"static": True})  # a draw of fewer samples is refused, by the client itself
-    alone: bool = field(default=True, metadata={"static": True})  # whether it is not vectorised with other clients
+    unbatched: bool = field(default=True, metadata={"static": True})  # whether it is not vectorised with other clients
 
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
         """`batch_size` samples drawn uniformly with replacement, or every sample once when it is None."""
@@ -424,7 +424,7 @@ class Samples:
         count = self.size if steps is None else jnp.minimum(steps, self.size)
         order = jnp.arange(bound) if key is None else self.shuffled(key)[:bound]
         places = self.start + jnp.minimum(order, self.size - 1)
-        if self.alone:  # a copy in that order would cost as much as small steps do
+        if self.unbatched:  # a copy in that order would cost as much as small steps do
             return lambda j: rows_at(self.values, places[j][None]), bound, count
         # of vectorised clients each would be read by itself: a copy of all is quicker
         copy = self.everything().samples if key is None else rows_at(self.values, places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
@@ -169,13 +169,17 @@ def normalise(sums: Sums, population: float, unbiased: bool) -> PyTree:
     return jax.tree.map(lambda leaf: leaf / sums.weight.astype(leaf.dtype), sums.update)
 
 
-_KINDS = {
-    "exchanges_by_phase": "an object of whole numbers by phase",
-    "epsilon": "a number",
-    "delta": "a number",
-    "flops": "a whole number or null",
-    "virtual": "true or false",
+_IN_JSON: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", lambda value: type(value) is int),
+    "int | None": ("a whole number or null", lambda value: value is None or type(value) is int),
+    "float": ("a number", lambda value: type(value) in (int, float)),
+    "bool": ("true or false", lambda value: type(value) is bool),
+    "dict[str, int]": (
+        "an object of whole numbers by phase",
+        lambda value: isinstance(value, dict) and all(type(count) is int for count in value.values()),
+    ),
 }
+"""By the annotation of a field: what JSON must hold for it, in words, and whether it does."""
 
 
 @dataclass(repr=False)
@@ -221,24 +225,15 @@ class Ledger(Shown):
         Raises:
             ValueError: a field is not a ledger's, or has another type.
         """
-        known = [one.name for one in dataclasses.fields(cls)]
-        require_object(fields, f"the totals of a ledger ({', '.join(known[:2])}, …)")
-        if odd := [name for name in fields if name not in known]:
-            raise ValueError(f"{printable(odd[0], 50)!r} is no total of a ledger, which are: {', '.join(known)}")
-        made = cls(**fields)
-        for name, value in vars(made).items():
-            if name == "exchanges_by_phase":
-                fits = isinstance(value, dict) and all(type(count) is int for count in value.values())
-            elif name in ("epsilon", "delta"):
-                fits = type(value) in (int, float)
-            elif name == "virtual":
-                fits = type(value) is bool
-            else:
-                fits = type(value) is int or (name == "flops" and value is None)
-            if not fits:
-                kind = _KINDS.get(name, "a whole number")
+        kinds = {field.name: _IN_JSON[field.type] for field in dataclasses.fields(cls)}
+        require_object(fields, f"the totals of a ledger ({', '.join(list(kinds)[:2])}, …)")
+        for name, value in fields.items():
+            if name not in kinds:
+                raise ValueError(f"{printable(name, 50)!r} is no total of a ledger, which are: {', '.join(kinds)}")
+            kind, fits = kinds[name]
+            if not fits(value):
                 raise ValueError(f"{name} of the ledger is {printable(repr(value))}, not {kind}")
-        return made
+        return cls(**fields)
 
     def add(self, round_costs: RoundCosts, rounds: int, costs: Mapping[ExchangeKind, int | None] | None = None) -> None:
         """Add the costs of some rounds, leaves (rounds,) or scalars; `costs`: what a client's reply costs, in flops."""

@@ -101,8 +101,8 @@ def first_carry(
 
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
         state = checked_init(algorithm, server_x(problem, x), y)
-        one = None if remote else algorithm.client_state(problem, x, y)
-        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), one)
+        own = None if remote else algorithm.client_state(problem, x, y)
+        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), own)
         queues = None if found is None else nothing_in_flight(found, population, remote)
         return jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues
 
@@ -216,17 +216,12 @@ def draw_cohort(key: Array, population: int, size: int) -> Array:
     return lax.fori_loop(0, size, add, jnp.full(size, -1, jnp.int32))
 
 
-def draw_work(key: Array, ids: Array, bounds: tuple[int, int]) -> Array:
-    """Local steps of each client of a cohort, uniform on low..high, both included; (P,) int32."""
-    low, high = bounds
-    one = lambda i: low + uniform_below(jax.random.fold_in(key, i), high + 1 - low)  # noqa: E731
-    return jax.vmap(one)(ids)
-
-
 def work_of(key: Array, ids: Array, local_steps: np.ndarray | Array | tuple[int, int] | None) -> Array | None:
-    """Local steps of a cohort under `Clients.local_steps`; None leaves the number to the algorithm."""
+    """Local steps of each client of a cohort under `Clients.local_steps`, (P,) int32; those between two bounds are
+    drawn uniformly, both included. None leaves the number to the algorithm."""
     if local_steps is None:
         return None
     if isinstance(local_steps, tuple):
-        return draw_work(key, ids, local_steps)
+        low, high = local_steps
+        return jax.vmap(lambda i: low + uniform_below(jax.random.fold_in(key, i), high + 1 - low))(ids)
     return jnp.asarray(local_steps)[ids]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -51,14 +51,11 @@ class Evaluation:
         row: Row = {}
         for name in self.metrics:
             if name not in self.compiled:
-                self.compiled[name] = self.compile(name, x, y)
+                self.compiled[name] = _kept(self.trace(name, x, y), x, y)
             row[name] = float(self.compiled[name](x, y))
             if not math.isfinite(row[name]):
                 raise NonFiniteError(f"round {round}, evaluation: {name} is {row[name]}")
         return row
-
-    def compile(self, name: str, x: PyTree, y: PyTree) -> Callable[[PyTree, PyTree], Any]:
-        return _kept(self.trace(name, x, y), x, y)
 
     def trace(self, name: str, x: PyTree, y: PyTree) -> ClosedJaxpr:
         """What a metric computes, traced once for arguments of these shapes; it must give one number."""
@@ -140,7 +137,7 @@ def check_per_client(
 def is_one_number(value: Any) -> bool:
     """Whether a traced value is a single real number, true and false being 1 and 0."""
     kind = getattr(value, "dtype", None)
-    real = kind is not None and any(jnp.issubdtype(kind, one) for one in (jnp.floating, jnp.integer, jnp.bool_))
+    real = kind is not None and any(jnp.issubdtype(kind, of) for of in (jnp.floating, jnp.integer, jnp.bool_))
     return real and value.shape == ()
 
 
@@ -159,6 +156,7 @@ def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | No
     return row | {f"{name}.p{decile}": float(level) for decile, level in zip(DECILES, levels, strict=True)}
 
 
+@dataclass(eq=False)
 class PerClientEvaluation:
     """Per-client metrics of clients whose samples are on this machine, or, of each process, on its own.
 
@@ -166,15 +164,11 @@ class PerClientEvaluation:
     client's mean, summed in float64, so that neither blocks nor unequal sizes show.
     """
 
-    def __init__(
-        self,
-        metrics: Mapping[str, PerClient],
-        clients: Clients,
-        fixed: tuple[PyTree, PyTree],
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self.metrics, self.clients, self.fixed, self.group = metrics, clients, fixed, group or current_group()
-        self.programs: dict[str, Callable[[PyTree, PyTree, PyTree], Any]] = {}
+    metrics: Mapping[str, PerClient]
+    clients: Clients
+    fixed: tuple[PyTree, PyTree]
+    group: ProcessGroup = field(default_factory=current_group)
+    programs: dict[str, Callable[[PyTree, PyTree, PyTree], Any]] = field(default_factory=dict)
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
         """The row of all metrics.

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,11 @@ class History(Shown):
         Raises:
             ConfigurationError: pandas is not installed.
         """
-        return data_frame(self.rows, self.columns)
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ConfigurationError("to_pandas needs pandas, which is not installed: pip install pandas") from error
+        return pandas.DataFrame(self.rows, columns=self.columns)
 
     def to_jsonl(self, path: str | Path | None = None) -> str:
         """One JSON object per line, as text; given a path, it is written there, too, atomically."""
@@ -165,12 +169,3 @@ class History(Shown):
 def is_number(value: Any) -> bool:
     """Whether a value that JSON held is a number; of integers, one that is no larger than a float can be."""
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
-
-
-def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> Any:
-    """Rows as a pandas.DataFrame; a ConfigurationError where pandas is not installed."""
-    try:
-        import pandas
-    except ModuleNotFoundError as error:
-        raise ConfigurationError("to_pandas needs pandas, which is not installed: pip install pandas") from error
-    return pandas.DataFrame(rows, columns=columns)

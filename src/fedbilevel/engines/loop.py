@@ -84,9 +84,7 @@ class Loop:
     group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
     display: Display = field(default_factory=Silent)  # to whom it tells how far it is
     per_client: PerClientRow | None = None
-    costs: Mapping[ExchangeKind, int] | None = (
-        None  # of a client's reply, in floating-point operations, where they are known
-    )
+    costs: Mapping[ExchangeKind, int] | None = None  # of a client's reply, in flops, where they are known
 
     def play(self, run: Run, carry: Carry) -> Result:
         result, stop = self.result(run, carry), False
@@ -308,10 +306,8 @@ class Loop:
             _warn(self.group, f"{path} is continued with other arguments: {differences}")
         if before.versions != self.plan.begun.versions:
             versions = f"{before.versions} there, {self.plan.begun.versions} here"
-            _warn(
-                self.group,
-                f"whether losses and schedules are those that {path} was begun with is not known: {versions}",
-            )
+            text = f"whether losses and schedules are those that {path} was begun with is not known: {versions}"
+            _warn(self.group, text)
 
 
 def _warn(group: ProcessGroup, text: str) -> None:

@@ -51,7 +51,19 @@ def tune_cpu(devices: int = 1) -> None:
 
 
 def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:
-    """See `Local.keep_on_disk`."""
+    """Keep compiled programs on disk for later processes, as the command line does: JAX's persistent cache.
+
+    Args:
+        folder: None is fedbilevel/programs in the user's cache, or, where it is set, JAX_COMPILATION_CACHE_DIR, whose
+            other settings then stay as they are.
+        megabytes: beyond these the programs that were not used for longest are removed.
+
+    Returns:
+        The folder; a later call may choose another folder.
+
+    Raises:
+        ConfigurationError: the folder cannot be written, or the package filelock is missing; all stays as it was.
+    """
     require_count("megabytes", megabytes)
     if importlib.util.find_spec("filelock") is None:
         raise ConfigurationError(f"programs on disk need {missing('filelock', 'cli')}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -65,8 +66,8 @@ def exchanges_of(
 
 
 def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *more: Hashable) -> Hashable | None:
-    """A key of a traced round; None where what is traced may change. With the method's whole numbers, which may be
-    lengths of its loops."""
+    """Say all that a traced round depends on, with the method's whole numbers, which may be lengths of its loops; None
+    where what is traced may change."""
     method = method_key(algorithm)
     if problem.key is None or method is None:
         return None
@@ -77,27 +78,24 @@ def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *
 def _shapes(tree: PyTree) -> PyTree:
     """The tree with every array or number replaced by its shape and dtype, and whether that is weak."""
 
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         like = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         return jax.ShapeDtypeStruct(like.shape, like.dtype, weak_type=like.weak_type)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(shape, tree)
 
 
+@dataclass(eq=False)
 class Recorder:
-    """A `Fed` for tracing: every exchange has one client, whose samples are the examples."""
+    """A `Fed` for tracing: every exchange has a single client, whose samples are the examples."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        problem: Problem,
-        has_client_steps: bool,
-        state: PyTree,
-        examples: tuple[PyTree, PyTree],
-        exchanges: list[RecordedExchange],
-    ) -> None:
-        self.algorithm, self.problem, self.has_client_steps, self.sampled = algorithm, problem, has_client_steps, False
-        self.state, self.examples, self.exchanges = state, examples, exchanges
+    algorithm: Algorithm
+    problem: Problem
+    has_client_steps: bool
+    state: PyTree
+    examples: tuple[PyTree, PyTree]
+    exchanges: list[RecordedExchange]
+    sampled: bool = False
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
@@ -124,7 +122,7 @@ class Recorder:
         return body(self, carry, key)
 
     def client(self, state: PyTree) -> Client:
-        outer, inner = (Samples(one, jnp.asarray(0), jnp.asarray(1), 1, True) for one in self.examples)
+        outer, inner = (Samples(sample, jnp.asarray(0), jnp.asarray(1), 1, True) for sample in self.examples)
         work = jnp.asarray(1, jnp.int32) if self.has_client_steps else None
         return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
 

@@ -28,13 +28,7 @@ from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
-from fedbilevel.engines.evaluation import (
-    Evaluation,
-    Measure,
-    PerClient,
-    as_per_client,
-    check_per_client,
-)
+from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, as_per_client, check_per_client
 from fedbilevel.engines.flops import known_flops
 from fedbilevel.engines.history import History
 from fedbilevel.engines.local.engine import Local

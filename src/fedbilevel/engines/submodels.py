@@ -72,8 +72,7 @@ class SubmodelPlan:
         if isinstance(policy, No):
             if weak:
                 clients_are = "1 client" if weak == 1 else f"{weak} clients"
-                text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too: "
-                text += policy.why
+                text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too: {policy.why}"
                 warnings.warn(CapacityWarning(text), stacklevel=5)
             return None
         if problem.structure is None and not weak:
@@ -90,14 +89,15 @@ class SubmodelPlan:
             )
         capacities, number, places = np.unique(-clients.capacity, return_inverse=True, return_counts=True)
         available = ~np.isin(np.arange(len(clients)), never_available)
-        peers = [max(1, int(np.sum(available[number == one]))) for one in range(len(capacities))]
-        rank = np.zeros(len(clients), np.int32)
-        for one in range(len(capacities)):
-            rank[(number == one) & available] = np.arange(np.sum((number == one) & available))
+        rank, peers = np.zeros(len(clients), np.int32), []
+        for of_class in range(len(capacities)):
+            present = (number == of_class) & available
+            rank[present] = np.arange(np.sum(present))
+            peers.append(max(1, int(np.sum(present))))
         sizes = tuple(unit_layout.kept(-float(capacity)) for capacity in capacities)
-        for capacity, of_class in zip(-capacities, sizes, strict=True):
-            check = partial(_check_cut, unit_layout, of_class, float(capacity), problem, clients, x, y)
-            kept(problem.key and ("cut", problem.key, repr((unit_layout, of_class))), check)
+        for capacity, units in zip(-capacities, sizes, strict=True):
+            check = partial(_check_cut, unit_layout, units, float(capacity), problem, clients, x, y)
+            kept(problem.key and ("cut", problem.key, repr((unit_layout, units))), check)
         return cls(unit_layout, sizes, tuple(map(int, places)), tuple(peers), number.astype(np.int32), rank)
 
 
@@ -185,26 +185,21 @@ def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -
 
 
 def covered(round_costs: RoundCosts, holders: Sequence[Holders]) -> RoundCosts:
-    """The costs of a round, with its coverage and mask noise, from those of groups of clients."""
-    counts = reduce(partial(jax.tree.map, jnp.add), [group.counts for group in holders])
-    noise = reduce(partial(jax.tree.map, jnp.maximum), [group.noise for group in holders])
-    return round_costs._replace(metrics={**round_costs.metrics, **coverage(Holders(counts, noise))})
-
-
-def coverage(holders: Holders) -> dict[tuple[str, str], tuple[Array, Array]]:
-    """Metrics of a round, from who holds what of x and of y.
+    """Add metrics of who holds what of x and of y, from the holders in each group of clients, to a round's costs.
 
     coverage_x is the least number of clients that hold an entry which anyone holds (C_x* of RABO), uncovered_x the
     number of entries that nobody holds and which therefore stay, mask_noise_x the least w₁² for which RABO's
     Assumption 5 is true in this round: ‖x − x⊙m_i‖² ≤ w₁²‖x‖² for each client's mask m_i; mask_noise_y is w₂².
     """
-    metrics, one = {}, jnp.ones(())
-    for part, tree, noise in zip("xy", holders.counts, holders.noise, strict=True):
+    counts = reduce(partial(jax.tree.map, jnp.add), [group.counts for group in holders])
+    noises = reduce(partial(jax.tree.map, jnp.maximum), [group.noise for group in holders])
+    metrics, weight = dict(round_costs.metrics), jnp.ones(())
+    for part, tree, noise in zip("xy", counts, noises, strict=True):
         leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
         if leaves:
             least = jnp.min(jnp.stack([jnp.min(jnp.where(leaf > 0, leaf, jnp.inf)).astype(float) for leaf in leaves]))
             nobody = sum(jnp.sum(leaf == 0) for leaf in leaves)
-            metrics["submodels", f"coverage_{part}"] = least, one
-            metrics["submodels", f"uncovered_{part}"] = jnp.asarray(nobody, float), one
-            metrics["submodels", f"mask_noise_{part}"] = noise, one
-    return metrics
+            metrics["submodels", f"coverage_{part}"] = least, weight
+            metrics["submodels", f"uncovered_{part}"] = jnp.asarray(nobody, float), weight
+            metrics["submodels", f"mask_noise_{part}"] = noise, weight
+    return round_costs._replace(metrics=metrics)

@@ -188,9 +188,7 @@ class ClockState(NamedTuple):
             return self if pace.spread is None else self._replace(exchanges=self.exchanges + 1)
         moment = self.moment + ticks % pace.period
         return ClockState(
-            self.exchanges + 1,
-            self.periods + ticks // pace.period + moment // pace.period,
-            moment % pace.period,
+            self.exchanges + 1, self.periods + ticks // pace.period + moment // pace.period, moment % pace.period
         )
 
 

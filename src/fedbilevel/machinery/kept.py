@@ -50,7 +50,7 @@ def kept(key: Hashable | None, make: Callable[[], T]) -> T:
 
 
 def forget() -> None:
-    """Free all that is kept."""
+    """Free the compiled programs, and all else, that this process keeps for later runs."""
     with _LOCK:
         _KEPT.clear()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,25 +17,15 @@ from fedbilevel.core.errors import ConfigurationError, NonFiniteError, diverged,
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.costs import unpacked
-from fedbilevel.engines.engine import (
-    Carry,
-    Stretch,
-    available_population,
-    check_availability,
-    check_simulated,
-)
+from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
 from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.engines.in_flight import nonfinite_replies
-from fedbilevel.engines.local.fed import (
-    AXIS,
-    HOST,
-    ProgramLayout,
-)
+from fedbilevel.engines.local.fed import AXIS, HOST, ProgramLayout
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.local.rounds import Program, ProgramInputs, Rounds
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
-from fedbilevel.engines.machine import MEGABYTES, keep_on_disk, trim_heap
+from fedbilevel.engines.machine import keep_on_disk, trim_heap
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import SubmodelPlan
@@ -116,27 +104,8 @@ class Local:
         source = make(clients, layout, key, mesh, self.prefetch)
         return LocalRun(algorithm, layout, source, mesh, key, clients, problem, group, self.clock)
 
-    @staticmethod
-    def forget() -> None:
-        """Free the compiled programs that this process keeps for later runs."""
-        forget()
-
-    @staticmethod
-    def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:
-        """Keep compiled programs on disk for later processes, as the command line does: JAX's persistent cache.
-
-        Args:
-            folder: None is fedbilevel/programs in the user's cache, or, where it is set, JAX_COMPILATION_CACHE_DIR,
-                whose other settings then stay as they are.
-            megabytes: beyond these the programs that were not used for longest are removed.
-
-        Returns:
-            The folder; a later call may choose another one.
-
-        Raises:
-            ConfigurationError: the folder cannot be written, or the package filelock is missing; all stays as it was.
-        """
-        return keep_on_disk(folder, megabytes)
+    forget = staticmethod(forget)
+    keep_on_disk = staticmethod(keep_on_disk)
 
     def mesh(self, group: ProcessGroup) -> Mesh | None:
         """The devices to use: on an axis, or on two where there are several processes; None where the first device
@@ -146,12 +115,8 @@ class Local:
         own = [[d for d in jax.devices() if d.process_index == process] for process in range(group.processes)]
         available = min(map(len, own))
         whose = "this machine" if len(own) == 1 else "the machine with the fewest"
-        require(
-            self.devices <= available,
-            "Local.devices",
-            self.devices,
-            f"at most {available}, the devices of {whose}",
-        )
+        allowed = f"at most {available}, the devices of {whose}"
+        require(self.devices <= available, "Local.devices", self.devices, allowed)
         chosen = np.array([devices[: self.devices] for devices in own])
         if len(own) > 1:
             return Mesh(chosen, (HOST, AXIS))
@@ -179,28 +144,26 @@ def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> i
     return share if clients.local_steps is None else -(-share // 4)  # a chunk lasts as long as its slowest client
 
 
+@dataclass(eq=False)
 class LocalRun:
     """A compiled program, its data, and the host's side of it."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        layout: ProgramLayout,
-        source: Any,
-        mesh: Mesh | None,
-        key: Array,
-        clients: Clients,
-        problem: Problem,
-        group: ProcessGroup,
-        clock: Clock,
-    ) -> None:
-        self.algorithm, self.layout, self.source, self.mesh, self.key = algorithm, layout, source, mesh, key
-        self.clients, self.problem, self.group, self.clock = clients, problem, group, clock
-        self.pace = clock.pace(len(clients))
-        if layout.shares:
-            self.algorithm, self.key, self.pace = replicate((algorithm, key, self.pace), mesh)
-        self.program: Program | None = None
-        self.compile_seconds = 0.0
+    algorithm: Algorithm
+    layout: ProgramLayout
+    source: Resident | Streamed
+    mesh: Mesh | None
+    key: Array
+    clients: Clients
+    problem: Problem
+    group: ProcessGroup
+    clock: Clock
+    program: Program | None = None
+    compile_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pace = self.clock.pace(len(self.clients))
+        if self.layout.shares:
+            self.algorithm, self.key, self.pace = replicate((self.algorithm, self.key, self.pace), self.mesh)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         data, table, ids = self.source.inputs(int(carry.round))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from fedbilevel.engines.costs import (
 )
 from fedbilevel.engines.engine import check_first
 from fedbilevel.engines.in_flight import InFlight
-from fedbilevel.engines.local.placement import DeviceRows, Shares
+from fedbilevel.engines.local.placement import DeviceRows, Shares, vectorised
 from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import ClockState, Pace
 
@@ -61,7 +61,7 @@ class SampleArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramLayout:
-    """What shapes the program of a method and a problem; what is equal shapes the same one."""
+    """What shapes the program of a method and a problem; equal layouts share a program."""
 
     population: int
     cohort: int
@@ -96,28 +96,26 @@ class ExchangeState(NamedTuple):
     queues: InFlight | None  # its tables are of this device's members, the rest is of everyone
 
 
+@dataclass(eq=False)
 class LocalFed:
     """The exchanges of a round: see `Fed`. Sums stream over chunks; replies of single clients are never stacked.
 
     The members of a cohort are grouped by class of capacity, and each class is sent its part of a message. Without
-    capacities there is one class, which is sent the whole.
+    capacities there is a single class, which is sent the whole.
     """
 
-    def __init__(
-        self,
-        layout: ProgramLayout,
-        problem: Problem,
-        algorithm: Algorithm,
-        data: SampleArrays,
-        pace: Pace,
-        members: tuple[Members, ...],
-        underway: ExchangeState,
-        draw: DrawMembers,
-        submodels: RoundSubmodels | None = None,
-    ) -> None:
-        self.layout, self.problem, self.algorithm, self.data, self.pace = layout, problem, algorithm, data, pace
-        self.members, self.underway, self.draw, self.submodels = members, underway, draw, submodels
-        self.sampled = layout.cohort < layout.population
+    layout: ProgramLayout
+    problem: Problem
+    algorithm: Algorithm
+    data: SampleArrays
+    pace: Pace
+    members: tuple[Members, ...]
+    underway: ExchangeState
+    draw: DrawMembers
+    submodels: RoundSubmodels | None
+
+    def __post_init__(self) -> None:
+        self.sampled = self.layout.cohort < self.layout.population
         self.round_costs = empty_costs()
 
     def mean(
@@ -160,7 +158,7 @@ class LocalFed:
             same = submodels.units(number)
             small = submodels.unit_layout.cut(takes, message, same) if submodels.alike else None
 
-        def one(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
+        def contribute(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
             if submodels is None:
                 part = message
             elif submodels.alike:
@@ -175,8 +173,8 @@ class LocalFed:
                 sums = put_back(submodels.unit_layout, gives, sums, units)
             return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.hvps)
 
-        states = self.underway.states if fresh is None else None
-        sums, (states, computed) = sum_over_clients(one, members, states, chunk_of(self.layout, number), self.gaps)
+        states, chunk = self.underway.states if fresh is None else None, chunk_of(self.layout, number)
+        sums, (states, computed) = sum_over_clients(contribute, members, states, chunk, self.gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
         if submodels is None:
@@ -275,7 +273,7 @@ class LocalFed:
     ) -> PyTree:
         @partial(jax.jit, inline=True)  # traced once, for its costs' shapes; the loop takes up what that gives
         def once(i: Array | int, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:
-            fed = self.again(underway)
+            fed = replace(self, underway=underway)
             carry = body(fed, carry, jax.random.fold_in(key, i))
             return carry, fed.underway, fed.round_costs
 
@@ -308,7 +306,7 @@ class LocalFed:
         """The members of a class, over all devices."""
         axis = self.layout.axis
 
-        def one(member: Members, _: Any) -> tuple[Any, tuple[None, Any]]:
+        def contribute(member: Members, _: Any) -> tuple[Any, tuple[None, Any]]:
             units = submodels.units(number, member.id, member.rank)
             counts, noise = submodels.holders(units, member.counts)
             return counts, (None, noise)
@@ -316,35 +314,18 @@ class LocalFed:
         if submodels.alike:
             count = jnp.sum(members.counts)
             return submodels.holders(submodels.units(number), lax.psum(count, axis) if axis else count)
-        counts, (_, noise) = sum_over_clients(one, members, None, 1)
+        counts, (_, noise) = sum_over_clients(contribute, members, None, 1)
         most = jax.tree.map(jnp.max, noise)
         return Holders(lax.psum(counts, axis), lax.pmax(most, axis)) if axis else Holders(counts, most)
 
-    def again(self, underway: ExchangeState) -> LocalFed:
-        """A Fed for this round that goes on from `underway`, with costs of zero."""
-        given = self.layout, self.problem, self.algorithm, self.data, self.pace, self.members, underway, self.draw
-        return LocalFed(*given, self.submodels)
-
     def client(self, member: Members, state: PyTree) -> Client:
-        layout = self.layout
+        layout, samples = self.layout, partial(Samples, unbatched=self.layout.chunk == 1)
+        outer = self.data.outer, member.outer_start, member.outer_size, layout.outer_longest, layout.outer_equal
+        inner = self.data.inner, member.inner_start, member.inner_size, layout.inner_longest, layout.inner_equal
         return Client(
             problem=self.problem,
-            outer=Samples(
-                self.data.outer,
-                member.outer_start,
-                member.outer_size,
-                layout.outer_longest,
-                layout.outer_equal,
-                alone=layout.chunk == 1,
-            ),
-            inner=Samples(
-                self.data.inner,
-                member.inner_start,
-                member.inner_size,
-                layout.inner_longest,
-                layout.inner_equal,
-                alone=layout.chunk == 1,
-            ),
+            outer=samples(*outer),
+            inner=samples(*inner),
             id=member.id,
             weight=member.weight,
             state=state,
@@ -361,31 +342,31 @@ def chunk_of(layout: ProgramLayout, number: int) -> int:
 
 
 def _joined(columns: Sequence[Any]) -> Any:
-    """Trees of columns (P_c,) of each class, as one tree of columns (P,)."""
+    """Join trees of columns (P_c,), those of each class, to a single tree of columns (P,)."""
     if len(columns) == 1:
         return columns[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *columns)
 
 
 def sum_over_clients(
-    one: Callable[[Members, PyTree], tuple[Sums, PyTree]],
+    contribute: Callable[[Members, PyTree], tuple[Sums, PyTree]],
     members: Members,
     states: PyTree,
     chunk: int,
     gaps: bool = False,
 ) -> tuple[Sums, PyTree]:
-    """Σ of `one` over clients, `chunk` of them vectorised at a time, and what else it gives of each, in order.
+    """Sum `contribute` over clients, `chunk` of them vectorised at a time, and give what else it has of each, in order.
 
-    With `gaps`, chunks in which nobody counts are left out: their states stay, of the rest there are zeros. `one` gives
-    (its sums, (the next state, the rest)).
+    With `gaps`, chunks in which nobody counts are left out: their states stay, of the rest there are zeros.
+    `contribute` gives (the sums of a client, (its next state, the rest)).
     """
     count = members.id.shape[0]
     if chunk == count and not gaps:
-        return _vectorised(one, members, states)
+        return _summed(contribute, members, states)
     blocks = jax.tree.map(lambda a: a.reshape(count // chunk, chunk, *a.shape[1:]), (members, states))
 
     def play(total: Sums, inputs: tuple[Members, PyTree]) -> tuple[Sums, PyTree]:
-        sums, new = _vectorised(one, *inputs)
+        sums, new = _summed(contribute, *inputs)
         return jax.tree.map(jnp.add, total, sums), new
 
     def block(total: Sums, inputs: tuple[Members, PyTree]) -> tuple[Sums, PyTree]:
@@ -395,17 +376,14 @@ def sum_over_clients(
         rest = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(play, total, inputs)[1][1])
         return lax.cond(jnp.any(counts > 0), play, lambda total, inputs: (total, (inputs[1], rest)), total, inputs)
 
-    shape = jax.eval_shape(one, *jax.tree.map(lambda a: a[0], (members, states)))[0]
+    shape = jax.eval_shape(contribute, *jax.tree.map(lambda a: a[0], (members, states)))[0]
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
     total, new = lax.scan(block, zero, blocks)
     return total, jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), new)
 
 
-def _vectorised(
-    one: Callable[[Members, PyTree], tuple[Sums, PyTree]], members: Members, states: PyTree
+def _summed(
+    contribute: Callable[[Members, PyTree], tuple[Sums, PyTree]], members: Members, states: PyTree
 ) -> tuple[Sums, PyTree]:
-    if members.id.shape[0] == 1:  # a batch axis of length 1 would only hide matrix products from the compiler
-        sums, new = one(*jax.tree.map(lambda a: a[0], (members, states)))
-        return sums, jax.tree.map(lambda a: a[None], new)
-    sums, new = jax.vmap(one)(members, states)
+    sums, new = vectorised(contribute, members, states)
     return jax.tree.map(lambda a: jnp.sum(a, axis=0, dtype=a.dtype), sums), new

@@ -122,14 +122,14 @@ class DeviceRows(NamedTuple):
         ids = self.first + jnp.arange(self.size)
         return jnp.where(ids < short, jnp.asarray(chosen)[jnp.minimum(ids, short - 1)], 0).astype(chosen.dtype)
 
-    def update(self, chosen: Array, one: Callable[[Any, Any], tuple[Any, Any]], members: Any, tables: Any) -> Any:
-        """(a, b) with the chosen rows replaced by `one`(member, b's row) -> (a's new row, b's new row)."""
+    def update(self, chosen: Array, respond: Callable[[Any, Any], Any], members: Any, tables: Any) -> Any:
+        """Replace the chosen rows of tables (a, b) by `respond`(member, b's row) -> (a's new row, b's new row)."""
 
         def step(places: Array, tables: Any) -> Any:
             # The compiler writes in place only if nothing may still read the table after that: hence a loop of its own
             # for reading, which cannot melt into what uses the rows, and writing what depends on them.
             before = lax.map(partial(_taken, tables[1]), places)
-            replies, after = _vectorised(one, _taken(members, places), before)
+            replies, after = vectorised(respond, _taken(members, places), before)
             real = places < self.size
             after = jax.tree.map(lambda a, b: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a, b), after, before)
             return jax.tree.map(
@@ -176,8 +176,11 @@ def _taken(tree: PyTree, places: Array) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[places].get(mode="clip", wrap_negative_indices=False), tree)
 
 
-def _vectorised(one: Callable[[Any, Any], Any], member: Any, state: Any) -> Any:
-    # A batch axis of one would only hide matrix products from the compiler.
+def vectorised(function: Callable[[Any, Any], Any], member: Any, state: Any) -> Any:
+    """Apply a function (member, state) to the rows of both.
+
+    A single row goes without a batch axis, which would only hide matrix products from the compiler.
+    """
     if jax.tree.leaves(member)[0].shape[0] == 1:
-        return jax.tree.map(lambda a: a[None], one(*jax.tree.map(lambda a: a[0], (member, state))))
-    return jax.vmap(one)(member, state)
+        return jax.tree.map(lambda a: a[None], function(*jax.tree.map(lambda a: a[0], (member, state))))
+    return jax.vmap(function)(member, state)

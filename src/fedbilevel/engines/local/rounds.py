@@ -22,15 +22,7 @@ from fedbilevel.engines.costs import RoundCosts, packed
 from fedbilevel.engines.engine import Carry, RoundKeys, draw_cohort, round_keys, work_of
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.engines.in_flight import with_tables
-from fedbilevel.engines.local.fed import (
-    HOST,
-    ExchangeState,
-    LocalFed,
-    Members,
-    ProgramLayout,
-    SampleArrays,
-    chunk_of,
-)
+from fedbilevel.engines.local.fed import HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays, chunk_of
 from fedbilevel.engines.progress import COMPILING, TRACING, report_stage
 from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import Pace
@@ -159,14 +151,15 @@ class Rounds:
         """One round, its costs, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.cohort(keys, inputs)
+        queues = None
         if self.layout.submodel_plan:  # whose clients keep nothing
-            underway = ExchangeState(None, carry.now, None)
+            states = None
         elif inputs.algorithm.asks.asynchronous:  # everyone, in order: what clients keep is not moved about
             pad = partial(padded, extra=members[0].id.shape[0] - self.layout.population)
-            underway = ExchangeState(pad(carry.clients), carry.now, with_tables(carry.queues, pad))
+            states, queues = pad(carry.clients), with_tables(carry.queues, pad)
         else:
             states = rows_at(carry.clients, members[0].id)
-            underway = ExchangeState(states, carry.now, None)
+        underway = ExchangeState(states, carry.now, queues)
         algorithm = at(inputs.algorithm, carry.round)
 
         def play(
@@ -178,20 +171,11 @@ class Rounds:
             inputs: ProgramInputs,
         ) -> Any:
             round, keys = now
-            given = (
-                self.layout,
-                self.problem,
-                algorithm,
-                inputs.data,
-                inputs.pace,
-                members,
-                underway,
-                partial(self.fresh, keys, inputs),
-            )
-            plan = self.layout.submodel_plan
-            x, y = state.x, state.y
+            plan, x, y, draw = self.layout.submodel_plan, state.x, state.y, partial(self.fresh, keys, inputs)
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, round, x, y)
-            fed = LocalFed(*given, submodels)
+            fed = LocalFed(
+                self.layout, self.problem, algorithm, inputs.data, inputs.pace, members, underway, draw, submodels
+            )
             state = checked_round(algorithm, fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
 
@@ -217,14 +201,10 @@ class Rounds:
             clients, queues = cut(underway.states), with_tables(underway.queues, cut)
         else:
             clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, underway.states)
-            queues = None
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
         flags += [jnp.isfinite(round_costs.metrics[name][0]) for name in sorted(round_costs.metrics)]
-        return (
-            Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x),
-            round_costs,
-            jnp.stack(flags),
-        )
+        carry = Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x)
+        return carry, round_costs, jnp.stack(flags)
 
     def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> tuple[Members, ...]:
         """This device's share of the round's fresh cohort of that number."""
@@ -266,11 +246,8 @@ class Rounds:
             members = jax.tree.map(lambda column: column[member], members)
             return ids, where, (members._replace(counts=members.counts * taken),)
         if submodel_plan := self.layout.submodel_plan:
-            return (
-                ids,
-                slice(size),
-                tuple(self.of_class(members, number) for number in range(len(submodel_plan.places))),
-            )
+            classes = range(len(submodel_plan.places))
+            return ids, slice(size), tuple(self.of_class(members, number) for number in classes)
         return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:

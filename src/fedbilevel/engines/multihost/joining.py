@@ -21,13 +21,7 @@ from typing import Any
 import jax
 
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.engines.multihost.group import (
-    PARTING_SECONDS,
-    LostProcess,
-    ProcessGroup,
-    current_group,
-    host_and_port,
-)
+from fedbilevel.engines.multihost.group import PARTING_SECONDS, LostProcess, ProcessGroup, current_group, host_and_port
 
 HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
 END_SECONDS = 60  # that a process at its end waits for the others to come to theirs

@@ -15,13 +15,7 @@ from fedbilevel.flower.refusal import Refusal, in_words
 from fedbilevel.flower.server.roster import ClientReply
 from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
 from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
-from fedbilevel.flower.wire import (
-    CallSignature,
-    Contract,
-    RequestMessage,
-    from_bytes,
-    reading,
-)
+from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, from_bytes, reading
 
 
 class EncodedMessage(NamedTuple):

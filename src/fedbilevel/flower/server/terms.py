@@ -16,13 +16,7 @@ import numpy as np
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.refusal import Code, Refusal
-from fedbilevel.flower.wire import (
-    CallSignature,
-    ResponseMessage,
-    from_bytes,
-    layout,
-    require_layout,
-)
+from fedbilevel.flower.wire import CallSignature, ResponseMessage, from_bytes, layout, require_layout
 
 LONGEST_REST = 32  # rounds
 
