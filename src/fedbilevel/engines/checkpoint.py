@@ -35,17 +35,17 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False) 
 
 
 def previous(path: Path) -> Path:
-    """Where the checkpoint before that at `path` is kept: run.previous.npz beside run.npz."""
+    """Say where the checkpoint before that at `path` is kept: run.previous.npz beside run.npz."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
 def exist(path: Path) -> bool:
-    """Whether there is a checkpoint at `path`, or an earlier checkpoint beside it."""
+    """Say whether there is a checkpoint at `path`, or an earlier checkpoint beside it."""
     return path.exists() or previous(path).exists()
 
 
 def newest(path: Path) -> Path:
-    """The newest checkpoint that can be read: `path`, or else the checkpoint before it.
+    """Find the newest checkpoint that can be read: `path`, or else the checkpoint before it.
 
     Raises:
         CheckpointError: neither can.
@@ -60,7 +60,7 @@ def newest(path: Path) -> Path:
 
 
 def trouble(path: Path) -> str:
-    """What is wrong with a checkpoint, which is read from end to end, in a sentence that names it; or ""."""
+    """Read a checkpoint from end to end; say in a sentence what is wrong with it, or ""."""
     try:
         with as_checkpoint_error(path), _opened(path) as archive:
             _header(archive)
@@ -93,7 +93,7 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
 
 
 def load_meta(path: Path) -> dict[str, Any]:
-    """The JSON object that `save` was given, without the arrays.
+    """Read the JSON object that `save` was given, without the arrays.
 
     Raises:
         CheckpointError: not a checkpoint.
@@ -120,7 +120,7 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The archive, if nothing in it expands: what is read takes no more memory than the file is long."""
+    """Open the archive, if nothing in it expands: what is read takes no more memory than the file is long."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -131,7 +131,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """What `save` was given beside the arrays, and the arrays' dtypes."""
+    """Read what `save` was given beside the arrays, and the arrays' dtypes."""
     if f"{META}.npy" not in archive.namelist():
         raise ValueError("it was not written by this library")
     with archive.open(f"{META}.npy") as file:
@@ -141,7 +141,7 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected: Any) -> np.ndarray:
-    """An array; its header is looked at first, so that no more memory is taken than the leaf should have."""
+    """Read an array, its header first, so that no more memory is taken than the leaf should have."""
     with archive.open(f"{name}.npy") as file:
         shape, stored = _head(file)
         if shape != expected.shape or dtype != str(expected.dtype):
@@ -162,7 +162,7 @@ def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected:
 
 
 def _head(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype by the header of a .npy file, which is read up to its first entry."""
+    """Read shape and dtype from the header of a .npy file, up to its first entry."""
     shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
     return shape, dtype
 

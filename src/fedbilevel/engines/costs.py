@@ -48,30 +48,30 @@ class RoundCosts(NamedTuple):
 
 
 def empty_costs() -> RoundCosts:
-    """The costs of a round before its first exchange."""
+    """Make the costs of a round before its first exchange."""
     zero = jnp.zeros((), jnp.int32)
     return RoundCosts({}, zero, zero, {}, split_ticks(0))
 
 
 def add_costs(a: RoundCosts, b: RoundCosts) -> RoundCosts:
-    """The sum of the costs of exchanges `a` and `b`."""
+    """Add the costs of exchanges `a` and `b`."""
     calls, metrics = _added(a.calls, b.calls), _added(a.metrics, b.metrics)
     return RoundCosts(calls, a.gradients + b.gradients, a.hvps + b.hvps, metrics, a.time + b.time)
 
 
 def _added(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
-    """The sum of two tables by key; a key that one of them lacks counts as nothing there."""
+    """Add two tables by key; where a table lacks a key, it counts as nothing."""
     return {**a, **b} | {k: jax.tree.map(operator.add, a[k], b[k]) for k in a.keys() & b.keys()}
 
 
 def stack_costs(costs: Sequence[RoundCosts]) -> RoundCosts:
-    """The costs of some rounds, with leaves (rounds,); what a round did not do counts 0 there."""
+    """Stack the costs of some rounds, to leaves (rounds,); what a round did not do counts 0 there."""
     nothing = jax.tree.map(jnp.zeros_like, reduce(add_costs, costs))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(add_costs(nothing, round_costs) for round_costs in costs))
 
 
 def packed(costs: RoundCosts) -> dict[str, Array]:
-    """All numbers of a round's costs, (n,), by dtype: a program keeps one row for each, not one for each number."""
+    """Pack all numbers of a round's costs, by dtype, to (n,): a program keeps a row per dtype, not per number."""
     kinds: dict[str, list[Array]] = {}
     for leaf in map(jnp.asarray, jax.tree.leaves(costs)):
         kinds.setdefault(str(leaf.dtype), []).append(jnp.ravel(leaf))
@@ -79,7 +79,7 @@ def packed(costs: RoundCosts) -> dict[str, Array]:
 
 
 def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
-    """The costs of some rounds, leaves (rounds, ...), from packed rows, (rounds, n); `like`: a round's, as shapes."""
+    """Unpack rows (rounds, n) to the costs of some rounds, leaves (rounds, ...); `like`: a round's costs, as shapes."""
     places = dict.fromkeys(rows, 0)
 
     def take(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -101,7 +101,7 @@ def exchange_costs(
     update: PyTree = None,
     exchanges: int = 1,
 ) -> RoundCosts:
-    """The costs of one exchange, in which so many clients were asked, and which took so many ticks of the clock.
+    """Make the costs of an exchange, in which so many clients were asked, and which took so many ticks of the clock.
 
     `age`: of an exchange that was asked by `sum_first`, Σ p_i·(exchanges since its client was asked), for the metric
     `staleness`. `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part
@@ -116,7 +116,7 @@ def exchange_costs(
 
 
 def split_ticks(ticks: int | Array) -> Array:
-    """Ticks as (multiples of PART, rest): sums over the 65,536 longest exchanges that there can be fit into 32 bits."""
+    """Split ticks into (multiples of PART, rest): sums over the 65,536 longest possible exchanges fit into 32 bits."""
     return jnp.stack([jnp.asarray(ticks // PART, jnp.int32), jnp.asarray(ticks % PART, jnp.int32)])
 
 
@@ -133,7 +133,7 @@ class Sums(NamedTuple):
 
 
 def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
-    """One client's contribution; `counts` is 1, or 0 for a place that only pads the cohort."""
+    """Weigh a client's reply, its share of the sums; `counts` is 1, or 0 for a place that only pads the cohort."""
     weight = weight * counts
 
     def weighted(leaf: Array) -> Array:
@@ -150,11 +150,11 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
 
 
 def normalise(sums: Sums, population: float, unbiased: bool) -> PyTree:
-    """The mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who replied.
+    """Take the mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who replied.
 
     Args:
         sums: those of the P clients who replied. Where clients hold submodels, each entry has the sums of the clients
-            that hold it; an entry that nobody holds is 0, and the unbiased mean is (M/P) Σ p_i times the other one.
+            that hold it; an entry that nobody holds is 0, and the unbiased mean is (M/P) Σ p_i times the mean.
         population: M; where some clients are never available, M' / Σ p_i over the M' others.
     """
     if sums.held is not None:
@@ -220,7 +220,7 @@ class Ledger(Shown):
 
     @classmethod
     def of(cls, fields: Any) -> Ledger:
-        """The ledger whose fields JSON holds.
+        """Make the ledger whose fields JSON holds.
 
         Raises:
             ValueError: a field is not a ledger's, or has another type.
@@ -249,10 +249,7 @@ class Ledger(Shown):
             if count:
                 self.exchanges_by_phase[phase] = self.exchanges_by_phase.get(phase, 0) + count
         if round_costs.privacy is not None:
-            self.epsilon, self.delta = (
-                max(self.epsilon, round_costs.privacy[0]),
-                max(self.delta, round_costs.privacy[1]),
-            )
+            self.epsilon, self.delta = map(max, (self.epsilon, self.delta), round_costs.privacy)
         self.gradients += _total(round_costs.gradients)
         self.hvps += _total(round_costs.hvps)
         whole, rest = np.asarray(round_costs.time).reshape(-1, 2).sum(axis=0, dtype=np.int64)
@@ -273,13 +270,13 @@ class Ledger(Shown):
         return Card(f"Costs of {counted(self.rounds, 'round')}", lines)
 
     def in_short(self) -> str:
-        """The most important ones in a line."""
+        """Say the most important totals in a line."""
         traffic = f"{(self.bytes_down + self.bytes_up) / 1e6:,.1f} MB"
         work = f"{counted(self.gradients, 'gradient')}, {counted(self.hvps, 'hvp')}"
         return f"{counted(self.exchanges, 'exchange')}, {traffic}, {work}"
 
     def columns(self) -> dict[str, float | int]:
-        """Of a row of the history; what is not known is left out."""
+        """Give the columns of a row of the history; what is not known is left out."""
         values = {name: getattr(self, name) for name in self.COLUMNS}
         return {name: value for name, value in values.items() if value is not None}
 

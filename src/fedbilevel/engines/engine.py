@@ -1,6 +1,6 @@
 """What every engine offers to `solve`: a run that advances a carry by some rounds; and what engines share.
 
-Who takes part in a round, and how much each one works, are functions of the round's key alone.
+Who takes part in a round, and how much each client works, are functions of the round's key alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Carry(NamedTuple):
     round: Array  # rounds done
     state: Any  # the server's
     clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
-    now: ClockState  # of the clock, for engines that have one
+    now: ClockState  # of the clock, for engines that have a clock
     queues: InFlight | None = None  # replies in flight, for asynchronous algorithms
     local_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
 
@@ -65,7 +65,7 @@ class Run(Protocol):
         ...
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
-        """What measures metrics on each client; `fixed`: the leaves of x and y that are no variables.
+        """Give what measures metrics on each client; `fixed`: the leaves of x and y that are no variables.
 
         Raises ConfigurationError where clients cannot be asked for them.
         """
@@ -92,8 +92,8 @@ class Engine(Protocol):
 def first_carry(
     algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
 ) -> Carry:
-    """The carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2): round
-    and exchange of each client's last reply that counted, -1 before the first."""
+    """Make the carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2):
+    round and exchange of each client's last reply that counted, -1 before the first."""
     remote, population = isinstance(clients, RemoteClients), len(clients)
     found = None
     if algorithm.asks.asynchronous:
@@ -116,7 +116,7 @@ def first_carry(
 def repeated(
     fed: Fed, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
 ) -> PyTree:
-    """`Fed.repeat` in Python, for engines whose rounds are not compiled."""
+    """Run `Fed.repeat` in Python, for engines whose rounds are not compiled."""
     for i in range(int(n)):
         if until is not None and until(carry):
             break
@@ -127,7 +127,7 @@ def repeated(
 def check_simulated(clients: Any) -> None:
     """Refuse clients whose samples are not on this machine, for engines that simulate them."""
     here = isinstance(clients, Clients)
-    require(here, "clients", type(clients).__name__, "Clients, unless the engine is one that reaches them elsewhere")
+    require(here, "clients", type(clients).__name__, "Clients, unless the engine reaches them elsewhere")
 
 
 def check_everyone(algorithm: Algorithm, population: int, cohort: int, field: str = "cohort") -> None:
@@ -155,7 +155,7 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
 
 
 def available_population(clock: Clock, clients: Clients) -> float:
-    """M' / Σ p_i over the M' clients that are ever available: what `costs.normalise` takes for the population."""
+    """Compute M' / Σ p_i over the M' clients that are ever available, for `costs.normalise`."""
     weights = np.delete(clients.weights, clock.never_available(len(clients)))
     return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())
 
@@ -172,7 +172,7 @@ def check_first(n: int, available: int, max_staleness: int | None, queues: InFli
 
 
 def check_cohort(cohort: int | None, population: int) -> int:
-    """The size of the cohort: everyone when it is None."""
+    """Check the size of the cohort, and give it: everyone when it is None."""
     if cohort is None:
         return population
     require(is_count(cohort) and cohort <= population, "cohort", cohort, f"1 to {population} (all clients)")
@@ -187,18 +187,19 @@ class RoundKeys(NamedTuple):
     algorithm: Array
 
     def of_fresh(self, number: Array | int) -> RoundKeys:
-        """The streams of the round's fresh cohort with that number; the algorithm's stream is the round's own."""
+        """Derive the streams of the round's fresh cohort of that number; the algorithm's stream stays the round's."""
         return self._replace(cohort=jax.random.fold_in(self.cohort, number), work=jax.random.fold_in(self.work, number))
 
 
 def round_keys(key: Array, round: Array | int) -> RoundKeys:
-    """Streams of round `round` of the run that `key` seeds: resuming needs no more than the number of the round."""
+    """Derive the streams of round `round` from the run's key: resuming needs only the number of the round."""
     return RoundKeys(*jax.random.split(jax.random.fold_in(key, round), 3))
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def draw_cohort(key: Array, population: int, size: int) -> Array:
-    """`size` distinct clients out of `population`, every subset equally likely; (size,) int32, in no special order.
+    """Draw `size` distinct clients out of `population`, every subset equally likely; (size,) int32, in no special
+    order.
 
     Everyone, in order, when size = population. Small cohorts cost O(size²), whatever the population (Floyd's
     algorithm: Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987).
@@ -217,8 +218,8 @@ def draw_cohort(key: Array, population: int, size: int) -> Array:
 
 
 def work_of(key: Array, ids: Array, local_steps: np.ndarray | Array | tuple[int, int] | None) -> Array | None:
-    """Local steps of each client of a cohort under `Clients.local_steps`, (P,) int32; those between two bounds are
-    drawn uniformly, both included. None leaves the number to the algorithm."""
+    """Say how many local steps each client of a cohort makes under `Clients.local_steps`, (P,) int32; between two
+    bounds, both included, they are drawn uniformly. None leaves the number to the algorithm."""
     if local_steps is None:
         return None
     if isinstance(local_steps, tuple):

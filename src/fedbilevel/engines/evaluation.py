@@ -58,7 +58,7 @@ class Evaluation:
         return row
 
     def trace(self, name: str, x: PyTree, y: PyTree) -> ClosedJaxpr:
-        """What a metric computes, traced once for arguments of these shapes; it must give one number."""
+        """Trace a metric, once for arguments of these shapes; it must give one number."""
         if name not in self.traced:
             metric, (x_fixed, y_fixed) = self.metrics[name], self.fixed
             with explained(f"metrics[{name!r}]", x=x, y=y):
@@ -75,7 +75,7 @@ def _require_one_number(name: str, traced: ClosedJaxpr) -> None:
 
 
 def _kept(closed: ClosedJaxpr, *like: PyTree) -> Callable[..., Any]:
-    """What was traced for such arguments, with the program of an earlier run where it is the same."""
+    """Compile what was traced for such arguments, or take the program of an earlier run where it is the same."""
 
     def run(constants: list[Any], *given: PyTree) -> Any:
         return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(given))[0]
@@ -95,7 +95,7 @@ class PerClient:
     Args:
         function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
         samples: "outer" or "inner", the samples of that loss.
-        larger_is_better: whether the best client is the one with the largest value; None: as its name says, see
+        larger_is_better: whether the client with the largest value is the best; None: as its name says, see
             `fedbilevel.Metric`.
     """
 
@@ -110,7 +110,7 @@ class PerClient:
 
 
 def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str, PerClient]:
-    """The argument `metrics_per_client` of `solve`, checked; a plain function is measured on the outer samples."""
+    """Check the argument `metrics_per_client` of `solve`; a plain function is measured on the outer samples."""
     fits = metrics is None or isinstance(metrics, Mapping)
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
     made = {}
@@ -124,7 +124,7 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
 def check_per_client(
     metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]
 ) -> dict[str, ClosedJaxpr]:
-    """Each metric, traced on a sample without computing: it must give one number."""
+    """Trace each metric on a sample, without computing: it must give one number."""
     found = {}
     for name, metric in metrics.items():
         batch = examples[get_args(SampleKind).index(metric.samples)]
@@ -135,15 +135,15 @@ def check_per_client(
 
 
 def is_one_number(value: Any) -> bool:
-    """Whether a traced value is a single real number, true and false being 1 and 0."""
+    """Say whether a traced value is a single real number, true and false being 1 and 0."""
     kind = getattr(value, "dtype", None)
     real = kind is not None and any(jnp.issubdtype(kind, of) for of in (jnp.floating, jnp.integer, jnp.bool_))
     return real and value.shape == ()
 
 
 def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | None = None) -> Row:
-    """The columns of a metric: NAME.mean, by the clients' weights; NAME.worst, NAME.best and the deciles NAME.p10 …
-    NAME.p90 over clients, each counted once, interpolated linearly. `larger`: whether a larger value is better; None:
+    """Spread a metric over columns: NAME.mean, by the clients' weights; NAME.worst, NAME.best and the deciles NAME.p10
+    … NAME.p90 over clients, each counted once, interpolated linearly. `larger`: whether a larger value is better; None:
     as the name says (`larger_is_better`)."""
     low, high = float(values.min()), float(values.max())
     worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
@@ -184,19 +184,19 @@ class PerClientEvaluation:
         return row
 
     def each(self, x: PyTree, y: PyTree) -> dict[str, np.ndarray]:
-        """Each metric of each client, (M,)."""
+        """Measure each metric on each client, (M,)."""
         rows = {name: getattr(self.clients, metric.samples) for name, metric in self.metrics.items()}
         return {name: self.values(name, own, x, y) for name, own in rows.items()}
 
     def values(self, name: str, rows: Ragged, x: PyTree, y: PyTree) -> np.ndarray:
-        """Each client's mean over its own samples, (M,) float64; of several processes each does its share."""
+        """Take each client's mean over its own samples, (M,) float64; of several processes each does its share."""
         bounds = np.arange(self.group.processes + 1) * len(self.clients) // self.group.processes
         own = slice(*bounds[self.group.process : self.group.process + 2])
         mine = self.means(name, Ragged(rows.values, rows.start[own], rows.size[own]), int(own.start), x, y)
         return np.concatenate([np.asarray(part, np.float64) for part in self.group.gather(mine.tolist())])
 
     def means(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
-        """The mean over each row, (rows,) float64; `first` is the client of the first one."""
+        """Take the mean over each row, (rows,) float64; `first` is the client of the first row."""
         ends = np.cumsum(rows.size)
         sums = np.zeros(len(rows.size))
         for place in range(0, int(ends[-1]), BLOCK):
@@ -215,7 +215,7 @@ class PerClientEvaluation:
 
 
 def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
-    """The samples at `index`, filled up to BLOCK with copies of the first, so that all blocks have one shape."""
+    """Take the samples at `index`, filled up to BLOCK with copies of the first: all blocks have the same shape."""
     whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
 
     def take(path: Any, leaf: Any) -> np.ndarray:
@@ -230,7 +230,7 @@ def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], 
 def _over_samples(
     function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, block: PyTree
 ) -> Callable[[PyTree, PyTree, PyTree], Any]:
-    """(x, y, block) -> the metric on each sample by itself, (BLOCK,), for arguments like these."""
+    """Compile (x, y, block) -> the metric on each sample by itself, (BLOCK,), for arguments like these."""
 
     def each(x: PyTree, y: PyTree, block: PyTree) -> Any:
         whole = join(x, x_fixed), join(y, y_fixed)

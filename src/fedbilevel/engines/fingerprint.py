@@ -45,7 +45,7 @@ class Fingerprint:
     """Others may trace or compile the same function to another program."""
 
     def differences(self, before: Fingerprint) -> str:
-        """What is not as it was `before`, in words; functions that other versions traced are left out."""
+        """Say in words what is not as it was `before`; functions that other versions traced are left out."""
         old, new = before.stated, self.stated
         said = [f"its {name} is {old.get(name)}, not {new.get(name)}" for name in _changed(old, new)]
         hashes = _changed(before.hashed, self.hashed)
@@ -56,7 +56,7 @@ class Fingerprint:
         population = new["clients"]
         for loss in sorted(before.samples.keys() & self.samples.keys()) if population == old["clients"] else ():
             pairs = zip(before.samples[loss], self.samples[loss], strict=True)
-            blocks = [number for number, (one, other) in enumerate(pairs) if one and other and one != other]
+            blocks = [number for number, (was, now) in enumerate(pairs) if was and now and was != now]
             hashes += [f"{loss} samples of {clients_of(blocks, population)}"] if blocks else []
         return "; ".join(said + ([f"different now: {', '.join(hashes)}"] if hashes else []))
 
@@ -70,7 +70,7 @@ def take(
     y: PyTree,
     programs: Mapping[str, ClosedJaxpr],
 ) -> Fingerprint:
-    """The fingerprint of a run, but for the samples (see `of_samples`).
+    """Take the fingerprint of a run, but for the samples (see `of_samples`).
 
     Args:
         stated: more that is compared as it is, in JSON.
@@ -94,7 +94,7 @@ def take(
 
 
 def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
-    """(its name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
+    """Give (the method's name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
     functions, parts = {}, field_values(algorithm)
     for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
         if isinstance(leaf, Schedule):
@@ -108,7 +108,7 @@ def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
 
 
 def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) -> Hashes:
-    """A hash of each metric: of what it computes, which of its values is better, and of which samples."""
+    """Hash each metric: what it computes, which of its values is better, and on which samples."""
     larger = directions(metrics)
     samples = {name: getattr(metric, "samples", "") for name, metric in metrics.items()}
     return {
@@ -118,17 +118,17 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
 
 
 def method_key(algorithm: Algorithm) -> Hashable | None:
-    """All that a round of a method of this library depends on, but for its numbers; None of another method, whose code
-    may read what has changed."""
+    """Say all that a round of a method of this library depends on, but for its numbers; None of another method, whose
+    code may read what has changed."""
     parts = list(_parts(algorithm))
     if not all(type(part).__module__.startswith("fedbilevel.") for part in parts):
         return None
     said: list[str] = []
     for part in parts:
-        for one in fields(part):
-            value = getattr(part, one.name)
-            if one.metadata.get("static"):
-                said += [one.name, *_made_of(value)]
+        for entry in fields(part):
+            value = getattr(part, entry.name)
+            if entry.metadata.get("static"):
+                said += [entry.name, *_made_of(value)]
             elif isinstance(value, Schedule | XYV):
                 said += map(_of_number, jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Schedule)))
     return short(*said), *map(type, parts)
@@ -139,7 +139,7 @@ def _of_number(value: Any) -> str:
 
 
 def _parts(part: Any) -> Iterator[Any]:
-    """A configuration and all configurations in its fields."""
+    """List a configuration and all configurations in its fields."""
     yield part
     for value in field_values(part).values():
         if is_dataclass(value) and not isinstance(value, type | Schedule):
@@ -147,8 +147,8 @@ def _parts(part: Any) -> Iterator[Any]:
 
 
 def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:
-    """A hash of each block of clients' samples, by loss: none of clients elsewhere. Several processes call it together,
-    and each reads the samples of its own clients."""
+    """Hash each block of clients' samples, by loss: none of clients elsewhere. Several processes call it together, and
+    each reads the samples of its own clients."""
     if isinstance(clients, RemoteClients):
         return {}
     sets = {"outer": clients.outer}
@@ -176,13 +176,13 @@ def _shapes(tree: PyTree) -> list[str]:
 
 
 def of_tree(tree: PyTree) -> str:
-    """A hash of the arrays and numbers of a tree, and of where they are in it."""
+    """Hash the arrays and numbers of a tree, and where they are in it."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return short(*(part for path, leaf in leaves for part in (jax.tree_util.keystr(path), of_array(leaf))))
 
 
 def _of_block(rows: Ragged, clients: slice) -> str:
-    """A hash of the samples of some clients, one after the other; of large memory-mapped arrays of some of them."""
+    """Hash the samples of some clients in their order; of large memory-mapped arrays some of the samples."""
     start, size = rows.start[clients], rows.size[clients]
     ends = np.cumsum(size)
     total, stored = int(ends[-1]), int(rows.size.sum())
@@ -202,13 +202,13 @@ def _of_block(rows: Ragged, clients: slice) -> str:
 
 
 def _bounds(population: int) -> np.ndarray:
-    """Block b has the clients bounds[b] … bounds[b + 1] − 1."""
+    """Divide clients into blocks: block b has the clients bounds[b] … bounds[b + 1] − 1."""
     count = min(BLOCKS, population)
     return np.arange(count + 1, dtype=np.int64) * population // count
 
 
 def clients_of(blocks: list[int], population: int) -> str:
-    """The clients of some blocks, in words: «client 3», «clients 0 to 7, 12»."""
+    """Name the clients of some blocks in words: «client 3», «clients 0 to 7, 12»."""
     bounds = _bounds(population)
     ranges: list[list[int]] = []
     for block in blocks:
@@ -226,17 +226,17 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
-    """A description of a function that a library made, as optax does: its name, and the values that it closes over."""
-    if isinstance(function, FunctionType) and not any(function is one for one in within):
+    """Describe a function that a library made, as optax does: its name, and the values that it closes over."""
+    if isinstance(function, FunctionType) and not any(function is outer for outer in within):
         yield function.__qualname__
         yield from _code(function.__code__)
-        for one in (*_closed_over(function), function.__defaults__, function.__kwdefaults__):
-            yield from _made_of(one, (*within, function))
+        for value in (*_closed_over(function), function.__defaults__, function.__kwdefaults__):
+            yield from _made_of(value, (*within, function))
     elif isinstance(function, partial):
         yield from _made_of((function.func, function.args, function.keywords), within)
     elif isinstance(function, tuple | list):
-        for one in function:
-            yield from _made_of(one, within)
+        for item in function:
+            yield from _made_of(item, within)
     elif isinstance(function, Mapping):
         yield from _made_of(list(function.items()), within)
     elif not callable(function):
@@ -246,7 +246,7 @@ def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
 
 
 def _code(code: CodeType) -> Iterator[str]:
-    """A description of a function's instructions, and of those of the functions inside it."""
+    """Describe a function's instructions, and those of the functions inside it."""
     yield code.co_code.hex()
     yield repr(code.co_names)
     for constant in code.co_consts:
@@ -254,7 +254,7 @@ def _code(code: CodeType) -> Iterator[str]:
 
 
 def _closed_over(function: FunctionType) -> Iterator[Any]:
-    """What a function closes over; a variable that its maker has never set is left out."""
+    """List what a function closes over; a variable that its maker has never set is left out."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -55,7 +55,7 @@ EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback s
 def flops_of_calls(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
 ) -> dict[ExchangeKind, int | None]:
-    """What a client computes to reply to each exchange of a round, in the operations of `count`; None: not known.
+    """Count what a client computes to reply to each exchange of a round, in the operations of `count`; None: not known.
 
     Each phase is traced as the round asks it, nothing is computed. Full batches count as many samples as the client
     with the most has, since so long are those that engines compute on. Local steps that differ between clients are
@@ -101,7 +101,7 @@ def flops_of_calls(
 def known_flops(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
 ) -> dict[ExchangeKind, int] | None:
-    """`flops_of_calls` where all of them are known; else, and of clients whose samples are not here, None."""
+    """Call `flops_of_calls`; give None where an operation is not known, and for clients elsewhere."""
     if not isinstance(clients, Clients):
         return None
 
@@ -117,27 +117,27 @@ def known_flops(
 
 
 def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Hashable | None:
-    """All that operations on whole models depend on."""
+    """Say all that operations on whole models depend on."""
     rows, steps = (clients.outer, clients.inner), clients.local_steps
-    sizes = [(int(one.size.max()), bool(np.all(one.size == one.size[0]))) for one in rows]
+    sizes = [(int(own.size.max()), bool(np.all(own.size == own.size[0]))) for own in rows]
     work = None if steps is None else (int(np.min(steps)), int(np.max(steps)))
     return key_of_round(algorithm, problem, x, y, "operations", *sizes, work)
 
 
 def _longest(rows: Ragged) -> PyTree:
-    """The shapes of the samples of the client with the most."""
+    """Give the shapes of the samples of the client with the most."""
     longest = int(rows.size.max())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((longest, *leaf.shape[1:]), leaf.dtype), rows.example())
 
 
 def _whole(rows: Ragged, values: PyTree) -> Samples:
-    """All samples of that client, as an engine has them."""
+    """Give all samples of the client with the most, as an engine has them."""
     longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
     return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal)
 
 
 def count(jaxpr: Jaxpr) -> int | None:
-    """Floating-point operations of a program; None where the cost of a part of it is not known.
+    """Count the floating-point operations of a program; None where the cost of a part of it is not known.
 
     A product of matrices (m, n) and (n, k) costs 2·m·n·k, a convolution 2 for each product of an entry and a weight,
     padding left out. Operations by entry cost 1 per entry of the result, exp as much as +; reductions 1 per entry of
@@ -189,7 +189,7 @@ def _of_equation(equation: JaxprEqn) -> int | None:
 
 
 def _of_inner(name: str, params: dict[str, Any]) -> int | None:
-    """What a call, a loop or a branch costs, by the programs among its parameters."""
+    """Count what a call, a loop or a branch costs, by the programs among its parameters."""
     costs = [_of_program(program) for program in _programs(params)]
     total = _sum(costs)
     if total is None or (name == "while" and total > 0):
@@ -200,7 +200,7 @@ def _of_inner(name: str, params: dict[str, Any]) -> int | None:
 
 
 def _of_convolution(equation: JaxprEqn) -> int:
-    """2 × batch × features out × features in (of a group) × pairs of a place and a weight, axis by axis."""
+    """Count 2 × batch × features out × features in (of a group) × pairs of a place and a weight, axis by axis."""
     params = equation.params
     numbers = params["dimension_numbers"]
     places, kernel, out = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
@@ -216,13 +216,13 @@ def _of_convolution(equation: JaxprEqn) -> int:
 
 
 def _programs(params: dict[str, Any]) -> list[Jaxpr]:
-    values = [one for value in params.values() for one in (value if isinstance(value, tuple) else (value,))]
-    closed = [one.jaxpr if isinstance(one, ClosedJaxpr) else one for one in values]
-    return [one for one in closed if isinstance(one, Jaxpr)]
+    items = [item for value in params.values() for item in (value if isinstance(value, tuple) else (value,))]
+    programs = [item.jaxpr if isinstance(item, ClosedJaxpr) else item for item in items]
+    return [program for program in programs if isinstance(program, Jaxpr)]
 
 
 def _is_by_entry(equation: JaxprEqn) -> bool:
-    """Whether there is one result, and every operand has its shape or is broadcast along axes of length 1."""
+    """Say whether there is one result, and every operand has its shape or is broadcast along axes of length 1."""
     shape = _shape(equation.outvars[0])
 
     def fits(of: tuple[int, ...]) -> bool:

@@ -23,7 +23,7 @@ Row = dict[str, float | int]
 
 @dataclass(repr=False)
 class History(Shown):
-    """Rows of numbers, one per evaluation; the columns of a row are its keys.
+    """Rows of numbers, a row per evaluation; the columns of a row are its keys.
 
     Every row has: round, exchanges, bytes_down, bytes_up, gradients, hvps, time (totals so far, see Ledger), seconds
     (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
@@ -40,7 +40,7 @@ class History(Shown):
     directions: dict[str, bool] = field(default_factory=dict)
 
     def __getitem__(self, column: str) -> np.ndarray:
-        """A column, NaN where a row lacks it (there are no losses yet in row 0)."""
+        """Get a column, NaN where a row lacks it (there are no losses yet in row 0)."""
         if column not in self.columns:
             raise unknown("column of the history", column, self.columns)
         return np.array([row.get(column, np.nan) for row in self.rows])
@@ -64,7 +64,7 @@ class History(Shown):
         return [name.removesuffix(".worst") for name in self.columns if name.endswith(".worst")]
 
     def larger_is_better(self, column: str) -> bool:
-        """Whether a larger value is better, in that column or of that metric: see `fedbilevel.Metric`."""
+        """Say whether a larger value is better, in that column or of that metric: see `fedbilevel.Metric`."""
         metric = metric_of(column)
         return larger_is_better(metric, self.directions.get(metric))
 
@@ -77,13 +77,13 @@ class History(Shown):
         )
 
     def last_in_words(self) -> str:
-        """The metrics and losses of the last row as one text; of a metric per client the mean and the worst value."""
+        """Say the metrics and losses of the last row in a text; of a metric per client the mean and the worst value."""
         last = self.rows[-1] if self.rows else {}
         names = [name for name in self.measured if name in last and not re.search(r"\.(best|p\d0)$", name)]
         return listed([f"{name} {text(name, last[name])}" for name in names])
 
     def in_words(self) -> dict[str, str]:
-        """Of each loss and metric: the first, the best and the last value."""
+        """Say the first, the best and the last value of each loss and metric."""
         lines = {}
         for name in self.measured:
             rows = [row for row in self.rows if name in row]
@@ -118,7 +118,7 @@ class History(Shown):
         return draw_history(self, metrics, panel=panel, size=size, axes=axes)
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame, one row per evaluation; NaN where a row lacks a column.
+        """Make a pandas.DataFrame, a row for each evaluation; NaN where a row lacks a column.
 
         Raises:
             ConfigurationError: pandas is not installed.
@@ -130,7 +130,7 @@ class History(Shown):
         return pandas.DataFrame(self.rows, columns=self.columns)
 
     def to_jsonl(self, path: str | Path | None = None) -> str:
-        """One JSON object per line, as text; given a path, it is written there, too, atomically."""
+        """Write a JSON object per line, as text; given a path, also to that file, atomically."""
         text = "".join(json.dumps(row) + "\n" for row in self.rows)
         if path is not None:
             checkpoint.write_text(Path(path), text)
@@ -138,7 +138,7 @@ class History(Shown):
 
     @classmethod
     def from_jsonl(cls, source: str | Path) -> "History":
-        """The history that `to_jsonl` wrote: from its text, or from the file at a `Path`.
+        """Read the history that `to_jsonl` wrote: from its text, or from the file at a `Path`.
 
         Raises:
             ValueError: it is something else.
@@ -148,7 +148,7 @@ class History(Shown):
 
     @classmethod
     def of(cls, rows: Any, directions: Any = None) -> "History":
-        """The history whose rows and directions JSON holds.
+        """Make the history whose rows and directions JSON holds.
 
         Raises:
             ValueError: a row is not numbers by name, or its round is not a whole number; or the directions are not true
@@ -167,5 +167,5 @@ class History(Shown):
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value that JSON held is a number; of integers, one that is no larger than a float can be."""
+    """Say whether a value that JSON held is a number; an integer must be no larger than a float can be."""
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)

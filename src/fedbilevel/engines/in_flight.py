@@ -72,7 +72,7 @@ def early_replies(
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
 ) -> dict[str, Sums]:
-    """What one client contributes to each exchange that does not wait for everyone, by phase, as shapes.
+    """Trace what a client contributes to each exchange that does not wait for everyone, by phase, as shapes.
 
     Raises:
         ConfigurationError: a phase is asked so for replies of different shapes.
@@ -81,8 +81,8 @@ def early_replies(
 
     for exchange in exchanges_of(algorithm, problem, x, y, examples, has_client_steps):
         if exchange.early:
-            one = jax.ShapeDtypeStruct((), jnp.result_type(float))
-            shapes = jax.eval_shape(weigh, exchange.reply, one, one)
+            scalar = jax.ShapeDtypeStruct((), jnp.result_type(float))
+            shapes = jax.eval_shape(weigh, exchange.reply, scalar, scalar)
             if found.setdefault(exchange.phase, shapes) != shapes:
                 raise ConfigurationError(
                     f"phase {exchange.phase} is asked by fed.sum_first with replies of different shapes"
@@ -91,7 +91,7 @@ def early_replies(
 
 
 def nothing_in_flight(replies: dict[str, Sums], clients: int, remote: bool = False) -> InFlight:
-    """The queues before round 0, for the phases of `early_replies`.
+    """Make the queues before round 0, for the phases of `early_replies`.
 
     Of `remote` clients, which know themselves what they work on, it has no table.
     """
@@ -107,7 +107,7 @@ def nothing_in_flight(replies: dict[str, Sums], clients: int, remote: bool = Fal
 def first(
     queues: InFlight, pace: Pace, now: ClockState, phase: str, n: int, units: Any, max_staleness: int | None
 ) -> ExchangePlan:
-    """The plan of an exchange that ends with the first n replies.
+    """Plan an exchange that ends with the first n replies.
 
     Of replies that arrive at the same moment those come first that were asked for first, then those of lower ids.
     """
@@ -141,7 +141,7 @@ def first(
 
 
 def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> ExchangePlan:
-    """The plan of an exchange that waits for all clients that are ever available."""
+    """Plan an exchange that waits for all clients that are ever available."""
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     able = jnp.broadcast_to(pace.ever_available(ids), ids.shape)
     start = queues.left + pace.waits(now, ids, queues.left)
@@ -151,7 +151,7 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 
 
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
-    """The queues after a plan, with what it brings of other kinds of request kept for later.
+    """Carry out a plan: give the queues after it, in which replies to other phases are kept for later.
 
     `queues` are those before the plan, but for the tables, into which the replies of those whom it asks are written.
     """
@@ -183,7 +183,7 @@ def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) ->
 
 
 def with_tables(queues: InFlight | None, change: Callable[[Sums], Any]) -> Any:
-    """The queues with its tables changed; everything else is of all clients and no client's alone."""
+    """Change the tables of the queues; everything else is of all clients together."""
     if queues is None:
         return None
     changed = {phase: queue._replace(replies=change(queue.replies)) for phase, queue in queues.by_phase.items()}
@@ -191,12 +191,12 @@ def with_tables(queues: InFlight | None, change: Callable[[Sums], Any]) -> Any:
 
 
 def written(queues: InFlight, phase: str, replies: Sums) -> InFlight:
-    """The queues with another table of replies."""
+    """Replace a phase's table of replies."""
     return queues._replace(by_phase={**queues.by_phase, phase: queues.by_phase[phase]._replace(replies=replies)})
 
 
 def nonfinite_replies(queues: InFlight) -> list[str]:
-    """Whose replies are not finite, in words."""
+    """Name the clients whose replies are not finite, in words."""
     found = []
     for phase, queue in queues.by_phase.items():
         finite = [
@@ -213,5 +213,5 @@ def _added(a: Sums, b: Sums) -> Sums:
 
 
 def _smallest(values: Array, n: int, k: Array) -> Array:
-    """The k-th smallest of some integers, k ≤ n; the smallest for k < 1."""
+    """Find the k-th smallest of some integers, k ≤ n; the smallest for k < 1."""
     return jnp.sort(values)[jnp.clip(k - 1, 0, n - 1)]  # on CPUs a fifth of what lax.top_k takes

@@ -30,8 +30,9 @@ TAKEN: set[TextIO] = set()
 
 @contextmanager
 def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Be alone in writing `what`, a file or folder, while the file `path` is locked by this process: by process 0 where
-    there are several. Folders that are missing are made, and go at the end if nothing has come into them.
+    """Hold `what`, a file or folder, for this process alone to write, by a lock on the file `path`: where there are
+    several processes, process 0 holds it. Folders that are missing are made, and go at the end if nothing has come into
+    them.
 
     The lock is the system's own (flock): that of a process that died holds nobody up.
 
@@ -102,8 +103,7 @@ def _in_use(file: TextIO, what: Path) -> InUse:
 
 
 def _release(file: TextIO) -> None:
-    """Unlock and close a file, unless this is a forked child, which has closed it; also for children that other code
-    has forked."""
+    """Unlock and close a file, unless this is a forked child, whoever forked it, which has closed it."""
     if not file.closed:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
@@ -112,7 +112,7 @@ def _release(file: TextIO) -> None:
 
 
 def _let_go() -> None:
-    """In a child that was forked: close what its parent has locked, which stays locked."""
+    """Close, in a child that was forked, what its parent has locked, which stays locked."""
     for file in TAKEN:
         file.close()
     TAKEN.clear()
@@ -123,7 +123,7 @@ if fcntl is not None:
 
 
 def _taken(path: Path, what: Path) -> list[TextIO]:
-    """The open file that holds the lock; none where there are no locks."""
+    """Lock the file, and give it open; none where there are no locks."""
     if fcntl is None:
         return []
     while True:

@@ -57,7 +57,7 @@ class LoopPlan:
     begun: Fingerprint
 
     def until_next_stop(self, round: int) -> int:
-        """Rounds to the next row, save or end: multiples of absolute round numbers, so that resuming keeps them."""
+        """Count the rounds to the next row, save or end: these fall on the same rounds after a resumption."""
         stops = [every - round % every for every in (self.eval_every, self.save_every) if every]
         return min(self.rounds - round, *stops)
 
@@ -127,7 +127,7 @@ class Loop:
         return replace(result, stopped=reason)
 
     def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
-        """Some rounds, their costs and losses noted; the speed they had."""
+        """Play some rounds, note their costs and losses, and give the speed that they had."""
         began, compiling = time.perf_counter(), run.compile_seconds
         carry, done, round_costs = run.advance(carry, rounds)
         self.check_state(local(carry.state), int(carry.round) - done)
@@ -140,8 +140,8 @@ class Loop:
         return carry, done / max(elapsed, 1e-9)
 
     def back_to(self, carry: Carry, round: int) -> Carry:
-        """The carry to save, which may be of before `round`, as an engine knows that to be the last good: what came
-        after it is then forgotten, but for its costs."""
+        """Go back to the carry to save, which may be of before `round`, as an engine knows that to be the last good:
+        what came after it is forgotten, but for its costs."""
         good = int(carry.round)
         if good < round:
             self.history.rows[:] = [row for row in self.history.rows if row["round"] <= good]
@@ -150,14 +150,14 @@ class Loop:
         return carry
 
     def left_off(self, round: int) -> str:
-        """Where an interrupted run stands, and how to go on."""
+        """Say where an interrupted run stands, and how to go on."""
         if self.plan.path is None:
             return f"ended after round {round} of {self.plan.rounds}; nothing was saved, as no checkpoint was asked for"
         saved = f"saved after round {round} of {self.plan.rounds} to {self.plan.path}"
         return f"{saved}; the same call with resume=True goes on from there"
 
     def ending(self, result: Result) -> str:
-        """Why the algorithm has nothing left to do, or ""."""
+        """Say why the algorithm has nothing left to do, or ""."""
         return f"{self.algorithm.label} has finished" if self.algorithm.finished(result.state) else ""
 
     def check_state(self, state: Any, round: int) -> None:
@@ -170,7 +170,7 @@ class Loop:
             self.warned = True
 
     def result(self, run: Run, carry: Carry) -> Result:
-        """A snapshot: nothing changes the arrays of a server's state, and `gather_x` makes new ones."""
+        """Take a snapshot: nothing changes the arrays of a server's state, and `gather_x` makes new arrays."""
         state = jax.device_put(local(carry.state))  # arrays stay where they are; NumPy's go to the device
         x = state.x if carry.local_x is None else carry.local_x
         if self.simulated and carry.local_x is not None:
@@ -207,13 +207,13 @@ class Loop:
         return row
 
     def call_back(self, result: Result, row: Row | None) -> str:
-        """Call every callback; the first reason to stop, or ""."""
+        """Call every callback, and give the first reason to stop, or ""."""
         reasons = [callback(result, row) for callback in self.callbacks]
         return next((str(reason) for reason in reasons if reason), "")
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
-        """(reason to stop, whether to stop now, rounds per second, whether to save) for all processes: process 0's, and
-        anybody's Ctrl-C."""
+        """Agree among all processes on (reason to stop, whether to stop now, rounds per second, whether to save):
+        process 0 decides, and anybody's Ctrl-C stops all."""
 
         def here() -> tuple[str, float, bool]:
             return self.call_back(result, row), speed, self.save_due(result.round)
@@ -222,13 +222,13 @@ class Loop:
         return reason, any(self.group.gather(interrupted)), speed, due
 
     def save_due(self, round: int) -> bool:
-        """Whether to save after this round."""
+        """Say whether to save after this round."""
         every = self.plan.save_every
         due = time.perf_counter() >= self.next_save if every is None else round % every == 0
         return due or round == self.plan.rounds
 
     def save(self, carry: Carry) -> None:
-        """Write the checkpoint, if one was asked for; where there are several processes, process 0 does."""
+        """Write the checkpoint, if a path was given; where there are several processes, process 0 does."""
         path, began = self.plan.path, time.perf_counter()
         if path is None:
             return
@@ -254,7 +254,7 @@ class Loop:
             _warn(self.group, f"the run ends by {type(error).__name__}, and saving it failed: {failed}")
 
     def restore(self, carry: Carry, force: bool) -> Carry:
-        """Continue from the plan's checkpoint; `carry` gives structure and shapes. `force`: though it is another's."""
+        """Continue from the plan's checkpoint; `carry` gives structure and shapes. `force`: also from another run's."""
         assert self.plan.path is not None
         path = self.plan.path
         newest = Path(self.group.decide(lambda: str(files.newest(path))))
@@ -273,7 +273,7 @@ class Loop:
         return carry
 
     def state_of(self, copy: Path, carry: Carry) -> tuple[Carry, dict[str, Any]]:
-        """What the checkpoint holds; if it does not fit the run, and is of another algorithm, the error names both."""
+        """Load what the checkpoint holds; if it does not fit, and is of another algorithm, the error names both."""
         try:
             return files.load(copy, carry)
         except CheckpointError as error:
@@ -311,7 +311,7 @@ class Loop:
 
 
 def _warn(group: ProcessGroup, text: str) -> None:
-    """Once, where there are several processes."""
+    """Warn; where there are several processes, process 0 alone does."""
     if group.is_first:
         warnings.warn(CheckpointWarning(text), stacklevel=5)
 

@@ -83,7 +83,7 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
 
 
 def keep_on_disk_if_possible() -> None:
-    """`keep_on_disk` where nobody asked for it: if there is no place for them, programs are compiled each time."""
+    """Call `keep_on_disk` where nobody asked for it: if there is no place for programs, they are compiled each time."""
     try:
         keep_on_disk()
     except ConfigurationError as error:
@@ -113,7 +113,7 @@ def _remove_halves(folder: Path) -> None:
 
 @cache
 def _trim() -> Any:
-    """The C library's malloc_trim, or None where it has none: elsewhere than on Linux with glibc."""
+    """Find the C library's malloc_trim, or None where it has none: elsewhere than on Linux with glibc."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -28,17 +28,17 @@ _shown: ContextVar[Display | None] = ContextVar("shown", default=None)
 
 
 def report_stage(name: str) -> None:
-    """Say what is being done now, which is no round, to whom it may concern."""
+    """Show what is being done now, between rounds, on the display of the run, if there is one."""
     if (display := _shown.get()) is not None:
         display.stage(name)
 
 
 @contextmanager
 def showing(progress: bool | Display | None) -> Iterator[Guarded]:
-    """The display of a run, as `solve` takes it, while the block runs.
+    """Open the display of a run, as `solve` takes it, while the block runs.
 
-    What such a block has opened may be handed to another one inside, which leaves it open. A run inside another, that
-    was not handed its display, shows nothing by itself; nor does any but the first of several processes.
+    A display that such a block has opened may be handed to a block inside, which leaves it open. A run inside another
+    run, if it was not handed a display, shows nothing by itself; nor does any but the first of several processes.
     """
     handed = isinstance(progress, Guarded)
     require_progress(progress)
@@ -72,7 +72,7 @@ class Guarded:
         self.works, self.due = True, -float("inf")
 
     def begin(self, run: str) -> None:
-        """One of several runs begins. The displays of this library go on to show its name; to others it is a stage."""
+        """Begin one of several runs. The displays of this library go on to show its name; to others it is a stage."""
         if isinstance(getattr(self.display, "heading", None), str):
             self._tell(setattr, self.display, "heading", f"{run}: ")
         else:
@@ -92,7 +92,7 @@ class Guarded:
         self.works = False
 
     def _tell(self, method: Callable[..., None], *arguments: Any) -> float:
-        """Call a method of the display; the seconds that it took."""
+        """Call a method of the display, and give the seconds that it took."""
         if not self.works:
             return 0.0
         began = self.clock()

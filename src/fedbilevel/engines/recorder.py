@@ -43,7 +43,7 @@ def exchanges_of(
     examples: tuple[PyTree, PyTree],
     has_client_steps: bool,
 ) -> list[RecordedExchange]:
-    """The exchanges of a round, by tracing a round.
+    """Find the exchanges of a round, by tracing a round.
 
     Args:
         x, y: the variables where the run starts; only shapes matter.
@@ -76,7 +76,7 @@ def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *
 
 
 def _shapes(tree: PyTree) -> PyTree:
-    """The tree with every array or number replaced by its shape and dtype, and whether that is weak."""
+    """Replace every array or number of a tree by its shape and dtype, and whether that is weak."""
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         like = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)

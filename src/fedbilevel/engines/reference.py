@@ -101,7 +101,7 @@ class ReferenceFed:
         return normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
 
     def portion(self, phase: Phase, message: PyTree, i: int) -> tuple[PyTree, PutBack]:
-        """The part of a message that client i is sent, and what gives its sums the shapes of the whole."""
+        """Cut the part of a message that client i is sent; with it, what puts its sums into the whole shapes."""
         if self.submodels is None:
             return message, lambda sums: sums
         (takes, gives), layout = takes_and_gives(phase), self.submodels.unit_layout
@@ -109,7 +109,7 @@ class ReferenceFed:
         return layout.cut(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
 
     def units(self, submodels: RoundSubmodels, i: int) -> Units:
-        """The units that client i holds in this round."""
+        """List the units that client i holds in this round."""
         plan = submodels.submodel_plan
         return submodels.units(int(plan.number[i]), i, int(plan.rank[i]))
 
@@ -140,7 +140,7 @@ class ReferenceFed:
         return total.update
 
     def question(self, phase: Phase, message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
-        """The name of a phase, and the function (client, local steps or None) -> (weighted sums, reply) to run it."""
+        """Give a phase's name, and the function (client, local steps or None) -> (weighted sums, reply) to run it."""
         name = self.algorithm.phase_name(phase)
 
         def ask(i: int, work: Array | None) -> tuple[Sums, Reply]:
@@ -152,7 +152,7 @@ class ReferenceFed:
         return name, ask
 
     def reply(self, ask: AskClient, name: str, i: int, work: Array | None, keep: bool) -> Sums:
-        """The reply of client i, weighted and checked; its own new state is kept."""
+        """Get the reply of client i, weighted and checked, and keep its own new state."""
         sums, reply = ask(i, work)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
         if bad := nonfinite_leaves(reply.update) + losses:
@@ -162,7 +162,7 @@ class ReferenceFed:
         return sums
 
     def wait_for(self, ids: Array, units: Array) -> Array:
-        """Let the time pass that these clients need, all of them; the ticks that it takes."""
+        """Let the time pass that all of these clients need, and give the ticks that it takes."""
         pace = self.run.pace
         if self.queues is None:
             ticks = jnp.max(pace.waits(self.now, ids) + pace.durations(self.now, ids, units))
@@ -176,7 +176,7 @@ class ReferenceFed:
     repeat = repeated
 
     def total_costs(self) -> RoundCosts:
-        """The costs of the round, at its end; with submodels also how many clients of its cohort hold each entry."""
+        """Give the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
         if (submodels := self.submodels) is None:
             return self.round_costs
         available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i in self.own[0].tolist()]
@@ -184,7 +184,7 @@ class ReferenceFed:
         return covered(self.round_costs, holders)
 
     def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
-        """The ids of a cohort, (P,), and how many local steps each member makes, (P,) or None."""
+        """Draw the ids of a cohort, (P,), and how many local steps each member makes, (P,) or None."""
         with jax.disable_jit(False):
             ids = draw_cohort(keys.cohort, len(self.run.clients), self.run.cohort)
             return ids, work_of(keys.work, ids, self.run.clients.local_steps)
@@ -265,14 +265,14 @@ class Reference:
 
 
 def total_of(table: Sums, asked: Array, who: Array) -> tuple[Sums, Array]:
-    """Σ of rows, and of weight·asked: see `in_flight.SumRows`."""
+    """Sum rows, and weight·asked over them: see `in_flight.SumRows`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
     total: tuple[Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total
 
 
 def _samples(name: str, clients: Clients, i: int) -> Samples:
-    """Client i's own samples alone, unpadded."""
+    """Take client i's own samples alone, unpadded."""
     rows: Ragged = getattr(clients, name)
     size, row = int(rows.size[i]), rows.row(i)
     for path, leaf in jax.tree_util.tree_leaves_with_path(row):

@@ -58,7 +58,7 @@ class Result(Shown):
         )
 
     def summary(self) -> Card:
-        """Each loss and metric from its first value to its last, and every cost: print it, or show it in a notebook."""
+        """Sum up each loss and metric from its first value to its last, and every cost, to print or for a notebook."""
         seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
         spent = {"seconds": f"{seconds:,.1f} in rounds, {self.compile_seconds:,.1f} compiling"}
         return Card(self._title(), self.history.in_words() | dict(self.ledger.card().lines) | spent)
@@ -114,7 +114,7 @@ Callback = Callable[[Result, Row | None], str | None]
 
 
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:
-    """A callback that ends the run once `metric` of a row reaches a value."""
+    """Make a callback that ends the run once `metric` of a row reaches a value."""
 
     require(above is not None or below is not None, "stop_when", "neither above nor below", "given a value to reach")
 
@@ -131,7 +131,7 @@ def stop_when(metric: str, *, above: float | None = None, below: float | None = 
 
 
 def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | None = None) -> Callback:
-    """A callback that ends the run when `metric` has not improved for `rows` rows.
+    """Make a callback that ends the run when `metric` has not improved for `rows` rows.
 
     Args:
         metric: a column of the history.
@@ -154,7 +154,7 @@ def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | No
 
 
 def _has(row: Row, metric: str) -> bool:
-    """Whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
+    """Say whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
     if metric not in row and row["round"] > 0:
         raise unknown("metric", metric, row)
     return metric in row
@@ -165,14 +165,14 @@ def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:
 
 
 def cost(row: Row, name: str) -> float:
-    """What had been spent up to a row: "rounds", "bytes", down and up together, or a column of the history."""
+    """Look up what had been spent up to a row: "rounds", "bytes", down and up together, or a column of the history."""
     if name == "rounds":
         return row["round"]
     return row["bytes_down"] + row["bytes_up"] if name == "bytes" else row[name]
 
 
 def stop_after(budget: Budget) -> Callback:
-    """A callback that ends a run at the first row with so much."""
+    """Make a callback that ends a run at the first row that has spent the budget."""
 
     def check(result: Result, row: Row | None) -> str | None:
         return reason(budget) if row is not None and spent(row, budget) else None
@@ -181,13 +181,13 @@ def stop_after(budget: Budget) -> Callback:
 
 
 def spent(row: Row, budget: Budget) -> bool:
-    """Whether a row has reached the budget."""
+    """Say whether a row has reached the budget."""
     name, amount = budget
     return cost(row, name) >= amount
 
 
 def in_words(budget: Budget) -> str:
-    """An amount for people: "500 exchanges", "12.5 MB", "200 seconds of the clock"."""
+    """Say an amount for people: "500 exchanges", "12.5 MB", "200 seconds of the clock"."""
     name, amount = budget
     if name == "bytes":
         return f"{amount / 1e6:,.6g} MB"
@@ -195,19 +195,20 @@ def in_words(budget: Budget) -> str:
 
 
 def reason(budget: Budget) -> str:
-    """Why a run with a budget ended."""
+    """Say why a run with a budget ended."""
     ended = {"bytes": "sent", "time": "passed"}.get(budget[0], "done")
     return f"{in_words(budget)} {ended}"
 
 
 def rounds_at_most(budget: Budget) -> int:
-    """After which the budget is spent for sure: a round makes at least one exchange, but may take no time at all."""
+    """Count the rounds after which the budget is spent for sure: a round makes at least one exchange, but may take no
+    time at all."""
     name, amount = budget
     return math.ceil(amount) if name == "exchanges" else ENDLESS
 
 
 def last_row(path: Path) -> Row:
-    """The last row of the history in the checkpoint at `path`; empty where it has none.
+    """Read the last row of the history in the checkpoint at `path`; empty where it has none.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -218,7 +219,7 @@ def last_row(path: Path) -> Row:
 
 
 def rounds_done(path: Path, budget: Budget) -> int | None:
-    """The number of rounds of the checkpoint at `path`, if it has spent the budget already; else None.
+    """Read the number of rounds of the checkpoint at `path`, if it has spent the budget already; else None.
 
     Raises:
         CheckpointError: it cannot be read.

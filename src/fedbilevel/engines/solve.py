@@ -75,13 +75,13 @@ def solve(
         key: a seed or a JAX key; with the arguments above it determines the numbers, whatever the engine.
         engine: Local() by default.
         eval_every: rounds between rows of the history; None writes the first and the last row only.
-        metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says which way one is better.
+        metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says whether larger is better.
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
             every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
-        callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost); one
-            that returns a reason stops the run. Where one raises, the run is saved first; no callback is called again
-            for the rounds before, and what others returned then is lost.
+        callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost). A
+            callback that returns a reason stops the run. Where a callback raises, the run is saved first; no callback
+            is called again for the rounds before, and what others returned then is lost.
         checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
         checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time, and
             with `RemoteClients` after every round. Also before round 0, at the end, on Ctrl-C, and where a callback
@@ -167,12 +167,12 @@ def solve(
     loop = Loop(
         plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), simulated=not remote, group=group
     )
-    alone = nullcontext() if path is None else lock.exclusive(path.with_name(f".{path.name}.lock"), path, group)
-    with alone, showing(progress) as display:
+    locked = nullcontext() if path is None else lock.exclusive(path.with_name(f".{path.name}.lock"), path, group)
+    with locked, showing(progress) as display:
         display.stage(TRACING)
         if count_flops:
-            held = submodels.classes(algorithm, problem, clients, x, y)
-            loop.costs = known_flops(algorithm, problem, clients, x, y, held)
+            capacities = submodels.classes(algorithm, problem, clients, x, y)
+            loop.costs = known_flops(algorithm, problem, clients, x, y, capacities)
             loop.ledger.flops = None if loop.costs is None else 0
         going_on = group.decide(lambda: _goes_on(path, resume))
         if path is not None:
@@ -190,7 +190,7 @@ def solve(
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:
-    """Whether to continue from a checkpoint; only `resume` = "auto" goes by whether the file exists."""
+    """Say whether to continue from a checkpoint; only `resume` = "auto" goes by whether the file exists."""
     exists = path is not None and files.exist(path)
     if not resume:
         require(not exists, "checkpoint", str(path), "a new file, unless resume=True continues from it")
@@ -200,7 +200,7 @@ def _goes_on(path: Path | None, resume: Resume) -> bool:
 def _in_common(
     plan: LoopPlan, engine: Engine, resume: Resume, metrics: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Any]:
-    """What several processes must have in common; but for the samples, of which each may have only its own."""
+    """List what several processes must have in common; but for the samples, of which each may have only its own."""
     return {
         **plan.begun.stated,
         **plan.begun.hashed,
@@ -218,7 +218,7 @@ def _in_common(
 
 
 def _as_key(key: object) -> Array:
-    """A JAX key from a seed or a key."""
+    """Make a JAX key from a seed or a key."""
     if isinstance(key, Integral) and not isinstance(key, bool):
         return jax.random.key(int(key))
     is_key = isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()

@@ -61,7 +61,8 @@ class SubmodelPlan:
         y: PyTree,
         never_available: np.ndarray | tuple[()] = (),
     ) -> SubmodelPlan | None:
-        """None where everyone holds the whole model: no capacities, or an algorithm that knows no submodels.
+        """Plan who holds which units; None where everyone holds the whole model: without capacities, or with an
+        algorithm that knows no submodels.
 
         `never_available`: ids of clients that are never available; submodels are divided among the others.
         """
@@ -79,8 +80,8 @@ class SubmodelPlan:
             return None
         if problem.structure is None:
             raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
-        alone = not algorithm.asks.asynchronous and algorithm.client_state(problem, x, y) is None
-        require(alone, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
+        stateless = not algorithm.asks.asynchronous and algorithm.client_state(problem, x, y) is None
+        require(stateless, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
         unit_layout = UnitLayout.of(problem.structure, x, y, policy.pruned)
         if weak and not unit_layout.sizes:
             reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
@@ -125,7 +126,7 @@ def _check_cut(
 def classes(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree
 ) -> list[tuple[UnitLayout, dict[str, int]]]:
-    """The unit_layout and the units kept by each class of capacity; none where everyone holds the whole model."""
+    """List the unit layout and the units kept by each class of capacity; none where everyone holds the whole model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CapacityWarning)  # the engine says it
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None
@@ -157,12 +158,12 @@ class RoundSubmodels:
         return self.policy.alike
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
-        """The units of a client of that class; where all are alike it does not matter which."""
+        """Choose the units of a client of that class; where all are alike it does not matter of which client."""
         holder = ClientSlot(self.round, self.key, id, rank, self.submodel_plan.peers[number])
         return self.policy.units(self.unit_layout, self.submodel_plan.kept[number], self.importance, holder)
 
     def holders(self, units: Units, count: Array) -> Holders:
-        """Of so many clients that hold these units."""
+        """Say which entries so many clients that hold these units hold, and how much of the model they lack."""
         x_and_y, model = ("x", "y"), self.model
         mask = self.unit_layout.held(x_and_y, model, units, jnp.ones(()))
         noise = jax.tree.map(lambda m, leaf: jnp.sum((1 - m) * jnp.square(leaf)), mask, model)
@@ -173,13 +174,13 @@ class RoundSubmodels:
 
 
 def _share(part: PyTree, whole: PyTree) -> Array:
-    """Σ part / Σ whole over all leaves; 0 of nothing."""
+    """Divide Σ part by Σ whole, over all leaves; 0 of nothing."""
     some, total = (jnp.asarray(sum(jax.tree.leaves(tree)), float) for tree in (part, whole))
     return jnp.where(total > 0, some / jnp.where(total > 0, total, 1), 0)
 
 
 def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -> Sums:
-    """Sums over clients who hold these units, in the shape of the whole, with the weight of those who hold an entry."""
+    """Give sums over clients who hold these units the shape of the whole, each entry its holders' weight."""
     held = unit_layout.held(gives, sums.update, units, sums.weight)
     return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
 

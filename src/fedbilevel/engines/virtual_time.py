@@ -33,16 +33,16 @@ class Clock:
 
     Args:
         compute: seconds for a batch gradient or for an hvp (a product of a vector with second derivatives); one number,
-            or one per client.
-        network: seconds for a message and its reply; one number, or one per client.
+            or a number per client.
+        network: seconds for a message and its reply; one number, or a number per client.
         spread: σ of the log-normal factors, whose mean is 1; they are drawn anew for each exchange and client.
         stragglers: how many clients are slower than said so far; which ones, `seed` says.
         slowdown: how many times slower those are, in both.
         drift: σ of a further log-normal factor of each client, drawn anew every `period`.
         period: seconds between two draws of `drift`, and of a cycle of `availability`.
         availability: the share of each period in which a client is available, in one piece whose start `seed` draws;
-            one number, or one per client. A client that is not available finishes its work, but gets no new message
-            before it is available again. A client with 0 never gets one.
+            one number, or a number per client. A client that is not available finishes its work, but gets no new
+            message before it is available again. A client with 0 never gets a message.
         seed: of all these draws.
     """
 
@@ -75,7 +75,7 @@ class Clock:
             object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
 
     def pace(self, clients: int) -> Pace:
-        """The tables of a population of this size."""
+        """Make the tables of a population of this size."""
         rng = np.random.default_rng(self.seed)
         fits = self.stragglers <= clients
         require(fits, "Clock.stragglers", self.stragglers, f"at most {clients}, the number of clients")
@@ -101,11 +101,11 @@ class Clock:
         )
 
     def never_available(self, clients: int) -> np.ndarray:
-        """Ids of the clients that are never available."""
+        """List the ids of the clients that are never available."""
         return np.flatnonzero(self._available_ticks(clients) == 0)
 
     def _available_ticks(self, clients: int) -> np.ndarray:
-        """(clients,) ticks of a period in which each is available."""
+        """Count the ticks of a period in which each client is available, (clients,)."""
         return np.round(self._per_client("availability", clients) * round(self.period / TICK)).astype(np.int32)
 
     def _per_client(self, name: str, clients: int) -> np.ndarray:
@@ -137,7 +137,7 @@ class Pace(NamedTuple):
     key: Any
 
     def durations(self, now: ClockState, ids: Array, units: Any) -> Any:
-        """Ticks that each client `ids` (P,) takes to reply in this exchange: (P,), or one number for all.
+        """Compute the ticks that each client `ids` (P,) takes to reply in this exchange: (P,), or one number for all.
 
         Products are made in turn, each rounded as IEEE prescribes, so that every compiler gets the same.
 
@@ -160,14 +160,14 @@ class Pace(NamedTuple):
         return whole[0] if len(whole) == 1 else whole[0] + whole[1]
 
     def waits(self, now: ClockState, ids: Array, after: Any = 0) -> Any:
-        """Ticks until each of these clients is available, from `after` ticks on."""
+        """Compute the ticks until each of these clients is available, from `after` ticks on."""
         if self.begins is None:
             return 0
         within = (now.moment + after % self.period - jnp.asarray(self.begins)[ids]) % self.period
         return jnp.where(within < jnp.asarray(self.lasts)[ids], 0, self.period - within)
 
     def ever_available(self, ids: Array) -> Any:
-        """Whether each of these clients is ever available."""
+        """Say whether each of these clients is ever available."""
         return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
 
 
@@ -183,7 +183,7 @@ class ClockState(NamedTuple):
         return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
 
     def later(self, pace: Pace, ticks: Any) -> ClockState:
-        """After an exchange that took so long; where nothing goes by the moment, exchanges alone are counted."""
+        """Move on past an exchange that took so long; where nothing goes by the moment, exchanges alone are counted."""
         if pace.begins is None and pace.drift is None:
             return self if pace.spread is None else self._replace(exchanges=self.exchanges + 1)
         moment = self.moment + ticks % pace.period
@@ -193,7 +193,7 @@ class ClockState(NamedTuple):
 
 
 def _factors(sigma: float) -> np.ndarray | None:
-    """(QUANTILES,) values of a log-normal variable of mean 1, equally likely."""
+    """Compute (QUANTILES,) values of a log-normal variable of mean 1, equally likely."""
     if sigma == 0:
         return None
     normal = np.array([NormalDist().inv_cdf((k + 0.5) / QUANTILES) for k in range(QUANTILES)])
@@ -202,7 +202,7 @@ def _factors(sigma: float) -> np.ndarray | None:
 
 
 def _draws(key: Array, ids: Array, count: int) -> Array:
-    """(P, count) indices of factors."""
+    """Draw (P, count) indices of factors."""
     bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (count,), jnp.uint32))(ids)
     return bits >> (32 - (QUANTILES - 1).bit_length())
 

@@ -97,7 +97,7 @@ class Local:
         require(not (shares and layout.submodel_plan), "Clients.capacity", "given", "None with several processes")
         together = not algorithm.asks.asynchronous or not (stream or shares)
         how = "streamed samples" if stream else "several processes"
-        require(together, "algorithm", algorithm.label, f"one that waits for all, with {how}")
+        require(together, "algorithm", algorithm.label, f"a method that waits for all clients, with {how}")
         if shares:
             assert mesh is not None
             group.meet(mesh)
@@ -108,8 +108,7 @@ class Local:
     keep_on_disk = staticmethod(keep_on_disk)
 
     def mesh(self, group: ProcessGroup) -> Mesh | None:
-        """The devices to use: on an axis, or on two where there are several processes; None where the first device
-        will do."""
+        """Choose the devices: on an axis, on two where there are several processes; None: the first device will do."""
         joined = jax.process_count() == group.processes
         require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.multihost.join")
         own = [[d for d in jax.devices() if d.process_index == process] for process in range(group.processes)]
@@ -124,7 +123,7 @@ class Local:
 
 
 def longest_in_steps(sizes: np.ndarray) -> int:
-    """How many samples a client's whole batch is padded to: the most that a client has; where clients are small and
+    """Say how many samples a client's whole batch is padded to: the most that a client has; where clients are small and
     unequal, up to a quarter more, so that populations of like sizes share a program."""
     longest = int(sizes.max())
     if longest >= FEW or np.all(sizes == longest):
@@ -134,7 +133,7 @@ def longest_in_steps(sizes: np.ndarray) -> int:
 
 
 def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> int:
-    """How many clients to vectorise together; `lumpy`: a device's part of a cohort is random, `share` on average."""
+    """Choose how many clients to vectorise together; `lumpy`: a device has a random part of a cohort."""
     if lumpy:
         share = -(-share // 2)  # places are played chunk by chunk: of the last chunk some are empty
     if nbytes(state) <= SMALL_STATE:
@@ -186,7 +185,7 @@ class LocalRun:
         return Stretch(carry, done, costs)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
-        """All that the program depends on; None where it has to be traced to know that."""
+        """Say all that the program depends on; None where it has to be traced to know that."""
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None

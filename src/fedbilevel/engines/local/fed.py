@@ -141,7 +141,7 @@ class LocalFed:
     def sums_of(
         self, phase: Phase, message: PyTree, key: Array, fresh: Any, number: int, members: Members
     ) -> tuple[Sums, PyTree, Any, tuple[PyTree, PyTree]]:
-        """The exchange with a class of capacity.
+        """Make the exchange with a class of capacity.
 
         Args:
             number: of the class.
@@ -216,7 +216,7 @@ class LocalFed:
         return total.update
 
     def question(self, phase: Phase, message: PyTree, key: Array) -> tuple[str, ClientFunction]:
-        """A phase's name, and what asks it of a client."""
+        """Give a phase's name, and the function that runs it on a client."""
         name = self.algorithm.phase_name(phase)
 
         def respond(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
@@ -232,7 +232,7 @@ class LocalFed:
         return name, respond
 
     def wait_for(self, members: Members, units: Any) -> Any:
-        """Let the time pass that these clients need, all of them; the ticks that it takes."""
+        """Let the time pass that all of these clients need, and give the ticks that it takes."""
         pace, (states, now, queues) = self.pace, self.underway
         ticks: Any
         if queues is None and pace.even is not None and pace.lasts is None:
@@ -248,7 +248,7 @@ class LocalFed:
         return ticks
 
     def units(self, respond: ClientFunction) -> Array:
-        """(M,) what each client would have to compute; all else of its reply is left to the compiler to leave out."""
+        """Count what each client would have to compute, (M,); the compiler leaves out all else of its reply."""
 
         def count(member: Members, state: PyTree) -> Array:
             sums, _ = respond(member, state)
@@ -257,12 +257,12 @@ class LocalFed:
         return self.of_all(jax.vmap(count)(self.everyone, self.underway.states))
 
     def of_all(self, mine: Array) -> Array:
-        """(M,) what every device has for its members."""
+        """Gather what every device has for its members, (M,)."""
         all_ = lax.all_gather(mine, self.layout.axis, tiled=True) if self.layout.axis else mine
         return all_[: self.layout.population]
 
     def rows(self, n: int) -> DeviceRows:
-        """The rows of the queues' tables on this device, in blocks that suit exchanges of n replies."""
+        """Give the rows of the queues' tables on this device, in blocks that suit exchanges of n replies."""
         mine = self.everyone.id.shape[0]
         devices = -(-self.layout.population // mine)
         first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0
@@ -296,14 +296,14 @@ class LocalFed:
         return carry
 
     def total_costs(self) -> RoundCosts:
-        """The costs of the round, at its end; with submodels also how many clients of its cohort hold each entry."""
+        """Give the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
         if self.submodels is None:
             return self.round_costs
         holders = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
         return covered(self.round_costs, holders)
 
     def holders(self, submodels: RoundSubmodels, number: int, members: Members) -> Holders:
-        """The members of a class, over all devices."""
+        """Count the members of a class who hold each entry, over all devices."""
         axis = self.layout.axis
 
         def contribute(member: Members, _: Any) -> tuple[Any, tuple[None, Any]]:
@@ -334,7 +334,7 @@ class LocalFed:
 
 
 def chunk_of(layout: ProgramLayout, number: int) -> int:
-    """How many clients of a class to vectorise together: at most as many as a cohort has of them on average."""
+    """Choose how many clients of a class to vectorise together: at most as many as a cohort has of them on average."""
     if layout.submodel_plan is None:
         return layout.chunk
     average = -(-layout.cohort * layout.submodel_plan.places[number] // layout.population)

@@ -47,24 +47,24 @@ class Shares:
         return -(-self.population // self.processes)
 
     def owner(self, ids: Any) -> Any:
-        """The process that holds each client; (P,) -> (P,)."""
+        """Find the process that holds each client; (P,) -> (P,)."""
         own = np if isinstance(ids, np.ndarray) else jnp
         return own.searchsorted(own.asarray(self.bounds[1:]), ids, side="right")
 
     def ranks(self, ids: Any) -> Any:
-        """How many members of the cohort `ids` that stand before each one are held by the same process; (P,)."""
+        """Count, for each member of the cohort `ids`, the members before it that the same process holds; (P,)."""
         own = np if isinstance(ids, np.ndarray) else jnp
         owner = self.owner(ids)
         order = own.argsort(owner, stable=True)
         return own.argsort(order) - own.searchsorted(owner[order], owner, side="left")
 
     def places(self, cohort: int, chunk: int) -> int:
-        """Places of each device: enough for every cohort, a multiple of the chunk."""
+        """Count the places of each device: enough for every cohort, a multiple of the chunk."""
         most = -(-min(cohort, self.largest) // self.devices)
         return -(-most // chunk) * chunk
 
     def place(self, ids: Array, places: int) -> tuple[Array, Array, Array]:
-        """Where a cohort's members go: dealt out to the devices of the process that holds them.
+        """Deal out a cohort's members to the devices of the process that holds them.
 
         Returns:
             where: (P,) the place of each member, counted over all processes and devices.
@@ -86,7 +86,7 @@ class Shares:
         return where, member, taken
 
     def own_rows(self, rows: Ragged) -> tuple[PyTree, np.ndarray]:
-        """This process's samples, flat, and where each client's window begins among those of its own process.
+        """Take this process's samples, flat, and say where each client's window begins among those of its own process.
 
         Returns:
             values: leaves (longest, ...), longest being the largest number of samples of any process.
@@ -117,7 +117,7 @@ class DeviceRows(NamedTuple):
     axis: Any  # of the mesh, or None
 
     def here(self, chosen: Array) -> Array:
-        """(rows,) this device's part of a choice (M,) of clients; padding is never chosen."""
+        """Take this device's part, (rows,), of a choice (M,) of clients; padding is never chosen."""
         short = jnp.shape(chosen)[0]
         ids = self.first + jnp.arange(self.size)
         return jnp.where(ids < short, jnp.asarray(chosen)[jnp.minimum(ids, short - 1)], 0).astype(chosen.dtype)
@@ -141,7 +141,7 @@ class DeviceRows(NamedTuple):
         return self._blocks(chosen, step, tables)
 
     def total(self, table: PyTree, asked: Array, who: Array) -> tuple[PyTree, Array]:
-        """Σ of the rows of the clients `who` (M,), and of weight·asked: see `in_flight.SumRows`."""
+        """Sum the rows of the clients `who` (M,), and weight·asked over them: see `in_flight.SumRows`."""
         asked, chosen = self.here(asked), self.here(who)
 
         def step(places: Array, total: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
@@ -159,7 +159,7 @@ class DeviceRows(NamedTuple):
         return lax.psum(sums, self.axis) if self.axis else sums
 
     def _blocks(self, chosen: Array, step: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """carry ← step(places (block,), carry) until every chosen row was among the places; others are `size`."""
+        """Repeat carry ← step(places (block,), carry) until all chosen rows were places; other places are `size`."""
         padded = -(-self.size // self.block) * self.block
         places = jnp.nonzero(chosen, size=padded, fill_value=self.size)[0]
         many = jnp.sum(chosen, dtype=jnp.int32)

@@ -42,7 +42,7 @@ class ProgramInputs(NamedTuple):
 
 
 def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
-    """What others hold of a carry, and what is the program's alone."""
+    """Part a carry into what others hold too, and what is the program's alone."""
     return (carry.state, carry.local_x), carry._replace(state=None, local_x=None)
 
 
@@ -54,7 +54,8 @@ class Program:
     costs: RoundCosts  # of a round, as shapes
 
     def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
-        """The next carry, the rounds done, a row of packed costs for each, and what was finite in the last one.
+        """Play up to `count` rounds: the next carry, the rounds done, a row of packed costs for each, and what was
+        finite in the last round.
 
         All of the carry is used up but what others hold: the server's state, as results do, and the x of the start.
         """
@@ -75,7 +76,7 @@ class Rounds:
     mesh: Mesh | None
 
     def program(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
-        """Trace and compile; a method of one's own finds the program of an earlier run that was traced to the same.
+        """Trace and compile; a user's own method finds the program of an earlier run that was traced to the same.
 
         `quick_keys`: with keys of the same bits whose program compiles quickly, see `written_out`.
         """
@@ -120,7 +121,7 @@ class Rounds:
         count: Array,
         inputs: ProgramInputs,
     ) -> tuple[Carry, Array, dict[str, Array], Array]:
-        """Up to `count` rounds, fewer where the algorithm has finished; stops before committing a state not finite.
+        """Play up to `count` rounds, fewer where the algorithm has finished; stop before a state that is not finite.
 
         The trip count is an argument, so that the same program, hence the same bits, serve any partition of a run.
 
@@ -148,7 +149,7 @@ class Rounds:
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), rows, jnp.ones(flags.shape, bool)))
 
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
-        """One round, its costs, and whether each floating leaf of the new state and each metric is finite."""
+        """Play a round: give its costs, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.cohort(keys, inputs)
         queues = None
@@ -207,7 +208,7 @@ class Rounds:
         return carry, round_costs, jnp.stack(flags)
 
     def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> tuple[Members, ...]:
-        """This device's share of the round's fresh cohort of that number."""
+        """Draw this device's share of the round's fresh cohort of that number."""
         *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members
@@ -222,7 +223,7 @@ class Rounds:
     def cohort(
         self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0
     ) -> tuple[Array, Any, tuple[Members, ...]]:
-        """A cohort.
+        """Draw a cohort.
 
         Returns:
             Its ids, (P,); their places among the members; the members of each class of capacity, padded and sorted by
@@ -251,7 +252,7 @@ class Rounds:
         return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
-        """Places for as many members as a class of capacity can have in a cohort; members fill the first ones."""
+        """Make places for as many members as a class of capacity can have in a cohort; members fill the first."""
         assert self.layout.submodel_plan is not None
         places = min(self.layout.cohort, self.layout.submodel_plan.places[number])
         order = jnp.argsort(members.number != number, stable=True)[:places]
@@ -260,7 +261,7 @@ class Rounds:
         return self.in_chunks(members, chunk_of(self.layout, number))
 
     def in_chunks(self, members: Members, chunk: int) -> Members:
-        """Members and places that count for nothing, chunks of the same number for each device."""
+        """Pad members with places that count for nothing, to chunks of the same number for each device."""
         size = members.id.shape[0]
         places = np.arange(size + -size % (chunk * (self.mesh.size if self.mesh else 1)))
         if len(places) == size:
@@ -271,7 +272,7 @@ class Rounds:
 
 
 def padded(tree: PyTree, extra: int) -> PyTree:
-    """Leaves (n, ...) with the first row once more at the end, so many times."""
+    """Pad leaves (n, ...) by repeating the first row at the end, so many times."""
     if not extra:
         return tree
     return jax.tree.map(lambda a: jnp.concatenate([a, jnp.broadcast_to(a[:1], (extra, *a.shape[1:]))]), tree)

@@ -37,7 +37,7 @@ class Resident:
         self.round: RoundInputs = (SampleArrays(outer, inner), table, None)
 
     def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
-        """Bring samples to the device, all or this process's share of them; and where each client's begin."""
+        """Bring samples to the device, all or this process's share; say where each client's samples begin."""
         values, start = layout.shares.own_rows(rows) if layout.shares else (rows.values, rows.start)
         if int(np.max(start + rows.size)) >= 2**31:  # rows need not be in order
             raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
@@ -57,7 +57,7 @@ class Resident:
 
 
 def in_powers(values: PyTree) -> PyTree:
-    """Small arrays (n, ...) with rows of zeros up to a power of two, so that populations of like n share a program."""
+    """Pad small arrays (n, ...) with rows of zeros to a power of two, so that populations of like n share a program."""
     rows = len(jax.tree.leaves(values)[0])
     missing = 2 ** (rows - 1).bit_length() - rows
     if not missing or sum(leaf.nbytes for leaf in jax.tree.leaves(values)) > SMALL:
@@ -105,7 +105,7 @@ class Streamed:
         return data, table, device_ids
 
     def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whose samples to gather here, −1 for nobody's, and the place of each member among those of its process."""
+        """Say whose samples to gather here, −1 for nobody's, and each member's place among those of its process."""
         shares, flat = self.layout.shares, ids.ravel()
         if shares is None:
             return flat, np.arange(flat.size, dtype=np.int64)
@@ -117,7 +117,7 @@ class Streamed:
         return here, place
 
     def cohorts(self, round: int) -> np.ndarray:
-        """Ids of the round's own cohort and of its fresh ones, (1 + fresh, P)."""
+        """Draw the ids of the round's own cohort and of its fresh cohorts, (1 + fresh, P)."""
         own = round_keys(self.key, round)
         keys = [own, *(own.of_fresh(number) for number in range(self.layout.fresh))]
         return np.stack([draw_cohort(k.cohort, len(self.clients), self.layout.cohort) for k in keys])
@@ -133,7 +133,7 @@ def members(
     inner_start: np.ndarray,
     submodel_plan: SubmodelPlan | None,
 ) -> Members:
-    """The table of the clients `ids`, whose windows begin at the given starts."""
+    """Make the table of the clients `ids`, whose windows begin at the given starts."""
     per_client = clients.local_steps if isinstance(clients.local_steps, np.ndarray) else None
     return Members(
         id=ids.astype(np.int32),
@@ -150,7 +150,7 @@ def members(
 
 
 def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
-    """Samples of the given rows, each padded with zeros to `longest`, flat: leaves (len(ids)·longest, ...).
+    """Gather samples of the given rows, each padded with zeros to `longest`, flat: leaves (len(ids)·longest, ...).
 
     An id of −1 stands for no row at all.
     """
@@ -195,14 +195,14 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def share(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Put this process's arrays on its own devices; leaves (n, ...) of each become one, (processes·n, ...)."""
+    """Put this process's arrays on its own devices; leaves (n, ...) of all processes join to (processes·n, ...)."""
     assert mesh is not None
     apart = NamedSharding(mesh, PartitionSpec(HOST))
     return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(apart, _canonical(leaf)), tree)
 
 
 def local(tree: PyTree) -> PyTree:
-    """Arrays that every process has, as ordinary arrays of this one."""
+    """Turn arrays that every process has into ordinary arrays of this process."""
     return jax.tree.map(lambda a: a if getattr(a, "is_fully_addressable", True) else a.addressable_data(0), tree)
 
 

@@ -72,7 +72,7 @@ class ProcessGroup:
 
     @contextmanager
     def meanwhile(self, trouble: str) -> Iterator[None]:
-        """While the block runs, `trouble` is the explanation printed if JAX's runtime aborts this process."""
+        """Print `trouble` as the explanation if JAX's runtime aborts this process while the block runs."""
         self.trouble = trouble
         try:
             yield
@@ -92,12 +92,12 @@ class ProcessGroup:
             raise LostProcess(self.sentence(self.trouble or self.lost())) from error
 
     def lost(self) -> str:
-        """That another process was lost, and which one."""
+        """Say that another process was lost, and which."""
         other = f"process {1 - self.process}" if self.processes == 2 else "another process"
         return f"{other} was lost (killed, crashed or cut off)"
 
     def sentence(self, what: str) -> str:
-        """What has happened, what stays, and how to go on."""
+        """Say what has happened, what stays, and how to go on."""
         if not self.saved:
             return f"{what}; no checkpoint had been written"
         advice = f"; {self.advice}" if self.advice else ""
@@ -116,7 +116,7 @@ class ProcessGroup:
         os._exit(code)
 
     def gather(self, word: Any) -> list[Any]:
-        """The values of `word`, which JSON can hold, on every process, in the order of their numbers."""
+        """Get the values of `word`, which JSON can hold, on every process, in the order of their numbers."""
         if self.processes == 1:
             return [word]
         self._say(json.dumps(word).encode())
@@ -128,11 +128,11 @@ class ProcessGroup:
         return words
 
     def first(self, word: Any) -> Any:
-        """The value of `word`, which JSON can hold, on process 0."""
+        """Get the value of `word`, which JSON can hold, on process 0."""
         return json.loads(self._first(json.dumps(word).encode()))
 
     def decide(self, choose: Callable[[], Any]) -> Any:
-        """The value (JSON) of a function that process 0 alone calls; its error is everybody's error."""
+        """Get the value (JSON) of a function that process 0 alone calls; its error is everybody's error."""
         if self.processes == 1:
             return choose()
         value, kind, said = None, "", ""
@@ -161,7 +161,7 @@ class ProcessGroup:
 
     @contextmanager
     def copy_of(self, path: Path) -> Iterator[Path]:
-        """Process 0's file `path`, as a file that this process can read."""
+        """Get process 0's file `path`, as a file that this process can read."""
         if self.processes == 1:
             yield path
             return
@@ -230,7 +230,7 @@ class ProcessGroup:
         total = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
         with (
             _silent(),
-            self.meanwhile("the processes could not connect to each other, or one was lost meanwhile"),
+            self.meanwhile("the processes could not connect to each other, or a process was lost meanwhile"),
             self.exchange(),
         ):
             total().block_until_ready()
@@ -246,7 +246,7 @@ class ProcessGroup:
             self.service.key_value_set(f"{LEFT}/{self.process}", why[:LONGEST])
 
     def who_left(self) -> str:
-        """Who has left a note, and why; nothing if nobody has."""
+        """Say who has left a note, and why; nothing if nobody has."""
         with self.exchange():
             notes = self.service.key_value_dir_get(LEFT)
         for key, why in notes:
@@ -259,7 +259,7 @@ _OF_THIS_PROCESS = ProcessGroup()
 
 
 def current_group() -> ProcessGroup:
-    """The group that this process belongs to: the one that it joined (see `join`), or itself alone."""
+    """Get the group that this process belongs to: the group that it joined (see `join`), or itself alone."""
     return _OF_THIS_PROCESS
 
 
@@ -278,13 +278,13 @@ def _silent() -> Iterator[None]:
 
 
 def host_and_port(coordinator: str) -> tuple[str, str]:
-    """HOST and PORT."""
+    """Split HOST:PORT."""
     host, _, port = coordinator.rpartition(":")
     return host.strip("[]"), port
 
 
 def own_name() -> tuple[str, str]:
-    """This host's name and the address that it resolves to; "" where it has none."""
+    """Look up this host's name and the address that it resolves to; "" where it has none."""
     name = socket.gethostname()
     return name, _resolved(name)
 
