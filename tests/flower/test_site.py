@@ -311,7 +311,7 @@ def test_privacy(tmp_path):
     for _ in range(3, most):
         assert runtime.respond(request(runtime), memory()).refused == ""
     assert runtime.respond(request(runtime), memory()).refused.startswith(
-        f"privacy budget spent: after {most} replies one more would"
+        f"privacy budget spent: after {most} replies a further reply would"
     )
     assert PrivacyAccount.from_json((tmp_path / "account.json").read_text()).total == most
 

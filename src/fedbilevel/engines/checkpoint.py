@@ -40,7 +40,7 @@ def previous(path: Path) -> Path:
 
 
 def exist(path: Path) -> bool:
-    """Say whether there is a checkpoint at `path`, or an earlier checkpoint beside it."""
+    """Tell whether there is a checkpoint at `path`, or an earlier checkpoint beside it."""
     return path.exists() or previous(path).exists()
 
 

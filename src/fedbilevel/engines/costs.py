@@ -154,7 +154,7 @@ def normalise(sums: Sums, population: float, unbiased: bool) -> PyTree:
 
     Args:
         sums: those of the P clients who replied. Where clients hold submodels, each entry has the sums of the clients
-            that hold it; an entry that nobody holds is 0, and the unbiased mean is (M/P) Σ p_i times the mean.
+            that hold it; an entry that nobody holds is 0, and the unbiased mean is (M/P) Σ p_i times this mean.
         population: M; where some clients are never available, M' / Σ p_i over the M' others.
     """
     if sums.held is not None:
@@ -276,7 +276,7 @@ class Ledger(Shown):
         return f"{counted(self.exchanges, 'exchange')}, {traffic}, {work}"
 
     def columns(self) -> dict[str, float | int]:
-        """Give the columns of a row of the history; what is not known is left out."""
+        """Return the columns of a row of the history; what is not known is left out."""
         values = {name: getattr(self, name) for name in self.COLUMNS}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -65,7 +65,7 @@ class Run(Protocol):
         ...
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
-        """Give what measures metrics on each client; `fixed`: the leaves of x and y that are no variables.
+        """Return what measures metrics on each client; `fixed`: the leaves of x and y that are no variables.
 
         Raises ConfigurationError where clients cannot be asked for them.
         """
@@ -164,15 +164,14 @@ def check_first(n: int, available: int, max_staleness: int | None, queues: InFli
     """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
     if queues is None:
         raise ConfigurationError("a round asks fed.sum_first: its algorithm has to say asks = Asks(first=…)")
-    require(
-        1 <= n <= available, "fed.sum_first: n", n, f"1 to {available}, the number of clients that are ever available"
-    )
+    allowed = f"1 to {available}, the number of clients that are ever available"
+    require(1 <= n <= available, "fed.sum_first: n", n, allowed)
     require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
     return queues
 
 
 def check_cohort(cohort: int | None, population: int) -> int:
-    """Check the size of the cohort, and give it: everyone when it is None."""
+    """Check the size of the cohort, and return it: everyone when it is None."""
     if cohort is None:
         return population
     require(is_count(cohort) and cohort <= population, "cohort", cohort, f"1 to {population} (all clients)")

@@ -135,7 +135,7 @@ def check_per_client(
 
 
 def is_one_number(value: Any) -> bool:
-    """Say whether a traced value is a single real number, true and false being 1 and 0."""
+    """Tell whether a traced value is a single real number, true and false being 1 and 0."""
     kind = getattr(value, "dtype", None)
     real = kind is not None and any(jnp.issubdtype(kind, of) for of in (jnp.floating, jnp.integer, jnp.bool_))
     return real and value.shape == ()
@@ -147,11 +147,8 @@ def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | No
     as the name says (`larger_is_better`)."""
     low, high = float(values.min()), float(values.max())
     worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
-    row: Row = {
-        f"{name}.mean": float(np.average(values, weights=weights)),
-        f"{name}.worst": worst,
-        f"{name}.best": best,
-    }
+    mean = float(np.average(values, weights=weights))
+    row: Row = {f"{name}.mean": mean, f"{name}.worst": worst, f"{name}.best": best}
     levels = np.quantile(values, np.array(DECILES) / 100)
     return row | {f"{name}.p{decile}": float(level) for decile, level in zip(DECILES, levels, strict=True)}
 

@@ -94,7 +94,7 @@ def take(
 
 
 def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
-    """Give (the method's name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
+    """Return (the method's name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
     functions, parts = {}, field_values(algorithm)
     for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
         if isinstance(leaf, Schedule):

@@ -101,7 +101,7 @@ def flops_of_calls(
 def known_flops(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
 ) -> dict[ExchangeKind, int] | None:
-    """Call `flops_of_calls`; give None where an operation is not known, and for clients elsewhere."""
+    """Call `flops_of_calls`; return None where an operation is not known, and for clients elsewhere."""
     if not isinstance(clients, Clients):
         return None
 
@@ -125,13 +125,13 @@ def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y:
 
 
 def _longest(rows: Ragged) -> PyTree:
-    """Give the shapes of the samples of the client with the most."""
+    """Return the shapes of the samples of the client with the most."""
     longest = int(rows.size.max())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((longest, *leaf.shape[1:]), leaf.dtype), rows.example())
 
 
 def _whole(rows: Ragged, values: PyTree) -> Samples:
-    """Give all samples of the client with the most, as an engine has them."""
+    """Return all samples of the client with the most, as an engine has them."""
     longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
     return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal)
 
@@ -222,7 +222,7 @@ def _programs(params: dict[str, Any]) -> list[Jaxpr]:
 
 
 def _is_by_entry(equation: JaxprEqn) -> bool:
-    """Say whether there is one result, and every operand has its shape or is broadcast along axes of length 1."""
+    """Tell whether there is one result, and every operand has its shape or is broadcast along axes of length 1."""
     shape = _shape(equation.outvars[0])
 
     def fits(of: tuple[int, ...]) -> bool:

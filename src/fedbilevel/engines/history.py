@@ -64,7 +64,7 @@ class History(Shown):
         return [name.removesuffix(".worst") for name in self.columns if name.endswith(".worst")]
 
     def larger_is_better(self, column: str) -> bool:
-        """Say whether a larger value is better, in that column or of that metric: see `fedbilevel.Metric`."""
+        """Tell whether a larger value is better, in that column or of that metric: see `fedbilevel.Metric`."""
         metric = metric_of(column)
         return larger_is_better(metric, self.directions.get(metric))
 
@@ -167,5 +167,5 @@ class History(Shown):
 
 
 def is_number(value: Any) -> bool:
-    """Say whether a value that JSON held is a number; an integer must be no larger than a float can be."""
+    """Tell whether a value that JSON held is a number; an integer must be no larger than a float can be."""
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)

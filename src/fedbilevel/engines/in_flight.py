@@ -151,7 +151,7 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 
 
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
-    """Carry out a plan: give the queues after it, in which replies to other phases are kept for later.
+    """Carry out a plan: return the queues after it, in which replies to other phases are kept for later.
 
     `queues` are those before the plan, but for the tables, into which the replies of those whom it asks are written.
     """

@@ -123,7 +123,7 @@ if fcntl is not None:
 
 
 def _taken(path: Path, what: Path) -> list[TextIO]:
-    """Lock the file, and give it open; none where there are no locks."""
+    """Lock the file, and return it open; none where there are no locks."""
     if fcntl is None:
         return []
     while True:

@@ -127,7 +127,7 @@ class Loop:
         return replace(result, stopped=reason)
 
     def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
-        """Play some rounds, note their costs and losses, and give the speed that they had."""
+        """Play some rounds, note their costs and losses, and return the speed that they had."""
         began, compiling = time.perf_counter(), run.compile_seconds
         carry, done, round_costs = run.advance(carry, rounds)
         self.check_state(local(carry.state), int(carry.round) - done)
@@ -207,7 +207,7 @@ class Loop:
         return row
 
     def call_back(self, result: Result, row: Row | None) -> str:
-        """Call every callback, and give the first reason to stop, or ""."""
+        """Call every callback, and return the first reason to stop, or ""."""
         reasons = [callback(result, row) for callback in self.callbacks]
         return next((str(reason) for reason in reasons if reason), "")
 
@@ -222,7 +222,7 @@ class Loop:
         return reason, any(self.group.gather(interrupted)), speed, due
 
     def save_due(self, round: int) -> bool:
-        """Say whether to save after this round."""
+        """Tell whether to save after this round."""
         every = self.plan.save_every
         due = time.perf_counter() >= self.next_save if every is None else round % every == 0
         return due or round == self.plan.rounds

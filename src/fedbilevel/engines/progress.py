@@ -92,7 +92,7 @@ class Guarded:
         self.works = False
 
     def _tell(self, method: Callable[..., None], *arguments: Any) -> float:
-        """Call a method of the display, and give the seconds that it took."""
+        """Call a method of the display, and return the seconds that it took."""
         if not self.works:
             return 0.0
         began = self.clock()

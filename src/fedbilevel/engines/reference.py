@@ -90,9 +90,8 @@ class ReferenceFed:
             part, whole = self.portion(phase, message, i)
             name, ask = self.question(phase, part, key, fresh)
             sums = self.reply(ask, name, i, None if works is None else works[place], fresh is None)
-            self.round_costs = add_costs(
-                self.round_costs, exchange_costs(name, part, sums, 1, exchanges=int(not asked))
-            )
+            costs = exchange_costs(name, part, sums, 1, exchanges=int(not asked))
+            self.round_costs = add_costs(self.round_costs, costs)
             spent.append(sums.gradients + sums.hvps)
             asked.append(i)
             totals.append(whole(sums))
@@ -134,13 +133,12 @@ class ReferenceFed:
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
         self.now = self.now.later(self.run.pace, plan.ticks)
-        self.round_costs = add_costs(
-            self.round_costs, exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
-        )
+        costs = exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
+        self.round_costs = add_costs(self.round_costs, costs)
         return total.update
 
     def question(self, phase: Phase, message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
-        """Give a phase's name, and the function (client, local steps or None) -> (weighted sums, reply) to run it."""
+        """Return a phase's name, and the function (client, local steps or None) -> (weighted sums, reply) to run it."""
         name = self.algorithm.phase_name(phase)
 
         def ask(i: int, work: Array | None) -> tuple[Sums, Reply]:
@@ -162,7 +160,7 @@ class ReferenceFed:
         return sums
 
     def wait_for(self, ids: Array, units: Array) -> Array:
-        """Let the time pass that all of these clients need, and give the ticks that it takes."""
+        """Let the time pass that all of these clients need, and return the ticks that it takes."""
         pace = self.run.pace
         if self.queues is None:
             ticks = jnp.max(pace.waits(self.now, ids) + pace.durations(self.now, ids, units))
@@ -176,7 +174,7 @@ class ReferenceFed:
     repeat = repeated
 
     def total_costs(self) -> RoundCosts:
-        """Give the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
+        """Return the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
         if (submodels := self.submodels) is None:
             return self.round_costs
         available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i in self.own[0].tolist()]
@@ -277,8 +275,7 @@ def _samples(name: str, clients: Clients, i: int) -> Samples:
     size, row = int(rows.size[i]), rows.row(i)
     for path, leaf in jax.tree_util.tree_leaves_with_path(row):
         if isinstance(leaf, np.memmap):
-            check_finite(
-                f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, lambda row: f"in sample {row} of client {i}"
-            )
+            what = f"Clients.{name}{jax.tree_util.keystr(path)}"
+            check_finite(what, leaf, lambda row: f"in sample {row} of client {i}")
     values = jax.tree.map(jnp.asarray, row)
     return Samples(values, jnp.asarray(0), jnp.asarray(size), longest=size, equal=True)

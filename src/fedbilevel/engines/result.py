@@ -154,7 +154,7 @@ def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | No
 
 
 def _has(row: Row, metric: str) -> bool:
-    """Say whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
+    """Tell whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
     if metric not in row and row["round"] > 0:
         raise unknown("metric", metric, row)
     return metric in row
@@ -181,7 +181,7 @@ def stop_after(budget: Budget) -> Callback:
 
 
 def spent(row: Row, budget: Budget) -> bool:
-    """Say whether a row has reached the budget."""
+    """Tell whether a row has reached the budget."""
     name, amount = budget
     return cost(row, name) >= amount
 

@@ -190,7 +190,7 @@ def solve(
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:
-    """Say whether to continue from a checkpoint; only `resume` = "auto" goes by whether the file exists."""
+    """Tell whether to continue from a checkpoint; only `resume` = "auto" goes by whether the file exists."""
     exists = path is not None and files.exist(path)
     if not resume:
         require(not exists, "checkpoint", str(path), "a new file, unless resume=True continues from it")

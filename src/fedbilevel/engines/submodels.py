@@ -85,9 +85,8 @@ class SubmodelPlan:
         unit_layout = UnitLayout.of(problem.structure, x, y, policy.pruned)
         if weak and not unit_layout.sizes:
             reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
-            raise ConfigurationError(
-                f"Clients.capacity is given, but the structure has no group of units to cut{reach}"
-            )
+            text = "Clients.capacity is given, but the structure has no group of units to cut"
+            raise ConfigurationError(text + reach)
         capacities, number, places = np.unique(-clients.capacity, return_inverse=True, return_counts=True)
         available = ~np.isin(np.arange(len(clients)), never_available)
         rank, peers = np.zeros(len(clients), np.int32), []
@@ -180,7 +179,7 @@ def _share(part: PyTree, whole: PyTree) -> Array:
 
 
 def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -> Sums:
-    """Give sums over clients who hold these units the shape of the whole, each entry its holders' weight."""
+    """Put sums over clients who hold these units into the whole's shape, each entry with its holders' weight."""
     held = unit_layout.held(gives, sums.update, units, sums.weight)
     return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
 

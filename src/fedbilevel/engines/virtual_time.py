@@ -167,7 +167,7 @@ class Pace(NamedTuple):
         return jnp.where(within < jnp.asarray(self.lasts)[ids], 0, self.period - within)
 
     def ever_available(self, ids: Array) -> Any:
-        """Say whether each of these clients is ever available."""
+        """Tell whether each of these clients is ever available."""
         return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
 
 

@@ -166,7 +166,7 @@ class Privacy:
         after = spent.plus(self.noise_multiplier)
         if self.epsilon is not None and (cost := after.epsilon(self.delta)) > self.epsilon:
             raise BudgetSpentError(
-                f"privacy budget spent: after {spent.total} replies one more would take ε to {cost:.6g} at "
+                f"privacy budget spent: after {spent.total} replies a further reply would take ε to {cost:.6g} at "
                 f"δ = {self.delta:g}, and Privacy.epsilon = {self.epsilon:g}"
             )
         return after
@@ -180,7 +180,7 @@ class Privacy:
         the vector that is clipped and noised.
 
         The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
-        is never used twice, so that every reply has noise of its own, one that repeats a request too: asking again
+        is never used twice, so that every reply has noise of its own, also to a repeated request: asking again
         averages the noise, and that is what the account charges for. (Noise that came back with the same request
         would tell, by two replies being equal or not, whether the data make a difference.) Should an account
         be lost and a number come back, the noise still differs wherever another argument does.
@@ -293,7 +293,7 @@ def gaussian(key: bytes, count: int) -> np.ndarray:
 
 def _create_secret(path: Path) -> None:
     """Write a new secret under a temporary name and link it to `path`, so that no process ever reads half of it. Where
-    two processes do so at a time, the first one's secret stays."""
+    two processes do so at a time, the secret of the first stays."""
     handle, temporary = tempfile.mkstemp(dir=path.parent)  # of mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -326,7 +326,7 @@ def without_replies(state: PyTree) -> PyTree:
 
 
 def released(sent: PyTree, before: PyTree, after: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the update to send and the state to keep, where a reply is sent as its difference from the last one.
+    """Return the update to send and the state to keep, where a reply is sent as its difference from the last reply.
 
     The difference of two noised replies is sent, not the noised difference of two replies: what the server has added up
     is then each client's last reply with the noise of a single reply, however many there were. All that leaves the

@@ -210,13 +210,12 @@ class LocalFed:
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)
         self.underway = ExchangeState(states, self.underway.now.later(self.pace, plan.ticks), queues)
-        self.round_costs = add_costs(
-            self.round_costs, exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
-        )
+        costs = exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
+        self.round_costs = add_costs(self.round_costs, costs)
         return total.update
 
     def question(self, phase: Phase, message: PyTree, key: Array) -> tuple[str, ClientFunction]:
-        """Give a phase's name, and the function that runs it on a client."""
+        """Return a phase's name, and the function that runs it on a client."""
         name = self.algorithm.phase_name(phase)
 
         def respond(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
@@ -232,7 +231,7 @@ class LocalFed:
         return name, respond
 
     def wait_for(self, members: Members, units: Any) -> Any:
-        """Let the time pass that all of these clients need, and give the ticks that it takes."""
+        """Let the time pass that all of these clients need, and return the ticks that it takes."""
         pace, (states, now, queues) = self.pace, self.underway
         ticks: Any
         if queues is None and pace.even is not None and pace.lasts is None:
@@ -262,7 +261,7 @@ class LocalFed:
         return all_[: self.layout.population]
 
     def rows(self, n: int) -> DeviceRows:
-        """Give the rows of the queues' tables on this device, in blocks that suit exchanges of n replies."""
+        """Return the rows of the queues' tables on this device, in blocks that suit exchanges of n replies."""
         mine = self.everyone.id.shape[0]
         devices = -(-self.layout.population // mine)
         first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0
@@ -296,7 +295,7 @@ class LocalFed:
         return carry
 
     def total_costs(self) -> RoundCosts:
-        """Give the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
+        """Return the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
         if self.submodels is None:
             return self.round_costs
         holders = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
@@ -355,7 +354,7 @@ def sum_over_clients(
     chunk: int,
     gaps: bool = False,
 ) -> tuple[Sums, PyTree]:
-    """Sum `contribute` over clients, `chunk` of them vectorised at a time, and give what else it has of each, in order.
+    """Sum `contribute` over clients, `chunk` of them vectorised at a time, and return the rest of each, in order.
 
     With `gaps`, chunks in which nobody counts are left out: their states stay, of the rest there are zeros.
     `contribute` gives (the sums of a client, (its next state, the rest)).

@@ -77,11 +77,8 @@ class Shares:
         index = jnp.arange(len(ids))
         total = self.processes * self.devices * places
         taken = jnp.zeros(total, bool).at[where].set(True)
-        first = (
-            jnp.zeros(self.processes, index.dtype)
-            .at[jnp.where(rank == 0, owner, self.processes)]
-            .set(index, mode="drop")
-        )
+        first_of = jnp.where(rank == 0, owner, self.processes)
+        first = jnp.zeros(self.processes, index.dtype).at[first_of].set(index, mode="drop")
         member = jnp.repeat(first, self.devices * places).at[where].set(index)
         return where, member, taken
 

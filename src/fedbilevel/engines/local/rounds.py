@@ -149,7 +149,7 @@ class Rounds:
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), rows, jnp.ones(flags.shape, bool)))
 
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
-        """Play a round: give its costs, and whether each floating leaf of the new state and each metric is finite."""
+        """Play a round: return its costs, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.cohort(keys, inputs)
         queues = None

@@ -64,7 +64,7 @@ class Limits:
         min_local_samples: a client that holds fewer samples of either loss replies to nothing.
         max_requests_per_round: requests of one round at most, each to run a phase or to tell metrics; those that are
             asked again count again. Rounds are the server's word: this stops mistakes, `max_requests` all else.
-        max_requests: requests in all, whatever the run; counted in `Site.folder`, and without one for as long as Flower
+        max_requests: requests in all, whatever the run; counted in `Site.folder`, and without it for as long as Flower
             keeps a run's memory, that is, for each run apart. A client that has reached it replies to nothing.
     """
 
@@ -126,8 +126,8 @@ Tasks = SimpleQueue[Callable[[], None] | None]
 class TimeLimit:
     """Runs a task in a worker thread, and waits for it at most `seconds`; the next task has to wait for it.
 
-    One daemon thread serves all tasks: it starts with the first one and ends with this object. A task that overran
-    cannot be stopped. Its thread ends with it, and the next task gets a new one.
+    One daemon thread serves all tasks: it starts with the first task and ends with this object. A task that overran
+    cannot be stopped. Its thread ends with it, and the next task gets a new thread.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -178,7 +178,7 @@ class TimeLimit:
 
 
 def serve(tasks: Tasks) -> None:
-    """Run tasks until None comes; nothing of a task is kept while the next one is awaited."""
+    """Run tasks until None comes; nothing of a task is kept while the next task is awaited."""
     while (task := tasks.get()) is not None:
         task()
         del task

@@ -49,7 +49,7 @@ class Versions(NamedTuple):
 
     def then(self, tag: Tag, state: PyTree) -> Versions:
         """Add a new state, and keep of the others those that a server may go back to: the latest; where this round
-        began, or the one before (the latest may not have counted when it began); and where the round before began."""
+        began, or the state before (the latest may not have counted when it began); and where the round before began."""
         here, before = bisect_left(self.tags, (tag[0], 0)), bisect_left(self.tags, (tag[0] - 1, 0))
         kept = sorted({len(self.tags) - 1, here - 1, here - 2, before - 1} - {-1, -2})
         tags, states = [self.tags[i] for i in kept], [self.states[i] for i in kept]
@@ -74,7 +74,7 @@ class FolderStore:
         return self.folder / f"client-{self.client}-run-{run}.npz"
 
     def load(self, run: str, like: PyTree) -> Versions:
-        """Load the states saved for the run; `like` has the shapes of one.
+        """Load the states saved for the run; `like` has the shapes of a state.
 
         Raises:
             CheckpointError: they are of another model, or damaged.

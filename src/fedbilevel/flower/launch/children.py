@@ -2,8 +2,8 @@
 
 `python -m fedbilevel.flower.launch.children COMMAND …` asks the kernel to send SIGTERM when the parent ends, kill -9
 included, and then becomes COMMAND. (prctl(2), PR_SET_PDEATHSIG: Linux only; elsewhere a parent that is killed with -9
-leaves its children. The parent is the thread that started the child: start from one that lives as long as the child
-should.)
+leaves its children. The parent is the thread that started the child: start from a thread that lives as long as the
+child should.)
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def become(parent: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the kernel was asked
-            sys.exit("the process that started this one has ended")
+            sys.exit("the process that started this process has ended")
     os.execvp(command[0], command)
 
 

@@ -64,7 +64,7 @@ def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float
     """Start a process, again where it ends, each time after a longer wait, until SIGTERM or Ctrl-C.
 
     Args:
-        backoff: seconds before a restart: the first one, the longest.
+        backoff: seconds before a restart: the first time, and the longest.
 
     Returns:
         exit status: 2 where the process ends with it, since it was called wrongly; else 0.

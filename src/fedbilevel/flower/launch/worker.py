@@ -54,7 +54,7 @@ class InstalledApps:
         self.app: Callable | None = None
 
     def __call__(self, run: Any, fab: Any) -> Callable:
-        """Import the ClientApp of `run`, unless the message before had the same one."""
+        """Import the ClientApp of `run`, unless the message before had the same app."""
         if self.app is not None and fab.hash_str == self.hash:
             return self.app
         if self.app is not None:
@@ -109,7 +109,7 @@ def serve(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> Non
 
 
 def main() -> None:
-    """Serve the pipe whose number is the first argument, with the app that the second one names, if there is one."""
+    """Serve the pipe whose number is the first argument, with the app that the second names, if there is a second."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("fedbilevel").setLevel(logging.INFO)
     for ending in (signal.SIGINT, signal.SIGTERM):

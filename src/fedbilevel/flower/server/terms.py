@@ -143,7 +143,7 @@ def euclidean(tree: PyTree) -> float:
 
 FEWEST = 2
 """Norms of an exchange that can be compared. Of two the shorter is taken for usual: nothing tells which of them is
-false, but a false one that is long spoils the state for everybody, and a short one delays the other client's updates,
+false, but a false norm that is long spoils the state for everybody, and a short norm delays the other client's updates,
 which the log then says in every round."""
 WINDOW = 100  # exchanges of a phase
 
@@ -158,7 +158,7 @@ class NormBounds:
         ‖u‖ ≤ max(norm_factor · median of the ‖u_j‖ here,  norm_factor · median over earlier exchanges of the phase,
                   message_factor · ‖message‖)
 
-    Norms of 0 are left out of both medians: an update may rightly be 0 for most and not for one. The first median is of
+    Norms of 0 are left out of both medians: an update may rightly be 0 for most and not for all. The first median is of
     what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges
     of this process. Where neither is known nothing is refused. The message's norm is there for updates that are
     rounding errors for most: what is no longer than some times the point itself cannot spoil it for good. Its factor is
