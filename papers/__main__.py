@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from fedbilevel.data import DataError
@@ -14,9 +16,7 @@ from papers.figure import SCALES, Figure, Scale, find, require
 from papers.picture import draw
 
 EPILOG = """\
-A figure is a file: what the paper did and claims, written before the runs, and what is run here. Values of every method
-are chosen by as many trials on held-out data; then every method is run with every seed. A claim holds if the 95 %
-confidence interval of the difference, paired by seed, says so.
+papers/README.md says by which rules values are chosen and claims hold.
 
   python -m papers --list
   python -m papers simfbo-3                          or a paper, or all
@@ -35,32 +35,27 @@ def main(arguments: list[str] | None = None) -> int:
         "python -m papers", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help="an id, a paper, all, or the path of a file")
-    parser.add_argument(
-        "--list", action="store_true", help="figures and what came out: yours in --out, or what is kept"
-    )
+    parser.add_argument("--list", action="store_true", help="figures, and what came out, in --out or as it is kept")
     parser.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU (minutes on two cores)")
-    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], metavar="N,N,…")
+    parser.add_argument("--seeds", type=seeds, default=play.SEEDS, metavar="N,N,…", help="(0,1,2)")
     parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
     parser.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
     parser.add_argument("--keep", action="store_true", help="keep what came out beside the file, and write the pages")
-    given = parser.parse_args(arguments)
-    scale: Scale = SCALES[given.full]
+    return reported(partial(follow, parser.parse_args(arguments)))
+
+
+def seeds(text: str) -> list[int]:
+    """Seeds with commas between."""
+    found = [int(part) for part in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text} has a seed twice")
+    return found
+
+
+def reported(command: Callable[[], None]) -> int:
+    """Run a command; its exit code. An error ends it with a line, and so does Ctrl-C."""
     try:
-        require(given.figures or given.list or given.keep, "which figure? --list names them")
-        figures = find(given.figures or (["all"] if given.list else []))
-        if given.list:
-            print(listing(figures, scale, given.out))
-            return 0
-        if figures:
-            play.prepare(max(play.devices_of(figure, scale) for figure in figures))
-        for figure in figures:
-            if given.rehearse:
-                play.rehearse(figure, scale, given.out)
-            else:
-                play_figure(figure, scale, given)
-        if given.keep and not given.rehearse:
-            for file, text in page.written():
-                play.write(file, text)
+        command()
     except (FedbilevelError, DataError) as error:
         print(f"papers: {error}", file=sys.stderr)
         return 2
@@ -70,9 +65,29 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def follow(given: argparse.Namespace) -> None:
+    """Do what the arguments ask for."""
+    scale: Scale = SCALES[given.full]
+    require(given.figures or given.list or given.keep, "which figure? --list names them")
+    figures = find(given.figures or (["all"] if given.list else []))
+    if given.list:
+        print(listing(figures, scale, given.out))
+        return
+    if figures:
+        play.prepare(max(play.devices_of(figure, scale) for figure in figures))
+    for figure in figures:
+        if given.rehearse:
+            play.rehearse(figure, scale, given.out)
+        else:
+            play_figure(figure, scale, given)
+    if given.keep and not given.rehearse:
+        for file, text in page.written():
+            play.write(file, text)
+
+
 def play_figure(figure: Figure, scale: Scale, given: argparse.Namespace) -> None:
     """Play a figure, write what came out, and say it."""
-    found = play.play(figure, scale, given.out, seeds=given.seeds or play.SEEDS)
+    found = play.play(figure, scale, given.out, seeds=given.seeds)
     text, drawn = json.dumps(found, indent=1, ensure_ascii=False) + "\n", draw(figure, found)
     place = given.out / figure.id / scale
     play.write(place / "outcome.json", text)

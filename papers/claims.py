@@ -11,9 +11,9 @@ import numpy as np
 from scipy.stats import t
 
 from fedbilevel.authoring import History
-from fedbilevel.experiments import COSTS
+from fedbilevel.experiments import COSTS, in_percent
 from papers.figure import Claim, Figure
-from papers.numbers import POINTS, UNITS, in_percent, value_in
+from papers.numbers import POINTS, UNITS, value_in
 
 CONFIDENCE = 0.95
 State = Literal["holds", "contradicted", "open"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedbilevel.experiments import COSTS, costs_of
+from fedbilevel.experiments import COSTS, costs_of, in_percent
 
 UNITS = {"megabytes": "MB", "evaluations": "gradients and hvps", "gflop": "GFLOP", "time": "virtual seconds"}
 """Of costs whose names are no unit."""
@@ -17,11 +17,6 @@ DIGITS = 5  # of a number that is kept
 def value_in(row: Mapping[str, float], name: str) -> float | None:
     """A cost by its name in COSTS, or else a column of the row; None where the row lacks it."""
     return costs_of(row).get(name, row.get(name))
-
-
-def in_percent(name: str) -> bool:
-    """Whether values of a metric are shares, written in per cent."""
-    return "accuracy" in name
 
 
 def text(name: str, value: float | None) -> str:

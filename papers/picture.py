@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure as Drawing
 
-from fedbilevel.experiments import COLOURS, COSTS, Curve, draw_panel
+from fedbilevel.experiments import COLOURS, COSTS, Curve, draw_panel, in_percent
 from papers.claims import of_curve
 from papers.figure import Claim, Figure
-from papers.numbers import axis, in_percent
+from papers.numbers import axis, text
 
 MARKERS = "ox+v"  # one shows through another
 COLUMNS = 3  # of panels, at most
@@ -61,7 +61,8 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     predicted slope; else side by side."""
     drawing = Drawing((max(6.0, 1.2 * len(outcome["panels"])), 4.4), layout="constrained")
     axes = drawing.subplots()
-    claims = {claim.better: claim for claim in figure.claims if claim.slope is not None and fits(figure, claim)}
+    slopes = [claim for claim in figure.claims if claim.slope is not None and claim.by in READ]
+    claims = {claim.better: claim for claim in slopes if claim.metric in (None, figure.metric)}
     values = {name: panel.value or 0.0 for name, panel in figure.panels.items()}
     places = values if figure.series else {name: float(at) for at, name in enumerate(outcome["panels"])}
     for k, method in enumerate(figure.methods):
@@ -79,24 +80,16 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         if claim and claim.slope is not None:
             u, v = np.log(at), np.log(mean)
             axes.plot(at, np.exp(v.mean() + claim.slope * (u - u.mean())), color="#666666", linewidth=0.8, zorder=0)
-    words = {name: f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for name, value in values.items()}
-    axes.set_xscale("log" if figure.series else "linear")
-    axes.set_yscale("log" if figure.series else "linear")
-    axes.set_xticks(list(places.values()), [words[name] if figure.series else name for name in places])
+    scale = "log" if figure.series else "linear"
+    axes.set(xscale=scale, yscale=scale, xlabel=figure.series, ylabel=axis(figure.metric))
+    axes.set_xticks(list(places.values()), [text("", at) if figure.series else name for name, at in places.items()])
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3, linewidth=0.6)
-    axes.set_xlabel(figure.series)
-    axes.set_ylabel(axis(figure.metric))
     if not figure.series:
         axes.set_ylim(bottom=0)
         axes.tick_params(axis="x", rotation=30 if len(places) > 4 else 0)
     legend(drawing)
     return drawing
-
-
-def fits(figure: Figure, claim: Claim) -> bool:
-    """Whether a claim of a slope is about what is drawn."""
-    return claim.metric in (None, figure.metric) and claim.by in READ
 
 
 def point(claim: Claim | None, of: Mapping[str, Any]) -> tuple[float, float]:

@@ -30,11 +30,10 @@ from fedbilevel.authoring import History
 from fedbilevel.errors import ConfigurationError, InUse, NumericalError
 from fedbilevel.experiments import COSTS, costs_of
 from papers.claims import findings, verdict
-from papers.figure import Figure, Scale, merged, require
-from papers.numbers import rounded, text, value_in
+from papers.figure import Figure, Scale, merged, require, require_known
+from papers.numbers import rounded, value_in
 
 SEEDS = (0, 1, 2)
-FAILED = "failed.txt"
 POLL = 1.0  # seconds between two looks at a run that another process plays
 CURVE = 60  # points of a curve that are kept
 Say = Callable[[str], None]
@@ -170,8 +169,7 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
             if not (first or runs)[0].folder.exists():
                 known = experiments.build(specs[0], tasks(specs[0])).task.metrics
                 if first and figure.tuning and not figure.tuning.select.endswith("loss"):
-                    measured = figure.tuning.select in known
-                    require(measured, f"{figure.tuning.select} is not measured; there are: {', '.join(known)}")
+                    require_known("metric to choose by", [figure.tuning.select], known)
         except ConfigurationError as error:
             raise ConfigurationError(f"{panel} · {method}: {error}") from error
 
@@ -221,16 +219,9 @@ def play_all(runs: Sequence[Run], say: Say) -> dict[Path, History | str]:
             waiting.append(run)
             time.sleep(POLL)
         else:
-            say(line(run, played[run.folder]))
+            came = played[run.folder]
+            say(f"{run.name}: {came if isinstance(came, str) else came.last_in_words()}")
     return played
-
-
-def line(run: Run, came: History | str) -> str:
-    """What came of a run, in a line."""
-    if isinstance(came, str):
-        return f"{run.name}: {came}"
-    row = came.rows[-1]
-    return f"{run.name}: {', '.join(f'{name} {text(name, row[name])}' for name in came.measured if name in row)}"
 
 
 def prepare(devices: int) -> None:
@@ -319,14 +310,12 @@ def numbers_of(figure: Figure, histories: Sequence[History]) -> dict[str, Any]:
 
 def curve(figure: Figure, histories: Sequence[History]) -> dict[str, list[float]]:
     """At most CURVE points of the rounds that all histories have: cost, mean and standard deviation over the seeds."""
-    tables = [{row["round"]: row for row in one.rows if figure.metric in row} for one in histories]
-    rounds = sorted(set.intersection(*(set(table) for table in tables)))
-    kept = np.unique(np.linspace(0, len(rounds) - 1, min(len(rounds), CURVE)).round().astype(int))
-    rows = [[table[rounds[place]] for table in tables] for place in kept]
-    values = np.array([[row[figure.metric] for row in of] for of in rows], float)
-    spread = values.std(axis=1, ddof=1) if len(tables) > 1 else np.zeros(len(rows))
-    cost = [float(np.mean([costs_of(row)[figure.against] for row in of])) for of in rows]
-    return {"cost": cost, "mean": values.mean(axis=1).tolist(), "sd": spread.tolist()}
+    whole = experiments.curve(figure.id, histories, figure.metric)
+    number = len(whole.value)
+    kept = np.unique(np.linspace(0, number - 1, min(number, CURVE)).round().astype(int))
+    spread = np.zeros(number) if whole.spread is None else whole.spread
+    columns = {"cost": whole.costs[figure.against], "mean": whole.value, "sd": spread}
+    return {name: column[kept].tolist() for name, column in columns.items()}
 
 
 def write(file: Path, content: str | bytes) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ import numpy as np
 
 from fedbilevel import experiments
 from fedbilevel.authoring import History
-from fedbilevel.data import DataError
-from fedbilevel.errors import FedbilevelError
-from fedbilevel.experiments import costs_of
 from papers import page
-from papers.claims import interval
+from papers.__main__ import reported, seeds
+from papers.claims import interval, state_of
 from papers.figure import merged
 from papers.numbers import UNITS, rounded, text
 from papers.play import SEEDS, Run, Say, Tried, best, play_all, prepare, tried, with_values, word, write
 
 HERE = Path(__file__).parent
+OUT = Path("runs/papers/leaderboard")
 NO_SPEC = ("metric", "select", "budgets", "log", "apart", "methods", "tuning", "ladder")
 Ranks = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
 """By task, cost and method."""
@@ -99,15 +98,11 @@ def ranks_of(
 ) -> dict[str, dict[str, Any]]:
     """At each budget, of each method: its rank, its place by its mean alone, and the metric of each seed. A method that
     fails with some seed has neither rank nor place."""
-    whole = {name: [one for one in side if one is not None] for name, side in runs.items()}
+    whole = {name: [one for one in side if one is not None] for name, side in runs.items() if None not in side}
     larger = next((one.larger_is_better(metric) for side in whole.values() for one in side), True)
     found = {}
     for cost, amount in panel["budgets"].items():
-        read = {
-            name: [read_at(one, metric, cost, amount) for one in side]
-            for name, side in whole.items()
-            if len(side) == len(runs[name])
-        }
+        read = {name: [read_at(one, metric, cost, amount) for one in side] for name, side in whole.items()}
         placed = ranked(read, larger, panel.get("log", False))
         means = {name: float(np.mean(values)) * (1 if larger else -1) for name, values in read.items()}
         places = {name: 1 + sum(other > mean for other in means.values()) for name, mean in means.items()}
@@ -119,7 +114,7 @@ def ranks_of(
 
 def read_at(history: History, metric: str, cost: str, amount: float) -> float:
     """The metric in the last row that cost no more."""
-    return float([row[metric] for row in history.rows if costs_of(row)[cost] <= amount][-1])
+    return float([row[metric] for row in history.rows if experiments.costs_of(row)[cost] <= amount][-1])
 
 
 def ranked(values: Mapping[str, Sequence[float]], larger: bool, log: bool) -> dict[str, int]:
@@ -133,8 +128,7 @@ def ranked(values: Mapping[str, Sequence[float]], larger: bool, log: bool) -> di
     scaled = {k: np.array([sign * (math.log10(one) if log else one) for one in side]) for k, side in values.items()}
 
     def surely(better: np.ndarray, than: np.ndarray) -> bool:
-        mean, half = interval((better - than).tolist())
-        return mean - half > 0
+        return state_of(*interval((better - than).tolist()), None) == "holds"
 
     return {name: 1 + sum(surely(other, one) for other in scaled.values()) for name, one in scaled.items()}
 
@@ -177,19 +171,18 @@ def written(board: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit code."""
     parser = argparse.ArgumentParser("python -m papers.leaderboard", description=__doc__)
-    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=SEEDS)
-    parser.add_argument("--out", type=Path, default=Path("runs/papers/leaderboard"))
-    given = parser.parse_args(arguments)
+    parser.add_argument("--seeds", type=seeds, default=SEEDS, metavar="N,N,…", help="(0,1,2)")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"({OUT})")
+    return reported(partial(keep, parser.parse_args(arguments)))
+
+
+def keep(given: argparse.Namespace) -> None:
+    """Play the board; write what came out and the page."""
     board = tomllib.loads((HERE / "board.toml").read_text("utf-8"))
     prepare(1)
-    try:
-        found = play(board, given.out, given.seeds)
-    except (FedbilevelError, DataError) as error:
-        print(f"leaderboard: {error}", file=sys.stderr)
-        return 2
+    found = play(board, given.out, given.seeds)
     write(HERE / "board.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     write(HERE / "README.md", written(board, found))
-    return 0
 
 
 if __name__ == "__main__":

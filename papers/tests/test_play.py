@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from papers import play as playing
-from papers.__main__ import main
+from papers.__main__ import main, reported
 from papers.figure import Figure
 from papers.picture import draw, points
 from papers.play import play, rehearse
@@ -153,7 +153,7 @@ def test_a_mistake_ends_a_figure_before_anything_is_played(
     [
         ({"quick": {"spec": {"run": {"rounds": 0}}}}, (0,), "rounds = 0 is not allowed"),
         ({}, (0, -1), "seed = -1 is not allowed"),
-        ({"tuning": {"select": "validation_accuracy"}}, (0,), "validation_accuracy is not measured"),
+        ({"tuning": {"select": "validation_accuracy"}}, (0,), "unknown metric to choose by 'validation_accuracy'"),
     ],
     ids=["runs alone", "a later seed", "metric"],
 )
@@ -230,6 +230,22 @@ def test_the_command_names_what_is_wrong(
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "message"), [("0,0", "0,0 has a seed twice"), ("0;1", "invalid seeds value: '0;1'")])
+def test_seeds_are_different_numbers(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A seed that counted twice would make intervals too narrow."""
+    with pytest.raises(SystemExit):
+        main(["fednest-4", "--seeds", given])
+    assert message in capsys.readouterr().err
+
+
+def test_an_interruption_ends_a_command_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert reported(interrupted) == 130
+    assert capsys.readouterr().err == "papers: interrupted; the same command goes on where it was\n"
 
 
 OWN = """

@@ -84,8 +84,14 @@ def costs_of(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool = False) -> Curve:
-    """The mean of some histories of one metric, at the rounds that all of them have; of a per-client metric with the
-    means of its first and last decile and of the worst client's value."""
+    """Take the mean of a metric over the histories of several seeds, at the rounds that all of them have.
+
+    Args:
+        label: its name in a legend.
+        metric: a column, or the name of a per-client metric, of which the first and the last decile over clients and
+            the worst client's value are taken besides.
+        level: whether a line across the panel is drawn, at the last value.
+    """
     metric = column_of(metric, histories)
     whole = metric.removesuffix(".mean")
     tables = [{int(row["round"]): row for row in history.rows if metric in row} for history in histories]
@@ -95,15 +101,14 @@ def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool
     known = [name for name in COSTS if all(name in costs for costs in spent)]
     shape = (len(tables), len(rounds))
     costs = {name: np.reshape([one[name] for one in spent], shape).mean(axis=0) for name in known}
-    several = len(tables) > 1
-    spread = values.std(axis=0, ddof=1) if several else None
+    spread = values.std(axis=0, ddof=1) if len(tables) > 1 else None
     clients = None
     if whole != metric and all(
         f"{whole}.{one}" in table[round] for table in tables for round in rounds for one in SHOWN
     ):
         columns = {one: [[table[round][f"{whole}.{one}"] for round in rounds] for table in tables] for one in SHOWN}
         clients = {one: np.mean(column, axis=0) for one, column in columns.items()}
-    return Curve(label, costs, values.mean(axis=0), None if clients else spread, level, clients)
+    return Curve(label, costs, values.mean(axis=0), spread, level, clients)
 
 
 def column_of(metric: str, histories: Sequence[NumberTable]) -> str:
@@ -210,12 +215,12 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
         return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=literal(line.label))]
     x = line.costs[panel]
     drawn = axes.plot(x, y, color=colour, linestyle=dashes, label=literal(line.label))
-    if line.spread is not None:
-        high = y + scale * line.spread
-        low = y * (y / high) if log else y - scale * line.spread
-    elif line.clients is not None:
+    if line.clients is not None:
         low, high = scale * line.clients["p10"], scale * line.clients["p90"]
         drawn += axes.plot(x, scale * line.clients["worst"], color=colour, linestyle=":", linewidth=1.0)
+    elif line.spread is not None:
+        high = y + scale * line.spread
+        low = y * (y / high) if log else y - scale * line.spread
     if line.spread is not None or line.clients is not None:
         drawn.append(axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0))
     return drawn

@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedbilevel.display.curves import COLOURS, COSTS, Curve, costs_of, draw_panel
+    from fedbilevel.core.metrics import in_percent
+    from fedbilevel.display.curves import COLOURS, COSTS, Curve, costs_of, curve, draw_panel
     from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
     from fedbilevel.experiments.runner import Experiment, build, complete, resume, run, run_of
@@ -39,7 +40,9 @@ __all__ = [
     "complete",
     "configure",
     "costs_of",
+    "curve",
     "draw_panel",
+    "in_percent",
     "load_groups",
     "load_run",
     "read_spec",
@@ -51,7 +54,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "display.curves": ("COLOURS", "COSTS", "Curve", "costs_of", "draw_panel"),
+    "core.metrics": ("in_percent",),
+    "display.curves": ("COLOURS", "COSTS", "Curve", "costs_of", "curve", "draw_panel"),
     "experiments.compare": ("comparison_table", "load_groups"),
     "experiments.folder": ("Folder", "LoadedRun", "load_run"),
     "experiments.runner": ("Experiment", "build", "complete", "resume", "run", "run_of"),
