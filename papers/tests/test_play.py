@@ -216,7 +216,7 @@ def test_the_command_plays_a_figure_by_its_path(tmp_path: Path, capsys: pytest.C
     assert {one.name for one in tmp_path.iterdir()} == {"mine-1.toml", "mine-1.json", "mine-1.png", "mine-1"}
     assert main(["--list", str(file), "--out", str(tmp_path)]) == 0
     assert "undecided                  Two methods" in capsys.readouterr().out
-    assert main(["--list"]) == 0
+    assert main(["--list", "--out", str(tmp_path / "none")]) == 0
     listed = capsys.readouterr().out
     assert listed.count("(kept)") == 33
     assert "stale" not in listed
