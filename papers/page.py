@@ -43,7 +43,7 @@ def written() -> Iterator[tuple[Path, str]]:
     rows = ["| paper | played | claims that hold | in short |\n|---|---|---:|---|"]
     for folder in dict.fromkeys(figure.file.parent for figure in figures):
         own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
-        head = page.read_text("utf-8").partition(MARK)[0]
+        head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]
         yield page, f"{head}{MARK}\n" + "\n".join(line for figure in own for line in section(figure, kept(figure)))
         rows.append(row(folder.name, head, own))
     for page, prefix in ((PAPERS / "README.md", ""), (PAPERS.parent / "README.md", "papers/")):

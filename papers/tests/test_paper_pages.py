@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 from papers import page
@@ -16,6 +17,17 @@ def test_what_is_generated_is_what_is_written() -> None:
     """`python -m papers --keep` writes it anew."""
     for file, text in page.written():
         assert file.read_text("utf-8") == text, file
+
+
+def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "mine-1.toml"
+    own.write_bytes((PAPERS / "fednest" / "fednest-4.toml").read_bytes())
+    monkeypatch.setattr(page, "files", lambda: [own])
+    written = dict(page.written())
+    head, found, rest = written[tmp_path / "README.md"].partition(page.MARK)
+    assert (head, found) == (f"# {tmp_path.name}\n\n", page.MARK)
+    assert rest.startswith("\n## mine-1\n")
+    assert f"| [{tmp_path.name}]({tmp_path.name}/README.md) | 1 | 0 of 0 |  |" in written[PAPERS / "README.md"]
 
 
 def test_no_kept_outcome_is_stale() -> None:
