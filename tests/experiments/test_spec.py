@@ -242,6 +242,26 @@ def test_mistakes_in_settings_are_said_at_once() -> None:
     ]
 
 
+def test_a_misspelt_section_or_name_hides_no_other_mistake() -> None:
+    wrong = {"engne": {}, "run": {"rounds": 0}, "task": 3, "algorithm": {"client_lr": 0}}
+    for make in (resolve, configure):
+        with pytest.raises(ConfigurationError) as caught:
+            make(wrong)
+        paths = [one.path for one in caught.value.wrong]
+        assert paths[:3] == ["section of a spec", "task", "algorithm.client_lr.x"]
+        assert paths[-1] == "run.rounds"
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({"engne": {}, "task": "quadratik", "algorithm": "simfob"})
+    assert [one.got for one in caught.value.wrong] == ["engne", "quadratik", "simfob"]
+
+
+def test_a_file_that_cannot_be_loaded_is_said_once(tmp_path) -> None:
+    for name in ("none.py:task", "none.py"):
+        with pytest.raises(ConfigurationError) as caught:
+            configure(task=str(tmp_path / name), settings=["rounds=5", "clients=3"])
+        assert len(caught.value.wrong) == 1
+
+
 def test_settings_may_be_values_of_python() -> None:
     values = {"server_lr.x": 0.05, "clients": 7, "rounds": 9}
     assert configure(values=values) == configure(settings=["server_lr.x=0.05", "clients=7", "rounds=9"])

@@ -117,8 +117,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
-    """Raise an error with all that is wrong, a line for each mistake; nothing where nothing is wrong."""
-    each = [mistake for error in wrong for mistake in error.wrong]
+    """Raise an error with all that is wrong, a line for each different mistake; nothing where nothing is wrong."""
+    each = list({str(mistake): mistake for error in wrong for mistake in error.wrong}.values())
     if each:
         raise each[0] if len(each) == 1 else ConfigurationError(wrong=each)
 

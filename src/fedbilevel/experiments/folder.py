@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, require
+from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, refuse_together, require
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import History, is_number
@@ -109,7 +109,9 @@ class Folder:
         where they agree or no run is here."""
         if not self.spec.is_file():
             return ""
-        there, now = sections(toml.read(self.spec)), sections(tomllib.loads(spec.to_toml()))
+        wrong: list[ConfigurationError] = []
+        there, now = (sections(tables, wrong) for tables in (toml.read(self.spec), tomllib.loads(spec.to_toml())))
+        refuse_together(wrong)
         if (code := self._code()) is not None:
             there["code"], now["code"] = code, own_code(spec)
         for section in there:

@@ -8,7 +8,7 @@ given from the presets, and else from the defaults. These layers are merged as t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -218,10 +218,11 @@ def resolve(tables: Fields) -> Spec:
     Raises:
         ConfigurationError: all that is wrong: sections, names and fields that do not exist, values that do not fit.
     """
-    given = sections(tables)
-    task, algorithm = _names(given)
+    wrong = Wrong()
+    given = sections(tables, wrong)
+    task, algorithm = _loaded_names(given, wrong)
     maker, cls = task_maker(task), algorithm_class(algorithm)
-    layers, wrong = _presets(given, task, algorithm), Wrong()
+    layers = _presets(given, task, algorithm)
     whole = {name: merged(layers.get(name, {}), _without_name(given[name])) for name in SECTIONS}
     made = {
         "task": Component(task, arguments(maker, whole["task"], "task", wrong)),
@@ -237,15 +238,14 @@ def resolve(tables: Fields) -> Spec:
     return spec
 
 
-def sections(tables: Fields) -> dict[str, dict[str, Any]]:
-    """Return every section of a spec, empty where nothing of it is given."""
-    wrong, given = Wrong(), {name: dict[str, Any]() for name in SECTIONS}
+def sections(tables: Fields, wrong: Wrong) -> dict[str, dict[str, Any]]:
+    """Return every section of a spec, empty where nothing of it is given; `wrong` gets what is no section."""
+    given = {name: dict[str, Any]() for name in SECTIONS}
     for name, content in tables.items():
         try:
             given[name] = _table(name, content)
         except ConfigurationError as error:
             wrong.append(error)
-    refuse_together(wrong)
     return given
 
 
@@ -265,6 +265,29 @@ def _names(given: Mapping[str, Fields]) -> tuple[str, str]:
     algorithm = given.get("algorithm", {}).get("name", METHODS.get(task, DEFAULT_ALGORITHM))
     require(isinstance(algorithm, str), "algorithm.name", algorithm, "text")
     return full_name(task), full_name(algorithm)
+
+
+def _loaded_names(given: Mapping[str, Fields], wrong: Wrong) -> tuple[str, str]:
+    """Return the names of task and algorithm after both were found.
+
+    Raises:
+        ConfigurationError: one was not found. The error has what is in `wrong` too, since no field can be checked then.
+    """
+    try:
+        task, algorithm = _names(given)
+        refuse_together([*_not_found(task_maker, task), *_not_found(algorithm_class, algorithm)])
+    except ConfigurationError as error:
+        wrong.append(error)
+        refuse_together(wrong)
+    return task, algorithm
+
+
+def _not_found(load: Callable[[str], Any], name: str) -> Wrong:
+    try:
+        load(name)
+    except ConfigurationError as error:
+        return [error]
+    return []
 
 
 def _without_name(table: Fields) -> dict[str, Any]:
@@ -340,16 +363,17 @@ def configure(
     Raises:
         ConfigurationError: see `resolve`; or a setting is of no field, or may be of several.
     """
-    tables = {name: _table(name, content) for name, content in (base or {}).items()}
+    wrong = Wrong()
+    tables = sections(base or {}, wrong)
     named = {"task.name": task, "algorithm.name": algorithm, "task.data": data}
     pairs = [(path, name) for path, name in named.items() if name is not None]
     pairs += [*map(_parsed, settings), *(values or {}).items()]
     names = [(path.split("."), name) for path, name in pairs if path in named]
     tables = overlaid(tables, reduce(put, names, {}))
-    found, wrong = [], Wrong()
+    found, chosen = [], _loaded_names(tables, wrong)
     for path, value in pairs:
         try:
-            found += [] if path in named else [(located(path, *_names(tables)), value)]
+            found += [] if path in named else [(located(path, *chosen), value)]
         except ConfigurationError as error:
             wrong.append(error)
     try:
@@ -435,10 +459,10 @@ def read_finished(path: Path) -> Spec:
     """
     wrong = Wrong()
     try:
-        given = sections(toml.read(path))
+        given = sections(toml.read(path), wrong)
         task, algorithm = _names(given)
     except ConfigurationError as error:
-        raise _of_file(path, error.wrong) from error
+        raise _of_file(path, [*wrong, *error.wrong]) from error
     plans = {name: changed(plan(), given[name], name, wrong) for name, plan in PLANS.items()}
     if wrong:
         raise _of_file(path, wrong)
