@@ -280,6 +280,29 @@ def test_what_a_method_of_ones_own_reads_is_noticed(monkeypatch):
     assert solved(Own()).fresh
 
 
+def rate(round):
+    return 0.1 * FACTOR
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"server_lr": rate},
+        {"server_lr": partial(rate)},
+        {"server_optimizer": optax.sgd(rate)},
+        {"server_optimizer": optax.chain(optax.scale_by_schedule(rate), optax.scale(-1.0))},
+    ],
+    ids=["a schedule", "a partial one", "an optimizer", "a chain"],
+)
+def test_what_a_schedule_reads_is_noticed(fields, monkeypatch):
+    algorithm = simfbo(**fields)
+    one = solved(algorithm)
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    two = solved(algorithm)
+    assert [one.fresh, two.fresh] == [True, True]
+    assert not np.array_equal(one.result.y, two.result.y)
+
+
 class Settings:
     strength = 1.0
 
@@ -315,6 +338,28 @@ def test_a_rule_of_ones_own_for_derivatives_that_changes_is_noticed(monkeypatch)
     three, again = fitted()
     assert [fresh, again] == [True, True]
     assert not np.array_equal(one, three)
+
+
+def with_a_rule_inside_a_rule(factor):
+    """y² with the slope that `twice` gives, whose own slope is `factor`."""
+
+    @jax.custom_jvp
+    def twice(y):
+        return 2 * y
+
+    @jax.custom_jvp
+    def square(y):
+        return y**2
+
+    twice.defjvp(lambda at, along: (2 * at[0], factor * along[0]))
+    square.defjvp(lambda at, along: (at[0] ** 2, twice(at[0]) * along[0]))
+    return fb.Bilevel(outer, lambda x, y, batch: outer(x, y, batch) + jnp.sum(square(y)))
+
+
+def test_a_rule_for_second_derivatives_that_changes_is_noticed():
+    two, nine = (solved(problem=with_a_rule_inside_a_rule(factor)) for factor in (2.0, 9.0))
+    assert [two.fresh, nine.fresh] == [True, True]
+    assert not np.array_equal(two.result.x, nine.result.x)
 
 
 @pytest.mark.parametrize("algorithm", [None, Own()], ids=["SimFBO", "a method of one's own"])

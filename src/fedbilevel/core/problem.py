@@ -91,13 +91,14 @@ class Problem:
     def keyed(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], programs: Mapping[str, ClosedJaxpr]) -> Self:
         """A copy that knows the key of all that is compiled of it; problems of the same key share programs.
 
-        The key is what its functions compute, `programs` as `traced` gives them, and their derivatives where they have
-        rules of their own for these.
+        The key is what its functions compute, `programs` as `traced` gives them, and their first and second derivatives
+        where they have rules of their own for these, whose rules may have rules again.
         """
         with_rules = [
-            jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, y, batch)
+            program
             for name, loss, batch in zip(("outer", "inner"), (self.outer, self.inner), examples, strict=True)
             if has_rules(programs[f"{name} loss"])
+            for program in _derivatives(loss, x, y, batch)
         ]
         plain = [value for value in vars(self).values() if isinstance(value, bool | int | float | str | None)]
         found = hash_of(*programs.values(), *with_rules)
@@ -115,6 +116,19 @@ class Problem:
     def _padded(self) -> Self:
         object.__setattr__(self, "takes_padded", True)
         return self
+
+
+def _derivatives(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> list[ClosedJaxpr]:
+    """Trace a loss's first derivatives in x and y, and its second ones where a rule for derivatives has derivatives."""
+    slopes = jax.grad(loss, (0, 1))
+
+    def total(x: PyTree, y: PyTree, batch: PyTree) -> Array:
+        return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(slopes(x, y, batch))), jnp.zeros(()))
+
+    programs = [jax.make_jaxpr(slopes)(x, y, batch)]
+    with suppress(Exception):  # whatever a user's rule raises
+        programs.append(jax.make_jaxpr(jax.grad(total, (0, 1)))(x, y, batch))
+    return programs
 
 
 @dataclass(frozen=True, init=False, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
@@ -118,8 +118,8 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
 
 
 def method_key(algorithm: Algorithm) -> Hashable | None:
-    """Say all that a round of a method of this library depends on, but for its numbers; None of another method, whose
-    code may read what has changed."""
+    """Say all that a round of a method of this library depends on, but for its numbers; None of another method, or one
+    with a user's function in its optimizer, whose code may read what has changed."""
     parts = list(_parts(algorithm))
     if not all(type(part).__module__.startswith("fedbilevel.") for part in parts):
         return None
@@ -128,6 +128,8 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
         for entry in fields(part):
             value = getattr(part, entry.name)
             if entry.metadata.get("static"):
+                if any(_of_a_user(function) for function in _functions(value)):
+                    return None
                 said += [entry.name, *_made_of(value)]
             elif isinstance(value, Schedule | XYV):
                 said += map(_of_number, jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Schedule)))
@@ -135,7 +137,8 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
 
 
 def _of_number(value: Any) -> str:
-    return of_program(jax.make_jaxpr(value.function)(0)) if isinstance(value, Schedule) else ""
+    """Hash what a schedule computes now: JAX would keep the trace of the same function, and not see what it reads."""
+    return of_program(jax.make_jaxpr(lambda round: value.function(round))(0)) if isinstance(value, Schedule) else ""
 
 
 def _parts(part: Any) -> Iterator[Any]:
@@ -243,6 +246,29 @@ def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
         yield from description(function)
     else:
         yield getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _functions(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Callable[..., Any]]:
+    """List the functions and callable objects that a value is made of, as `_made_of` describes them."""
+    if callable(value) and not isinstance(value, type | partial):
+        if not any(value is outer for outer in within):
+            yield value
+            if isinstance(value, FunctionType):
+                inside = (*_closed_over(value), value.__defaults__, value.__kwdefaults__)
+                yield from _functions(inside, (*within, value))
+    elif isinstance(value, partial):
+        yield from _functions((value.func, value.args, value.keywords), within)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _functions(item, within)
+    elif isinstance(value, Mapping):
+        yield from _functions(list(value.values()), within)
+
+
+def _of_a_user(function: Callable[..., Any]) -> bool:
+    """Tell whether a function is none of this library's, Optax's or JAX's."""
+    place = function.__module__ if isinstance(function, FunctionType) else type(function).__module__
+    return place.partition(".")[0] not in ("fedbilevel", "optax", "jax", "jaxlib", "chex", "builtins", "functools")
 
 
 def _code(code: CodeType) -> Iterator[str]:
