@@ -80,6 +80,20 @@ def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_pat
         load_groups([runs / "shro", tmp_path / "again"])
 
 
+def test_a_run_that_a_folder_has_twice_is_left_out(runs, tmp_path, run) -> None:
+    """A search draws a point again, and a grid with fewer fields names another folder for it."""
+    for name in ("a", "b"):
+        shutil.copytree(runs / "shro", tmp_path / "dup" / name)
+    code, _, error = run("compare", tmp_path / "dup", "--out", tmp_path / "c.svg")
+    again = f"left out, the same run as another there: {tmp_path / 'dup' / 'b' / 'seed-0'}"
+    assert (code, error) == (0, f"fedbilevel: {again}\n")
+    assert [run.folder.path.parent.name for group in load_groups([tmp_path / "dup"]) for run in group.runs] == ["a"]
+    assert run("report", tmp_path / "dup", "--out", tmp_path / "page.html")[0] == 0
+    assert again.removeprefix("left out") in (tmp_path / "page.html").read_text(encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="are the same run"):
+        load_groups([tmp_path / "dup" / "a", tmp_path / "dup" / "b"])
+
+
 def test_files_for_a_paper_stand_beside_the_picture(runs, tmp_path, run) -> None:
     paper = ["--panel", "megabytes", "--size", "3.3x2.6", "--csv", "--json", "--latex"]
     code, shown, error = run("compare", runs, "--out", tmp_path / "fig.pdf", *paper)

@@ -128,9 +128,9 @@ def _runs(options: argparse.Namespace) -> int:
     plots.require_picture(picture)
     if tasks := [what for what in options.what if not Path(what).exists() and is_task(what)]:
         raise ConfigurationError(f"{tasks[0]} is a task: say what to run on it with --algorithms")
-    runs, unfinished = find_runs(options.what)
-    if unfinished:
-        print(f"fedbilevel: left out, not finished: {', '.join(map(str, unfinished))}", file=sys.stderr)
+    runs, left_out = find_runs(options.what)
+    for line in left_out:
+        print(f"fedbilevel: left out, {line}", file=sys.stderr)
     groups = load_groups(runs)
     drawn = plots.possible()
     if drawn:

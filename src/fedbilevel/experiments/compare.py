@@ -21,6 +21,7 @@ from fedbilevel.engines.history import History
 from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.spec import read_finished
 from fedbilevel.experiments.view import Cell, Column, Table, best_of, escaped, terminal
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
@@ -84,32 +85,38 @@ class RunGroup:
         return statistics.fmean(sum(run.summary["last_row"][name] for name in names) for run in self.runs)
 
 
-def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
-    """The folders of runs that some paths stand for, each once, and those left out since they have not finished.
+def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
+    """The folders of runs that some paths stand for, each once, and lines that say which are left out, and why.
 
     A path is the folder of a run or a folder with runs in it, however deep: that of `--seeds`, that of `compare --out`,
-    or of several of these. Finished or not, a run that is named itself is not left out. Pictures and tables that a
-    comparison wrote, which a shell finds among its runs, are passed over.
+    or of several of these. Left out are runs in a folder that have not finished, and those of the same spec and seed as
+    another in it, as a search draws a point again. A run that is named itself is not left out. Pictures and tables that
+    a comparison wrote, which a shell finds among its runs, are passed over.
 
     Raises:
-        ConfigurationError: there is no such path, or no run in it.
+        ConfigurationError: there is no such path, no run in it, or one whose spec cannot be read.
     """
     found: dict[Path, Path] = {}
     unfinished: dict[Path, Path] = {}
+    repeated: dict[Path, Path] = {}
     for path in map(Path, paths):
         if path.is_file() and path.suffix.lower() in WRITTEN:
             continue
         if Folder(path).spec.is_file() or not (below := list(_runs_below(path))):
             found[path.resolve()] = path  # load_run says what is wrong with it
             continue
+        specs: set[str] = set()
         for one in below:
-            (found if Folder(one).finished else unfinished)[one.resolve()] = one
-    left_out = [path for place, path in unfinished.items() if place not in found]
+            spec = repr(read_finished(Folder(one).spec).tables()) if Folder(one).finished else ""
+            (unfinished if not spec else repeated if spec in specs else found)[one.resolve()] = one
+            specs.add(spec)
+    reasons = {"not finished": unfinished, "the same run as another there": repeated}
+    left_out = {why: [str(path) for place, path in of.items() if place not in found] for why, of in reasons.items()}
     if not found:
-        where = ", ".join(map(str, left_out or paths))
-        reason = "have not finished" if left_out else "are no folders of runs"
+        where = ", ".join(left_out["not finished"] or map(str, paths))
+        reason = "have not finished" if left_out["not finished"] else "are no folders of runs"
         raise ConfigurationError(f"there is nothing to compare: {where} {reason}")
-    return list(found.values()), left_out
+    return list(found.values()), [f"{why}: {', '.join(of)}" for why, of in left_out.items() if of]
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
@@ -142,7 +149,8 @@ def load_groups(paths: Sequence[str | Path]) -> list[RunGroup]:
     """Read runs, which `find_runs` finds, and put together those that differ in their seeds only.
 
     Raises:
-        ConfigurationError: a run cannot be read, the runs measure different things, or two are the same run.
+        ConfigurationError: a run cannot be read, the runs measure different things, or two that were
+            not found in the same folder are the same run.
     """
     runs = [load_run(path) for path in find_runs(paths)[0]]
     metrics = {_measured(run): run for run in runs}

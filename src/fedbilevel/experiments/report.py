@@ -59,13 +59,11 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise ConfigurationError(f"--out {out}: the name of a page ends in .html")
     require_matplotlib()
-    found, unfinished = find_runs(folders)
+    found, left_out = find_runs(folders)
     groups = load_groups(found)
     file = out or (folders[0] / FILE if len(folders) == 1 and folders[0].is_dir() else Path(FILE))
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(
-        file, page(groups, [f"Left out, not finished: {', '.join(map(str, unfinished))}."] if unfinished else [])
-    )
+    write_text(file, page(groups, [f"Left out, {line}." for line in left_out]))
     return file
 
 
