@@ -146,6 +146,7 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["server_optimizer=adamm"], ["did you mean 'adam'"]),
         (["server_optimizer=3"], ["algorithm.server_optimizer = 3", "a name of Optax"]),
         (["server_optimizer={name = 'adam', b = 1}"], ["algorithm.server_optimizer: ", "'b'"]),
+        (["server_optimizer={name = 'adam', b1 = 'x'}"], ["algorithm.server_optimizer: ", "'str'"]),
         (["server_optimizer=chain"], ["unknown optimizer of Optax 'chain'"]),
         (["hidden=64"], ["task.hidden = 64", "Sequence[int]"]),
         (["hidden=[a]"], ["not a TOML value"]),

@@ -305,6 +305,7 @@ def optimizer(name: str, **arguments: Any) -> Optimizer:
     if not callable(getattr(optax, name, None)) or RATE not in inspect.signature(getattr(optax, name)).parameters:
         raise unknown("optimizer of Optax", name, ["adagrad", "adam", "amsgrad", "sgd", "yogi"])
     made = Optimizer(*getattr(optax, name)(**{RATE: 1.0}, **arguments))
+    jax.eval_shape(lambda x: made.update(x, made.init(x), x), np.ones(1))  # the error about a wrong argument
     made.table = {"name": name, **arguments}
     return made
 
@@ -315,7 +316,7 @@ def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> An
     require(isinstance(table.get(key), str), f"{path}.{key}", table.get(key), "a name of Optax")
     try:
         return make(table[key], given)
-    except (TypeError, ValueError, AttributeError) as error:  # of Optax about arguments, or of an unknown name
+    except Exception as error:  # whatever Optax and JAX raise about arguments
         raise ConfigurationError(f"{path}: {error}") from error
 
 
