@@ -98,6 +98,13 @@ def test_names_decide_the_presets_wherever_they_are_given() -> None:
     assert configure({"task": {"clients": 30}}, data="mnist").task.fields["clients"] == 30
 
 
+def test_the_rounds_of_a_schedule_may_be_keys_of_a_table() -> None:
+    steps = "{schedule = 'piecewise_constant_schedule', init_value = 0.4, boundaries_and_scales = {10 = 0.5, 20 = 0.1}}"
+    spec = configure(settings=[f"server_lr.x={steps}"])
+    assert resolve(tomllib.loads(spec.to_toml())) == spec
+    assert [float(at(algorithm_of(spec), t).server_lr.x) for t in (0, 15, 25)] == pytest.approx([0.4, 0.2, 0.02])
+
+
 def test_server_optimizers_are_optaxs_with_learning_rate_one() -> None:
     made = algorithm_of(configure(settings=["server_optimizer={name = 'yogi', b1 = 0.5}"])).server_optimizer
     g = np.array([1.0, -2.0])
@@ -138,14 +145,23 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
             ["client_lr.x: ", "mean 'linear_schedule'"],
         ),
         (["client_lr.x={schedule = 'cosine_decay_schedule', init_value = 0.1}"], ["client_lr.x: ", "'decay_steps'"]),
-        (["client_lr.x={schedule = 'linear_schedule', stop = 1}"], ["algorithm.client_lr.x: ", "'stop'"]),
-        (["client_lr.x={schedule = 'inject_hyperparams'}"], ["unknown schedule of Optax 'inject_hyperparams'"]),
+        (
+            ["client_lr.x={schedule = 'linear_schedule', init_valu = 1}"],
+            ["algorithm.client_lr.x: ", "'init_valu'; did you mean 'init_value'", "transition_steps"],
+        ),
+        (["client_lr.x={schedule = 'constant_schedule', value = nan}"], ["client_lr.x: value at round 0 = nan"]),
+        (["client_lr.x={schedule = 'constant_schedule', value = 'x'}"], ["client_lr.x: value at round 0 = 'x'"]),
+        (
+            ["client_lr.x={schedule = 'inject_hyperparams'}"],
+            ["schedule of Optax 'inject_hyperparams' (allowed: constant"],
+        ),
         (["client_lr.x={schedule = 3}"], ["algorithm.client_lr.x.schedule = 3", "a name of Optax"]),
         (["local_optimizer=momentun"], ["did you mean 'momentum'"]),
         (["local_optimizer=3"], ["algorithm.local_optimizer", "a table"]),
         (["server_optimizer=adamm"], ["did you mean 'adam'"]),
         (["server_optimizer=3"], ["algorithm.server_optimizer = 3", "a name of Optax"]),
-        (["server_optimizer={name = 'adam', b = 1}"], ["algorithm.server_optimizer: ", "'b'"]),
+        (["server_optimizer={name = 'adam', b = 1}"], ["algorithm.server_optimizer: ", "'b'; did you mean 'b"]),
+        (["server_optimizer={name = 'adam', learning_rate = 0.1}"], ["'learning_rate'", "allowed: b1, b2"]),
         (["server_optimizer={name = 'adam', b1 = 'x'}"], ["algorithm.server_optimizer: ", "'str'"]),
         (["server_optimizer=chain"], ["unknown optimizer of Optax 'chain'"]),
         (["hidden=64"], ["task.hidden = 64", "Sequence[int]"]),

@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -276,18 +278,37 @@ class OptaxSchedule:
     arguments: tuple[tuple[str, Any], ...]
 
     def __post_init__(self) -> None:
-        known = [name for name in dir(optax.schedules) if name.endswith(("_schedule", "_decay"))]
+        known = [name for name in vars(optax.schedules) if re.fullmatch(r"[a-z]\w*(_schedule|_decay)", name)]
         if self.name not in known:
             raise unknown("schedule of Optax", self.name, known)
-        self(0)  # Optax's own error about arguments
+        _refuse_unknown_arguments(getattr(optax.schedules, self.name), dict(self.arguments))
+        first = self(0)
+        fits = isinstance(first, NUMBERS) and np.ndim(first) == 0 and math.isfinite(first)
+        require(fits, "value at round 0", first, "a finite number")
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # an argument may be a table
 
     def __call__(self, round: Any) -> Any:
-        return getattr(optax.schedules, self.name)(**dict(self.arguments))(round)
+        arguments = {name: _keyed_by_round(value) for name, value in self.arguments}
+        return getattr(optax.schedules, self.name)(**arguments)(round)
 
     @property
     def table(self) -> dict[str, Any]:
         """The schedule as a spec has it."""
         return {"schedule": self.name, **dict(self.arguments)}
+
+
+def _keyed_by_round(value: Any) -> Any:
+    """Turn the keys of a table that are whole numbers, which TOML holds as text, into integers."""
+    table = isinstance(value, Mapping) and all(str(key).isdecimal() for key in value)
+    return {int(key): one for key, one in value.items()} if table else value
+
+
+def _refuse_unknown_arguments(function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Refuse arguments that a function of Optax does not have; the learning rate is not to be given."""
+    known = [name for name in inspect.signature(function).parameters if name != RATE]
+    refuse_together(unknown(f"argument of {function.__name__}", name, known) for name in given if name not in known)
 
 
 class Optimizer(optax.GradientTransformation):  # type: ignore[misc]
@@ -304,6 +325,7 @@ def optimizer(name: str, **arguments: Any) -> Optimizer:
     """
     if not callable(getattr(optax, name, None)) or RATE not in inspect.signature(getattr(optax, name)).parameters:
         raise unknown("optimizer of Optax", name, ["adagrad", "adam", "amsgrad", "sgd", "yogi"])
+    _refuse_unknown_arguments(getattr(optax, name), arguments)
     made = Optimizer(*getattr(optax, name)(**{RATE: 1.0}, **arguments))
     jax.eval_shape(lambda x: made.update(x, made.init(x), x), np.ones(1))  # the error about a wrong argument
     made.table = {"name": name, **arguments}
@@ -316,6 +338,8 @@ def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> An
     require(isinstance(table.get(key), str), f"{path}.{key}", table.get(key), "a name of Optax")
     try:
         return make(table[key], given)
+    except ConfigurationError as error:
+        refuse_together(ConfigurationError(f"{path}: {one}") for one in error.wrong)
     except Exception as error:  # whatever Optax and JAX raise about arguments
         raise ConfigurationError(f"{path}: {error}") from error
 
