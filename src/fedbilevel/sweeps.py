@@ -23,13 +23,23 @@ from typing import Any, TypeVar
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.card import Card, Shown, counted
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, InUse, NumericalError, require, require_count, unknown
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    InUse,
+    NumericalError,
+    refuse_together,
+    require,
+    require_count,
+    unknown,
+)
 from fedbilevel.core.metrics import mean_and_sd
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
 from fedbilevel.engines.history import History
+from fedbilevel.engines.loop import FORCE
 from fedbilevel.engines.progress import showing
 from fedbilevel.engines.solve import solve
 
@@ -103,7 +113,12 @@ def sweep(
         file = folder and Path(folder) / f"point-{number:03d}-seed-{seed}.npz"
         kept: dict[str, Any] = {"checkpoint": file, "resume": "auto"} if file else {}
         chosen = allowed(algorithms[number])
-        return solve(chosen, problem, clients, x0, y0, key=seed, progress=display, **kept, **given).history
+        try:
+            return solve(chosen, problem, clients, x0, y0, key=seed, progress=display, **kept, **given).history
+        except CheckpointError as error:  # to go on by force would mix the points of two sweeps
+            if FORCE not in str(error):
+                raise
+            raise CheckpointError(str(error).replace(FORCE, "choose another folder")) from error
 
     with showing(progress) as display:
         return played(points, algorithms, seeds, select, play)
@@ -157,7 +172,7 @@ def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> lis
     """Make something of each point, or keep the error with which `make` refuses the point.
 
     Raises:
-        ConfigurationError: a value is refused in every point that has it: a slip, rather than an unlucky combination.
+        ConfigurationError: values are refused in every point that has them: slips, rather than unlucky combinations.
     """
     found: list[T | ConfigurationError] = []
     for point in points:
@@ -165,10 +180,13 @@ def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> lis
             found.append(make(point))
         except ConfigurationError as error:
             found.append(error)
+    slips: dict[str, ConfigurationError] = {}
     for name, value in dict.fromkeys((name, repr(value)) for point in points for name, value in point.items()):
         of_value = [one for one, point in zip(found, points, strict=True) if repr(point.get(name)) == value]
-        if all(isinstance(one, ConfigurationError) for one in of_value):
-            raise next(one for one in of_value if isinstance(one, ConfigurationError))
+        errors = [one for one in of_value if isinstance(one, ConfigurationError)]
+        if len(errors) == len(of_value):
+            slips |= {str(mistake): mistake for mistake in errors[0].wrong}
+    refuse_together(slips.values())
     return found
 
 

@@ -218,6 +218,10 @@ def test_compare_draws_the_points_of_a_sweep(folder, tmp_path, run, monkeypatch)
         ),
         (["--grid", "server_lr.x=0.1,-1"], "algorithm.server_lr.x = -1 is not allowed"),
         (
+            ["--grid", "server_lr.x=0.1,nan", "--grid", "local_steps=1,-5"],
+            "algorithm.local_steps = -5 is not allowed: it must be a positive integer\nalgorithm.server_lr.x = nan is",
+        ),
+        (
             ["--grid", "server_lr.x="],
             "--grid = 'server_lr.x=' is not allowed: it must be of the form FIELD=VALUE,VALUE",
         ),

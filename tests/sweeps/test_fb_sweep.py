@@ -129,7 +129,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_table(two_by_two, tmp_path) ->
     again = swept(callbacks=[lambda result, row: later.append(result.round)], checkpoint_every=3, **given)
     assert (again.rows, again.trials) == (two_by_two.rows, two_by_two.trials)
     assert swept(grid={"server_lr.x": [0.05, 0.1, 0.2]}, **given).trials[:4] == two_by_two.trials
-    with pytest.raises(CheckpointError, match=r"belongs to another run: .*samples"):
+    with pytest.raises(CheckpointError, match=r"belongs to another run: .*samples.*; choose another folder$"):
         swept(task=quadratic(clients=2, dim_x=2, dim_y=2, samples=(2, 2), seed=1), **given)
 
 

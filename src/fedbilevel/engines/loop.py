@@ -44,6 +44,7 @@ from fedbilevel.wording import require_object
 STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
 SAVE_SECONDS = 1.0  # between two checkpoints, at least, where nobody says how many rounds
 SAVE_SHARE = 0.1  # of the time that goes to them, at most
+FORCE = 'resume="force", in a shell --force, goes on with what is given now'  # where a checkpoint is of another run
 
 
 @dataclass(frozen=True)
@@ -300,8 +301,7 @@ class Loop:
         before = Fingerprint(**meta["fingerprint"])
         differences = self.plan.begun.differences(before)
         if differences and not force:
-            advice = 'resume="force", in a shell --force, goes on with what is given now'
-            raise CheckpointError(f"{path} belongs to another run: {differences}; {advice}")
+            raise CheckpointError(f"{path} belongs to another run: {differences}; {FORCE}")
         if differences:
             _warn(self.group, f"{path} is continued with other arguments: {differences}")
         if before.versions != self.plan.begun.versions:
