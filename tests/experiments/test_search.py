@@ -81,6 +81,39 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
         ConfigurationError, match=r"study\.journal has another search: seeds is \[0\] there, and \[1\] here"
     ):
         searched(tmp_path / "part", 6, seeds=[1])
+    with pytest.raises(
+        ConfigurationError,
+        match=r"--search server_lr\.x is '0\.001:1:log' there, and '0\.001:2:log' here; choose another --out$",
+    ):
+        searched(tmp_path / "part", 6, {**SPACE, "server_lr.x": Range(0.001, 2, log=True)})
+
+
+def test_another_text_of_ones_own_task_is_another_search(tmp_path, run) -> None:
+    own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"
+    own.write_text(text)
+    arguments = [f"{own}:mine", "--rounds", "1", "--search", "server_lr.x=0.05:0.1", "--trials", "1"]
+    assert run("sweep", *arguments, "--out", tmp_path / "a")[0] == 0
+    own.write_text(text.replace("clients=3", "clients=4"))
+    code, _, error = run("sweep", *arguments, "--out", tmp_path / "a")
+    assert (code, "another search: own.py has changed since; choose another --out" in error) == (2, True)
+
+
+def test_what_a_run_could_not_read_is_no_fault_of_the_study(monkeypatch, tmp_path) -> None:
+    def run(*given, **named) -> History:
+        raise FileNotFoundError(2, "No such file or directory", "mine.csv")
+
+    monkeypatch.setattr(sweep, "run_of", run)
+    with pytest.raises(FileNotFoundError, match=r"mine\.csv"):
+        searched(tmp_path, 1)
+
+
+def test_a_database_without_its_driver_is_refused_and_leaves_nothing(run, monkeypatch, tmp_path) -> None:
+    for name in ("psycopg", "psycopg2"):
+        monkeypatch.setitem(sys.modules, name, None)
+    given = ["--search", "cohort=1:2", "--trials", "3", "--storage", "postgresql://me@host/db"]
+    code, _, error = run("sweep", "quadratic", *given, "--out", tmp_path / "out")
+    assert (code, "its driver, the Python package psycopg" in error) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_trial_of_a_process_that_was_killed_is_no_loss(played, tmp_path) -> None:

@@ -196,7 +196,7 @@ def test_another_text_of_ones_own_task_is_another_sweep(tmp_path, run) -> None:
     own.write_text(text.replace("clients=3", "clients=4"))
     code, _, error = run("sweep", *arguments)
     assert code == 2
-    assert "holds another run (code.own.py: " in error
+    assert "holds another run (own.py has changed since): choose another" in error
 
 
 def test_compare_draws_the_points_of_a_sweep(folder, tmp_path, run, monkeypatch) -> None:

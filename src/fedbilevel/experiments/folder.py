@@ -117,6 +117,8 @@ class Folder:
         for section in there:
             for name in {**there[section], **now[section]}:
                 one, other = (tables[section].get(name) for tables in (there, now))
+                if one != other and section == "code":
+                    return f"{name} has changed since"
                 if one != other:
                     return f"{section}.{name}: {one!r} there, {other!r} now"
         return ""

@@ -80,6 +80,9 @@ class Range:
         require(fits and (not log or ends[0] > 0), f"--search {name}", text, form)
         return cls(ends[0], ends[1], log)
 
+    def __str__(self) -> str:
+        return f"{self.low}:{self.high}{':log' * self.log}"
+
     def drawn(self, trial: optuna.Trial, name: str) -> float:
         if isinstance(self.low, int) and isinstance(self.high, int):
             return trial.suggest_int(name, self.low, self.high, log=self.log)
@@ -119,21 +122,20 @@ def search_specs(
     import optuna
 
     require_sweepable(space)
-    first, _ = (
-        spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()}),
-        spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()}),
-    )
+    first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
+    spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})  # is allowed, too
     plan = PointRuns(seeds, [first.run.seed] if seeds is None else seeds)
     tasks = TaskCache(keep=len(plan.seeds))
     first = plan.spec(first, plan.seeds[0])
     select = chosen_metric(first, select, select_on_test, tasks)
     task = tasks(first)
     larger = History(directions=directions({**task.metrics_per_client, **task.metrics})).larger_is_better(select)
-    definition: dict[str, Any] = {"seeds": list(plan.seeds), "select": select, "code": own_code(first)}
+    definition: dict[str, Any] = {"seeds": list(plan.seeds), "select": select}
     for section, fields in first.tables().items():
         definition |= {f"{section}.{name}": value for name, value in fields.items()}
     for name, of in space.items():
-        definition[f"--search {name}"] = [of.low, of.high, of.log] if isinstance(of, Range) else list(of)
+        definition[f"--search {name}"] = str(of) if isinstance(of, Range) else list(of)
+    definition |= {f"code.{name}": digest for name, digest in own_code(first).items()}
     place = storage or str(folder / JOURNAL)
     study = open_study(folder, place, json.loads(json.dumps(definition)), larger, pruner)
 
@@ -172,7 +174,7 @@ def search_specs(
         return rows, ""
 
     ends = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
-    with showing(progress) as display, storing(place, CheckpointError, OSError):
+    with showing(progress) as display, storing(place, CheckpointError):
         if len(study.get_trials(deepcopy=False, states=ends)) < trials:
             study.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, states=ends)])
         attributes = [one.user_attrs for one in study.get_trials(deepcopy=False, states=ends)]
@@ -215,10 +217,9 @@ def open_study(
     """
     import optuna
 
-    with (
-        lock.wait_for_lock(folder / LOCK),
-        storing(place, ConfigurationError, *UNREADABLE),
-    ):  # a single process makes it
+    with storing(place, ConfigurationError, *UNREADABLE):
+        require_reachable(place)
+    with lock.wait_for_lock(folder / LOCK), storing(place, ConfigurationError, *UNREADABLE):  # one process makes it
         study = optuna.create_study(
             storage=storage_at(place),
             study_name=STUDY,
@@ -229,9 +230,26 @@ def open_study(
         there = study.user_attrs.setdefault("definition", definition)
         for name in {**there, **definition}:
             if (was := there.get(name)) != (now := definition.get(name)):
-                raise ConfigurationError(f"{place} has another search: {name} is {was!r} there, and {now!r} here")
+                file = name.removeprefix("code.")
+                changed = f"{name} is {was!r} there, and {now!r} here" if file == name else f"{file} has changed since"
+                option = "--out" if place == str(folder / JOURNAL) else "--storage"
+                raise ConfigurationError(f"{place} has another search: {changed}; choose another {option}")
         study.set_user_attr("definition", definition)
     return study
+
+
+def require_reachable(place: str) -> None:
+    """Connect to a database's server before there is anything in the folder; a file may lie in it."""
+    import sqlalchemy
+
+    if "://" not in place or place.startswith("sqlite"):
+        return
+    try:
+        engine = sqlalchemy.create_engine(place)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"its driver, the Python package {error.name}, is not installed") from error
+    engine.connect().close()
+    engine.dispose()
 
 
 def storage_at(place: str) -> Any:
