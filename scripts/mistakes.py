@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
-os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}  # as tests/conftest.py
+os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}  # as conftest.py
 import jax  # noqa: F401
 import optax  # noqa: F401
 import pytest
