@@ -242,6 +242,17 @@ def test_mistakes_of_all_sections_are_said_at_once() -> None:
     assert str(caught.value).splitlines() == [str(one) for one in caught.value.wrong]
 
 
+def test_mistakes_of_all_three_step_sizes_are_said_at_once() -> None:
+    for sizes, paths in [
+        ({"x": "a", "y": -1}, ["algorithm.server_lr.x", "algorithm.server_lr.y"]),
+        ({"z": 1, "q": 1}, ["part of algorithm.server_lr"] * 2),
+        (0, ["algorithm.server_lr.x"]),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            resolve({"algorithm": {"server_lr": sizes}})
+        assert [one.path for one in caught.value.wrong] == paths
+
+
 def test_rules_of_several_fields_are_said_with_the_rest() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve({"run": {"rounds": 3, "bytes": 10}, "clock": {"spread": -1}, "asynchronous": {"max_staleness": 2}})

@@ -246,17 +246,25 @@ def _prepare_counts(name: str, value: Any) -> Any:
 
 
 def _prepare_step_sizes(name: str, value: Any) -> Any:
+    largest = sys.float_info.max
     if not isinstance(value, XYV):
         if isinstance(value, dict):
             require(set(value) == {"x", "y", "v"}, name, value, "a number, or one for each of x, y and v")
             value = XYV(**value)
         elif callable(value) or isinstance(value, int | float | str | np.number | np.ndarray | Array):
-            value = XYV(value, value, value)
+            value = _prepare_number(f"{name}.x", value, largest)
+            return XYV(value, value, value)
         else:  # a placeholder in a tree map; a sequence is none, whose order nobody could know
             _refuse_no_number(name, value, "a number, or one for each of x, y and v by name")
             return value
-    largest = sys.float_info.max
-    return XYV(*(_prepare_number(f"{name}.{part}", size, largest) for part, size in zip("xyv", value, strict=True)))
+    sizes, wrong = dict[str, Any](), list[ConfigurationError]()
+    for part, size in value._asdict().items():
+        try:
+            sizes[part] = _prepare_number(f"{name}.{part}", size, largest)
+        except ConfigurationError as error:
+            wrong.append(error)
+    refuse_together(wrong)
+    return XYV(**sizes)
 
 
 def _entries(docstring: str) -> dict[str, str]:

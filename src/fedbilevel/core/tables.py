@@ -161,10 +161,9 @@ def _part(options: Mapping[str, Any], value: Any, path: str, base: Any, wrong: W
 
 
 def _step_sizes(table: Fields, path: str, base: Any, wrong: Wrong) -> Any:
-    for name in table:
-        if name not in ("x", "y", "v"):
-            raise unknown(f"part of {path}", name, "xyv")
-    sizes = {name: _read(float, one, f"{path}.{name}", None, wrong) for name, one in table.items()}
+    wrong += [unknown(f"part of {path}", name, "xyv") for name in table if name not in XYV._fields]
+    known = {name: one for name, one in table.items() if name in XYV._fields}
+    sizes = {name: _read(float, one, f"{path}.{name}", None, wrong) for name, one in known.items()}
     return base._replace(**sizes) if isinstance(base, XYV) else sizes
 
 
