@@ -59,6 +59,7 @@ def here(tmp_path, monkeypatch) -> Path:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.py").write_text(SOURCE)
     (tmp_path / "sub" / "neighbour.py").write_text("SHIFT = 1.5\n")
+    (tmp_path / "my.own.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def make(:\n")
     return tmp_path
 
@@ -118,6 +119,7 @@ def test_a_module_is_found_from_here(here, monkeypatch) -> None:
         ("sub/mine.py:number", "mine.py:number is of type int; it must be a Task, or a function that returns one"),
         ("sub/mine.py:wrong", "mine.py:wrong returned int; it must return a Task"),
         ("sub/nine.py:make", "there is no file "),
+        ("my.own.py:make", "my.own.py cannot be imported: give the file a name without dots"),
         ("broken.py:make", "broken.py cannot be imported: invalid syntax"),
         ("nomodule:make", "module 'nomodule' cannot be imported: No module named 'nomodule'"),
         (":make", "module '' cannot be imported"),

@@ -138,6 +138,8 @@ def _module(place: str) -> ModuleType:
     file = absolute(place) if is_file(place) else None
     if file and not file.is_file():
         raise ConfigurationError(f"there is no file {file}")
+    if file and "." in file.stem:
+        raise ConfigurationError(f"{file} cannot be imported: give the file a name without dots before .py")
     try:
         if file or importlib.util.find_spec(place.partition(".")[0]) is None:
             _let_import(place, file.parent if file else Path.cwd())
