@@ -285,6 +285,7 @@ class Sweep(Shown):
             standard deviation "sd", the means "rounds" and "exchanges", and "error", empty unless a run failed.
         spent: "rounds" and "exchanges" of all runs together, but for those that failed.
         algorithm: with the values of the best point (of the command line, its spec); None where every point failed.
+        others: how many more runs are in the folder, of the command line's: of other points or seeds, played before.
     """
 
     fields: list[str]
@@ -294,6 +295,7 @@ class Sweep(Shown):
     rows: list[dict[str, Any]]
     spent: dict[str, float]
     algorithm: Any
+    others: int = 0
 
     @classmethod
     def of(
@@ -331,7 +333,8 @@ class Sweep(Shown):
         seeds, failed = len({row["seed"] for row in self.trials}), sum(bool(row["error"]) for row in self.trials)
         of = f"{counted(len(self.rows), 'point')} × {counted(seeds, 'seed')}"
         cost = f"in all {self.spent['rounds']:,.0f} rounds, {self.spent['exchanges']:,.0f} exchanges"
-        return f"{counted(len(self.trials), 'run')} ({of}){f', {failed:,} failed' if failed else ''}; {cost}"
+        beside = f"; beside {counted(self.others, 'other run')} in this folder" if self.others else ""
+        return f"{counted(len(self.trials), 'run')} ({of}){f', {failed:,} failed' if failed else ''}; {cost}{beside}"
 
     def card(self) -> Card:
         values = ", ".join(f"{name} = {value}" for name, value in (self.best or {}).items())

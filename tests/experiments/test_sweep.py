@@ -103,6 +103,15 @@ def test_a_larger_grid_plays_what_is_new(copy, monkeypatch) -> None:
     assert [row["server_lr.x"] for row in lines(copy)] == [x for x in ("0.02", "0.05", "0.1") for _ in range(4)]
 
 
+def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None:
+    """The best is best among them too, or was compared with them before."""
+    code, printed, _ = run("sweep", *SMALL, "--grid", "server_lr.x=0.05", *GRID[2:4], "--seeds", "0", "--out", copy)
+    assert code == 0
+    assert "beside 3 other runs in this folder" in " ".join(printed.split())
+    assert "2 runs (2 points × 1 seed), 1 failed" in contents(copy)["chosen.toml"]
+    assert "; beside 3 other runs in this folder." in contents(copy)["chosen.toml"]
+
+
 def test_an_interrupted_sweep_goes_on_to_the_same_files(folder, tmp_path, monkeypatch, run) -> None:
     """Interrupted within a run, whose first rounds are in its checkpoint."""
     real = runner.Scribe.__call__

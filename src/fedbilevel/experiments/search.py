@@ -37,7 +37,15 @@ from fedbilevel.engines.result import Result
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import own_code
 from fedbilevel.experiments.series import TaskCache
-from fedbilevel.experiments.sweep import PointRuns, PrintLine, SpecOf, chosen_metric, in_a_line, require_sweepable
+from fedbilevel.experiments.sweep import (
+    PointRuns,
+    PrintLine,
+    SpecOf,
+    chosen_metric,
+    in_a_line,
+    other_runs,
+    require_sweepable,
+)
 from fedbilevel.sweeps import PointValues, Sweep
 from fedbilevel.wording import in_a_line as quoted
 from fedbilevel.wording import missing
@@ -180,11 +188,12 @@ def search_specs(
         attributes = [one.user_attrs for one in study.get_trials(deepcopy=False, states=ends)]
     points, runs = ([one[name] for one in attributes] for name in ("point", "rows"))
     found = Sweep.of(points, points, runs, select, larger)
+    found.others = other_runs(folder, map(trial_name, study.get_trials(deepcopy=False)), plan.seeds)
     found.algorithm = None if found.algorithm is None else spec_of(found.algorithm)
     return found
 
 
-def trial_name(trial: optuna.Trial) -> str:
+def trial_name(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
     """Name a trial's folder."""
     return f"trial-{trial.number:03d}"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,15 @@ def sweep_specs(
         say(in_a_line(f"{point_name({name: row[name] for name in grid})}/seed-{row['seed']}", row, select))
 
     with showing(progress) as display:
-        return played(points, specs, plan.seeds, select, play, said)
+        found = played(points, specs, plan.seeds, select, play, said)
+    found.others = other_runs(folder, map(point_name, points), plan.seeds)
+    return found
+
+
+def other_runs(folder: Path, points: Iterable[str], seeds: Sequence[int]) -> int:
+    """Count the runs in a sweep's folder that are of other points, which are named by their folders, or seeds."""
+    own = {folder / point / f"seed-{seed}" for point in points for seed in seeds}
+    return sum(file.parent not in own for file in folder.glob(f"*/seed-*/{Folder(folder).spec.name}"))
 
 
 class PointRuns:
