@@ -49,6 +49,7 @@ PointValues = Mapping[str, Any]
 PlayRun = Callable[[int, int], History]
 """(number of a point, seed) -> what the run has measured."""
 LOSSES = ("outer_loss", "inner_loss")
+PRUNED = "pruned after"  # as the error of a run that was ended early begins, since others were better by then
 ENDS = ("mean", "worst", "best", "p10")  # of a metric that is measured on each client
 POLL = 0.1  # seconds, until a run that another process plays is looked at again
 
@@ -283,7 +284,7 @@ class Sweep(Shown):
             for the seconds of this machine.
         rows: a row for each point, best first and those that failed last: the values, the metric's mean, its sample
             standard deviation "sd", the means "rounds" and "exchanges", and "error", empty unless a run failed.
-        spent: "rounds" and "exchanges" of all runs together, but for those that failed.
+        spent: "rounds" and "exchanges" of all runs together, pruned ones up to their ends, but for those that failed.
         algorithm: with the values of the best point (of the command line, its spec); None where every point failed.
         others: how many more runs are in the folder, of the command line's: of other points or seeds, played before.
     """
@@ -330,11 +331,14 @@ class Sweep(Shown):
     @property
     def effort(self) -> str:
         """The number of runs and what they cost, in a sentence that papers can quote."""
-        seeds, failed = len({row["seed"] for row in self.trials}), sum(bool(row["error"]) for row in self.trials)
+        seeds, errors = len({row["seed"] for row in self.trials}), [row["error"] for row in self.trials if row["error"]]
+        early = sum(error.startswith(PRUNED) for error in errors)
+        ends = {"pruned": early, "failed": len(errors) - early}
+        said = "".join(f", {count:,} {end}" for end, count in ends.items() if count)
         of = f"{counted(len(self.rows), 'point')} × {counted(seeds, 'seed')}"
         cost = f"in all {self.spent['rounds']:,.0f} rounds, {self.spent['exchanges']:,.0f} exchanges"
         beside = f"; beside {counted(self.others, 'other run')} in this folder" if self.others else ""
-        return f"{counted(len(self.trials), 'run')} ({of}){f', {failed:,} failed' if failed else ''}; {cost}{beside}"
+        return f"{counted(len(self.trials), 'run')} ({of}){said}; {cost}{beside}"
 
     def card(self) -> Card:
         values = ", ".join(f"{name} = {value}" for name, value in (self.best or {}).items())

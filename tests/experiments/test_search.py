@@ -162,10 +162,13 @@ def test_a_failed_point_is_a_row_that_says_why(played, tmp_path) -> None:
 
 def test_a_pruner_ends_trials_by_the_rows_of_the_first_seed(played, tmp_path) -> None:
     found = searched(tmp_path, 20, pruner="median", seeds=[0, 1])
-    early = [row for row in found.rows if row["error"] == "seeds 0, 1: ended after 10 rounds"]
+    early = [row for row in found.rows if row["error"] == "seeds 0, 1: pruned after 10 rounds"]
     whole = [row for row in found.rows if not row["error"]]
     assert len(early) > 0
     assert len(played) == len(found.rows) + len(whole)  # of the others the second seed was not played
+    rounds = 10 * len(early) + 2 * 20 * len(whole)
+    assert found.spent == {"rounds": rounds, "exchanges": rounds}
+    assert f"(20 points × 2 seeds), {2 * len(early)} pruned" in found.effort
     assert found.best["server_lr.x"] == min(played, key=lambda step: abs(step - 0.1))
 
 

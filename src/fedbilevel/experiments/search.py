@@ -46,7 +46,7 @@ from fedbilevel.experiments.sweep import (
     other_runs,
     require_sweepable,
 )
-from fedbilevel.sweeps import PointValues, Sweep
+from fedbilevel.sweeps import PRUNED, PointValues, Sweep
 from fedbilevel.wording import in_a_line as quoted
 from fedbilevel.wording import missing
 
@@ -166,19 +166,21 @@ def search_specs(
             if row and select in row and row["round"]:
                 trial.report(row[select], int(row["round"]))
                 if trial.should_prune():
-                    raise optuna.TrialPruned(f"ended after {row['round']:,.0f} rounds")
+                    pruned.update(in_table(row))
+                    raise optuna.TrialPruned(f"{PRUNED} {row['round']:,.0f} rounds")
 
         rows: list[dict[str, Any]] = []
+        pruned: dict[str, Any] = {}  # the last row of a run that is ended early
         try:
             spec = spec_of(point)
             for seed in plan.seeds:
                 display.begin(f"{trial_name(trial)}, seed {seed}")
                 watching = [] if rows else [report]
                 history = plan.play(spec, seed, folder / trial_name(trial), tasks, callbacks=watching, progress=display)
-                last = {name: value for name, value in history.rows[-1].items() if name != "seconds"}
-                rows.append({"seed": seed, "error": "", **last})
+                rows.append({"seed": seed, "error": "", **in_table(history.rows[-1])})
         except (ConfigurationError, NumericalError, optuna.TrialPruned) as error:
-            return [{"seed": seed, "error": str(error)} for seed in plan.seeds], str(error)
+            begun, *others = ({"seed": seed, "error": str(error)} for seed in plan.seeds)
+            return [{**begun, **pruned}, *others], str(error)
         return rows, ""
 
     ends = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
@@ -191,6 +193,11 @@ def search_specs(
     found.others = other_runs(folder, map(trial_name, study.get_trials(deepcopy=False)), plan.seeds)
     found.algorithm = None if found.algorithm is None else spec_of(found.algorithm)
     return found
+
+
+def in_table(row: Row) -> dict[str, Any]:
+    """Return what a row of a history has for the table of a sweep: all but the seconds of this machine."""
+    return {name: value for name, value in row.items() if name != "seconds"}
 
 
 def trial_name(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
