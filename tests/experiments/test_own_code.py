@@ -44,6 +44,10 @@ def wrong():
     return number
 
 
+def unmeasured():
+    return Task("mine", ready.problem, ready.clients, ready.x0, ready.y0)
+
+
 def loss(x, y, batch):  # is no task, nor is what says that it returns something else
     return jnp.mean(batch)
 
@@ -119,6 +123,10 @@ def test_a_module_is_found_from_here(here, monkeypatch) -> None:
         ("sub/mine.py:number", "mine.py:number is of type int; it must be a Task, or a function that returns one"),
         ("sub/mine.py:wrong", "mine.py:wrong returned int; it must return a Task"),
         ("sub/nine.py:make", "there is no file "),
+        (
+            "sub/mine.py:unmeasured",
+            "Task.metrics = {} is not allowed: it must be one function (x, y) -> number by name",
+        ),
         ("my.own.py:make", "my.own.py cannot be imported: give the file a name without dots"),
         ("broken.py:make", "broken.py cannot be imported: invalid syntax"),
         ("nomodule:make", "module 'nomodule' cannot be imported: No module named 'nomodule'"),

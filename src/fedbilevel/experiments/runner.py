@@ -120,6 +120,10 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
         raise ConfigurationError(f"task {label(name)} cannot be made with these values: {error}") from error
+    if not party:  # a client of a federation needs none
+        require(
+            bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more"
+        )
     return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
 
 
