@@ -162,7 +162,7 @@ def test_samples_in_turn_are_each_its_own(key):
     for i, size in enumerate(SIZES):
         turns = []
         for apart in (True, False):
-            take, bound, count = replace(window(numbered, i), alone=apart).in_turn(order, None)
+            take, bound, count = replace(window(numbered, i), unbatched=apart).in_turn(order, None)
             assert (bound, int(count)) == (4, size)
             turns.append([take(j).tolist() for j in range(size)])
         assert turns[0] == turns[1]
@@ -176,7 +176,7 @@ def test_one_client_reads_samples_in_turn_without_a_copy():
 
     def memory(apart):
         def walk(values):
-            samples = Samples(values, jnp.asarray(0), jnp.asarray(500), 500, True, alone=apart)
+            samples = Samples(values, jnp.asarray(0), jnp.asarray(500), 500, True, unbatched=apart)
             take, bound, _ = samples.in_turn(jax.random.key(0), None)
             return jax.lax.fori_loop(0, bound, lambda j, total: total * 0.5 + take(j)[0], jnp.zeros(64))
 
