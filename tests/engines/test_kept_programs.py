@@ -284,6 +284,13 @@ def rate(round):
     return 0.1 * FACTOR
 
 
+class Rate:
+    """A schedule that is the method of an object."""
+
+    def at(self, round):
+        return rate(round)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -291,8 +298,9 @@ def rate(round):
         {"server_lr": partial(rate)},
         {"server_optimizer": optax.sgd(rate)},
         {"server_optimizer": optax.chain(optax.scale_by_schedule(rate), optax.scale(-1.0))},
+        {"server_optimizer": optax.sgd(Rate().at)},
     ],
-    ids=["a schedule", "a partial one", "an optimizer", "a chain"],
+    ids=["a schedule", "a partial one", "an optimizer", "a chain", "a method"],
 )
 def test_what_a_schedule_reads_is_noticed(fields, monkeypatch):
     algorithm = simfbo(**fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,6 +26,8 @@ from fedbilevel.engines.multihost import ProcessGroup
 from fedbilevel.machinery.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 
 VERSIONS = f"jax {jax.__version__}, optax {optax.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"
+LIBRARIES = ("fedbilevel", "optax", "jax", "jaxlib", "chex", "numpy", "builtins")
+"""Packages whose functions read nothing that changes."""
 Hashes = dict[str, str]
 """By the name of what differs where they do."""
 
@@ -128,7 +130,7 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
         for entry in fields(part):
             value = getattr(part, entry.name)
             if entry.metadata.get("static"):
-                if any(_of_a_user(function) for function in _functions(value)):
+                if _of_a_user(value):
                     return None
                 said += [entry.name, *_made_of(value)]
             elif isinstance(value, Schedule | XYV):
@@ -228,47 +230,40 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [name for name in {**old, **new} if old.get(name) != new.get(name)]
 
 
-def _made_of(function: Any, within: tuple[Any, ...] = ()) -> Iterator[str]:
+def _made_of(value: Any) -> Iterator[str]:
     """Describe a function that a library made, as optax does: its name, and the values that it closes over."""
-    if isinstance(function, FunctionType) and not any(function is outer for outer in within):
-        yield function.__qualname__
-        yield from _code(function.__code__)
-        for value in (*_closed_over(function), function.__defaults__, function.__kwdefaults__):
-            yield from _made_of(value, (*within, function))
-    elif isinstance(function, partial):
-        yield from _made_of((function.func, function.args, function.keywords), within)
-    elif isinstance(function, tuple | list):
-        for item in function:
-            yield from _made_of(item, within)
-    elif isinstance(function, Mapping):
-        yield from _made_of(list(function.items()), within)
-    elif not callable(function):
-        yield from description(function)
-    else:
-        yield getattr(function, "__qualname__", type(function).__qualname__)
+    for piece in _pieces(value):
+        if not callable(piece):
+            yield from description(piece)
+            continue
+        yield getattr(piece, "__qualname__", type(piece).__qualname__)
+        if isinstance(piece, FunctionType):
+            yield from _code(piece.__code__)
 
 
-def _functions(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Callable[..., Any]]:
-    """List the functions and callable objects that a value is made of, as `_made_of` describes them."""
-    if callable(value) and not isinstance(value, type | partial):
-        if not any(value is outer for outer in within):
-            yield value
-            if isinstance(value, FunctionType):
-                inside = (*_closed_over(value), value.__defaults__, value.__kwdefaults__)
-                yield from _functions(inside, (*within, value))
+def _of_a_user(value: Any) -> bool:
+    """Tell whether a value is made of a function, method or callable object that is not of LIBRARIES."""
+    made = (piece for piece in _pieces(value) if callable(piece) and not isinstance(piece, type))
+    return any((getattr(piece, "__module__", None) or "").partition(".")[0] not in LIBRARIES for piece in made)
+
+
+def _pieces(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """List the functions and other values that a value is made of: what it holds, and what functions close over."""
+    if any(value is outer for outer in within):
+        return
+    if isinstance(value, FunctionType):
+        yield value
+        for item in (*_closed_over(value), value.__defaults__, value.__kwdefaults__):
+            yield from _pieces(item, (*within, value))
     elif isinstance(value, partial):
-        yield from _functions((value.func, value.args, value.keywords), within)
+        yield from _pieces((value.func, value.args, value.keywords), within)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _functions(item, within)
+            yield from _pieces(item, within)
     elif isinstance(value, Mapping):
-        yield from _functions(list(value.values()), within)
-
-
-def _of_a_user(function: Callable[..., Any]) -> bool:
-    """Tell whether a function is none of this library's, Optax's or JAX's."""
-    place = function.__module__ if isinstance(function, FunctionType) else type(function).__module__
-    return place.partition(".")[0] not in ("fedbilevel", "optax", "jax", "jaxlib", "chex", "builtins", "functools")
+        yield from _pieces(list(value.items()), within)
+    else:
+        yield value
 
 
 def _code(code: CodeType) -> Iterator[str]:
