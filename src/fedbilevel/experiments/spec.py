@@ -58,7 +58,7 @@ class Component:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its fields as TOML can hold them."""
+        """Return the fields as TOML can hold them."""
         value = self.value
         return plain(value if isinstance(value, Mapping) else {name: getattr(value, name) for name in names_of(value)})
 
@@ -220,7 +220,12 @@ def resolve(tables: Fields) -> Spec:
     """
     wrong = Wrong()
     given = sections(tables, wrong)
-    task, algorithm = _loaded_names(given, wrong)
+    return _completed(given, _loaded_names(given, wrong), wrong)
+
+
+def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong) -> Spec:
+    """Complete a spec from its sections and the names of its task and algorithm; refuse what is in `wrong` with it."""
+    task, algorithm = names
     maker, cls = task_maker(task), algorithm_class(algorithm)
     layers = _presets(given, task, algorithm)
     whole = {name: merged(layers.get(name, {}), _without_name(given[name])) for name in SECTIONS}
@@ -376,12 +381,7 @@ def configure(
             found += [] if path in named else [(located(path, *chosen), value)]
         except ConfigurationError as error:
             wrong.append(error)
-    try:
-        spec = resolve(overlaid(tables, reduce(put, found, {})))
-    except ConfigurationError as error:
-        wrong.append(error)
-    refuse_together(wrong)
-    return spec
+    return _completed(overlaid(tables, reduce(put, found, {})), chosen, wrong)
 
 
 def put(tables: Fields, setting: tuple[Sequence[str], Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """Of the values."""
+        """Return the mean of the values."""
         return sum(value / len(self.values) for value in self.values)
 
     @property
