@@ -51,6 +51,7 @@ Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
 """
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -318,20 +319,27 @@ def chosen(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
+FACTS = Facts(
+    paper="Jiao et al. 2023, arXiv:2212.10048",
+    good_for="clients of unequal speed; only the making of a plane waits for the slowest",
+    exchanges="T + 2K",
+    up="T + K like x, 2K like y",
+    hvps="2K",
+    cost="a gradient of f",
+    client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
+    bias="φ in place of y*, unless K is large; what few planes leave open",
+)
+"""ADBO's, and SDBO's but for what the latter needs and is good for."""
+
+
 class SDBO(CuttingPlanes):
     """Cutting planes for the inner problem, in steps that wait for all clients."""
 
     name = "sdbo"
-    facts = Facts(
-        paper="Jiao et al. 2023, arXiv:2212.10048",
+    facts = replace(
+        FACTS,
         needs="all clients in every round",
         good_for="comparison with ADBO, which computes the same where no client is late",
-        exchanges="T + 2K",
-        up="T + K like x, 2K like y",
-        hvps="2K",
-        cost="a gradient of f",
-        client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
-        bias="φ in place of y*, unless K is large; what few planes leave open",
     )
     allows = Allows(
         late=No("it is there to compare ADBO with, which is the same without waiting for everyone"), submodels=WHOLE
@@ -354,16 +362,7 @@ class ADBO(CuttingPlanes):
     """
 
     name = "adbo"
-    facts = Facts(
-        paper="Jiao et al. 2023, arXiv:2212.10048",
-        good_for="clients of unequal speed; only the making of a plane waits for the slowest",
-        exchanges="T + 2K",
-        up="T + K like x, 2K like y",
-        hvps="2K",
-        cost="a gradient of f",
-        client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
-        bias="φ in place of y*, unless K is large; what few planes leave open",
-    )
+    facts = FACTS
     allows = Allows(
         late=No("it goes on with the first replies by itself: set its own field wait_for"),
         submodels=WHOLE,
