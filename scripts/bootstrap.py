@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".bootstrapped"
 STARTED_OFTEN = (  # what runs and the processes of a federation import
-    "fedbilevel.cli.progress",
+    "fedbilevel.experiments.tables",
     "fedbilevel.experiments.names",
     "fedbilevel.experiments.series",
     "matplotlib.figure",

@@ -9,11 +9,10 @@ import types
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import fedbilevel as fb
-from fedbilevel.display import Lines, Notebook, Silent, chosen
-from fedbilevel.display.bar import Bar, terminal
-from fedbilevel.display.speed import Speed
+from fedbilevel.display import Bar, Lines, Notebook, Silent, Speed, chosen
 from fedbilevel.engines import progress
 from fedbilevel.engines.progress import Guarded, showing
 from fedbilevel.tasks.quadratic import quadratic
@@ -198,12 +197,12 @@ def test_a_terminal_shows_stage_rounds_speed_and_what_is_left(task, monkeypatch)
     monkeypatch.setattr(sys, "stderr", screen)
     bar = chosen(None)
     bar.stage("compiling")
-    bar.lines.refresh()
+    bar.live.refresh()
     bar.speed.clock = clock = Clock()
     bar.advance(10, 100)
     clock.now = 2.0
     bar.advance(30, 100)  # 20 rounds in 2 s; 70 are left
-    bar.lines.refresh()
+    bar.live.refresh()
     bar.close()
     text = screen.getvalue()
     assert "compiling" in text
@@ -253,13 +252,13 @@ def test_a_notebook_has_tqdms_bar_where_tqdm_is_installed(task, monkeypatch) -> 
 
 def test_one_of_several_runs_is_named_before_its_stages_and_while_it_runs() -> None:
     screen, book, told = Terminal(), Notebook(Tqdm), Told()
-    for display in (bar := Bar(terminal(screen)), book, told):
+    for display in (bar := Bar(Console(file=screen, force_terminal=True)), book, told):
         with showing(display) as shown:
             shown.begin("trial 2 of 5")
             shown.stage("tracing")
             shown.advance(4, 4)
             if display is bar:
-                bar.lines.refresh()
+                bar.live.refresh()
     assert "trial 2 of 5: tracing" in screen.getvalue()
     assert "trial 2 of 5: running" in screen.getvalue()
     assert book.bar.log == ["trial 2 of 5: tracing", "trial 2 of 5", "unpaused", "closed"]

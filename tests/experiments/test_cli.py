@@ -251,12 +251,12 @@ def test_a_full_disk_ends_the_run_with_one_sentence(run, here, monkeypatch) -> N
 
 
 def test_a_disk_that_fills_up_on_the_way(run, here, monkeypatch) -> None:
-    from fedbilevel.experiments import tables
+    from fedbilevel import display
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tables.Watch, "__call__", lambda *_: monkeypatch.setattr(os, "fsync", full))
+    monkeypatch.setattr(display.Watch, "__call__", lambda *_: monkeypatch.setattr(os, "fsync", full))
     code, _, error = run(*QUADRATIC, "--rounds", 10, "--out", "disk")
     assert code == 4
     assert error.endswith("; free some space, then continue with: fedbilevel run --resume disk\n")

@@ -13,7 +13,7 @@ from rich.console import Console
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import compare, export, view
+from fedbilevel.experiments import compare, export, tables
 from fedbilevel.experiments.compare import common_targets, comparison_table, default_panels, load_groups
 from run_folders import write_run
 
@@ -149,7 +149,7 @@ def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path) -> None
 
 
 def test_operations_in_three_digits_or_more() -> None:
-    assert [view.gflop(flops) for flops in (0, 737_000, 911_428_080, 123_456_789_000_000)] == [
+    assert [tables.gflop(flops) for flops in (0, 737_000, 911_428_080, 123_456_789_000_000)] == [
         "0",
         "0.000737",
         "0.911",
@@ -175,7 +175,7 @@ def test_milestones_and_the_exchanges_to_them(runs) -> None:
     assert compare.cost_to(rising, "accuracy", 0.9) == 30
     assert compare.cost_to(rising, "accuracy", 0.97) is None
     assert common_targets(load_groups([runs / "sim"]), "relative_error")[0] == 0.1
-    assert str(view.Cell(values=[0.9, 0.92], kind="accuracy")) == "91.00 ± 1.41 %"
+    assert str(tables.Cell(values=[0.9, 0.92], kind="accuracy")) == "91.00 ± 1.41 %"
 
 
 def test_runs_that_measure_different_things_are_refused(runs, tmp_path) -> None:
@@ -197,7 +197,7 @@ def test_the_better_way_is_what_was_declared_when_the_run_was_made(declared, tmp
     groups = load_groups([tmp_path / "long", tmp_path / "short"])
     assert [group.values("best") for group in groups] == ([[1.0], [1.0]] if declared else [[1 / 31], [1 / 21]])
     assert export.as_json(groups)["larger_is_better"] is declared
-    row = view.latex(compare.comparison(groups)).splitlines()[5 + declared]
+    row = tables.latex(compare.comparison(groups)).splitlines()[5 + declared]
     assert row.startswith("short" if declared else "long")
     assert row.count(r"$\mathbf{") == 2  # final and best
     assert bool(common_targets(groups, "relative_error")) is not declared

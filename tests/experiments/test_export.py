@@ -14,7 +14,7 @@ from made_up import made_up_groups, made_up_run
 
 from fedbilevel.experiments import export
 from fedbilevel.experiments.compare import RunGroup, comparison
-from fedbilevel.experiments.view import escaped, latex, markdown, number
+from fedbilevel.experiments.tables import escaped, latex, markdown, number
 
 STRANGE = ["50% of_a & b", 'a, "b"', "$x^2$ {#1} ~\\end", "[a] 1 < 2", "*star\nline"]
 

@@ -98,7 +98,7 @@ def again(folder: Path) -> list[object]:
 
 
 def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatch) -> None:
-    from fedbilevel.experiments import tables
+    from fedbilevel import display
 
     seen = []
 
@@ -108,7 +108,7 @@ def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatc
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(tables.Watch, "__call__", interrupted)
+        patched.setattr(display.Watch, "__call__", interrupted)
         code, _, error = run(*again(incomplete))
     assert code == 130
     assert error == f"fedbilevel: interrupted; continue with the same command and --out {incomplete}\n"
@@ -118,12 +118,12 @@ def test_an_interrupted_comparison_goes_on(compared, incomplete, run, monkeypatc
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(incomplete, run, monkeypatch) -> None:
-    from fedbilevel.cli import progress
+    from fedbilevel.experiments import runner
 
     def diverging(*_: object, **more: object) -> None:
         raise NonFiniteError("round 3, x is nan")
 
-    monkeypatch.setattr(progress, "complete", diverging)
+    monkeypatch.setattr(runner, "complete", diverging)
     (incomplete / "comparison.png").unlink()
     code, shown, error = run(*again(incomplete))
     assert (code, error) == (3, "fedbilevel: simfbo/seed-1: round 3, x is nan; no checkpoint had been written\n")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedbilevel.experiments import tables
 from fedbilevel.experiments.compare import comparison_table
-from fedbilevel.experiments.view import Cell, Column, Table, terminal
+from fedbilevel.experiments.tables import Cell, Column, Table, terminal
 
 
 def fitted(columns: dict[str, list[str]], width: int, texts: tuple[str, ...] = (), goes: tuple[str, ...] = ()):

@@ -91,7 +91,7 @@ def test_a_run_is_extended(tmp_path, run) -> None:
 
 
 def test_what_marks_a_finished_run_is_gone_while_it_is_extended(tmp_path, run, monkeypatch) -> None:
-    from fedbilevel.experiments import tables
+    from fedbilevel import display
 
     folder = tmp_path / "run"
     finished = [folder / name for name in ("summary.json", "result.npz", "ledger.json", "plot.png")]
@@ -102,7 +102,7 @@ def test_what_marks_a_finished_run_is_gone_while_it_is_extended(tmp_path, run, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(tables.Watch, "__call__", interrupted)
+        patched.setattr(display.Watch, "__call__", interrupted)
         assert run("run", "--resume", folder, "--rounds", 20, "--quiet")[0] == 130
     assert not any(file.exists() for file in finished)
     assert "has not finished" in run("compare", folder)[2]

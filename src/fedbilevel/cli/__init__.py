@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, federation, run, sweep
-from fedbilevel.cli.shared import BAD_INPUT, INTERRUPTED, OK, Add, check_names, exit_code, fail, sentence
+from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_names, exit_code, fail, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,9 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             check_names(options)
             return int(options.command(options))
-    except KeyboardInterrupt:
-        return fail(INTERRUPTED, "interrupted")
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code is None or options.debug:
             raise

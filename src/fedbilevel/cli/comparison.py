@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbilevel.cli.run import played
 from fedbilevel.cli.shared import (
     NUMBERS_FAIL,
     OK,
@@ -147,7 +148,6 @@ def _algorithms(options: argparse.Namespace) -> int:
     require(len(options.what) <= 1, "TASK", " ".join(options.what), "a single task with --algorithms")
     terminal = console()
     prepare_jax()
-    from fedbilevel.cli import progress
     from fedbilevel.experiments import export, plots
     from fedbilevel.experiments.compare import comparison_table
     from fedbilevel.experiments.series import PICTURE, comparison_folder, comparison_specs, play_all
@@ -170,7 +170,7 @@ def _algorithms(options: argparse.Namespace) -> int:
 
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
-            progress.played(spec, place, options.quiet, task=task, series=folder)
+            played(spec, place, options.quiet, task=task, series=folder)
         except NumericalError as error:  # the others are still worth comparing
             failed.append(f"{place.relative_to(folder)}: {error}")
             print(f"fedbilevel: {failed[-1]}", file=sys.stderr)

@@ -1,14 +1,17 @@
-"""`fedbilevel run`: start a run, one for each of several seeds, or go on with one."""
+"""`fedbilevel run`: start a run, one for each of several seeds, or go on with one; how commands play a run."""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fedbilevel.experiments as experiments  # which loads nothing yet; "from fedbilevel import" would load all
 from fedbilevel.cli.shared import (
     INTERRUPTED,
     OK,
@@ -22,6 +25,7 @@ from fedbilevel.cli.shared import (
     exit_code,
     fail,
     prepare_jax,
+    say,
     say_paths,
     seed,
     sentence,
@@ -30,7 +34,8 @@ from fedbilevel.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from fedbilevel.experiments import Spec
+    from fedbilevel.experiments import Folder, Spec
+    from fedbilevel.tasks import Task
 
 
 def add_to(add: Add) -> None:
@@ -111,20 +116,15 @@ def _run_together(options: argparse.Namespace) -> int:
     except BaseException as error:
         if current_group().service is None:
             raise  # nobody is waiting
-
-        current_group().part(
-            _reported(error, options.debug), type(error).__name__ if isinstance(error, SystemExit) else sentence(error)
-        )
+        why = type(error).__name__ if isinstance(error, SystemExit) else sentence(error)
+        current_group().part(_reported(error, options.debug), why)
 
 
 def _reported(error: BaseException, debug: bool) -> int:
     """Print the message of an error; the exit code."""
-
     if isinstance(error, SystemExit):
         return int(error.code or OK)  # its message was printed
-    if isinstance(error, KeyboardInterrupt):
-        return fail(INTERRUPTED, "interrupted")
-    code = exit_code(error) if isinstance(error, Exception) else None
+    code = exit_code(error)
     if code is None or debug:
         traceback.print_exception(error)
     return 1 if code is None else fail(code, sentence(error))
@@ -148,13 +148,10 @@ def _play(options: argparse.Namespace) -> int:
     if options.resume is not None:
         return _resume(options)
     spec, folder = _chosen(options)
-    from fedbilevel.cli.progress import played
-    from fedbilevel.experiments import run
-
-    if not options.seeds:
-        played(spec, folder, options.quiet, partial(run, spec, folder))
-        return OK
-    return _run_seeds(options, spec, folder)
+    if options.seeds:
+        return _run_seeds(options, spec, folder)
+    played(spec, folder, options.quiet, partial(experiments.run, spec, folder))
+    return OK
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
@@ -162,27 +159,24 @@ def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
     if options.coordinator is None:
         return _described(options)
     from fedbilevel.engines.multihost import current_group
-    from fedbilevel.experiments.spec import resolve
 
-    def say() -> tuple[dict[str, dict[str, Any]], str]:
+    def described() -> tuple[dict[str, dict[str, Any]], str]:
         spec, folder = _described(options)
         return spec.tables(), str(folder)
 
-    tables, folder = current_group().decide(say)
-    spec = resolve(tables)
+    tables, folder = current_group().decide(described)
+    spec = experiments.resolve(tables)
     tune(spec)
     return spec, Path(folder)
 
 
 def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
     """The spec and the folder that the options describe."""
-    from fedbilevel.experiments import Folder, seeded
-
     if options.out is not None and not options.seeds:
-        Folder(options.out).require_free()
+        experiments.Folder(options.out).require_free()
     spec = configured(options)
-    spec = spec if options.seed is None else seeded(spec, options.seed)
-    return spec, options.out or Folder.new(spec).path
+    spec = spec if options.seed is None else experiments.seeded(spec, options.seed)
+    return spec, options.out or experiments.Folder.new(spec).path
 
 
 WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "quiet", "coordinator", "processes", "process"]
@@ -195,31 +189,31 @@ def _resume(options: argparse.Namespace) -> int:
     if given := [name for name, value in vars(options).items() if name not in WITH_RESUME and value not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     prepare_jax()
-    from fedbilevel.cli.progress import played
-    from fedbilevel.experiments import Folder, resume
     from fedbilevel.experiments.runner import resumable
 
-    place = Folder(options.resume)
+    place = experiments.Folder(options.resume)
     if place.spec.is_file():  # of several processes, process 0 has the folder
         spec_tables(place.spec)
     spec = resumable(place, options.rounds)
     tune(spec)
-    go_on = partial(resume, place.path, rounds=options.rounds, force=options.force)
-    played(spec, place.path, options.quiet, go_on)
+    played(
+        spec,
+        place.path,
+        options.quiet,
+        partial(experiments.resume, place.path, rounds=options.rounds, force=options.force),
+    )
     return OK
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
-    from fedbilevel.cli.progress import played
     from fedbilevel.experiments import plots, tables
     from fedbilevel.experiments.compare import draw, load_groups
-    from fedbilevel.experiments.folder import Folder
-    from fedbilevel.experiments.series import require_series, seeded
+    from fedbilevel.experiments.series import require_series
 
     drawn = plots.possible()
-    series = {folder / f"seed-{seed}": seeded(spec, seed) for seed in options.seeds}
-    picture = Folder(folder).plot
+    series = {folder / f"seed-{seed}": experiments.seeded(spec, seed) for seed in options.seeds}
+    picture = experiments.Folder(folder).plot
     require_series(folder, series, besides=[picture.name])
     runs = [played(one, path, options.quiet, series=folder) for path, one in series.items()]
     if drawn:
@@ -228,3 +222,78 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     terminal.print(tables.seeds_table(runs, terminal.width))
     say_paths(terminal, {"runs": folder, "plot": [picture] * drawn})
     return OK
+
+
+def played(
+    spec: Spec,
+    folder: Path,
+    quiet: bool,
+    play: Callable[..., object] | None = None,
+    *,
+    task: Task | None = None,
+    series: Path | None = None,
+) -> dict[str, Any]:
+    """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
+
+    Where several processes play it together, process 0 does that; the others' summary is empty.
+
+    Args:
+        play: how, as `experiments.run` or `resume`; None: as `complete`, and a run that is finished is only read.
+        series: the folder of the runs that a command makes, of which one picture shows all.
+    """
+    from fedbilevel.core.errors import CheckpointError, NumericalError
+    from fedbilevel.display import Watch
+    from fedbilevel.engines.multihost import current_group
+    from fedbilevel.engines.progress import showing
+    from fedbilevel.experiments import plots, tables
+    from fedbilevel.experiments.runner import first_metric
+
+    group, place = current_group(), experiments.Folder(folder)
+    if play is None and place.finished:
+        return experiments.load_run(folder).summary
+    experiment = experiments.build(spec, task)  # shows downloads by itself
+    play = play or partial(experiments.complete, spec, folder)
+    quiet = quiet or not group.is_first
+    terminal = console(quiet)
+    brief = series is not None and not terminal.is_terminal
+    group.advice = go_on = CONTINUE.format(folder)
+    drawn = series is None and group.decide(plots.possible)
+    watch = Watch(console(quiet or brief), first_metric(experiment.task), spec.run.budget, spec.timed)
+    try:
+        with showing(watch) as display:
+            play(experiment=experiment, callbacks=[watch], progress=display, plot=drawn)
+    except KeyboardInterrupt:
+        raise SystemExit(fail(INTERRUPTED, _how_to_resume(place, series, group.is_first))) from None
+    except NumericalError as error:
+        stays = f"the last good checkpoint stays in {folder}" if place.begun else "no checkpoint had been written"
+        raise type(error)(f"{error}; {stays if group.is_first else ELSEWHERE}") from error
+    except CheckpointError as error:
+        full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full or not place.begun:
+            raise
+        raise CheckpointError(f"{error}; free some space, then {go_on}") from error
+    if not group.is_first:
+        return {}
+    summary = experiments.load_run(folder).summary
+    if series is None:
+        terminal.print(tables.summary_table(summary))
+        say_paths(terminal, {"run": folder, "plot": [place.plot] * drawn})
+    else:
+        say(terminal, tables.summary_line(folder.relative_to(series), summary))
+    if quiet:
+        print(folder)
+    return summary
+
+
+CONTINUE = "continue with: fedbilevel run --resume {}"
+ELSEWHERE = "what there is to resume from is with process 0"
+
+
+def _how_to_resume(place: Folder, series: Path | None, first: bool) -> str:
+    if not first:
+        return f"interrupted; {ELSEWHERE}"
+    if series is not None:
+        return f"interrupted; continue with the same command and --out {series}"
+    if place.begun:
+        return f"interrupted; {CONTINUE.format(place.path)}"
+    return "interrupted before the first checkpoint; there is nothing to resume"

@@ -200,11 +200,13 @@ def tune(spec: Spec) -> None:
     tune_cpu(spec.engine.devices)
 
 
-def exit_code(error: Exception) -> int | None:
+def exit_code(error: BaseException) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
     from fedbilevel.core.errors import CheckpointError, ExchangeError, FedbilevelError, NumericalError
     from fedbilevel.data.reading import DataError
 
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     if isinstance(error, NumericalError):
         return NUMBERS_FAIL
     if isinstance(error, ExchangeError):
@@ -218,6 +220,8 @@ def sentence(error: BaseException) -> str:
     """The message for an error; for an error of the operating system the file and the reason, without a number."""
     from fedbilevel.core.errors import FedbilevelError
 
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error)

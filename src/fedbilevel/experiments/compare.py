@@ -22,7 +22,7 @@ from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import read_finished
-from fedbilevel.experiments.view import Cell, Column, Table, best_of, escaped, terminal
+from fedbilevel.experiments.tables import Cell, Column, Table, best_of, escaped, terminal
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 TARGETS = 3

@@ -22,7 +22,7 @@ from fedbilevel.experiments.compare import (
 )
 from fedbilevel.experiments.folder import LoadedRun
 from fedbilevel.experiments.loader import label
-from fedbilevel.experiments.view import latex, markdown
+from fedbilevel.experiments.tables import latex, markdown
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")

@@ -27,6 +27,7 @@ from rich.console import Console
 from fedbilevel import __version__
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.display import Watch
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
@@ -39,7 +40,7 @@ from fedbilevel.experiments.folder import (
     require_free,
 )
 from fedbilevel.experiments.loader import own_file, task_maker
-from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, task_of
+from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, first_metric, task_of
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.tasks import Task
@@ -75,13 +76,11 @@ def client_app(spec: Spec) -> Any:
 
 def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     """Play the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
-    from fedbilevel.experiments.tables import Watch
     from fedbilevel.flower import Flower
 
     spec = configured(spec, config)
     task = seen_by(spec, "server")
-    named = "one function (x, y) -> number by name, or more, on the server"
-    require(bool(task.metrics), "Task.metrics", dict(task.metrics), named)
+    metric = first_metric(task)
     place = Folder(Path(config["out"])) if config.get("out") else Folder.new(spec)
     require_same(spec, place)
     name = run_name(place)
@@ -92,7 +91,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
         if not _name_file(place).exists():
             write_text(_name_file(place), name)
 
-    watch = Watch(Console(width=160, force_terminal=False), next(iter(task.metrics)), spec)
+    watch = Watch(Console(width=160, force_terminal=False), metric, spec.run.budget, spec.timed)
     experiment = Experiment(task, algorithm_of(spec), engine)
     drawn = plots.possible()
     complete(spec, place.path, callbacks=[note_name, watch], plot=drawn, experiment=experiment, progress=watch)

@@ -27,7 +27,7 @@ from fedbilevel.display.curves import (
 )
 from fedbilevel.engines.checkpoint import write_bytes
 from fedbilevel.engines.history import History
-from fedbilevel.experiments.view import gflop
+from fedbilevel.experiments.tables import gflop
 from fedbilevel.wording import missing
 
 SUFFIXES = (".png", ".pdf", ".svg")

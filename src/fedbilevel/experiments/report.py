@@ -29,7 +29,7 @@ from fedbilevel.experiments.compare import (
     tasks_of,
 )
 from fedbilevel.experiments.folder import LoadedRun, as_damage
-from fedbilevel.experiments.view import Cell, Column, Table, page_table, visible
+from fedbilevel.experiments.tables import Cell, Column, Table, page_table, visible
 from fedbilevel.wording import require_object
 
 FILE = "report.html"

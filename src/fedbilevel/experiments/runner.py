@@ -83,10 +83,20 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
     algorithm = algorithm_of(spec)
     engine = Local(**asdict(spec.engine), clock=spec.clock)
     task = task_of(spec) if task is None else task
-    require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
+    first_metric(task)  # there is one
     check_solves(algorithm, task.problem)
     _check_participants(spec, algorithm, len(task.clients))
     return Experiment(task, algorithm, engine)
+
+
+def first_metric(task: Task) -> str:
+    """The metric that pictures, tables and the display of a run show.
+
+    Raises:
+        ConfigurationError: the task has none.
+    """
+    require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
+    return next(iter(task.metrics))
 
 
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
@@ -120,10 +130,6 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
         raise ConfigurationError(f"task {label(name)} cannot be made with these values: {error}") from error
-    if not party:  # a client of a federation needs none
-        require(
-            bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more"
-        )
     return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
 
 
@@ -283,8 +289,7 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
         raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
     spec = read_spec(place.spec)
     if rounds is not None and spec.run.rounds is None:
-        much = in_words(spec.run.budget) if spec.run.budget else ""
-        raise ConfigurationError(f"the run in {place.path} ends after {much}, not after rounds")
+        raise ConfigurationError(f"the run in {place.path} ends after {in_words(spec.run.budget)}, not after rounds")
     if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
         raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
     return spec if rounds is None else spec.replace(run={"rounds": rounds})
@@ -325,9 +330,7 @@ def _play(
             progress=display,
         )
     report_stage(WRITING)
-    current_group().decide(
-        lambda: finish(spec, place, result, next(iter(task.metrics)), time.perf_counter() - began, plot)
-    )
+    current_group().decide(lambda: finish(spec, place, result, first_metric(task), time.perf_counter() - began, plot))
     return result
 
 
@@ -337,7 +340,6 @@ def _length(
     """Rounds at most, rounds between rows, and what ends the run before."""
     if spec.run.rounds is not None:
         return spec.run.rounds, spec.run.eval_every, []
-    assert spec.run.budget is not None
     whole = spec.run.budget
     done = current_group().decide(lambda: rounds_done(place.checkpoint, whole) if resume and place.begun else None)
     rounds = rounds_at_most(whole) if done is None else done
@@ -412,7 +414,7 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
         "data": spec.data,
         "seed": spec.run.seed,
         "rounds": result.round,
-        "stopped": result.stopped or ("" if spec.run.budget is None else reason(spec.run.budget)),
+        "stopped": result.stopped or ("" if spec.run.rounds is not None else reason(spec.run.budget)),
         "metric": metric,
         "larger_is_better": result.history.directions,
         "final": values[-1],
@@ -436,7 +438,6 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
     """
     if plan.eval_every is not None:
         return plan.eval_every
-    assert plan.budget is not None
     name, amount = plan.budget
     report_stage(MEASURING)
     with warnings.catch_warnings(action="ignore"):  # the run itself says it again

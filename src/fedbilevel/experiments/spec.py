@@ -134,15 +134,14 @@ class RunPlan:
             raise ConfigurationError(
                 f"a run ends after some rounds, exchanges, bytes or seconds of the clock: give one, not {got}"
             )
-        rows = self.budget is not None or self.eval_every is not None
         allowed = "a positive integer, unless run.exchanges, run.bytes or run.time is given"
-        require(rows, "run.eval_every", None, allowed)
+        require(self.rounds is None or self.eval_every is not None, "run.eval_every", None, allowed)
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
 
     @property
-    def budget(self) -> tuple[str, float] | None:
-        """The budget that ends the run: which cost is counted, and how much of it; None where rounds end it."""
-        return next(((name, value) for name in BUDGETS if (value := getattr(self, name)) is not None), None)
+    def budget(self) -> tuple[str, float]:
+        """What ends the run: which cost is counted, "rounds" or one of BUDGETS, and how much of it."""
+        return next((name, value) for name in ("rounds", *BUDGETS) if (value := getattr(self, name)) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

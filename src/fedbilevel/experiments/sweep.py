@@ -29,10 +29,10 @@ from fedbilevel.experiments import toml
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, path_word
 from fedbilevel.experiments.loader import label
-from fedbilevel.experiments.runner import run_of
+from fedbilevel.experiments.runner import first_metric, run_of
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec
-from fedbilevel.experiments.view import Cell, Column, Table, terminal
+from fedbilevel.experiments.tables import Cell, Column, Table, terminal
 from fedbilevel.sweeps import (
     ENDS,
     LOSSES,
@@ -177,7 +177,7 @@ def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable
     task = tasks(spec)
     own = task.metrics_per_client if spec.run.metrics_per_client else {}
     known = [*task.metrics, *(f"{name}.{end}" for name in own for end in ENDS), *LOSSES]
-    select = select or next(iter(task.metrics))
+    select = select or first_metric(task)
     on_holdout = next((one.replace("test", "validation") for one in known if measured_on_test(one)), "")
     if spec.task.fields.get("holdout") == 0 and on_holdout:
         advice = f"--set task.holdout={SHARE} holds training data out and measures {on_holdout} in its place"
