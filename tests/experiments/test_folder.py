@@ -148,23 +148,23 @@ def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch
     code.write_text("first\n")
     monkeypatch.setattr(runner, "__file__", str(code))
     monkeypatch.setattr(runner, "_commit", runner._commit.__wrapped__)
-    assert runner.describe_environment()["commit"] is None  # installed, or unpacked from an archive
+    assert runner.environment_of(SPEC)["commit"] is None  # installed, or unpacked from an archive
 
     def git(*words: str) -> str:
         by = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         return subprocess.run(["git", *by, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
     git("init")
-    assert runner.describe_environment()["commit"] is None  # nothing is committed yet
+    assert runner.environment_of(SPEC)["commit"] is None  # nothing is committed yet
     git("add", ".")
     git("commit", "-m", "one")
     git("tag", "v1")
     commit = git("rev-parse", "HEAD")[:12]
-    assert runner.describe_environment()["commit"] == commit
+    assert runner.environment_of(SPEC)["commit"] == commit
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-    assert runner.describe_environment()["commit"] == commit
+    assert runner.environment_of(SPEC)["commit"] == commit
     monkeypatch.delenv("GIT_DIR")
     code.write_text("second\n")
-    assert runner.describe_environment()["commit"] == f"{commit}-dirty"
+    assert runner.environment_of(SPEC)["commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert runner.describe_environment()["commit"] is None  # a machine without git
+    assert runner.environment_of(SPEC)["commit"] is None  # a machine without git

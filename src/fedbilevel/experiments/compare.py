@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import read_finished
-from fedbilevel.experiments.tables import Cell, Column, Table, best_of, escaped, terminal
+from fedbilevel.experiments.tables import Cell, Column, Table, best_of, escaped, terminal, text_column
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 TARGETS = 3
@@ -261,37 +262,29 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
     level to compare with, and never the best."""
     metric, larger = groups[0].metric, groups[0].larger_is_better
     ends = {group.label: (group.first(metric), statistics.fmean(group.values("final"))) for group in groups}
-    says_all, tasks = all(group.says_algorithm for group in groups), {_what(group.runs[0]) for group in groups}
-    names = [
-        Column("", _words(legend(groups)), paper="method", is_text=True),
-        Column("run", _words([group.label for group in groups]), is_text=True),
-        *([] if says_all else [Column("algorithm", _words([group.algorithm for group in groups]), 15, is_text=True)]),
-        *(
-            [Column("task", _words([_what(group.runs[0]) for group in groups]), 14, is_text=True)]
-            if len(tasks) > 1
-            else []
-        ),
-    ]
+    tasks = [_what(group.runs[0]) for group in groups]
+    names = [text_column("", legend(groups), paper="method"), text_column("run", [group.label for group in groups])]
+    if not all(group.says_algorithm for group in groups):
+        names.append(text_column("algorithm", [group.algorithm for group in groups], 15))
+    if len(set(tasks)) > 1:
+        names.append(text_column("task", tasks, 14))
     rivals, paper = [not group.pooled for group in groups], escaped(words(metric)) + r" (\%)" * in_percent(metric)
-    outcomes = {kind: [Cell(values=group.values(kind), kind=metric) for group in groups] for kind in ("final", "best")}
+
+    def outcome(kind: str, goes: int | None) -> Column:
+        cells = [Cell(values=group.values(kind), kind=metric) for group in groups]
+        return Column(kind, best_of(cells, rivals, larger), goes, f"{kind} {paper}")
+
     columns = [
         *names,
         Column("rounds", [Cell(values=group.values("rounds"), kind="count") for group in groups], 10),
         *_costs(groups),
-        *(
-            Column(kind, best_of(cells, rivals, larger), {"final": None, "best": 6}[kind], f"{kind} {paper}")
-            for kind, cells in outcomes.items()
-        ),
+        outcome("final", None),
+        outcome("best", 6),
         *_over_clients(groups),
         Column("seconds", [Cell(values=group.values("seconds_in_rounds"), kind="seconds") for group in groups], 2),
         *_to_targets(groups, metric, rivals),
     ]
-    notes = doubts(metric, ends, larger)
-    return Table(f"{tasks_of(groups)}: {metric}", columns, notes, seeds=common_seeds(groups))
-
-
-def _words(texts: Sequence[str]) -> list[Cell]:
-    return [Cell(one) for one in texts]
+    return Table(f"{tasks_of(groups)}: {metric}", columns, doubts(metric, ends, larger), seeds=common_seeds(groups))
 
 
 def _costs(groups: Sequence[RunGroup]) -> list[Column]:
@@ -326,15 +319,16 @@ def _to_targets(groups: Sequence[RunGroup], metric: str, rivals: Sequence[bool])
     timed = any(group.timed for group in groups)
     times = [Cell(values=[statistics.fmean(map(_time, group.runs))], kind="tenths") for group in groups]
     columns = [Column("time", times, 5)] if timed else []
-    for target in common_targets(groups, metric):
-        for cost in ("exchanges", "time") if timed else ("exchanges",):
-            found = [costs_to(group, metric, target, cost) for group in groups]
-            kind = "tenths" if cost == "time" else "count"
-            cells = [Cell(share if reached else "–", reached, kind) for reached, share in found]
-            level = rf"{100 * target:g}\,\%" if in_percent(metric) else f"$10^{{{round(math.log10(target))}}}$"
-            paper = f"exchanges to {level}" if cost == "exchanges" else ""
-            columns.append(Column(f"{cost}\nto {text(metric, target)}", best_of(cells, rivals, larger=False), 7, paper))
-    return [*columns[:-1], replace(columns[-1], goes=13)] if common_targets(groups, metric) else columns
+    wanted = list(itertools.product(common_targets(groups, metric), ("exchanges", "time") if timed else ("exchanges",)))
+    for target, cost in wanted:
+        found = [costs_to(group, metric, target, cost) for group in groups]
+        kind = "tenths" if cost == "time" else "count"
+        cells = [Cell(said if reached else "–", reached, kind) for reached, said in found]
+        level = rf"{100 * target:g}\,\%" if in_percent(metric) else f"$10^{{{round(math.log10(target))}}}$"
+        paper = f"exchanges to {level}" if cost == "exchanges" else ""
+        goes = 13 if (target, cost) == wanted[-1] else 7
+        columns.append(Column(f"{cost}\nto {text(metric, target)}", best_of(cells, rivals, larger=False), goes, paper))
+    return columns
 
 
 def _time(run: LoadedRun) -> float:
@@ -347,7 +341,8 @@ def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
     def reached(level: float) -> bool:
         return any(cost_to(run.history, metric, level) is not None for g in groups for run in g.runs)
 
-    return [level for level in levels(metric, groups[0].larger_is_better) if reached(level)][-TARGETS:]
+    levels = TINY if not groups[0].larger_is_better else LEVELS if in_percent(metric) else ()
+    return [level for level in levels if reached(level)][-TARGETS:]
 
 
 def costs_to(group: RunGroup, metric: str, target: float, cost: str = "exchanges") -> tuple[list[float], str]:
@@ -403,15 +398,9 @@ def _what(run: LoadedRun) -> str:
     return " · ".join(part for part in (label(run.spec.task.name), run.spec.data) if part)
 
 
+# Milestones, each harder than the last. There are none for what is to grow and is no accuracy: its scale is unknown.
 LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
-TINY = [10.0**-power for power in range(1, 13)]
-
-
-def levels(metric: str, larger: bool) -> Sequence[float]:
-    """Return milestones, each harder than the last; none of what is to grow and is no accuracy, of unknown scale."""
-    if larger:
-        return LEVELS if in_percent(metric) else ()
-    return TINY
+TINY = tuple(10.0**-power for power in range(1, 13))
 
 
 def cost_to(history: History, metric: str, level: float, cost: str = "exchanges") -> float | None:

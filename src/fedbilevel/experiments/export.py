@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.engines.checkpoint import write_json, write_text
+from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.experiments.compare import (
     RunGroup,
@@ -26,33 +27,6 @@ from fedbilevel.experiments.tables import latex, markdown
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
-FORMATS = ("csv", "json", "latex", "markdown")
-
-
-def names(picture: Path) -> dict[str, list[Path]]:
-    """The files of each format, beside the picture and named like it."""
-    return {
-        "csv": [picture.with_suffix(".csv"), picture.with_name(f"{picture.stem}-curves.csv")],
-        "json": [picture.with_suffix(".json")],
-        "latex": [picture.with_suffix(".tex")],
-        "markdown": [picture.with_suffix(".md")],
-    }
-
-
-def write(groups: Sequence[RunGroup], picture: Path, formats: Sequence[str]) -> list[Path]:
-    """Write the comparison in some of the FORMATS, each file whole or not at all; the files."""
-    files = names(picture)
-    if "csv" in formats:
-        runs, curves = files["csv"]
-        write_text(runs, runs_csv(groups))
-        write_text(curves, curves_csv(groups))
-    if "json" in formats:
-        write_json(files["json"][0], as_json(groups))
-    if "latex" in formats:
-        write_text(files["latex"][0], latex(comparison(groups)))
-    if "markdown" in formats:
-        write_text(files["markdown"][0], markdown(comparison(groups)))
-    return [file for name in FORMATS if name in formats for file in files[name]]
 
 
 def runs_csv(groups: Sequence[RunGroup]) -> str:
@@ -159,3 +133,27 @@ def csv_text(rows: Sequence[Row | dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+Text = Callable[[Sequence[RunGroup]], str]
+FORMATS: Mapping[str, Mapping[str, Text]] = {
+    "csv": {".csv": runs_csv, "-curves.csv": curves_csv},
+    "json": {".json": lambda groups: json.dumps(as_json(groups), indent=2) + "\n"},
+    "latex": {".tex": lambda groups: latex(comparison(groups))},
+    "markdown": {".md": lambda groups: markdown(comparison(groups))},
+}
+"""What each format writes: files, by what their names end with in place of the picture's suffix."""
+
+
+def names(picture: Path, formats: Collection[str] = FORMATS.keys()) -> dict[Path, Text]:
+    """The files of some formats, beside the picture and named like it, and what makes the text of each."""
+    chosen = [FORMATS[name] for name in FORMATS if name in formats]
+    return {picture.with_name(f"{picture.stem}{end}"): text for files in chosen for end, text in files.items()}
+
+
+def write(groups: Sequence[RunGroup], picture: Path, formats: Collection[str]) -> list[Path]:
+    """Write the comparison in some of the FORMATS, each file whole or not at all; the files."""
+    files = names(picture, formats)
+    for file, text in files.items():
+        write_text(file, text(groups))
+    return list(files)

@@ -15,10 +15,12 @@ OWN_HYPERGRADIENTS = ("lfednest", "rabo", "rafbo")
 SINGLE_LOOP = ("simfbo", "shrofbo")
 FEDBIO = ("fedbio", "fedbioacc")
 """Methods with the same fields."""
-ALONE: Mapping[str, Fields] = {"irig": {"pooled": True}}
-"""What methods for a single client need of [run]."""
-EVERYONE: Mapping[str, Fields] = {"adbo": {"cohort": None}, "sdbo": {"cohort": None}}
-"""What methods that need all clients in every round need of [run]."""
+RUNS: Mapping[str, Fields] = {
+    "adbo": {"cohort": None},
+    "sdbo": {"cohort": None},
+    "irig": {"cohort": None, "pooled": True},
+}
+"""What methods need of [run] that are for all clients in every round, or for a single client."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,6 @@ class Preset:
     algorithms: Mapping[str, Fields] = field(default_factory=dict)  # by name
     asynchronous: Mapping[str, Fields] = field(default_factory=dict)  # of [asynchronous], for an algorithm by name
     run: Fields = field(default_factory=dict)
-    runs: Mapping[str, Fields] = field(default_factory=lambda: EVERYONE)  # of [run], for an algorithm by name
     networks: Mapping[str, Fields] = field(default_factory=dict)  # of the task, for a network that is asked for
 
     def of_task(self, network: Any) -> dict[str, Any]:
@@ -43,7 +44,9 @@ class Preset:
         return dict(self.asynchronous.get(algorithm, {}))
 
     def of_run(self, algorithm: str) -> dict[str, Any]:
-        return {**self.run, **self.runs.get(algorithm, {})}
+        return (
+            {**self.run, **RUNS.get(algorithm, {})} if self.run else {}
+        )  # a user's own task says by itself who is asked
 
 
 def each(algorithms: Iterable[str], fields: Fields) -> dict[str, Fields]:
@@ -134,27 +137,8 @@ COMPOSITIONAL: dict[str, Fields] = {
 }
 
 CLOSED_FORM_RUN = {"rounds": 200, "cohort": None, "eval_every": 5}
+SELECTION_RUN = {"rounds": 100, "cohort": None, "eval_every": 5}
 AFFINE = Preset(shared={**local_steps(1), "batch_size": None}, algorithms=COMPOSITIONAL, run=CLOSED_FORM_RUN)
-
-LOCATION: dict[str, Fields] = {"fism": {"lr": 1.0}, "irig": {"lr": 0.3}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.1}}
-SELECTION: dict[str, Fields] = {"fism": {"lr": 0.3}, "irig": {"lr": 0.1}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.3}}
-LIKE_MNIST = Preset(
-    shared={"regularization": 5e-4, "regularization_decay": 0.2},
-    algorithms={
-        "fism": {"lr": 0.1, "lr_decay": 0.75},
-        "irig": {"lr": 0.03},
-        "irg": {"lr": 1.0},
-        "bi-fista": {"lr": 0.1},
-    },
-    run={"rounds": 100, "cohort": None, "eval_every": 5},
-    runs=ALONE,
-)
-A9A = Preset(
-    shared={"regularization": 0.001},
-    algorithms={"fism": {"lr": 0.03}, "irig": {"lr": 0.01}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.3}},
-    run=LIKE_MNIST.run,
-    runs=ALONE,
-)
 
 
 # Tasks with linear models: hospitals, regularization, hyper_cleaning.
@@ -242,14 +226,6 @@ CLEANING_ON_MNIST: dict[str, Fields] = {
     ),
 }
 
-CLEANING_MNIST = Preset(
-    task={"validation": 0.2},
-    shared={**local_steps(10), "batch_size": 64, **TERMS},
-    algorithms=randomly(CLEANING_ON_MNIST),
-    asynchronous=HALF,
-    run=LINEAR_RUN,
-)
-
 
 # Tasks with networks on images: hyper_representation, loss_tuning, classifications, few_shot.
 #
@@ -311,13 +287,6 @@ NARROW = {
     "resnet12": {"hidden": [8, 16, 32, 64]},
     "resnet18": {"hidden": [8, 16, 32, 64]},
 }
-REPRESENTATION_MNIST = Preset(
-    task={"clients": 100, "hidden": [200]},
-    shared={**local_steps(10), "batch_size": 64, **TERMS},
-    algorithms=randomly(MNIST),
-    run=NETWORKS_RUN,
-    networks=NARROW,
-)
 
 TUNING_NESTED: Fields = {**inner(rounds=3, lr=1.0), "outer_lr": 1.0, **neumann(terms=3, step=0.05)}
 TUNING: dict[str, Fields] = {
@@ -327,12 +296,6 @@ TUNING: dict[str, Fields] = {
     **each(FEDBIO, {"client_lr": xyv(0.05, 0.05, 0.01)}),
 }
 TUNING_MNIST = {**TUNING, **each(HESSIAN_INVERTING, merged(TUNING_NESTED, inner(lr=2.0)))}
-TUNING_ON_MNIST = Preset(
-    task={"ratio": 0.01, "hidden": [200, 100], "clients": 100},
-    shared={**local_steps(20), "batch_size": 50},
-    algorithms=TUNING_MNIST,
-    run={"rounds": 120, "cohort": 10, "eval_every": 10},
-)
 
 FAIR: dict[str, Fields] = {
     "fedavg-s": {"inner_lr": 1.0, "outer_lr": 0.3},
@@ -371,19 +334,29 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ("portfolio", None): AFFINE,
     ("location", None): Preset(
         shared={"regularization": 0.03},
-        algorithms=LOCATION,
+        algorithms={"fism": {"lr": 1.0}, "irig": {"lr": 0.3}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.1}},
         run={"rounds": 1000, "cohort": None, "eval_every": 20},
-        runs=ALONE,
     ),
     ("selection", None): Preset(
         shared={"regularization": 0.05},
-        algorithms=SELECTION,
+        algorithms={"fism": {"lr": 0.3}, "irig": {"lr": 0.1}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.3}},
         run={"rounds": 300, "cohort": None, "eval_every": 10},
-        runs=ALONE,
     ),
-    ("selection", "mnist"): LIKE_MNIST,
-    ("selection", "fashion-mnist"): LIKE_MNIST,
-    ("selection", "a9a"): A9A,
+    ("selection", "mnist"): Preset(
+        shared={"regularization": 5e-4, "regularization_decay": 0.2},
+        algorithms={
+            "fism": {"lr": 0.1, "lr_decay": 0.75},
+            "irig": {"lr": 0.03},
+            "irg": {"lr": 1.0},
+            "bi-fista": {"lr": 0.1},
+        },
+        run=SELECTION_RUN,
+    ),
+    ("selection", "a9a"): Preset(
+        shared={"regularization": 0.001},
+        algorithms={"fism": {"lr": 0.03}, "irig": {"lr": 0.01}, "irg": {"lr": 10.0}, "bi-fista": {"lr": 0.3}},
+        run=SELECTION_RUN,
+    ),
     ("hospitals", None): Preset(
         shared={**local_steps(5), "batch_size": None},
         algorithms=HOSPITALS,
@@ -392,8 +365,13 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ("regularization", None): linear(REGULARIZATION),
     ("regularization", "covtype"): linear(COVERTYPE),
     ("hyper_cleaning", None): linear(CLEANING_ON_DIGITS),
-    ("hyper_cleaning", "mnist"): CLEANING_MNIST,
-    ("hyper_cleaning", "fashion-mnist"): CLEANING_MNIST,
+    ("hyper_cleaning", "mnist"): Preset(
+        task={"validation": 0.2},
+        shared={**local_steps(10), "batch_size": 64, **TERMS},
+        algorithms=randomly(CLEANING_ON_MNIST),
+        asynchronous=HALF,
+        run=LINEAR_RUN,
+    ),
     ("hyper_representation", "digits"): Preset(
         task={"clients": 20, "hidden": [64]},
         shared={**local_steps(5), "batch_size": 32, **TERMS},
@@ -401,8 +379,13 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
         run=NETWORKS_RUN,
         networks=NARROW,
     ),
-    ("hyper_representation", "mnist"): REPRESENTATION_MNIST,
-    ("hyper_representation", "fashion-mnist"): REPRESENTATION_MNIST,
+    ("hyper_representation", "mnist"): Preset(
+        task={"clients": 100, "hidden": [200]},
+        shared={**local_steps(10), "batch_size": 64, **TERMS},
+        algorithms=randomly(MNIST),
+        run=NETWORKS_RUN,
+        networks=NARROW,
+    ),
     ("hyper_representation", "cifar-10"): Preset(
         task={"network": "cnn", "hidden": [16, 32, 64], "clients": 100},
         shared={**local_steps(5), "batch_size": 32, **TERMS},
@@ -421,8 +404,12 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
         run={"rounds": 100, "cohort": 10, "eval_every": 5},
         networks=NARROW,
     ),
-    ("loss_tuning", "mnist"): TUNING_ON_MNIST,
-    ("loss_tuning", "fashion-mnist"): TUNING_ON_MNIST,
+    ("loss_tuning", "mnist"): Preset(
+        task={"ratio": 0.01, "hidden": [200, 100], "clients": 100},
+        shared={**local_steps(20), "batch_size": 50},
+        algorithms=TUNING_MNIST,
+        run={"rounds": 120, "cohort": 10, "eval_every": 10},
+    ),
     ("classification", None): Preset(
         shared=CLASSIFICATION_STEPS,
         algorithms={name: {"outer_lr": 0.6} for name in ("fedlin", "fedavg")},
@@ -447,4 +434,5 @@ METHODS = {"classification": "fedavg", "location": "fism", "selection": "fism"}
 
 def preset(task: str, data: str | None) -> Preset:
     """The values for a task and a data set; those without an entry have none."""
+    data = "mnist" if data == "fashion-mnist" else data  # which has images of the same number and size
     return PRESETS.get((task, data), PRESETS.get((task, None), Preset()))

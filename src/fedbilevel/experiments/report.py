@@ -29,7 +29,7 @@ from fedbilevel.experiments.compare import (
     tasks_of,
 )
 from fedbilevel.experiments.folder import LoadedRun, as_damage
-from fedbilevel.experiments.tables import Cell, Column, Table, page_table, visible
+from fedbilevel.experiments.tables import Cell, Column, Table, page_table, text_column, visible
 from fedbilevel.wording import require_object
 
 FILE = "report.html"
@@ -78,9 +78,9 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
     else:
         figure = comparison_figure(groups)
     places = [
-        Column("run", [Cell(group.name) for group, _ in runs], is_text=True),
+        text_column("run", [group.name for group, _ in runs]),
         Column("seed", [Cell(str(run.summary["seed"])) for _, run in runs]),
-        Column("folder", [Cell(str(run.folder.path)) for _, run in runs], is_text=True),
+        text_column("folder", [run.folder.path for _, run in runs]),
     ]
     content = [
         *(f"<p>{visible(one)}</p>" for one in (_best(groups), *notes)),
@@ -138,8 +138,7 @@ def _folded(title: str, content: str) -> str:
 
 def _pairs(title: str, content: Mapping[str, Any]) -> Table:
     """A table of names and values."""
-    cells = [[Cell(name) for name in content], [Cell(str(value)) for value in content.values()]]
-    return Table(title, [Column("name", cells[0], is_text=True), Column("value", cells[1], is_text=True)])
+    return Table(title, [text_column("name", content), text_column("value", content.values())])
 
 
 def _environments(runs: Sequence[tuple[RunGroup, LoadedRun]]) -> list[tuple[dict[str, Any], str]]:

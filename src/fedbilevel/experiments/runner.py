@@ -165,8 +165,7 @@ def run(
     experiment = experiment or build(spec)
     with lock.exclusive(place.lock, place.path):
         current_group().decide(lambda: place.claim(spec))
-        with showing(progress) as display:
-            return _play(spec, place, experiment, callbacks, plot, display, resume=False)
+        return _play(spec, place, experiment, callbacks, plot, progress, resume=False)
 
 
 def resume(
@@ -197,8 +196,7 @@ def resume(
             text = f"{place.path} has no checkpoint yet: its run is started again"
             warnings.warn(CheckpointWarning(text), stacklevel=2)
         how: Resume = "auto" if not begun else "force" if force else True
-        with showing(progress) as display:
-            return _play(spec, place, experiment, callbacks, plot, display, resume=how)
+        return _play(spec, place, experiment, callbacks, plot, progress, resume=how)
 
 
 def complete(
@@ -226,8 +224,7 @@ def complete(
         place.sweep()
         if not place.begun:
             place.claim(spec)
-        with showing(progress) as display:
-            _play(spec, place, experiment, callbacks, plot, display, resume=place.begun)
+        _play(spec, place, experiment, callbacks, plot, progress, resume=place.begun)
 
 
 def run_of(
@@ -301,10 +298,11 @@ def _play(
     experiment: Experiment,
     callbacks: Sequence[Callback],
     plot: bool,
-    display: Display,
+    progress: bool | Display | None,
     *,
     resume: Resume,
 ) -> Result:
+    """Play a run in its folder, which is locked and has been looked at."""
     if plot:
         current_group().decide(require_matplotlib)
     began = time.perf_counter()
@@ -313,24 +311,26 @@ def _play(
     have = f"of the library's {', '.join(MEASURED_PER_CLIENT)} do"
     named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
-    rounds, eval_every, ends = _length(spec, place, experiment, resume)
     scribe = Scribe(spec, place)
-    with _opened(scribe) if not resume else contextlib.nullcontext():
-        result = experiment.solve(
-            spec.run,
-            rounds=rounds,
-            eval_every=eval_every,
-            metrics=task.metrics,
-            metrics_per_client=own,
-            callbacks=[*ends, scribe, *callbacks],
-            checkpoint=place.checkpoint,
-            checkpoint_every=spec.run.checkpoint_every,
-            resume=resume,
-            count_flops=True,
-            progress=display,
-        )
-    report_stage(WRITING)
-    current_group().decide(lambda: finish(spec, place, result, first_metric(task), time.perf_counter() - began, plot))
+    with showing(progress) as display:
+        rounds, eval_every, ends = _length(spec, place, experiment, resume)
+        with _opened(scribe) if not resume else contextlib.nullcontext():
+            result = experiment.solve(
+                spec.run,
+                rounds=rounds,
+                eval_every=eval_every,
+                metrics=task.metrics,
+                metrics_per_client=own,
+                callbacks=[*ends, scribe, *callbacks],
+                checkpoint=place.checkpoint,
+                checkpoint_every=spec.run.checkpoint_every,
+                resume=resume,
+                count_flops=True,
+                progress=display,
+            )
+        report_stage(WRITING)
+        seconds = time.perf_counter() - began
+        current_group().decide(lambda: finish(spec, place, result, first_metric(task), seconds, plot))
     return result
 
 
@@ -446,16 +446,12 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
     return max(1, int(amount * PROBE / (ROWS * probed))) if probed > 0 else 1
 
 
-def environment_of(spec: Spec) -> dict[str, Any]:
-    """What a run's folder says of where it is played, and with which files of the user's own."""
-    return {**describe_environment(), "code": own_code(spec)}
-
-
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
 
 
-def describe_environment() -> dict[str, Any]:
-    """Versions of Python and of the packages that decide numbers, the commit of this code, devices and CPU count."""
+def environment_of(spec: Spec) -> dict[str, Any]:
+    """What a run's folder says of where it is played: versions of Python and of the packages that decide numbers, the
+    commit of this code, devices and CPU count, and the hashes of the user's own files."""
     devices = jax.devices()
     return {
         "fedbilevel": __version__,
@@ -469,6 +465,7 @@ def describe_environment() -> dict[str, Any]:
         "devices": len(devices),
         "device_kind": devices[0].device_kind,
         "x64": bool(jax.config.read("jax_enable_x64")),
+        "code": own_code(spec),
     }
 
 

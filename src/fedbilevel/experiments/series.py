@@ -67,7 +67,7 @@ def _require_run(folder: Path, place: Path, spec: Spec) -> None:
 
 CENTRALISED = "centralised"
 PICTURE = "comparison.png"
-WRITTEN_BESIDE = [PICTURE, ORDER, *(file.name for files in names(Path(PICTURE)).values() for file in files)]
+WRITTEN_BESIDE = [PICTURE, ORDER, *(file.name for file in names(Path(PICTURE)))]
 
 Play = Callable[[Spec, Path, Task], Any]
 """(spec, folder, task): bring that run to its end."""
@@ -210,16 +210,17 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
             require(head in named and bool(rest), "--set", setting, allowed)
             each[named[head]].append(f"algorithm.{rest}{equals}{text}")
             continue
-        field = rest.partition(".")[0] if head == "algorithm" else head
-        holders = [name for name in algorithms if field in known[name]["algorithm"]]
-        if head == "algorithm" and not holders:
-            raise unknown("field of the algorithms", field, {f for one in known.values() for f in one["algorithm"]})
-        if head not in SECTIONS and field not in every:
-            methods = {label(name): sections["algorithm"] for name, sections in known.items()}
-            others = {section: fields for section, fields in known[algorithms[0]].items() if section != "algorithm"}
-            raise unknown_setting(field, {**methods, **others})
-        own = bool(holders) and (head == "algorithm" or head not in SECTIONS)
-        for name in holders if own else algorithms:
+        holders: Sequence[str] = algorithms
+        if head == "algorithm" or head not in SECTIONS:
+            field = rest.partition(".")[0] if head == "algorithm" else head
+            holders = [name for name in algorithms if field in known[name]["algorithm"]]
+            if head == "algorithm" and not holders:
+                raise unknown("field of the algorithms", field, {f for one in known.values() for f in one["algorithm"]})
+            if field not in every:
+                methods = {label(name): sections["algorithm"] for name, sections in known.items()}
+                others = {section: fields for section, fields in known[algorithms[0]].items() if section != "algorithm"}
+                raise unknown_setting(field, {**methods, **others})
+        for name in holders or algorithms:
             each[name].append(setting)
     return each
 

@@ -32,7 +32,7 @@ from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.runner import first_metric, run_of
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec
-from fedbilevel.experiments.tables import Cell, Column, Table, terminal
+from fedbilevel.experiments.tables import Cell, Column, Table, terminal, text_column
 from fedbilevel.sweeps import (
     ENDS,
     LOSSES,
@@ -238,7 +238,7 @@ def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
             cells = [Cell("–") if row[name] is None else Cell(values=[row[name]], kind="count") for row in found.rows]
             columns.append(Column(name, cells, goes))
     if any(row["error"] for row in found.rows):
-        columns.append(Column("failed", [Cell(row["error"]) for row in found.rows], is_text=True))
+        columns.append(text_column("failed", [row["error"] for row in found.rows]))
     return terminal(Table(f"Chosen by {found.chosen_on}", columns, [f"{found.effort}."]), width)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,11 @@ class Column:
     goes: int | None = None
     paper: str = ""
     is_text: bool = False
+
+
+def text_column(heading: str, texts: Iterable[object], goes: int | None = None, paper: str = "") -> Column:
+    """A column of words."""
+    return Column(heading, [Cell(str(text)) for text in texts], goes, paper, is_text=True)
 
 
 @dataclass(frozen=True)
@@ -284,26 +289,20 @@ def visible(text: object) -> str:
 
 def page_table(table: Table) -> str:
     """The table for a page; the first cell of each row is its heading, the best of a column in bold."""
-    heads = "".join(f"<th scope=col{_number(column)}>{visible(column.heading)}</th>" for column in table.shown)
+    kinds = ["" if column.is_text else " class=number" for column in table.shown]
+    headings = [column.heading for column in table.shown]
+    heads = "".join(
+        f"<th scope=col{kind}>{visible(heading)}</th>" for kind, heading in zip(kinds, headings, strict=True)
+    )
     rows = []
-    for row in zip(
-        *(zip(column.cells, [column] * len(column.cells), strict=True) for column in table.shown), strict=True
-    ):
-        (first, _), *others = row
-        cells = [f"<td{_number(column)}>{_bold(cell, '<b>', '</b>')}</td>" for cell, column in others]
+    for first, *others in zip(*(column.cells for column in table.shown), strict=True):
+        texts = [f"<b>{visible(cell)}</b>" if cell.best else visible(cell) for cell in others]
+        cells = [f"<td{kind}>{text}</td>" for kind, text in zip(kinds[1:], texts, strict=True)]
         rows.append(f"<tr><th scope=row>{visible(first)}</th>{''.join(cells)}</tr>")
     notes = "".join(f"<p>{visible(note)}</p>" for note in table.notes)
-    head = f"<thead><tr>{heads}</tr></thead>" if any(column.heading.strip() for column in table.shown) else ""
+    head = f"<thead><tr>{heads}</tr></thead>" if any(heading.strip() for heading in headings) else ""
     caption = f"<caption>{visible(table.title)}</caption>"
     return f"<div class=scroll><table>{caption}{head}<tbody>{''.join(rows)}</tbody></table></div>{notes}"
-
-
-def _number(column: Column) -> str:
-    return "" if column.is_text else " class=number"
-
-
-def _bold(cell: Cell, begin: str, end: str) -> str:
-    return f"{begin}{visible(cell)}{end}" if cell.best else visible(cell)
 
 
 def markdown(table: Table) -> str:
