@@ -10,9 +10,9 @@ from command_line import outcome
 import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.display.curves import COSTS, curve
+from fedbilevel.display.curves import COSTS, curve, run_figure
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import compare, configure, plots, read_spec, resolve
+from fedbilevel.experiments import compare, configure, read_spec, resolve
 from fedbilevel.experiments.compare import comparison_table, default_panels, load_groups
 from fedbilevel.experiments.federation import configured, write_app
 from fedbilevel.experiments.runner import build
@@ -174,7 +174,7 @@ def test_time_has_a_panel_where_there_is_a_clock(compared) -> None:
     (group, *_) = load_groups([compared / "simfbo"])
     history = group.runs[0].history
     for timed in (False, True):
-        labels = [panel.get_xlabel() for panel in plots.run_figure(history, group.metric, "", timed).axes]
+        labels = [panel.get_xlabel() for panel in run_figure(history, group.metric, "", timed).axes]
         assert labels.count(COSTS["time"]) == (len(labels) - 1 if timed else 0)
     assert default_panels([group]) == ["exchanges", "megabytes", "gflop", "seconds", "time"]
     assert list(curve("simfbo", [history], group.metric).costs["time"]) == list(history["time"])

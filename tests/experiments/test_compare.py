@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.display import curves
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import compare, export, tables
 from fedbilevel.experiments.compare import common_targets, comparison_table, default_panels, load_groups
@@ -149,7 +150,7 @@ def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path) -> None
 
 
 def test_operations_in_three_digits_or_more() -> None:
-    assert [tables.gflop(flops) for flops in (0, 737_000, 911_428_080, 123_456_789_000_000)] == [
+    assert [curves.gflop(flops) for flops in (0, 737_000, 911_428_080, 123_456_789_000_000)] == [
         "0",
         "0.000737",
         "0.911",

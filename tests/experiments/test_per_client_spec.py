@@ -9,9 +9,8 @@ from rich.console import Console
 import fedbilevel as fb
 import hospital_files
 from fedbilevel import authoring
-from fedbilevel.display.curves import COLOURS
+from fedbilevel.display.curves import COLOURS, run_figure
 from fedbilevel.experiments import compare, configure, federation, load_run, run, tables
-from fedbilevel.experiments.plots import run_figure
 from fedbilevel.experiments.runner import task_of
 from fedbilevel.experiments.series import play_all
 from fedbilevel.tasks import MEASURED_PER_CLIENT, TASKS
@@ -82,7 +81,7 @@ def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_pa
     silent = replace(one, history=authoring.History(rows))
     groups = [compare.RunGroup(name, [run]) for name, run in (("a", one), ("b", silent), ("c", one))]
     drawn = []
-    monkeypatch.setattr(compare.plots, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(compare.curves, "encoded", lambda figure, path: drawn.append(figure) or b"")
     compare.draw(groups, tmp_path / "c.png", ["exchanges", "per_client:megabytes"])
     cost, clients = drawn[0].axes
     assert (cost.get_ylabel(), clients.get_ylabel()) == ("test accuracy (%)", "client accuracy (%)")

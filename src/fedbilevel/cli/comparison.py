@@ -121,19 +121,20 @@ def _runs(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
     terminal = console()
-    from fedbilevel.experiments import export, plots
+    from fedbilevel.display.curves import can_draw, require_picture
+    from fedbilevel.experiments import export
     from fedbilevel.experiments.compare import comparison_table, draw, find_runs, load_groups
     from fedbilevel.experiments.names import is_task
 
     picture = Path(options.out or "comparison.png")
-    plots.require_picture(picture)
+    require_picture(picture)
     if tasks := [what for what in options.what if not Path(what).exists() and is_task(what)]:
         raise ConfigurationError(f"{tasks[0]} is a task: say what to run on it with --algorithms")
     runs, left_out = find_runs(options.what)
     for line in left_out:
         print(f"fedbilevel: left out, {line}", file=sys.stderr)
     groups = load_groups(runs)
-    drawn = plots.possible()
+    drawn = can_draw()
     if drawn:
         draw(groups, picture, options.panel, options.size)
     written = export.write(groups, picture, _formats(options))
@@ -148,12 +149,13 @@ def _algorithms(options: argparse.Namespace) -> int:
     require(len(options.what) <= 1, "TASK", " ".join(options.what), "a single task with --algorithms")
     terminal = console()
     prepare_jax()
-    from fedbilevel.experiments import export, plots
+    from fedbilevel.display.curves import SUFFIXES, can_draw
+    from fedbilevel.experiments import export
     from fedbilevel.experiments.compare import comparison_table
     from fedbilevel.experiments.series import PICTURE, comparison_folder, comparison_specs, play_all
     from fedbilevel.experiments.spec import said_of_several
 
-    if options.out and Path(options.out).suffix.lower() in plots.SUFFIXES:
+    if options.out and Path(options.out).suffix.lower() in SUFFIXES:
         advice = f"a picture of them: fedbilevel compare FOLDER --out {options.out}"
         raise ConfigurationError(f"--out {options.out}: with --algorithms that is the folder of the runs; {advice}")
 
@@ -166,7 +168,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     folder = Path(options.out) if options.out else comparison_folder(specs)
     if not options.quiet:
         say(terminal, said_of_several(list(specs.values())))
-    failed, drawn = [], plots.possible()
+    failed, drawn = [], can_draw()
 
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:

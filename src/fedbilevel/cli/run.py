@@ -207,11 +207,12 @@ def _resume(options: argparse.Namespace) -> int:
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
-    from fedbilevel.experiments import plots, tables
+    from fedbilevel.display.curves import can_draw
+    from fedbilevel.experiments import tables
     from fedbilevel.experiments.compare import draw, load_groups
     from fedbilevel.experiments.series import require_series
 
-    drawn = plots.possible()
+    drawn = can_draw()
     series = {folder / f"seed-{seed}": experiments.seeded(spec, seed) for seed in options.seeds}
     picture = experiments.Folder(folder).plot
     require_series(folder, series, besides=[picture.name])
@@ -243,9 +244,10 @@ def played(
     """
     from fedbilevel.core.errors import CheckpointError, NumericalError
     from fedbilevel.display import Watch
+    from fedbilevel.display.curves import can_draw
     from fedbilevel.engines.multihost import current_group
     from fedbilevel.engines.progress import showing
-    from fedbilevel.experiments import plots, tables
+    from fedbilevel.experiments import tables
     from fedbilevel.experiments.runner import first_metric
 
     group, place = current_group(), experiments.Folder(folder)
@@ -257,7 +259,7 @@ def played(
     terminal = console(quiet)
     brief = series is not None and not terminal.is_terminal
     group.advice = go_on = CONTINUE.format(folder)
-    drawn = series is None and group.decide(plots.possible)
+    drawn = series is None and group.decide(can_draw)
     watch = Watch(console(quiet or brief), first_metric(experiment.task), spec.run.budget, spec.timed)
     try:
         with showing(watch) as display:

@@ -17,9 +17,10 @@ import rich.table
 
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.metrics import in_percent, larger_is_better, text
-from fedbilevel.display.curves import COSTS, curve, time_of, words
+from fedbilevel.display import curves
+from fedbilevel.display.curves import COSTS, SUFFIXES, ClientPanel, curve, time_of, words
+from fedbilevel.engines.checkpoint import write_bytes
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import read_finished
@@ -29,7 +30,7 @@ ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of
 TARGETS = 3
 PER_CLIENT = "per_client"  # the name of a panel
 UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
-WRITTEN = (*plots.SUFFIXES, ".csv", ".json", ".tex", ".md")  # by a comparison, among its runs
+WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # by a comparison, among its runs
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def draw(
     size: tuple[float, float] | None = None,
 ) -> None:
     """Draw the groups' curves to a PNG, PDF or SVG; see `comparison_figure`."""
-    plots.save(comparison_figure(groups, panels, size), Path(picture))
+    write_bytes(Path(picture), curves.encoded(comparison_figure(groups, panels, size), Path(picture)))
 
 
 def comparison_figure(
@@ -195,13 +196,13 @@ def comparison_figure(
     chosen = default_panels(groups) if panels is None else panels
     costs = [panel for panel in chosen if not is_per_client(panel)]
     each_client = [one for panel in chosen if is_per_client(panel) for one in client_panels(groups, panel)]
-    curves = [
+    lines = [
         curve(name, [run.history for run in group.runs], metric, level=group.pooled)
         for name, group in zip(legend(groups), groups, strict=True)
     ]
     seeds = common_seeds(groups)
     title = f"{tasks_of(groups)}, mean ± sd of {seeds} seeds" if seeds > 1 else tasks_of(groups)
-    return plots.comparison_figure(curves, metric, title, costs, size, each_client)
+    return curves.comparison_figure(lines, metric, title, costs, size, each_client)
 
 
 def is_per_client(panel: str) -> bool:
@@ -213,7 +214,7 @@ def is_per_client(panel: str) -> bool:
     return per_client
 
 
-def client_panels(groups: Sequence[RunGroup], panel: str) -> list[plots.ClientPanel]:
+def client_panels(groups: Sequence[RunGroup], panel: str) -> list[ClientPanel]:
     """A panel for each metric that some groups measured per client."""
     cost, names = panel.partition(":")[2] or "exchanges", legend(groups)
     has = [set.intersection(*(set(run.history.per_client) for run in group.runs)) for group in groups]
@@ -225,7 +226,7 @@ def client_panels(groups: Sequence[RunGroup], panel: str) -> list[plots.ClientPa
         places = [i for i, own in enumerate(has) if metric in own]
         lines = [curve(names[i], [r.history for r in groups[i].runs], metric, level=groups[i].pooled) for i in places]
         without = [name for name, own in zip(names, has, strict=True) if metric not in own]
-        made.append(plots.ClientPanel(metric, cost, lines, places, without))
+        made.append(ClientPanel(metric, cost, lines, places, without))
     return made
 
 

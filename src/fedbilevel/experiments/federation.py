@@ -28,10 +28,10 @@ from fedbilevel import __version__
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.display import Watch
+from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
-from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import (
     Folder,
     LoadedRun,
@@ -93,7 +93,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
     watch = Watch(Console(width=160, force_terminal=False), metric, spec.run.budget, spec.timed)
     experiment = Experiment(task, algorithm_of(spec), engine)
-    drawn = plots.possible()
+    drawn = can_draw()
     complete(spec, place.path, callbacks=[note_name, watch], plot=drawn, experiment=experiment, progress=watch)
     print(f"run   {place.path.resolve()}", flush=True)
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
-from fedbilevel.display.curves import require_matplotlib, words
+from fedbilevel.display.curves import encoded, require_matplotlib, run_figure, words
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.experiments import plots
 from fedbilevel.experiments.compare import (
     RunGroup,
     common_seeds,
@@ -74,7 +73,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
     title = f"{tasks_of(groups)}: {words(metric)}"
     if single:
         title = f"{tasks_of(groups)} · {groups[0].algorithm}"
-        figure = plots.run_figure(first.history, metric, title, groups[0].timed)
+        figure = run_figure(first.history, metric, title, groups[0].timed)
     else:
         figure = comparison_figure(groups)
     places = [
@@ -118,7 +117,7 @@ def _band(groups: Sequence[RunGroup]) -> str:
 
 def _image(figure: Any, alt: str) -> str:
     """A figure as an image within the page; in an image no script runs, and nothing is loaded."""
-    data = base64.b64encode(plots.encoded(figure, ".svg")).decode()
+    data = base64.b64encode(encoded(figure, Path("image.svg"))).decode()
     return f'<img alt="{visible(alt)}" src="data:image/svg+xml;base64,{data}">'
 
 

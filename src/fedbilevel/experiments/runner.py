@@ -40,9 +40,9 @@ from fedbilevel.core.metrics import best
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.data import DataError
 from fedbilevel.display import Display
-from fedbilevel.display.curves import require_matplotlib
+from fedbilevel.display.curves import encoded, require_matplotlib, run_figure
 from fedbilevel.engines import checkpoint, lock
-from fedbilevel.engines.checkpoint import write_json, write_text, writing
+from fedbilevel.engines.checkpoint import write_bytes, write_json, write_text, writing
 from fedbilevel.engines.engine import Engine, check_cohort, check_everyone
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.local.engine import Local
@@ -50,7 +50,6 @@ from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showing
 from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import Resume, solve
-from fedbilevel.experiments import plots
 from fedbilevel.experiments.folder import Folder, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
 from fedbilevel.experiments.spec import RunPlan, Spec, read_spec, resolve
@@ -397,7 +396,8 @@ def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: floa
     write_json(place.ledger, asdict(result.ledger))
     result.save(place.result)
     if plot:
-        plots.save(plots.run_figure(result.history, metric, spec.title, spec.timed), place.plot)
+        figure = run_figure(result.history, metric, spec.title, spec.timed)
+        write_bytes(place.plot, encoded(figure, place.plot))
     write_json(place.summary, summary(spec, result, metric, seconds))
 
 

@@ -23,18 +23,13 @@ from rich.markup import escape
 from rich.text import Text
 
 from fedbilevel.core.metrics import in_percent, mean_and_sd, text
-from fedbilevel.display.curves import time_of
+from fedbilevel.display.curves import gflop, time_of
 from fedbilevel.engines.history import Row
 
 READABLE = 20  # characters of a text before it is folded
 LEAST = 8  # where even so there is no room
 DIGITS = 4  # of a mean in a paper
 LATIN = 0x17F  # the last letter that pdfLaTeX sets as it is
-
-
-def gflop(flops: float) -> str:
-    """Floating-point operations in thousand millions, for people, in three digits or more."""
-    return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:.3g}"
 
 
 AMOUNTS: Mapping[str, Callable[[float], str]] = {
