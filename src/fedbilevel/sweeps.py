@@ -38,7 +38,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
-from fedbilevel.engines.history import History
+from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.loop import FORCE
 from fedbilevel.engines.progress import showing
 from fedbilevel.engines.solve import solve
@@ -254,7 +254,7 @@ def played(
             history = play(number, seed)
             require_known(select, history.rows[-1])
             larger = history.larger_is_better(select)
-            row |= {name: value for name, value in history.rows[-1].items() if name != "seconds"}
+            row |= in_table(history.rows[-1])
             if not math.isfinite(row[select]):
                 row["error"] = f"{select} is {row[select]}"
         except InUse:
@@ -270,6 +270,11 @@ def played(
         raise wrong[0]
     runs = [[found[number, seed] for seed in seeds] for number in range(len(points))]
     return Sweep.of(points, choices, runs, select, larger)
+
+
+def in_table(row: Row) -> dict[str, Any]:
+    """Return what a row of a history has for the table of a sweep: all but the seconds of this machine."""
+    return {name: value for name, value in row.items() if name != "seconds"}
 
 
 @dataclasses.dataclass(repr=False)

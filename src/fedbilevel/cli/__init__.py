@@ -71,7 +71,7 @@ def _list(kind: str, name: str | None) -> int:
     if name is None:
         print(names.listed(kind))
         return OK
-    names.require_known(**{kind: name})
+    names.require_known(kind, name)
     from fedbilevel.experiments.loader import shown
 
     print(shown(kind, name))

@@ -23,10 +23,14 @@ from fedbilevel.cli.shared import (
     settings,
     tune,
 )
+from fedbilevel.core.errors import ConfigurationError, NumericalError, require
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
     from fedbilevel.tasks import Task
+
+
+FORMATS = {"csv": "CSV", "json": "JSON", "latex": "LaTeX", "markdown": "Markdown"}
 
 
 def add_to(add: Add) -> None:
@@ -45,7 +49,7 @@ def add_to(add: Add) -> None:
     compare.add_argument("--out", metavar="PATH", help=out)
     compare.add_argument("--panel", type=_names, metavar="NAME,NAME,…", help="what the picture's panels run over")
     compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
-    for name, text in {"csv": "CSV", "json": "JSON", "latex": "LaTeX", "markdown": "Markdown"}.items():
+    for name, text in FORMATS.items():
         compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
     report = add("report", _report)
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of runs")
@@ -110,12 +114,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _formats(options: argparse.Namespace) -> list[str]:
-    return [name for name in ("csv", "json", "latex", "markdown") if getattr(options, name)]
+    return [name for name in FORMATS if getattr(options, name)]
 
 
 def _runs(options: argparse.Namespace) -> int:
-    from fedbilevel.core.errors import ConfigurationError, require
-
     others = ("seeds", "rounds", "exchanges", "bytes", "time", "cohort", "data", "set", "centralised")
     if given := [f"--{name}" for name in others if getattr(options, name)]:
         raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
@@ -144,8 +146,6 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    from fedbilevel.core.errors import ConfigurationError, NumericalError, require
-
     require(len(options.what) <= 1, "TASK", " ".join(options.what), "a single task with --algorithms")
     terminal = console()
     prepare_jax()

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli.shared import OK, OWN, TASK_HELP, Add, add_options, console, count, prepare_jax, say, tune
+from fedbilevel.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
+    from fedbilevel.tasks import Task
 
 SUGGESTED = ("simfbo", "fednest")
 
 
 def add_to(add: Add) -> None:
-    check = add("check", _check)
-    _add_task(check)
-    check.add_argument(
-        "--algorithm", action="append", metavar="NAME", help=f"whose estimate to check; {OWN}; repeatable"
-    )
+    check = _added(add, "check", _check, "whose estimate to check")
     check.add_argument("--draws", type=count, default=100, metavar="N", help="rounds with each (%(default)s)")
-    look = add("diagnose", _diagnose)
-    _add_task(look)
-    suggested = ", ".join(SUGGESTED)
-    look.add_argument(
-        "--algorithm", action="append", metavar="NAME", help=f"for which ({suggested}); {OWN}; repeatable"
-    )
+    look = _added(add, "diagnose", _diagnose, f"for which ({', '.join(SUGGESTED)})")
     look.add_argument("--rounds", type=count, metavar="N", help="how many can be afforded (1000)")
 
 
-def _add_task(command: argparse.ArgumentParser) -> None:
+def _added(add: Add, name: str, function: Callable[[Any], int], which: str) -> argparse.ArgumentParser:
+    command = add(name, function)
     command.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
     add_options(command, "data", "set", "cohort", seed="of the task and of what is drawn (0)")
+    of = f"{which}; {OWN}; repeatable"
+    command.add_argument("--algorithm", action="append", default=[], metavar="NAME", help=of)
+    return command
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -51,28 +48,21 @@ def _check(options: argparse.Namespace) -> int:
     prepare_jax()
     from fedbilevel.algorithms import ALGORITHMS
     from fedbilevel.core.algorithm import check_solves
-    from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.diagnostics.check import check_hypergradient
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.loader import algorithm_class
-    from fedbilevel.experiments.runner import algorithm_of, task_of
+    from fedbilevel.experiments.runner import algorithm_of
     from fedbilevel.experiments.spec import DEFAULT_TASK
 
-    names = options.algorithm or []
-    able = {name for name, cls in ALGORITHMS.items() if cls.estimates_hypergradient()}
-    for name in names:
-        if algorithm_class(name).estimates_hypergradient():
-            continue
+    if unable := [name for name in options.algorithm if not algorithm_class(name).estimates_hypergradient()]:
+        able = sorted(name for name, cls in ALGORITHMS.items() if cls.estimates_hypergradient())
         raise ConfigurationError(
-            f"{name} makes no estimate of the hypergradient; these do: {', '.join(sorted(able))}. Single-loop methods "
+            f"{unable[0]} makes no estimate of the hypergradient; these do: {', '.join(able)}. Single-loop methods "
             "have none apart from their rounds; a method of your own has one if it defines hypergradient_at. Without "
             f"--algorithm, `fedbilevel check {options.task or DEFAULT_TASK}` checks the task's hypergradient alone"
         )
-    specs = _specs(options, names)
-    spec = next(iter(specs.values()))
-    tune(spec)
-    task = task_of(spec)
-    estimators = {name: algorithm_of(spec) for name, spec in specs.items()} if names else {}
+    specs, spec, task = _prepared(options, options.algorithm)
+    estimators = {name: algorithm_of(specs[name]) for name in specs if options.algorithm}
     for algorithm in estimators.values():
         check_solves(algorithm, task.problem)
     with showing(None):
@@ -106,16 +96,11 @@ def _diagnose(options: argparse.Namespace) -> int:
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.loader import code_of, label
-    from fedbilevel.experiments.runner import task_of
 
-    own = [name for name in options.algorithm or [] if code_of(name)]
-    for name in options.algorithm or []:
-        if name not in own:
-            require_suggested(name)
-    specs = _specs(options, options.algorithm or list(SUGGESTED))
-    spec = next(iter(specs.values()))
-    tune(spec)
-    task = task_of(spec)
+    ours = [name for name in options.algorithm if not code_of(name)]
+    for name in ours:
+        require_suggested(name)
+    specs, spec, task = _prepared(options, options.algorithm or SUGGESTED)
     planned = {} if options.rounds is None else {"rounds": options.rounds}
     with showing(None):
         report = diagnose(task.problem, task.population, task.x0, task.y0, key=spec.run.seed, **planned)
@@ -128,44 +113,42 @@ def _diagnose(options: argparse.Namespace) -> int:
         batch_size = one.algorithm.fields.get("batch_size")
         fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
         commands.append(_command(options, name, fields))
-    asked = [name for name in options.algorithm or [] if name not in own]
-    shown = report.report(asked) if options.algorithm else str(report)
-    say(terminal, shown, "", *commands)
+    say(terminal, report.report(ours) if options.algorithm else report, "", *commands)
     return OK
 
 
-def _specs(options: argparse.Namespace, algorithms: Sequence[str]) -> dict[str, Spec]:
-    """The spec of each algorithm; of the default one where none is named, for the task's sake."""
+def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[dict[str, Spec], Spec, Task]:
+    """The spec of each algorithm, or of the default one where none is named; the first of them, and its task."""
+    from fedbilevel.experiments.runner import task_of
     from fedbilevel.experiments.series import comparison_specs, seeded
     from fedbilevel.experiments.spec import DEFAULT_ALGORITHM
 
     given = [*options.set, *([f"run.cohort={options.cohort}"] if options.cohort else [])]
     specs = comparison_specs(options.task, algorithms or [DEFAULT_ALGORITHM], settings=given, data=options.data)
-    return specs if options.seed is None else {name: seeded(spec, options.seed) for name, spec in specs.items()}
+    if options.seed is not None:
+        specs = {name: seeded(spec, options.seed) for name, spec in specs.items()}
+    first = next(iter(specs.values()))
+    tune(first)
+    return specs, first, task_of(first)
 
 
 def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, Any]) -> str:
     """The command that runs the task with these fields."""
     from fedbilevel.algorithms import ALGORITHMS
+    from fedbilevel.experiments import toml
 
     words = ["fedbilevel", "run", *([options.task] if options.task else []), "--algorithm", algorithm]
     for name in ("data", "seed", "cohort", "rounds"):
         if getattr(options, name, None) is not None:
             words += [f"--{name}", str(getattr(options, name))]
     given = [setting for setting in options.set if setting.partition(".")[0] not in ALGORITHMS]
-    found = [f"algorithm.{name}={_in_toml(value)}" for name, value in fields.items()]
+    values = {name: toml.value(_rounded(value)).strip('"') for name, value in fields.items()}
+    found = [f"algorithm.{name}={value}" for name, value in values.items()]
     return " \\\n    ".join([shlex.join(words), *(f"--set {shlex.quote(one)}" for one in [*given, *found])])
 
 
-def _in_toml(value: Any) -> str:
-    """A field's value for --set, its numbers in three digits."""
-    from fedbilevel.experiments import toml
-
-    return toml.value(_rounded(value)).strip('"')
-
-
 def _rounded(value: Any) -> Any:
-    """A value in the spec's form; of a part its kind and what differs from its defaults."""
+    """A value in the spec's form, in three digits; of a part its kind and what differs from its defaults."""
     from fedbilevel.core.algorithm import Part
     from fedbilevel.core.config import own_values
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from fedbilevel.cli.shared import OK, TASK_HELP, Add, add_options, configured, count
+from fedbilevel.core.errors import ConfigurationError
 
 
 def add_to(add: Add) -> None:
@@ -31,8 +32,6 @@ def add_to(add: Add) -> None:
 
 def _help(options: argparse.Namespace) -> int:
     """Run in a real federation, over Flower."""
-    from fedbilevel.core.errors import ConfigurationError
-
     text = "fedbilevel flower needs a command: new, keys, status or demo (see fedbilevel flower --help)"
     raise ConfigurationError(text)
 

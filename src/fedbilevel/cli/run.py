@@ -32,6 +32,7 @@ from fedbilevel.cli.shared import (
     spec_tables,
     tune,
 )
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, NumericalError, require
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Folder, Spec
@@ -131,8 +132,6 @@ def _reported(error: BaseException, debug: bool) -> int:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    from fedbilevel.core.errors import ConfigurationError, require
-
     number = (options.processes is not None, options.process is not None)
     whole = options.coordinator is not None and (all(number) or options.coordinator == "auto")
     if not whole:
@@ -142,8 +141,6 @@ def _check_together(options: argparse.Namespace) -> None:
 
 def _play(options: argparse.Namespace) -> int:
     if options.force and options.resume is None:
-        from fedbilevel.core.errors import ConfigurationError
-
         raise ConfigurationError("--force goes with --resume")
     if options.resume is not None:
         return _resume(options)
@@ -184,8 +181,6 @@ WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "quiet", "coordi
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from fedbilevel.core.errors import ConfigurationError
-
     if given := [name for name, value in vars(options).items() if name not in WITH_RESUME and value not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
     prepare_jax()
@@ -242,7 +237,6 @@ def played(
         play: how, as `experiments.run` or `resume`; None: as `complete`, and a run that is finished is only read.
         series: the folder of the runs that a command makes, of which one picture shows all.
     """
-    from fedbilevel.core.errors import CheckpointError, NumericalError
     from fedbilevel.display import Watch
     from fedbilevel.display.curves import can_draw
     from fedbilevel.engines.multihost import current_group

@@ -13,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError, FedbilevelError, NumericalError
+from fedbilevel.wording import missing
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -147,8 +150,8 @@ def check_names(options: argparse.Namespace) -> None:
 
     one, several = getattr(options, "algorithm", None), getattr(options, "algorithms", None)
     for algorithm in several or (one if isinstance(one, list) else [one]):
-        require_known(algorithm=algorithm)
-    require_known(task=options.what[0] if several and options.what else getattr(options, "task", None))
+        require_known("algorithm", algorithm)
+    require_known("task", options.what[0] if several and options.what else getattr(options, "task", None))
 
 
 def settings(options: argparse.Namespace) -> list[str]:
@@ -164,9 +167,6 @@ def console(quiet: bool = False) -> Console:
     try:
         from rich.console import Console
     except ImportError:
-        from fedbilevel.core.errors import ConfigurationError
-        from fedbilevel.wording import missing
-
         raise ConfigurationError(f"the command line needs {missing('rich', 'cli')}") from None
     made = Console(quiet=quiet, force_terminal=sys.stdout.isatty())
     if not made.is_terminal:
@@ -202,7 +202,6 @@ def tune(spec: Spec) -> None:
 
 def exit_code(error: BaseException) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
-    from fedbilevel.core.errors import CheckpointError, ExchangeError, FedbilevelError, NumericalError
     from fedbilevel.data.reading import DataError
 
     if isinstance(error, KeyboardInterrupt):
@@ -218,8 +217,6 @@ def exit_code(error: BaseException) -> int | None:
 
 def sentence(error: BaseException) -> str:
     """The message for an error; for an error of the operating system the file and the reason, without a number."""
-    from fedbilevel.core.errors import FedbilevelError
-
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:

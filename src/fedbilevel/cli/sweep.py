@@ -26,6 +26,7 @@ from fedbilevel.cli.shared import (
     spec_tables,
     tune,
 )
+from fedbilevel.core.errors import ConfigurationError, require
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
@@ -87,7 +88,6 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _played(options: argparse.Namespace, folder: Path) -> Sweep:
-    from fedbilevel.core.errors import require
     from fedbilevel.experiments.search import Range, search_specs
     from fedbilevel.experiments.sweep import parse_values, sweep_specs
 
@@ -109,7 +109,6 @@ def _played(options: argparse.Namespace, folder: Path) -> Sweep:
 
 def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     """The fields that are swept, each with the option that names it and its text."""
-    from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.experiments.sweep import parse_field
 
     fields: dict[str, tuple[str, str]] = {}
@@ -125,7 +124,6 @@ def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
 
 def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
     """What makes the spec of a point, from the options and the point's values."""
-    from fedbilevel.core.errors import ConfigurationError
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.runner import algorithm_of
 

@@ -3,9 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from numbers import Integral
-
-import numpy as np
+from numbers import Integral, Real
 
 
 class FedbilevelError(Exception):
@@ -136,7 +134,7 @@ def require(holds: bool, field: str, got: object, allowed: str) -> None:
 
 def is_number(got: object) -> bool:
     """Whether that is a finite plain number, and no boolean."""
-    return isinstance(got, int | float | np.floating | np.integer) and not isinstance(got, bool) and math.isfinite(got)
+    return isinstance(got, Real) and not isinstance(got, bool) and math.isfinite(got)  # NumPy's are of these, too
 
 
 def is_count(got: object) -> bool:

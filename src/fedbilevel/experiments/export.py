@@ -13,14 +13,7 @@ from typing import Any
 
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
-from fedbilevel.experiments.compare import (
-    RunGroup,
-    common_targets,
-    comparison,
-    cost_to,
-    costs_to,
-    tasks_of,
-)
+from fedbilevel.experiments.compare import RunGroup, common_targets, comparison, cost_to, costs_to, tasks_of
 from fedbilevel.experiments.folder import LoadedRun
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.tables import latex, markdown

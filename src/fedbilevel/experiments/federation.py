@@ -32,13 +32,7 @@ from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.result import Result
-from fedbilevel.experiments.folder import (
-    Folder,
-    LoadedRun,
-    default_path,
-    load_run,
-    require_free,
-)
+from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
 from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, first_metric, task_of
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
@@ -362,15 +356,12 @@ def _with_files(spec: Spec, package: Path) -> Spec:
     Raises:
         ConfigurationError: a file cannot do without its neighbours; nothing stays of the app.
     """
-    task, algorithm = own_file(spec.task.name), own_file(spec.algorithm.name)
-    if task is not None:
-        name = _copied("task", task, package / "problem.py", spec.task.name)
-        spec = replace(spec, task=Component(name, spec.task.value))
-    if algorithm is not None:
-        copy = package / ("problem.py" if algorithm == task else "method.py")
-        name = _copied("algorithm", algorithm, copy, spec.algorithm.name)
-        spec = replace(spec, algorithm=Component(name, spec.algorithm.value))
-    return spec
+    task, moved = own_file(spec.task.name), dict[str, Any]()
+    for kind, component in (("task", spec.task), ("algorithm", spec.algorithm)):
+        if file := own_file(component.name):
+            copy = package / ("problem.py" if file == task else "method.py")
+            moved[kind] = Component(_copied(kind, file, copy, component.name), component.value)
+    return replace(spec, **moved)
 
 
 def _copied(kind: str, file: Path, copy: Path, name: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.errors import unknown
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -26,13 +28,10 @@ def is_task(name: str) -> bool:
     return ":" in name or name in library("task")
 
 
-def require_known(*, task: str | None = None, algorithm: str | None = None) -> None:
+def require_known(kind: str, name: str | None) -> None:
     """Refuse the name of a task or algorithm that is neither the library's nor a user's own."""
-    for kind, name in {"task": task, "algorithm": algorithm}.items():
-        if name is not None and not is_own(name) and name not in library(kind):
-            from fedbilevel.core.errors import unknown
-
-            raise unknown(kind, name, library(kind))
+    if name is not None and not is_own(name) and name not in library(kind):
+        raise unknown(kind, name, library(kind))
 
 
 @functools.cache

@@ -46,7 +46,7 @@ from fedbilevel.experiments.sweep import (
     other_runs,
     require_sweepable,
 )
-from fedbilevel.sweeps import PRUNED, PointValues, Sweep
+from fedbilevel.sweeps import PRUNED, PointValues, Sweep, in_table
 from fedbilevel.wording import in_a_line as quoted
 from fedbilevel.wording import missing
 
@@ -193,11 +193,6 @@ def search_specs(
     found.others = other_runs(folder, map(trial_name, study.get_trials(deepcopy=False)), plan.seeds)
     found.algorithm = None if found.algorithm is None else spec_of(found.algorithm)
     return found
-
-
-def in_table(row: Row) -> dict[str, Any]:
-    """Return what a row of a history has for the table of a sweep: all but the seconds of this machine."""
-    return {name: value for name, value in row.items() if name != "seconds"}
 
 
 def trial_name(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
